@@ -1,0 +1,1 @@
+"""Where it goes: one file per target, found by walking this folder."""

@@ -1,0 +1,1 @@
+"""A graph-mode compiler plugin that finds Multi-head Latent Attention and fuses it."""

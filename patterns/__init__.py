@@ -1,0 +1,1 @@
+"""What is recognised: one file per pattern, found by walking this folder."""
