@@ -1,1 +1,21 @@
-"""placeholder"""
+"""The fused operators of Multi-head Latent Attention, one per file, registered as `torch.ops.mla_fx.<name>`.
+
+Every operator runs eagerly on any device, has a fake kernel that is exact for symbolic shapes, and refuses bad
+arguments with a `ValueError` before anything is written. They are for inference: none has an autograd formula.
+A new operator is a new file in this folder; nothing lists them.
+"""
+
+import importlib
+import pkgutil
+
+from .define import Operator
+
+__all__ = ["Operator", "catalogue"]
+
+_MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+
+
+def catalogue() -> dict[str, Operator]:
+    """Every operator of this package by name, without its in-place twin (see `Operator.inplace`)."""
+    values = (value for module in _MODULES for value in vars(module).values())
+    return {value.name: value for value in values if isinstance(value, Operator)}

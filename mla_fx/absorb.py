@@ -1,0 +1,78 @@
+"""Absorbed or expanded: equal algebra, `q . (W_uk c) = (W_uk^T q) . c`, decided by the number of query tokens.
+
+Per head and batch element, with R the latent rank and d = Dn + Dv, expanding T context tokens costs T R d once and
+S T (d + Dr) for the scores and values; absorbed costs S R d and S T (2R + Dr). Absorbed wins while
+
+    S < R d / (R d / T + 2R - d)
+
+which is 164 for DeepSeek-V3 at T = 4096 and hardly depends on T. What is measured crosses later or earlier, so each kind
+of device has its own threshold; S <= 8 is always absorbed and a cold prefill (S = T) never.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .canonical.views import shape_of
+from .rewrite import Emitter
+
+ALWAYS = 2**62
+MAX_ABSORBED_TOKENS = {"cpu": 256, "cuda": 128, "npu": 16}
+SURELY_ABSORBED = 8
+
+
+def absorb_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
+    """[B,S,N,D], [N,D,Hckv] -> [B,S,N,Hckv]."""
+    return _per_head(q_nope, weight_uk)
+
+
+def expand_output(out: Tensor, weight_uv: Tensor) -> Tensor:
+    """[B,S,N,Hckv], [N,Dv,Hckv] -> [B,S,N,Dv]."""
+    return _per_head(out, weight_uv.transpose(1, 2))
+
+
+def _per_head(value: Tensor, weight: Tensor) -> Tensor:
+    """[B,S,N,I], [N,I,O] -> [B,S,N,O]."""
+    batch, tokens, heads, width = value.shape
+    by_head = value.permute(2, 0, 1, 3).reshape(heads, batch * tokens, width)
+    return torch.bmm(by_head, weight).reshape(heads, batch, tokens, weight.shape[2]).permute(1, 2, 0, 3)
+
+
+def max_absorbed_tokens(policy: str, device: str) -> int:
+    """The largest S that is absorbed under the option `absorb`."""
+    if policy == "always":
+        return ALWAYS
+    return 0 if policy == "never" else MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"])
+
+
+def absorb(graph: Graph, emit: Emitter, policy: str) -> None:
+    """Rewrites every mla_attention whose S is known and small to latent_attention; one with symbolic S gets the limit
+    at which it decides at run time."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
+        q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask = node.args
+        limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type)
+        tokens = shape_of(q_nope)[1]
+        if not isinstance(tokens, int):
+            node.update_kwarg("max_absorbed_tokens", limit)
+        elif _is_absorbed(tokens, shape_of(kv_cache)[1], limit):
+            with emit.at(node, "absorb"):
+                _absorb(node, emit, q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask)
+
+
+def _is_absorbed(tokens: int, context: object, limit: int) -> bool:
+    if limit == ALWAYS:
+        return True
+    is_cold_prefill = tokens == context and tokens > SURELY_ABSORBED
+    return tokens <= limit and not is_cold_prefill
+
+
+def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
+    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask = operands
+    options = {name: value for name, value in node.kwargs.items() if name in ("scale", "is_causal")}
+    query = emit.inline(absorb_query, q_nope, weight_uk)
+    target = torch.ops.mla_fx.latent_attention.default
+    out = emit.call(target, query, q_rope, kv_cache, kr_cache, mask, **options)
+    node.replace_all_uses_with(emit.inline(expand_output, out, weight_uv))
+    node.graph.erase_node(node)

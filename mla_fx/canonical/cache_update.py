@@ -1,0 +1,143 @@
+"""New rows entering a cache, in any spelling: index_copy, index_put, scatter, a slice written over, cat, or no cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ..errors import NoMatch
+from .axes import ZERO, Index, fresh
+from .contraction import name_of
+from .element import Element, operand, resolve
+from .views import argument, cat_dim, shape_of, slice_bounds
+
+aten = torch.ops.aten
+
+WRITES = frozenset(
+    {
+        aten.index_copy.default,
+        aten.index_put.default,
+        aten._unsafe_index_put.default,
+        aten.scatter.src,
+        aten.slice_scatter.default,
+        aten.cat.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class CacheUpdate:
+    """Rows of a value written into it along dimension `dim`.
+
+    `row` is an element of the new rows, `token` the index along which they are counted. `position` says where a row
+    goes: an element of the index tensor, or a number for the first row; None where rows are appended by `cat`."""
+
+    node: Node
+    index: tuple[Index, ...]
+    dim: int
+    old: Node
+    rows: Node
+    row: Element
+    token: Index
+    position: Element | int | None
+
+
+def cache_update(element: Element) -> CacheUpdate:
+    """Reads the value that `element` is part of as an updated cache. Raises NoMatch if it is none."""
+    node = element.node
+    index = tuple(fresh(size) for size in shape_of(node))
+    if node.target is aten.cat.default:
+        return _appended(node, index)
+    if node.target is aten.slice_scatter.default:
+        return _overwritten(node, index)
+    if node.target is aten.index_copy.default:
+        old, dim, where, rows = node.args
+        return _indexed(node, index, old, dim % len(index), where, rows)
+    if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
+        return _index_put(node, index)
+    if node.target is aten.scatter.src:
+        return _scattered(node, index)
+    raise NoMatch(f"expected a cache that is written, found {name_of(node)}", node)
+
+
+def _rows(index: tuple[Index, ...], dim: int, rows: Node) -> tuple[Index, tuple[Index, ...]]:
+    token = fresh(shape_of(rows)[dim])
+    return token, (*index[:dim], token, *index[dim + 1 :])
+
+
+def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
+    dim, pieces = cat_dim(node), node.args[0]
+    if len(pieces) != 2 or dim == len(index) - 1:
+        raise NoMatch("expected the old rows and the new ones in one cat", node)
+    old, rows = pieces
+    token, row = _rows(index, dim, rows)
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, None)
+
+
+def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
+    old, rows = node.args[:2]
+    dim = argument(node, 2, "dim", 0) % len(index)
+    bounds = slice_bounds(node, 2, shape_of(old)[dim])
+    if bounds is None or bounds[3] != 1 or not isinstance(bounds[1], int):
+        raise NoMatch("the cache is overwritten from a position that is no compile-time number", node)
+    token, row = _rows(index, dim, rows)
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, bounds[1])
+
+
+def _indexed(node: Node, index: tuple[Index, ...], old: Node, dim: int, where: Node, rows: Node) -> CacheUpdate:
+    token, row = _rows(index, dim, rows)
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, resolve(where, (token,)))
+
+
+def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
+    old, places, rows = node.args[:3]
+    if argument(node, 3, "accumulate", False):
+        raise NoMatch("the cache is added to, not written", node)
+    used = [dim for dim, where in enumerate(places) if where is not None]
+    if len(used) == 1:
+        dim = used[0]
+        if len(shape_of(places[dim])) != 1:
+            raise NoMatch("the positions written are not one-dimensional", node)
+        return _indexed(node, index, old, dim, places[dim], _full_rank(rows, len(index), node))
+    if used == [0, 1]:
+        return _per_sequence(node, index, old, places, rows)
+    raise NoMatch("the cache is written at positions along several dimensions", node)
+
+
+def _full_rank(rows: Node, rank: int, node: Node) -> Node:
+    if len(shape_of(rows)) != rank:
+        raise NoMatch("the rows written are broadcast into the cache", node)
+    return rows
+
+
+def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[Node], rows: Node) -> CacheUpdate:
+    """`cache[arange(batch), positions] = rows`: each sequence has positions of its own."""
+    batch_places, positions = places[:2]
+    rank = max(len(shape_of(places[0])), len(shape_of(places[1])))
+    sequence, lead = index[0], (index[0],)
+    token = ZERO
+    if rank == 2:
+        token = fresh(shape_of(rows)[1])
+        lead = (sequence, token)
+    counted = operand(batch_places, lead)
+    if counted.node.target not in (torch.ops.prims.iota.default, aten.arange.default, aten.arange.start_step):
+        raise NoMatch("the cache is written at sequences that are not simply counted", node)
+    if counted.index != (sequence,):
+        raise NoMatch("the cache is written at sequences that are not simply counted", node)
+    row = resolve(rows, (*lead, *index[2:]))
+    return CacheUpdate(node, index, 1, old, rows, row, token, operand(positions, lead))
+
+
+def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
+    """`cache.scatter(dim, positions expanded over the row, rows)`."""
+    old, dim, where, rows = node.args
+    dim = dim % len(index)
+    token, row = _rows(index, dim, rows)
+    position = resolve(where, row)
+    if not position.settled().axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
+        raise NoMatch("the elements of one row are scattered to different positions", node)
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, position)
+
+

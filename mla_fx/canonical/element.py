@@ -1,0 +1,157 @@
+"""One element of a value, followed through views to the operation that computes it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .axes import Axis, Index, settle, substitute
+from .views import Place, argument, broadcast, fresh_index, move
+
+aten = torch.ops.aten
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+CASTS = frozenset(
+    {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout}
+)
+
+
+@dataclass(frozen=True)
+class Element:
+    """`scale * node[index]`, with `node` the operation that computes it.
+
+    `top` is the same value before casts and constant factors were looked through: `top_scale * top[0][top[1]]`. It is
+    what a rewrite reads, so that no rounding of the user's is lost; two elements are equal if what computes them is."""
+
+    node: Node
+    index: tuple[Index, ...]
+    scale: float = 1.0
+    top: Place | None = field(default=None, compare=False, repr=False)
+    top_scale: float = field(default=1.0, compare=False, repr=False)
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        return frozenset(axis for part in self.index for axis in settle(part).axes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which the program holds this value."""
+        node = self.node if self.top is None else self.top[0]
+        dtype = node.meta["val"].dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def settled(self) -> Element:
+        """The same element after axes were split: every comparison starts here."""
+        top = self.top and (self.top[0], tuple(map(settle, self.top[1])))
+        return replace(self, index=tuple(map(settle, self.index)), top=top)
+
+    def unscaled(self) -> Element:
+        """The element without its constant factor."""
+        if self.scale == 1.0:
+            return self
+        return replace(self, scale=1.0, top=(self.node, self.index), top_scale=1.0)
+
+    def at(self, replacements: dict[Axis, Index]) -> Element:
+        """The element read elsewhere, which may lead through further views."""
+        node, index = (self.node, self.index) if self.top is None else self.top
+        moved = tuple(substitute(settle(part), replacements) for part in index)
+        return resolve(node, moved, self.top_scale)
+
+    def same_as(self, other: Element) -> bool:
+        return self.settled() == other.settled()
+
+
+def resolve(node: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element:
+    """The element `scale * node[index]`, followed to where it is computed."""
+    top: Place | None = None
+    top_scale = scale
+    while True:
+        place = move(node, tuple(map(settle, index)))
+        if place is not None:
+            node, index = place
+            continue
+        if top is None:
+            top = (node, index)
+        through = _transparent(node, index)
+        if through is None:
+            return Element(node, tuple(map(settle, index)), scale, top, top_scale)
+        (node, index), factor = through
+        scale *= factor
+
+
+def element_of(node: Node) -> Element:
+    """A general element of `node`: one new axis for each dimension."""
+    return resolve(node, fresh_index(node))
+
+
+def operand(value: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element:
+    """The element of a pointwise operand that goes into the result at `index`."""
+    return resolve(value, broadcast(value, index), scale)
+
+
+def _transparent(node: Node, index: tuple[Index, ...]) -> tuple[Place, float] | None:
+    """A cast between floating types, or a constant factor: the operand and the factor."""
+    target = node.target
+    if target in CASTS:
+        source = node.args[0]
+        both = {node.meta["val"].dtype, source.meta["val"].dtype}
+        return ((source, index), 1.0) if both <= FLOATS or len(both) == 1 else None
+    if target is aten.neg.default:
+        return (node.args[0], index), -1.0
+    if target in (aten.mul.Tensor, aten.mul.Scalar):
+        left, right = node.args[:2]
+        if (factor := constant(right)) is not None and isinstance(left, Node):
+            return (left, broadcast(left, index)), factor
+        if (factor := constant(left)) is not None:
+            return (right, broadcast(right, index)), factor
+    if target in (aten.div.Tensor, aten.div.Scalar) and (divisor := constant(node.args[1])):
+        return (node.args[0], broadcast(node.args[0], index)), 1.0 / divisor
+    if target in (aten.add.Tensor, aten.add.Scalar) and constant(node.args[1]) == 0 and len(node.args) == 2:
+        return (node.args[0], broadcast(node.args[0], index)), 1.0
+    return None
+
+
+def constant(value: Any) -> float | None:
+    """The number that `value` is known to hold at compile time, or None."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, Node):
+        return None
+    if value.target in (aten.full.default, aten.scalar_tensor.default):
+        filled = argument(value, 1 if value.target is aten.full.default else 0, "fill_value")
+        return constant(filled) if not isinstance(filled, Node) else None
+    if value.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+        return 0.0
+    if value.target in (aten.full_like.default,):
+        return constant(value.args[1])
+    if value.target in CASTS or value.target in (aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default):
+        return constant(value.args[0])
+    return _attribute(value)
+
+
+def _attribute(node: Node) -> float | None:
+    """The value of a 0-d tensor that the graph holds as an attribute."""
+    module = node.graph.owning_module
+    if node.op != "get_attr" or module is None:
+        return None
+    held = operator.attrgetter(str(node.target))(module)
+    plain = isinstance(held, torch.Tensor) and type(held) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or held.ndim or held.is_complex() or held.device.type == "meta":
+        return None
+    return float(held)
+
+
+def depends_on(element: Element, axes: frozenset[Axis]) -> bool:
+    return not element.settled().axes.isdisjoint(axes)
+
+
+def is_parameter(node: Node) -> bool:
+    """A graph input or attribute: something that no operation of this graph computes."""
+    return node.op in ("placeholder", "get_attr")

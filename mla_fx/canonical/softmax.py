@@ -1,0 +1,241 @@
+"""Softmax and scaled dot-product attention in any spelling."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..errors import NoMatch
+from .algebra import as_sum
+from .axes import Axis, Index, fresh, leaves
+from .contraction import Contraction, contraction, name_of, summed
+from .element import CASTS, Element, constant, operand, resolve
+from .views import MOVERS, argument, fresh_index, shape_of
+
+aten = torch.ops.aten
+
+MASKED = -1e4  # logits at or below this are meant to be minus infinity
+SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
+FUSED_ATTENTION = frozenset(
+    {
+        aten.scaled_dot_product_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A term of the logits that no query or key enters. With `fill` the element is a condition, and the logits are
+    `fill` wherever it is not `keep_where`."""
+
+    element: Element
+    fill: float | None = None
+    keep_where: bool = True
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`sum over axis of softmax(logits) * value`; the logits are a sum of `scores` and masks."""
+
+    node: Node
+    index: tuple[Index, ...]
+    scores: tuple[Contraction, ...]
+    masks: tuple[Mask, ...]
+    is_causal: bool
+    value: Element
+    axis: Axis
+
+
+def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
+    """The nodes at which attention may begin to be read: one for each softmax."""
+    for node in graph.nodes:
+        target = node.target
+        if target in SOFTMAX or target in FUSED_ATTENTION:
+            yield node
+        elif target is aten.div.Tensor and _exponential(node.args[0]) is not None:
+            yield node
+
+
+def softmax(element: Element) -> tuple[Element, Axis]:
+    """The logits and the axis of a softmax. Raises NoMatch if `element` is none."""
+    node, index = element.node, element.index
+    if element.scale != 1.0:
+        raise NoMatch("the attention probabilities are multiplied by a number", node)
+    if node.target in SOFTMAX:
+        return operand(node.args[0], index), _axis(index, node.args[1], node)
+    if node.target is aten.where.self:
+        return _guarded(element)
+    if node.target is aten.div.Tensor and (exponential := _exponential(node.args[0])) is not None:
+        return _divided(element, exponential)
+    raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
+
+
+def _axis(index: tuple[Index, ...], dim: int, node: Node) -> Axis:
+    where = index[dim]
+    if len(where.terms) != 1 or where.offset != 0:
+        raise NoMatch("the softmax does not run over the whole of one axis", node)
+    return where.terms[0][0]
+
+
+def _exponential(value: object) -> Node | None:
+    """The exp whose result `value` is, through views and casts."""
+    for _ in range(6):
+        if not isinstance(value, Node):
+            return None
+        if value.target is aten.exp.default:
+            return value
+        if value.target not in MOVERS and value.target not in CASTS:
+            return None
+        value = value.args[0] if value.args else None
+    return None
+
+
+def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
+    """`exp(x - max) / sum(exp(x - max))`."""
+    node = element.node
+    numerator, denominator = (operand(value, element.index) for value in node.args[:2])
+    if denominator.node.target is not aten.sum.dim_IntList or numerator.node is not exponential:
+        raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
+    summand, over = summed(denominator)
+    axes = leaves(axis for part in over for axis in part.axes)
+    if summand.node is not exponential or len(axes) != 1:
+        raise NoMatch("what divides the exponentials is not their sum", node)
+    dims = [dim for dim, part in enumerate(summand.index) if axes[0] in part.axes]
+    axis = _axis(numerator.index, dims[0], node)
+    inner = operand(exponential.args[0], numerator.index)
+    if inner.node.target is not aten.sub.Tensor:
+        return inner, axis
+    logits, peak = (operand(value, inner.index, inner.scale) for value in inner.node.args[:2])
+    if axis in peak.settled().axes:
+        raise NoMatch("what is subtracted before the exponential differs along the softmax axis", node)
+    return logits, axis
+
+
+def _guarded(element: Element) -> tuple[Element, Axis]:
+    """A softmax whose fully masked rows are zeroed, as scaled_dot_product_attention does."""
+    condition, zero, probability = element.node.args
+    if constant(zero) != 0:
+        raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
+    found = softmax(operand(probability, element.index))
+    tested = operand(condition, element.index)
+    is_row_test = tested.node.target in (aten.logical_not.default, aten.bitwise_not.default)
+    if not is_row_test or found[1] in tested.settled().axes:
+        raise NoMatch("the attention probabilities are masked after the softmax", element.node)
+    return found
+
+
+def attention(node: Node) -> Attention:
+    """Reads the attention that begins at anchor `node`. Raises NoMatch if there is none."""
+    if node.target in FUSED_ATTENTION:
+        return _fused(node)
+    output = _weighted_sum(node)
+    index = fresh_index(output)
+    weighted = contraction(resolve(output, index))
+    for probability, value in ((weighted.left, weighted.right), (weighted.right, weighted.left)):
+        try:
+            logits, axis = softmax(probability)
+        except NoMatch:
+            continue
+        if weighted.axes != leaves([axis]) or weighted.scale != 1.0:
+            raise NoMatch("the values are not summed over the softmax axis alone", output)
+        scores, masks = _logits(logits)
+        return Attention(output, index, scores, masks, False, value, axis)
+    raise NoMatch("no softmax enters the product with the values", output)
+
+
+def _weighted_sum(node: Node) -> Node:
+    """The product that consumes the probabilities, through the views between."""
+    pending, seen = list(node.users), set()
+    while pending:
+        user = pending.pop(0)
+        if user in seen:
+            continue
+        seen.add(user)
+        if user.target in (aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList):
+            return user
+        is_step = user.target in MOVERS or user.target in CASTS or user.target in (aten.where.self, aten.mul.Tensor)
+        if is_step:
+            pending += user.users
+    raise NoMatch("the probabilities do not enter a product with values", node)
+
+
+def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
+    """The additive terms of the logits: products of queries and keys, and masks."""
+    total = as_sum(element)
+    if total.constant:
+        raise NoMatch("a number is added to the attention scores", element.node)
+    scores: list[Contraction] = []
+    masks: list[Mask] = []
+    for term in total.terms:
+        if (filled := _filled(term)) is not None:
+            kept, mask = filled
+            inner_scores, inner_masks = _logits(kept)
+            scores += inner_scores
+            masks += [mask, *inner_masks]
+            continue
+        try:
+            scores.append(contraction(term))
+        except NoMatch:
+            masks.append(Mask(term))
+    return tuple(scores), tuple(masks)
+
+
+def _filled(element: Element) -> tuple[Element, Mask] | None:
+    """`where(condition, scores, -inf)` either way around, as masked_fill leaves it: the scores and the mask."""
+    if element.node.target is not aten.where.self:
+        return None
+    condition, chosen, other = element.node.args
+    for kept, fill, keep_where in ((chosen, constant(other), True), (other, constant(chosen), False)):
+        if fill is not None and fill <= MASKED and constant(kept) is None:
+            mask = Mask(operand(condition, element.index), fill, keep_where)
+            return operand(kept, element.index, element.scale), mask
+    return None
+
+
+def _fused(node: Node) -> Attention:
+    """One of PyTorch's fused attention operators, whose first result is the output."""
+    query, key, value = node.args[:3]
+    named = {argument.name: position for position, argument in enumerate(node.target._schema.arguments)}
+
+    def option(name: str, default: Any = None) -> Any:
+        return argument(node, named[name], name, default) if name in named else default
+
+    if option("dropout_p", 0.0):
+        raise NoMatch("attention with dropout is left alone", node)
+    output = node if isinstance(node.meta["val"], torch.Tensor) else _first_result(node)
+    index = fresh_index(output)
+    *batch, row, column = index
+    keys, inner = fresh(shape_of(key)[-2]), fresh(shape_of(query)[-1])
+    scale = option("scale")
+    if scale is None:
+        scale = float(shape_of(query)[-1]) ** -0.5
+    left, right = operand(query, (*batch, row, inner)), operand(key, (*batch, keys, inner))
+    axes = (*inner.axes,)
+    score = Contraction(left.unscaled(), right.unscaled(), axes, scale * left.scale * right.scale, node)
+    mask = option("attn_mask") if "attn_mask" in named else option("attn_bias")
+    masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
+    if not keys.terms:
+        raise NoMatch("attention over a single key", node)
+    return Attention(output, index, (score,), masks, bool(option("is_causal", False)), operand(value, (*batch, keys, column)), keys.axes[0])
+
+
+def _given_mask(mask: Node, index: tuple[Index, ...]) -> Mask:
+    if mask.meta["val"].dtype is torch.bool:
+        return Mask(operand(mask, index), float("-inf"), True)
+    return Mask(operand(mask, index))
+
+
+def _first_result(node: Node) -> Node:
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == 0:
+            return user
+    raise NoMatch("the attention's output is not used", node)

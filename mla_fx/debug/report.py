@@ -1,0 +1,97 @@
+"""What a compilation did: fused operators, nearest misses, and the passes between."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The deepest point at which a pattern failed at one place."""
+
+    pattern: str
+    reason: str
+    node: str
+    source: str
+    module: str
+    depth: int
+    suspicious: bool
+
+    def __str__(self) -> str:
+        where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)
+        return f"{self.pattern}: {self.reason}" + (f" ({where})" if where else "")
+
+
+@dataclass
+class PassRecord:
+    """One pass over the graph: what it took, what fired, and the graph after it where that was asked for."""
+
+    name: str
+    milliseconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+    fired: Counter[str] = field(default_factory=Counter)
+    text: str | None = None
+
+
+@dataclass
+class Report:
+    """What happened to the graphs of one compilation."""
+
+    fused: dict[str, int] = field(default_factory=dict)
+    misses: list[Miss] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
+    graphs: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    target: str = ""
+
+    @property
+    def milliseconds(self) -> float:
+        return sum(record.milliseconds for record in self.passes)
+
+    def __str__(self) -> str:
+        fused = ", ".join(f"{name} x{count}" for name, count in self.fused.items()) or "nothing"
+        lines = [f"mla_fx on {self.target}: fused {fused} in {self.milliseconds:.1f} ms"]
+        lines += [f"  {note}" for note in self.notes]
+        if self.misses:
+            lines.append("nearest misses:")
+            lines += [f"  {miss}" for miss in self.misses]
+        return "\n".join(lines)
+
+
+def count_fused(graph: Graph) -> dict[str, int]:
+    """How often each operator of this project appears in a graph, in order of first appearance."""
+    counts: dict[str, int] = {}
+    for node in graph.nodes:
+        name = fused_name(node)
+        if name is not None:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def fused_name(node: Node) -> str | None:
+    """The name of the fused operator that a node calls, the same for its in-place form; None if it calls none."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
+        return None
+    return str(target._opname).rstrip("_")
+
+
+def source_of(node: Node | None) -> str:
+    """`file:line` of the user's code that made a node, or an empty string."""
+    trace = node.meta.get("stack_trace") if node is not None else None
+    frames = _FRAME.findall(trace or "")
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def module_of(node: Node | None) -> str:
+    """The module path of the user's code that made a node, or an empty string."""
+    stack = node.meta.get("nn_module_stack") if node is not None else None
+    return str(list(stack.values())[-1][0]) if stack else ""

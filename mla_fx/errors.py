@@ -1,0 +1,26 @@
+"""What can go wrong, and the refusal to fuse, which is not an error."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+
+class NoMatch(Exception):  # noqa: N818  it is a refusal, part of every normal compilation
+    """A pattern does not apply: a sentence for the user, and the node that broke it."""
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+
+
+class OptionError(ValueError):
+    """An option or target that does not exist or does not apply; the message lists those that do."""
+
+
+class FusionError(RuntimeError):
+    """`strict` or `expect` was not met, or a pass failed while `strict` was on."""
+
+
+class VerificationError(RuntimeError):
+    """`verify` found that the fused graph and the unfused one do not agree."""

@@ -1,0 +1,160 @@
+"""Operands that several patterns put together: adjacent parts as one tensor, rotary tables, caches and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from .canonical.axes import ZERO, Axis, Index, combine, leaves, of_axis, settle
+from .canonical.cache_update import CacheUpdate
+from .canonical.element import Element
+from .canonical.rope import Rope, Table
+from .errors import NoMatch
+from .rewrite import Dims, Emitter, view_key
+
+aten = torch.ops.aten
+Axes = tuple[Axis, ...]
+
+
+def axes_of(index: Index) -> Axes:
+    """The axes that a dimension runs over, slowest first."""
+    return leaves(index.axes)
+
+
+def only(axes: Sequence[Axis], what: str, node: Node) -> Axis:
+    if len(axes) != 1:
+        raise NoMatch(f"{what} is no single dimension", node)
+    return axes[0]
+
+
+def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis, renamed: dict[Axis, Axis]) -> Element | None:
+    """Two neighbouring parts of one tensor as one element: `first` along its axis, then `second` along its own.
+
+    The result is read along `first_axis`' place by a new axis, which is its only axis of that size; `renamed` names the
+    other axes of `second` as in `first`. None if the parts are not neighbours in one tensor."""
+    first, second = first.settled(), second.settled()
+    if first.node is not second.node or (first.scale, second.scale) != (1.0, 1.0):
+        return None
+    axis = Axis(first_axis.size + second_axis.size)
+    index: list[Index] = []
+    for mine, theirs in zip(first.index, second.index, strict=True):
+        theirs = combine(theirs.offset, [(renamed.get(other, other), stride) for other, stride in theirs.terms])
+        stride = dict(mine.terms).get(first_axis)
+        rest = [term for term in mine.terms if term[0] is not first_axis]
+        expected = mine.offset + (0 if stride is None else stride * first_axis.size)
+        tail = [] if stride is None else [(second_axis, stride)]
+        if theirs != combine(expected, [*rest, *tail]):
+            return None
+        index.append(mine if stride is None else combine(mine.offset, [*rest, (axis, stride)]))
+    return Element(first.node, tuple(index))
+
+
+def joint_axis(element: Element, before: Element) -> Axis:
+    """The axis of a joined element that its first part does not have."""
+    return next(iter(element.axes - before.settled().axes))
+
+
+def rename(old: Sequence[Axes], new: Sequence[Axes]) -> dict[Axis, Axis]:
+    return {other: axis for theirs, mine in zip(old, new, strict=True) for other, axis in zip(theirs, mine, strict=False)}
+
+
+# --- rotary tables -----------------------------------------------------------------------------------------------
+
+
+def emit_table(emit: Emitter, table: Table, pair: Axis, outer: Dims) -> Node:
+    """cos or sin with all its columns, [*outer, Dr]: those of the pairs' first elements, then of their second ones."""
+    first, second = table.first.settled(), table.second.settled()
+    other = Axis(pair.size)
+    whole = joined(first, pair, second.at({pair: of_axis(other)}), other, {})
+    if whole is not None:
+        return emit.tensor(whole, [*outer, [joint_axis(whole, first)]], dtype=first.dtype)
+    halves = [emit.tensor(half, [*outer, [pair]]) for half in (first, second)]
+    return emit.call(aten.cat.default, halves, -1)
+
+
+def check_same_rotation(query: Rope | None, keys: Rope | None, query_outer: Dims, key_outer: Dims) -> None:
+    """Query and key are rotated by the same tables in the same layout, or neither is."""
+    if query is None and keys is None:
+        return
+    if query is None or keys is None:
+        raise NoMatch("only one of query and key is rotated")
+    if query.layout != keys.layout:
+        raise NoMatch(f"the query is rotated in layout {query.layout}, the key in {keys.layout}", keys.value.node)
+    for name, ours, theirs in (("cos", query.cos, keys.cos), ("sin", query.sin, keys.sin)):
+        mine = [view_key(half, [*query_outer, [query.pair]]) for half in (ours.first, ours.second)]
+        other = [view_key(half, [*key_outer, [keys.pair]]) for half in (theirs.first, theirs.second)]
+        if mine != other:
+            raise NoMatch(f"{name} of the query and {name} of the key are different tensors", theirs.first.node)
+
+
+# --- caches ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheRoles:
+    """The axes of one written cache: batch, slot and width of the cache, batch and token of the rows."""
+
+    update: CacheUpdate
+    batch: Axes
+    slot: Axes
+    width: Axes
+    token: Axes
+
+    @property
+    def row(self) -> tuple[Axes, Axes]:
+        return self.batch, self.token
+
+
+def cache_roles(update: CacheUpdate) -> CacheRoles:
+    """The axes of an update whose last dimension is the width of a row."""
+    last = len(update.index) - 1
+    if update.dim == last:
+        raise NoMatch("the cache is written along the last dimension, expected whole rows", update.node)
+    batch = leaves(axis for dim, part in enumerate(update.index) if dim not in (update.dim, last) for axis in part.axes)
+    return CacheRoles(update, batch, axes_of(update.index[update.dim]), axes_of(update.index[last]), axes_of(update.token))
+
+
+def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
+    """Latents and rotary keys go to the same positions of two caches."""
+    if latent.update.node is keys.update.node:
+        raise NoMatch("latent and rotary key share one cache tensor", keys.update.node)
+    mine, other = latent.update.position, keys.update.position
+    if isinstance(mine, Element) and isinstance(other, Element):
+        same = view_key(mine, latent.row) == view_key(other, keys.row)
+    else:
+        same = mine == other
+    if not same:
+        raise NoMatch("latent and rotary key are written to different positions", keys.update.node)
+
+
+def emit_cache(emit: Emitter, roles: CacheRoles) -> Node:
+    """The cache before the write, [B,1,T,width]."""
+    old = Element(roles.update.old, tuple(map(settle, roles.update.index)))
+    return emit.tensor(old, (roles.batch, (), roles.slot, roles.width))
+
+
+def emit_positions(emit: Emitter, roles: CacheRoles) -> Node:
+    """Where the rows go, [B or 1, S] int64."""
+    position = roles.update.position
+    if isinstance(position, Element):
+        return emit.tensor(position, roles.row, dtype=torch.int64)
+    rows = roles.update.rows.meta["val"]
+    length = emit.size(roles.token[0].size) if roles.token else 1
+    options = {"start": position, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
+    return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
+
+
+def replace_cache(emit: Emitter, roles: CacheRoles, out: Node) -> None:
+    """Uses the [B,1,T,width] cache that an operator returned wherever the written one was used."""
+    element = emit.result(out, (roles.batch, (), roles.slot, roles.width))
+    emit.replace(roles.update.node, roles.update.index, element)
+
+
+def replace_rows(emit: Emitter, roles: CacheRoles, out: Node) -> None:
+    """Uses the [B,S,1,width] rows that an operator returned wherever the new rows were used."""
+    update = roles.update
+    index = (*update.index[: update.dim], update.token, *update.index[update.dim + 1 :])
+    emit.replace(update.rows, index, emit.result(out, (roles.batch, roles.token, (), roles.width)))

@@ -1,0 +1,43 @@
+"""The softmax of MLA, and the checks that its operators share."""
+
+import torch
+from torch import Tensor
+
+from ._check import FLOATS, check_dtype, differ
+from ._math import accumulation_dtype
+
+
+def probabilities(
+    latent: Tensor, rotated: Tensor, mask: Tensor | None, scale: float, is_causal: bool, rows_first: bool = False
+) -> Tensor:
+    """softmax((latent + rotated) * scale + mask) over the last axis, rounded to the dtype of `latent`.
+
+    The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
+    """
+    wide = accumulation_dtype(latent.dtype)
+    scores = (latent.to(wide) + rotated) * scale
+    if is_causal:
+        steps, context = latent.shape[1 if rows_first else 2], latent.shape[-1]
+        keys, rows = (torch.arange(size, device=latent.device) for size in (context, steps))
+        mask = keys <= rows.unsqueeze(-1)
+    if mask is None:
+        return scores.softmax(-1).to(latent.dtype)
+    mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask.transpose(1, 2) if rows_first else mask
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    # Unlike softmax, this gives zeros where a whole row is masked.
+    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, wide)
+    return weights.to(latent.dtype)
+
+
+def check_mask(mask: Tensor | None, is_causal: bool, sizes: tuple[int, int, int, int]) -> None:
+    """`sizes` is [B, N, S, T], to which the mask must broadcast."""
+    if mask is None:
+        return
+    if is_causal:
+        raise ValueError("mask is given and is_causal is True; at most one of them is allowed.")
+    check_dtype("mask", mask, (torch.bool, *FLOATS))
+    trailing = sizes[4 - mask.dim() :]
+    pairs = zip(mask.shape, trailing, strict=False)
+    if mask.dim() > 4 or any(differ(actual, wanted) and differ(actual, 1) for actual, wanted in pairs):
+        raise ValueError(f"mask has shape {list(mask.shape)}; it must broadcast to [B, N, S, T] = {list(sizes)}.")

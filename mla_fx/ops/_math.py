@@ -1,0 +1,75 @@
+"""RMSNorm and rotary embedding as the operators define them."""
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ._check import check_choice, check_shape
+
+ROPE_LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays, everything narrower is summed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon) * gamma` over the last axis, rounded to the dtype of `x`.
+
+    The product with gamma is taken before that rounding, or after it with `gamma_after_cast`.
+    """
+    wide = x.to(accumulation_dtype(x.dtype))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    if gamma_after_cast:
+        normed = normed.to(x.dtype)
+    return (normed * gamma).to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: str) -> Tensor:
+    """Rotate the pairs of the last axis of `x`; without tables, return it as it is.
+
+    With h = Dr / 2 and pairs (x1, x2): `a[i] = x1[i] cos[i] - x2[i] sin[i]`, `b[i] = x2[i] cos[h+i] + x1[i] sin[h+i]`.
+    `layout` is (layout read)_(layout written): interleaved pairs are neighbours, halves are h apart.
+    """
+    if cos is None or sin is None:
+        return x
+    read, written = layout.split("_")
+    half = x.shape[-1] // 2
+    first, second = (x[..., 0::2], x[..., 1::2]) if read == "interleave" else (x[..., :half], x[..., half:])
+    pairs = (
+        first * cos[..., :half] - second * sin[..., :half],
+        second * cos[..., half:] + first * sin[..., half:],
+    )
+    rotated = torch.cat(pairs, -1) if written == "half" else torch.stack(pairs, -1).flatten(-2)
+    return rotated.to(x.dtype)
+
+
+def latent_and_key(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    epsilon: float,
+    rope_layout: str,
+    gamma_after_cast: bool,
+) -> tuple[Tensor, Tensor]:
+    """The two cache rows of each token: RMSNorm of the first Hckv columns of `kv`, RoPE of the others."""
+    rank = gamma.shape[0]
+    latent = rms_norm(kv[..., :rank], gamma, epsilon, gamma_after_cast)
+    return latent, rope(kv[..., rank:], cos, sin, rope_layout)
+
+
+def check_rope(width: int, layout: str, letters: str, sizes: tuple[int, ...], **tables: Tensor | None) -> None:
+    """Both tables are given or neither; each is `letters` = `sizes`, where a batch axis may be 1."""
+    check_choice("rope_layout", layout, ROPE_LAYOUTS)
+    if statically_known_true(width < 1):
+        raise ValueError(f"The columns after the first Hckv are the rope part Dr, {width} here; Dr must be 1 or more.")
+    given = [name for name, table in tables.items() if table is not None]
+    if len(given) == 1:
+        raise ValueError(f"Only {given[0]} is given; {' and '.join(tables)} must both be tensors or both be None.")
+    if given and statically_known_true(width % 2 != 0):
+        raise ValueError(f"The rope width Dr is {width}; it must be even.")
+    for name, table in tables.items():
+        if table is not None:
+            check_shape(name, table, letters, sizes, broadcast=len(sizes) > 2)

@@ -1,0 +1,83 @@
+"""latent_attention: attention of absorbed queries over the compressed latents themselves."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._attention import check_mask, probabilities
+from ._check import check_rank, check_shape, check_tensors
+from ._sample import Sampler
+from .define import Sample, define
+
+
+def body(
+    query: Tensor,
+    query_rope: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention in which all heads share one latent key, which is the value too::
+
+        out = softmax((query . kv_cache + query_rope . kr_cache) * scale + mask) . kv_cache
+
+    query is [B, S, N, Hckv], query_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], all of one dtype:
+    bfloat16, float16, float32 or float64. mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and
+    added. is_causal lets row s attend to keys t <= s, and excludes a mask. A row that may attend to nothing gives
+    zeros. The softmax runs in float32 (float64 for float64); probabilities are rounded to the dtype of query.
+
+    Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
+    """
+    batch, steps, heads, rank = query.shape
+    grouped = (batch, steps, heads, kv_cache.shape[1])
+    latent = torch.bmm(query.flatten(1, 2), kv_cache.mT).view(grouped)
+    rotated = torch.bmm(query_rope.flatten(1, 2), kr_cache.mT).view(grouped)
+    weights = probabilities(latent, rotated, mask, scale, is_causal, rows_first=True)
+    return torch.bmm(weights.flatten(1, 2), kv_cache).view(batch, steps, heads, rank)
+
+
+def check(**arguments: Any) -> None:
+    a = SimpleNamespace(**arguments)
+    check_tensors(arguments, skip="mask")
+    check_rank("query", a.query, "B, S, N, Hckv")
+    check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
+    batch, steps, heads, rank = a.query.shape
+    context = a.kv_cache.shape[1]
+    check_shape("query_rope", a.query_rope, "B, S, N, Dr", (batch, steps, heads, None))
+    check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, rank))
+    check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.query_rope.shape[-1]))
+    check_mask(a.mask, a.is_causal, (batch, heads, steps, context))
+
+
+def fake(*, query: Tensor, **_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """No mask, causal, bool and additive masks, one query token, and a row that sees nothing."""
+    bias = Sampler(dtype, 9).normal(2, 1, 3, 5)
+    allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
+    blind = allowed.clone()
+    blind[1] = False
+    yield sample(dtype, 0, 3), {"scale": 0.3}
+    yield sample(dtype, 1, 3), {"scale": 0.3, "is_causal": True}
+    yield sample(dtype, 2, 3, allowed), {"scale": 0.25}
+    yield sample(dtype, 3, 3, bias), {"scale": 0.5}
+    yield sample(dtype, 4, 1), {"scale": 0.3}
+    yield sample(dtype, 5, 3, blind), {"scale": 0.3}
+
+
+def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:
+    batch, heads, context, rank, width = 2, 3, 5, 16, 4
+    draw = Sampler(dtype, seed)
+    queries = draw.normal(batch, steps, heads, rank), draw.normal(batch, steps, heads, width)
+    return (*queries, draw.normal(batch, context, rank), draw.normal(batch, context, width), mask)
+
+
+operator = define("latent_attention", body, returns=("out",), check=check, fake=fake, samples=samples)

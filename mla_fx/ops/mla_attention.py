@@ -1,0 +1,141 @@
+"""mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from . import latent_attention
+from ._attention import check_mask, probabilities
+from ._check import check_rank, check_shape, check_tensors
+from ._sample import Sampler
+from .define import Sample, define
+
+
+def body(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    weight_uk: Tensor,
+    weight_uv: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    max_absorbed_tokens: int = 0,
+) -> Tensor:
+    """Attention of N heads whose keys and values are expanded from one latent::
+
+        k_nope[n] = weight_uk[n] kv_cache;  v[n] = weight_uv[n] kv_cache
+        out       = softmax((q_nope . k_nope + q_rope . kr_cache) * scale + mask) . v
+
+    Up to max_absorbed_tokens query tokens the same is computed in the latent space (`absorbed`), beyond that as written
+    (`expanded`). The choice is made at run time, on the S of the call.
+
+    q_nope is [B, S, N, D], q_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], weight_uk [N, D, Hckv],
+    weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; strides of the weights are free.
+    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. is_causal lets row s attend to
+    keys t <= s, and excludes a mask. A row that may attend to nothing gives zeros. The softmax runs in float32 (float64
+    for float64); probabilities are rounded to the dtype of q_nope.
+
+    Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
+    symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
+    """
+    form = absorbed if q_nope.shape[1] <= max_absorbed_tokens else expanded
+    return form(q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask, scale=scale, is_causal=is_causal)
+
+
+def absorbed(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    weight_uk: Tensor,
+    weight_uv: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+) -> Tensor:
+    """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
+    query = torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
+    latent = latent_attention.body(query, q_rope, kv_cache, kr_cache, mask, scale=scale, is_causal=is_causal)
+    return torch.einsum("bsnr,nvr->bsnv", latent, weight_uv).contiguous()
+
+
+def expanded(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    weight_uk: Tensor,
+    weight_uv: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+) -> Tensor:
+    """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
+    k_nope = torch.einsum("btr,ndr->bndt", kv_cache, weight_uk)
+    value = torch.einsum("btr,nvr->bntv", kv_cache, weight_uv)
+    latent = q_nope.transpose(1, 2) @ k_nope
+    # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
+    rotated = torch.bmm(q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
+    weights = probabilities(latent, rotated, mask, scale, is_causal)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def check(**arguments: Any) -> None:
+    a = SimpleNamespace(**arguments)
+    check_tensors(arguments, skip="mask")
+    check_rank("q_nope", a.q_nope, "B, S, N, D")
+    check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
+    batch, steps, heads, nope = a.q_nope.shape
+    _, context, rank = a.kv_cache.shape
+    check_shape("q_rope", a.q_rope, "B, S, N, Dr", (batch, steps, heads, None))
+    check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, None))
+    check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.q_rope.shape[-1]))
+    check_shape("weight_uk", a.weight_uk, "N, D, Hckv", (heads, nope, rank))
+    check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
+    check_mask(a.mask, a.is_causal, (batch, heads, steps, context))
+    if statically_known_true(a.max_absorbed_tokens < 0):
+        raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
+
+
+def fake(*, q_nope: Tensor, weight_uv: Tensor, **_: Any) -> Tensor:
+    return q_nope.new_empty(*q_nope.shape[:3], weight_uv.shape[1])
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Both algebras with every kind of mask."""
+    bias = Sampler(dtype, 9).normal(2, 3, 3, 5)
+    allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
+    yield sample(dtype, 0), {"scale": 0.3}
+    yield sample(dtype, 0), {"scale": 0.3, "max_absorbed_tokens": 3}
+    yield sample(dtype, 1), {"scale": 0.3, "is_causal": True}
+    yield sample(dtype, 1), {"scale": 0.3, "is_causal": True, "max_absorbed_tokens": 3}
+    yield sample(dtype, 2, mask=allowed), {"scale": 0.5, "max_absorbed_tokens": 2}
+    yield sample(dtype, 3, mask=bias), {"scale": 0.25, "max_absorbed_tokens": 8}
+    yield sample(dtype, 4, steps=1), {"scale": 0.3, "max_absorbed_tokens": 1}
+
+
+def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:
+    batch, heads, context, nope, rank, width, value = 2, 3, 5, 8, 16, 4, 6
+    draw = Sampler(dtype, seed)
+    up = draw.weight(heads, nope + value, rank, fan_in=rank)
+    return (
+        draw.normal(batch, steps, heads, nope),
+        draw.normal(batch, steps, heads, width),
+        draw.normal(batch, context, rank),
+        draw.normal(batch, context, width),
+        up[:, :nope],
+        up[:, nope:],
+        mask,
+    )
+
+
+operator = define("mla_attention", body, returns=("out",), check=check, fake=fake, samples=samples)

@@ -1,0 +1,152 @@
+"""The passes, in order, on one screen; after each, one hook checks, times and records the graph."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from . import ops as _ops  # noqa: F401  registers torch.ops.mla_fx
+from .absorb import absorb
+from .canonical.softmax import anchors
+from .debug.report import Miss, PassRecord, Report, count_fused, module_of, source_of
+from .errors import NoMatch
+from .match import Match, Trail
+from .options import Options
+from .rewrite import Emitter
+from .rule import Rule
+
+
+@dataclass
+class Run:
+    """One graph on its way through the pipeline."""
+
+    graph: Graph
+    options: Options
+    rules: tuple[Rule[Any], ...]
+    report: Report
+    record: PassRecord = field(default_factory=lambda: PassRecord("start"))
+    original: Graph | None = None
+    _emit: Emitter | None = None
+
+    @property
+    def emit(self) -> Emitter:
+        """What adds nodes. The untouched graph is kept from the moment the first one is added."""
+        if self._emit is None:
+            self.original = copy.deepcopy(self.graph)
+            self._emit = Emitter(self.graph)
+        return self._emit
+
+    @property
+    def is_changed(self) -> bool:
+        return self._emit is not None
+
+
+@dataclass(frozen=True)
+class Pass:
+    name: str
+    apply: Callable[[Run], None]
+
+
+def recognise(stage: str) -> Callable[[Run], None]:
+    """Applies the rules of one stage at all their anchors."""
+
+    def apply(run: Run) -> None:
+        for rule in run.rules:
+            if rule.stage == stage and rule.name not in run.options.disable:
+                _apply_rule(run, rule)
+
+    return apply
+
+
+def _apply_rule(run: Run, rule: Rule[Any]) -> None:
+    for anchor in list(rule.anchors(run.graph)):
+        trail = Trail()
+        if _try_at(run, rule, anchor, trail):
+            run.record.fired[rule.name] += 1
+        elif trail.miss is not None:
+            node = trail.miss.node if trail.miss.node is not None else anchor
+            suspicious = trail.match is not None and rule.suspicious(trail.match)
+            run.report.misses.append(
+                Miss(rule.name, trail.miss.reason, node.name, source_of(node), module_of(node), trail.depth, suspicious)
+            )
+
+
+def _try_at(run: Run, rule: Rule[Any], anchor: Any, trail: Trail) -> bool:
+    try:
+        bindings = rule.bindings(anchor, trail)
+        while (match := next(bindings, None)) is not None:
+            if _rewrite(run, rule, anchor, match, trail):
+                return True
+    except NoMatch as miss:
+        trail.fail(Match(), miss)
+    return False
+
+
+def _rewrite(run: Run, rule: Rule[Any], anchor: Any, match: Match, trail: Trail) -> bool:
+    try:
+        facts = rule.check(match)
+    except NoMatch as miss:
+        trail.fail(match, miss)
+        return False
+    mark = len(run.emit.added)
+    try:
+        with run.emit.at(anchor, rule.name):
+            rule.rewrite(run.emit, facts)
+    except NoMatch as miss:
+        run.emit.roll_back(mark)
+        trail.fail(match, miss)
+        return False
+    return True
+
+
+def choose_absorbed(run: Run) -> None:
+    if run.is_changed:
+        absorb(run.graph, run.emit, run.options.absorb)
+
+
+def tidy(run: Run) -> None:
+    """Removes what the fusions left unused and puts every node behind its operands again."""
+    if not run.is_changed:
+        return
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(run.graph)
+    run.graph.eliminate_dead_code()
+
+
+PIPELINE = (
+    Pass("recognise attention", recognise("attention")),
+    Pass("choose absorbed or expanded", choose_absorbed),
+    Pass("recognise prolog", recognise("prolog")),
+    Pass("recognise cache", recognise("cache")),
+    Pass("tidy", tidy),
+)
+
+
+def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
+    """Takes a graph through the passes. A graph without a softmax is not looked at."""
+    if next(anchors(run.graph), None) is None:
+        return
+    for step in passes:
+        run.record = PassRecord(step.name, nodes_before=len(run.graph.nodes))
+        start = time.perf_counter()
+        step.apply(run)
+        run.record.milliseconds = (time.perf_counter() - start) * 1e3
+        run.record.nodes_after = len(run.graph.nodes)
+        run.report.passes.append(run.record)
+    run.report.fused.update(count_fused(run.graph))
+
+
+def rewrite_graph(gm: GraphModule, options: Options, rules: tuple[Rule[Any], ...], report: Report) -> Run:
+    run = Run(gm.graph, options, rules, report)
+    with torch.no_grad():
+        run_pipeline(run)
+    if run.is_changed:
+        gm.recompile()
+    return run

@@ -1,0 +1,58 @@
+"""What a file in `patterns/` holds: a rule, with its own cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch.fx import Graph, Node
+
+from .match import Match, Trail
+from .rewrite import Emitter
+
+Facts = TypeVar("Facts")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program for a rule's tests: `build()` returns a module and its inputs.
+
+    An accept states how often each fused operator appears afterwards, a reject a piece of the reason it is given."""
+
+    name: str
+    build: Callable[[], tuple[Any, tuple[Any, ...]]]
+    fused: dict[str, int] = field(default_factory=dict)
+    because: str = ""
+
+
+class Rule(Generic[Facts]):
+    """One thing that is recognised. A rule is a value: it holds nothing about any graph."""
+
+    stage: ClassVar[str]
+    accepts: ClassVar[Sequence[Case]] = ()
+    rejects: ClassVar[Sequence[Case]] = ()
+
+    @property
+    def name(self) -> str:
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        """The nodes at which the pattern may apply."""
+        raise NotImplementedError
+
+    def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
+        """Every way in which the pattern matches at `anchor`."""
+        raise NotImplementedError
+
+    def check(self, match: Match) -> Facts:
+        """What the rewrite needs to know. Raises NoMatch with the reason if the match must not be rewritten."""
+        raise NotImplementedError
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> None:
+        """Adds the fused operator and replaces what it computes. Raises NoMatch if it cannot be written down."""
+        raise NotImplementedError
+
+    def suspicious(self, match: Match) -> bool:
+        """True if a match that failed here is near enough for the user to be told without asking."""
+        return False

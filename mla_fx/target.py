@@ -1,0 +1,29 @@
+"""What a file in `lowering/` holds: a target, which compiles a graph once it has been rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch.fx import GraphModule
+
+from .options import Options
+
+Rewrite = Callable[[GraphModule], GraphModule]
+Compiled = Callable[..., Any]
+
+
+class Target:
+    """A place to run a rewritten graph. Its library is imported inside methods, so that the file imports anywhere."""
+
+    name: ClassVar[str]
+    options: ClassVar[frozenset[str] | None] = frozenset()
+    """The names of the target's own options; None if it takes any."""
+
+    def missing(self) -> str | None:
+        """Why the target cannot be used here, or None."""
+        return None
+
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any], rewrite: Rewrite, options: Options) -> Compiled:
+        """Traces a Dynamo graph to operators, has `rewrite` rewrite it once, and compiles the result."""
+        raise NotImplementedError

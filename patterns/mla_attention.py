@@ -1,0 +1,149 @@
+"""Attention over latents: keys and values are expanded from one low-rank latent, or the query was absorbed into it.
+
+    score[b,n,s,t] = scale * (q_nope . (weight_uk latent) + q_rope . k_rope) + mask
+    out[b,n,s,v]   = sum_t softmax(score)[t] (weight_uv latent[t])
+
+Expanded is how models are written (Hugging Face, torchtitan, Megatron); absorbed, with weight_uk multiplied into the
+query, is DeepSeek's inference code. Either becomes one operator over the latents:
+
+    expanded -> mla_attention, which still carries weight_uk and weight_uv (the absorb pass decides between the two)
+    absorbed -> latent_attention
+
+Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope dims, c latent rank, v value dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fx.absorb import absorb_query, expand_output
+from mla_fx.canonical.axes import Axis, leaves
+from mla_fx.canonical.contraction import segments
+from mla_fx.canonical.element import Element, is_parameter
+from mla_fx.canonical.softmax import Attention, anchors, attention
+from mla_fx.errors import NoMatch
+from mla_fx.masks import emit_mask
+from mla_fx.match import AttentionPattern, Match, Trail, bound, contract, either, var
+from mla_fx.rewrite import Emitter
+from mla_fx.rule import Rule
+
+LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv")
+
+PATTERN = AttentionPattern(
+    scores=(
+        either(
+            "keys",
+            expanded=contract(var("q_nope"), contract(LATENT, WEIGHT_UK, name="up"), name="nope"),
+            absorbed=contract(bound("query", contract(var("q_nope"), WEIGHT_UK, name="up")), LATENT, name="nope"),
+        ),
+        contract(var("q_rope"), var("kr_cache"), name="rope"),
+    ),
+    value=either("values", expanded=contract(LATENT, WEIGHT_UV, name="down"), absorbed=LATENT),
+)
+
+Axes = tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The match, its softmax scale, and the axes that each dimension of the operands runs over."""
+
+    match: Match
+    found: Attention
+    scale: float
+    b: Axes
+    s: Axes
+    n: Axes
+    t: Axes
+    e: Axes
+    r: Axes
+    c: Axes
+    v: Axes
+
+
+class MlaAttention(Rule[Facts]):
+    stage = "attention"
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        return anchors(graph)
+
+    def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
+        found = attention(anchor)
+        products = tuple(part for score in found.scores for part in segments(score))
+        yield from PATTERN.bindings(found, products, trail)
+
+    def check(self, match: Match) -> Facts:
+        found: Attention = match.readings["attention"]
+        nope, up, rotary = (match.readings[name] for name in ("nope", "up", "rope"))
+        latent, weight_uk, keys = match["kv_cache"], match["weight_uk"], match["kr_cache"]
+        if not is_parameter(weight_uk.node):
+            raise NoMatch("weight_uk is computed by the graph, expected a parameter", weight_uk.node)
+        c, e = (up.axes, nope.axes) if match.choices["keys"] == "expanded" else (nope.axes, up.axes)
+        t, r = leaves([found.axis]), rotary.axes
+        outer = leaves(axis for part in found.index for axis in part.axes)
+        b = _ordered(latent.axes - {*t, *c}, outer)
+        n = _ordered(weight_uk.axes - {*c, *e}, outer)
+        s = _ordered(match["q_nope"].axes - {*b, *n, *e}, outer)
+        v = tuple(axis for axis in outer if axis not in {*b, *s, *n})
+        _check_shared(latent, "the latent", {*b, *t, *c}, n, t)
+        _check_shared(keys, "k_rope", {*b, *t, *r}, n, t)
+        _check_axes(match["q_nope"], "q_nope", {*b, *s, *n, *e})
+        _check_axes(match["q_rope"], "q_rope", {*b, *s, *n, *r})
+        scale = nope.scale * up.scale
+        if abs(scale - rotary.scale) > 1e-6 * abs(scale):
+            raise NoMatch(f"the nope scores are scaled by {scale:.6g} and the rope scores by {rotary.scale:.6g}", found.node)
+        if match.choices["values"] == "expanded" and match.readings["down"].scale != 1.0:
+            raise NoMatch("the values are multiplied by a number", found.node)
+        for mask in found.masks:
+            _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
+        return Facts(match, found, scale, b, s, n, t, e, r, c, v)
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> None:
+        match, found = facts.match, facts.found
+        b, s, n, t, e, r, c, v = facts.b, facts.s, facts.n, facts.t, facts.e, facts.r, facts.c, facts.v
+        dtype = match["kv_cache"].node.meta["val"].dtype
+
+        def operand(name: str, *dims: Axes) -> Node:
+            return emit.tensor(match[name], dims, dtype=dtype, expand=True)
+
+        q_rope, kv_cache, kr_cache = operand("q_rope", b, s, n, r), operand("kv_cache", b, t, c), operand("kr_cache", b, t, r)
+        mask = emit_mask(emit, found.masks, (b, n, s, t))
+        options = {"scale": facts.scale, "is_causal": found.is_causal}
+        keys, values = match.choices["keys"], match.choices["values"]
+        if keys == values == "expanded":
+            weight_uv = operand("weight_uv", n, v, match.readings["down"].axes)
+            operands = (operand("q_nope", b, s, n, e), q_rope, kv_cache, kr_cache, operand("weight_uk", n, e, c), weight_uv)
+            out = emit.call(torch.ops.mla_fx.mla_attention.default, *operands, mask, **options)
+        else:
+            if keys == "absorbed":
+                query = operand("query", b, s, n, c)
+            else:
+                query = emit.inline(absorb_query, operand("q_nope", b, s, n, e), operand("weight_uk", n, e, c))
+            out = emit.call(torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, mask, **options)
+            if values == "expanded":
+                out = emit.inline(expand_output, out, operand("weight_uv", n, v, match.readings["down"].axes))
+        emit.replace(found.node, found.index, emit.result(out, (b, s, n, v)))
+
+    def suspicious(self, match: Match) -> bool:
+        return "down" in match.readings or "up" in match.readings
+
+
+def _ordered(axes: frozenset[Axis], outer: Axes) -> Axes:
+    return tuple(sorted(axes, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
+
+
+def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: Axes) -> None:
+    if not element.axes.isdisjoint(n):
+        raise NoMatch(f"{name} is not shared across heads", element.node)
+    if element.axes.isdisjoint(t):
+        raise NoMatch(f"{name} does not run along the context", element.node)
+    _check_axes(element, name, allowed)
+
+
+def _check_axes(element: Element, name: str, allowed: set[Axis]) -> None:
+    if not element.settled().axes <= allowed:
+        raise NoMatch(f"{name} depends on more than its own dimensions", element.node)

@@ -1,0 +1,551 @@
+"""The operators against a float64 oracle written from their formulas, on every sample of the catalogue and beyond."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mla_fx.ops
+from mla_fx.ops import kv_rmsnorm_rope_cache, latent_attention, mla_attention, mla_prolog
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")
+CATALOGUE = mla_fx.ops.catalogue()
+
+
+def cases(dtypes=DTYPES):
+    """One pytest parameter for each operator, dtype and sample."""
+    return list(each_case(dtypes))
+
+
+def each_case(dtypes):
+    for name, operator in CATALOGUE.items():
+        for dtype in dtypes:
+            for number, (args, kwargs) in enumerate(operator.samples(dtype)):
+                label = f"{name}-{str(dtype).removeprefix('torch.')}-{number}"
+                yield pytest.param(operator, args, kwargs, id=label)
+
+
+def mapped(change, values):
+    """`change` applied to every tensor in `values`."""
+    return [change(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def double(values):
+    return mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, values)
+
+
+# The oracle: one token at a time, float64, from the formulas in the operators' docstrings.
+
+
+def oracle_norm(row, gamma, epsilon):
+    return row / math.sqrt(float(sum(value * value for value in row)) / len(row) + epsilon) * gamma
+
+
+def oracle_rope(row, cos, sin, layout):
+    if cos is None:
+        return row
+    half = len(row) // 2
+    out = torch.empty_like(row)
+    for i in range(half):
+        first, second = (row[2 * i], row[2 * i + 1]) if layout.startswith("interleave") else (row[i], row[half + i])
+        at_first, at_second = (i, half + i) if layout.endswith("_half") else (2 * i, 2 * i + 1)
+        out[at_first] = first * cos[i] - second * sin[i]
+        out[at_second] = second * cos[half + i] + first * sin[half + i]
+    return out
+
+
+def oracle_store(cache, batch, index, row, paged):
+    if index < 0:
+        return
+    if paged:
+        cache[index // cache.shape[1], index % cache.shape[1], 0] = row
+    else:
+        cache[batch, 0, index] = row
+
+
+def table_row(table, b, s):
+    """Of a table [B or 1, S, Dr]; None stays None."""
+    return None if table is None else table[min(b, table.shape[0] - 1), s]
+
+
+def oracle_prolog(
+    x, w_dq, w_uq, w_uk, w_dkv, gamma_cq, gamma_ckv, sin, cos, index, kv_cache, kr_cache, *,
+    rmsnorm_epsilon_cq=1e-5, rmsnorm_epsilon_ckv=1e-5, cache_mode="PA_BSND", rope_layout="interleave_half",
+    gamma_after_cast=False,
+):  # fmt: skip
+    lead = x.shape[:-1]
+    if x.dim() == 2:
+        x = x[None]
+        sin, cos, index = (None if value is None else value[None] for value in (sin, cos, index))
+    batch, steps, _ = x.shape
+    heads, nope, rank = w_uk.shape
+    width = w_dkv.shape[1] - rank
+    query = torch.empty(batch, steps, heads, rank).double()
+    query_rope = torch.empty(batch, steps, heads, width).double()
+    kv_cache, kr_cache = kv_cache.clone(), kr_cache.clone()
+    for b in range(batch):
+        for s in range(steps):
+            angles = table_row(cos, b, s), table_row(sin, b, s)
+            row = x[b, s] if w_dq is None else oracle_norm(x[b, s] @ w_dq, gamma_cq, rmsnorm_epsilon_cq)
+            for n, head in enumerate((row @ w_uq).split(nope + width)):
+                query[b, s, n] = head[:nope] @ w_uk[n]
+                query_rope[b, s, n] = oracle_rope(head[nope:], *angles, rope_layout)
+            key = x[b, s] @ w_dkv
+            latent = oracle_norm(key[:rank], gamma_ckv, rmsnorm_epsilon_ckv)
+            key_rope = oracle_rope(key[rank:], *angles, rope_layout)
+            if index is None:
+                kv_cache.view(batch, steps, rank)[b, s] = latent
+                kr_cache.view(batch, steps, width)[b, s] = key_rope
+                continue
+            slot = int(index[min(b, index.shape[0] - 1), s])
+            oracle_store(kv_cache, b, slot, latent, cache_mode == "PA_BSND")
+            oracle_store(kr_cache, b, slot, key_rope, cache_mode == "PA_BSND")
+    return query.view(*lead, heads, rank), query_rope.view(*lead, heads, width), kv_cache, kr_cache
+
+
+def oracle_kv(
+    kv, gamma, cos, sin, index, k_cache, ckv_cache, *, epsilon=1e-5, cache_mode="Norm", is_output_kv=False,
+    rope_layout="interleave_half", gamma_after_cast=False,
+):  # fmt: skip
+    batch, _, steps, _ = kv.shape
+    rank = len(gamma)
+    cos, sin = (None if table is None else table[:, 0] for table in (cos, sin))
+    index = index if cache_mode == "Norm" else index.view(batch, steps)
+    k_cache, ckv_cache = k_cache.clone(), ckv_cache.clone()
+    k_rope, c_kv = torch.empty_like(kv[..., rank:]), torch.empty_like(kv[..., :rank])
+    for b in range(batch):
+        for s in range(steps):
+            c_kv[b, 0, s] = oracle_norm(kv[b, 0, s, :rank], gamma, epsilon)
+            angles = table_row(cos, b, s), table_row(sin, b, s)
+            k_rope[b, 0, s] = oracle_rope(kv[b, 0, s, rank:], *angles, rope_layout)
+            slot = int(index[min(b, index.shape[0] - 1), s])
+            oracle_store(k_cache, b, slot, k_rope[b, 0, s], cache_mode != "Norm")
+            oracle_store(ckv_cache, b, slot, c_kv[b, 0, s], cache_mode != "Norm")
+    return k_cache, ckv_cache, k_rope, c_kv
+
+
+def oracle_softmax(scores, mask, is_causal):
+    """One row of probabilities from T scores; zeros where nothing may be attended to."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if is_causal is not None:
+        scores = scores.masked_fill(torch.arange(len(scores)) > is_causal, -math.inf)
+    weights = torch.tensor([math.exp(value) for value in scores.tolist()], dtype=torch.float64)
+    return weights / weights.sum() if weights.sum() > 0 else weights
+
+
+def oracle_mla(q, q_rope, kv, kr, w_uk, w_uv, mask, *, scale, is_causal=False, max_absorbed_tokens=0):
+    batch, steps, heads, _ = q.shape
+    out = torch.empty(batch, steps, heads, w_uv.shape[1]).double()
+    mask = None if mask is None else mask.expand(batch, heads, steps, kv.shape[1])
+    for b in range(batch):
+        for n in range(heads):
+            keys, values = kv[b] @ w_uk[n].T, kv[b] @ w_uv[n].T
+            for s in range(steps):
+                scores = (keys @ q[b, s, n] + kr[b] @ q_rope[b, s, n]) * scale
+                row = None if mask is None else mask[b, n, s]
+                out[b, s, n] = oracle_softmax(scores, row, s if is_causal else None) @ values
+    return (out,)
+
+
+def oracle_latent(query, query_rope, kv, kr, mask, **options):
+    same = torch.eye(kv.shape[-1]).double().expand(query.shape[2], -1, -1)
+    return oracle_mla(query, query_rope, kv, kr, same, same, mask, **options)
+
+
+ORACLES = {
+    "mla_prolog": oracle_prolog,
+    "kv_rmsnorm_rope_cache": oracle_kv,
+    "latent_attention": oracle_latent,
+    "mla_attention": oracle_mla,
+}
+# For each result that is an updated cache, the argument that holds the old one.
+CACHES = {"mla_prolog": {2: 10, 3: 11}, "kv_rmsnorm_rope_cache": {0: 5, 1: 6}}
+
+
+def expect(operator, args, kwargs):
+    """The operator and its twin agree with the oracle; inputs stay, except the twin's caches."""
+    name, dtype = operator.name, args[0].dtype
+    wanted = ORACLES[name](*double(args), **kwargs)
+    rtol, atol = operator.tolerance[dtype]
+    before = mapped(torch.clone, args)
+    results = as_tuple(operator.overload(*args, **kwargs))
+    torch.testing.assert_close(mapped(torch.clone, args), before, rtol=0, atol=0)
+    for result, want in zip(results, wanted, strict=True):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), want, rtol=rtol, atol=atol)
+    if operator.inplace is None:
+        return
+    kept = as_tuple(operator.inplace(*before, **kwargs))
+    caches = CACHES[name]
+    torch.testing.assert_close(
+        list(kept), [value for i, value in enumerate(results) if i not in caches], rtol=0, atol=0
+    )
+    for position, value in enumerate(before):
+        output = next((results[i] for i, argument in caches.items() if argument == position), args[position])
+        torch.testing.assert_close(value, output, rtol=0, atol=0)
+
+
+def test_catalogue():
+    assert set(CATALOGUE) == set(ORACLES)
+    for name, operator in CATALOGUE.items():
+        assert operator.name == name
+        assert operator.overload is getattr(torch.ops.mla_fx, name).default
+        assert (operator.inplace is None) == (name not in CACHES)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_schema_mirrors_the_body(name):
+    operator = CATALOGUE[name]
+    signature = inspect.signature(operator.body)
+    for overload in filter(None, (operator.overload, operator.inplace)):
+        arguments = overload._schema.arguments
+        assert [argument.name for argument in arguments] == list(signature.parameters)
+        for argument, parameter in zip(arguments, signature.parameters.values(), strict=True):
+            assert argument.kwarg_only == (parameter.kind is parameter.KEYWORD_ONLY)
+            if argument.has_default_value():
+                assert argument.default_value == parameter.default
+        written = [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+        assert written == (list(CACHES[name].values()) if overload is operator.inplace else [])
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases((torch.float32, torch.bfloat16)))
+def test_opcheck(operator, args, kwargs):
+    torch.library.opcheck(operator.overload, args, kwargs)
+    if operator.inplace is not None:
+        torch.library.opcheck(operator.inplace, args, kwargs)
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases())
+def test_sample_against_oracle(operator, args, kwargs):
+    expect(operator, args, kwargs)
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases((torch.bfloat16,)))
+def test_fake_equals_body(operator, args, kwargs):
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = as_tuple(operator.overload(*mapped(mode.from_tensor, args), **kwargs))
+    for fake, real in zip(fakes, as_tuple(operator.body(*args, **kwargs)), strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("after", [False, True])
+def test_layouts_and_gamma_in_every_cache_mode(layout, after):
+    options = {"rope_layout": layout, "gamma_after_cast": after}
+    for mode, tokens in (("PA_BSND", (2, 3)), ("PA_BSND", (4,)), ("Norm", (2, 3)), ("BSND", (2, 3)), ("TND", (4,))):
+        args, kwargs = mla_prolog.sample(torch.float64, 7, mode, tokens)
+        expect(CATALOGUE["mla_prolog"], args, kwargs | options)
+    for mode in kv_rmsnorm_rope_cache.CACHE_MODES:
+        args, kwargs = kv_rmsnorm_rope_cache.sample(torch.float64, 7, mode, 3)
+        expect(CATALOGUE["kv_rmsnorm_rope_cache"], args, kwargs | options)
+
+
+def plain_norm(x, gamma, epsilon):
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return gamma * normed.to(x.dtype)
+
+
+def plain_rope(x, cos, sin):
+    first, second = x[..., 0::2], x[..., 1::2]
+    x = torch.cat((first, second), -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def worst(result, wanted):
+    return float((result.double() - wanted).abs().max())
+
+
+def test_bfloat16_is_as_exact_as_plain_code():
+    """No further from float64 than twice what code written in the manner of Hugging Face is."""
+    args, kwargs = mla_prolog.sample(torch.bfloat16, 3, "BSND", (4, 16))
+    x, w_dq, w_uq, w_uk, w_dkv, gamma_cq, gamma_ckv, sin, cos, *_ = args
+    up = (plain_norm(x @ w_dq, gamma_cq, 1e-5) @ w_uq).unflatten(-1, (3, -1))
+    key = x @ w_dkv
+    plain = (
+        torch.einsum("bsnd,ndr->bsnr", up[..., :8], w_uk),
+        plain_rope(up[..., 8:], cos[:, :, None], sin[:, :, None]),
+        plain_norm(key[..., :16], gamma_ckv, 1e-5)[:, :, None],
+        plain_rope(key[..., 16:], cos, sin)[:, :, None],
+    )
+    for after in (False, True):
+        results = torch.ops.mla_fx.mla_prolog(*args, **kwargs, gamma_after_cast=after)
+        for result, usual, want in zip(results, plain, oracle_prolog(*double(args), **kwargs), strict=True):
+            assert worst(result, want) <= 2 * worst(usual, want)
+
+
+@pytest.mark.parametrize("limit", [0, 16])
+def test_bfloat16_attention_is_as_exact_as_plain_code(limit):
+    args = mla_attention.sample(torch.bfloat16, 3, steps=16)
+    q, q_rope, kv, kr, w_uk, w_uv, _ = args
+    key = torch.cat((torch.einsum("btr,ndr->bntd", kv, w_uk), kr[:, None].expand(-1, 3, -1, -1)), -1)
+    scores = torch.cat((q, q_rope), -1).transpose(1, 2) @ key.mT * 0.3
+    value = torch.einsum("btr,nvr->bntv", kv, w_uv)
+    plain = (scores.softmax(-1, torch.float32).to(q.dtype) @ value).transpose(1, 2)
+    (want,) = oracle_mla(*double(args), scale=0.3)
+    result = torch.ops.mla_fx.mla_attention(*args, scale=0.3, max_absorbed_tokens=limit)
+    assert worst(result, want) <= 2 * worst(plain, want)
+
+
+def prolog_with(index, mode="PA_BSND", tokens=(2, 3)):
+    args, kwargs = mla_prolog.sample(torch.float64, 5, mode, tokens)
+    return [*args[:9], torch.tensor(index), *args[10:]], kwargs
+
+
+SKIPS = {
+    "slot 0 and skipped": [[0, -1, -1], [-1, 5, -7]],
+    "skipped before slot 0": [[-1, -1, 0], [-1, -1, -1]],
+    "all skipped": [[-1, -1, -1], [-1, -1, -1]],
+    "none skipped": [[0, 1, 2], [5, 4, 3]],
+    "one skipped": [[3, -1, 2], [5, 4, 0]],
+}
+
+
+@pytest.mark.parametrize("mode", ["PA_BSND", "Norm"])
+@pytest.mark.parametrize("skip", SKIPS)
+def test_negative_index_stores_nothing(skip, mode):
+    expect(CATALOGUE["mla_prolog"], *prolog_with(SKIPS[skip], mode))
+    args, kwargs = kv_rmsnorm_rope_cache.sample(torch.float64, 5, "Norm" if mode == "Norm" else "PA", 3)
+    index = torch.tensor(SKIPS[skip]).view_as(args[4])
+    expect(CATALOGUE["kv_rmsnorm_rope_cache"], (*args[:4], index, *args[5:]), kwargs)
+
+
+@pytest.mark.parametrize("index", [[[0, -1, 4]], [[-1, -1, -1]], [[3, 1, 0]]])
+def test_one_row_of_positions_serves_the_batch(index):
+    expect(CATALOGUE["mla_prolog"], *prolog_with(index, "Norm"))
+
+
+@pytest.mark.parametrize("mode", ["PA_BSND", "Norm", "BSND"])
+@pytest.mark.parametrize("tokens", [(0, 3), (2, 0), (1, 1)])
+def test_empty_batch_no_token_one_token(mode, tokens):
+    expect(CATALOGUE["mla_prolog"], *mla_prolog.sample(torch.float32, 5, mode, tokens))
+
+
+def test_cache_without_slots_and_attention_without_queries():
+    args, kwargs = prolog_with([[-1, -1, -1], [-1, -1, -1]])
+    expect(CATALOGUE["mla_prolog"], [*args[:10], *(cache[:0] for cache in args[10:])], kwargs)
+    for module in (latent_attention, mla_attention):
+        expect(module.operator, module.sample(torch.float32, 0, steps=0), {"scale": 0.3})
+
+
+def test_caches_may_be_two_views_of_one_buffer():
+    args, kwargs = prolog_with([[9, -1, 2], [5, 0, 3]])
+    buffer = torch.cat(args[10:], -1)
+    args[10:] = buffer[..., :16], buffer[..., 16:]
+    wanted = oracle_prolog(*double(args), **kwargs)
+    torch.ops.mla_fx.mla_prolog_(*args, **kwargs)
+    torch.testing.assert_close(buffer, torch.cat(wanted[2:], -1))
+
+
+def test_tables_and_gammas_in_float32():
+    args, kwargs = mla_prolog.sample(torch.bfloat16, 5, "Norm", (2, 3))
+    wide = [value.float() if i in (5, 6, 7, 8) else value for i, value in enumerate(args)]
+    for after in (False, True):
+        expect(CATALOGUE["mla_prolog"], wide, kwargs | {"gamma_after_cast": after})
+
+
+def test_both_algebras_agree_and_the_limit_chooses():
+    args = mla_attention.sample(torch.float64, 1)
+    absorbed, expanded = mla_attention.absorbed(*args, scale=0.3), mla_attention.expanded(*args, scale=0.3)
+    torch.testing.assert_close(absorbed, expanded)
+    for limit, form in ((2, expanded), (3, absorbed)):
+        result = torch.ops.mla_fx.mla_attention(*args, scale=0.3, max_absorbed_tokens=limit)
+        torch.testing.assert_close(result, form, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 5), (3, 3, 5), (2, 1, 3, 5), (1, 3, 1, 1), ()])
+def test_mask_broadcasts(shape):
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for module in (latent_attention, mla_attention):
+        args = (*module.sample(torch.float64, 0)[:-1], mask) if module is mla_attention else None
+        args = args or latent_attention.sample(torch.float64, 0, 3, mask)
+        expect(module.operator, args, {"scale": 0.3})
+        expect(module.operator, (*args[:-1], mask > 0), {"scale": 0.3})
+
+
+def random_prolog(mode, batch, steps, room):
+    args, _ = mla_prolog.sample(torch.float32, 1, "BSND", (batch, steps))
+    generator = torch.Generator().manual_seed(batch)
+    lead = {"PA_BSND": (room, 8, 1), "Norm": (batch, 1, room)}[mode]
+    caches = [torch.randn(*lead, width, generator=generator) for width in (16, 4)]
+    rows = [torch.randperm(room, generator=generator)[:steps] for _ in range(batch)]
+    index = torch.stack([row + (8 * i if mode == "PA_BSND" else 0) for i, row in enumerate(rows)])
+    return [args[0], args[7], args[8], index, *caches], [*args[1:7]], {"cache_mode": mode}
+
+
+@pytest.mark.parametrize("mode", ["PA_BSND", "Norm"])
+@pytest.mark.parametrize("form", [mla_prolog.body, torch.ops.mla_fx.mla_prolog])
+def test_prolog_compiles_once_for_all_sizes(mode, form):
+    _, weights, kwargs = random_prolog(mode, 2, 7, 19)
+
+    def layer(x, sin, cos, index, kv_cache, kr_cache):
+        return form(x, *weights, sin, cos, index, kv_cache, kr_cache, **kwargs)
+
+    compiles_once(layer, [random_prolog(mode, *sizes)[0] for sizes in ((2, 7, 19), (5, 9, 23), (6, 11, 30))])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("form", [mla_attention.absorbed, mla_attention.expanded, torch.ops.mla_fx.mla_attention])
+def test_attention_compiles_once_for_all_sizes(form, is_causal):
+    weights = mla_attention.sample(torch.float32, 0)[4:6]
+    options = {"max_absorbed_tokens": 7} if form is torch.ops.mla_fx.mla_attention else {}
+
+    def layer(*tensors):
+        return form(*tensors, *weights, None, scale=0.3, is_causal=is_causal, **options)
+
+    def tensors(batch, steps, context):
+        return [torch.randn(batch, *rest) for rest in ((steps, 3, 8), (steps, 3, 4), (context, 16), (context, 4))]
+
+    compiles_once(layer, [tensors(*sizes) for sizes in ((2, 7, 19), (5, 9, 23), (6, 11, 30))])
+
+
+def compiles_once(layer, inputs):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tensors in inputs:
+            torch.testing.assert_close(compiled(*tensors), layer(*tensors))
+    assert counter.frame_count == 1
+
+
+def test_cache_write_reaches_inductor_as_one_index_put():
+    """No copy of the cache, and nothing else of its size: only then can Inductor write it in place."""
+    args, kwargs = prolog_with([[9, -1, 2], [5, 0, 3]])
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *a: mla_prolog.body(*a, **kwargs))(*args)
+    big = [node for node in graph.graph.nodes if node.op == "call_function" and node.meta["val"].shape[:2] == (4, 4)]
+    assert [node.target for node in big] == [torch.ops.aten.index_put.default] * 2
+    assert all(node.args[0].op == "placeholder" for node in big)
+
+
+def test_no_gradient():
+    args = mla_attention.sample(torch.float32, 0)
+    args[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="autograd"):
+        torch.ops.mla_fx.mla_attention(*args, scale=0.3).sum().backward()
+
+
+def change(position, edit):
+    """Replace one argument by `edit` of it."""
+    return lambda args, kwargs: args.__setitem__(position, edit(args[position]))
+
+
+def option(**options):
+    return lambda args, kwargs: kwargs.update(options)
+
+
+def drop(_):
+    return None
+
+
+REFUSALS = {
+    "mla_prolog": [
+        (change(0, torch.Tensor.long), "token_x has dtype torch.int64; allowed"),
+        (change(0, lambda x: x[0]), r"cache_index has shape \[2, 3\]; it must be \[T\]|rope_sin has shape"),
+        (change(0, lambda x: x[0, 0]), r"token_x has shape \[32\]; it must be \[B, S, He\] or \[T, He\]"),
+        (change(1, lambda w: w[1:]), r"weight_dq has shape \[31, 24\]; it must be \[He, Hcq\] = \[32, \*\]"),
+        (change(1, drop), "Only one of weight_dq and rmsnorm_gamma_cq is given"),
+        (change(2, lambda w: w[:, 1:]), r"weight_uq_qr has shape \[24, 35\]"),
+        (change(2, torch.Tensor.double), "weight_uq_qr has dtype torch.float64; it must be torch.float32"),
+        (change(3, lambda w: w[0]), r"weight_uk has shape \[8, 16\]; it must be \[N, D, Hckv\]"),
+        (change(4, lambda w: w[:, :16]), "rope part Dr, 0 here"),
+        (change(4, lambda w: w[1:]), r"weight_dkv_kr has shape \[31, 20\]"),
+        (change(5, lambda g: g[1:]), r"rmsnorm_gamma_cq has shape \[23\]"),
+        (change(6, lambda g: g[1:]), r"rmsnorm_gamma_ckv has shape \[15\]"),
+        (change(6, torch.Tensor.long), "rmsnorm_gamma_ckv has dtype torch.int64"),
+        (change(6, lambda g: g.to("meta")), "rmsnorm_gamma_ckv is on meta; it must be on cpu"),
+        (change(7, drop), "Only rope_cos is given; rope_sin and rope_cos must both"),
+        (change(7, lambda t: t[..., 1:]), r"rope_sin has shape \[2, 3, 3\]"),
+        (change(8, lambda t: t[:, 1:]), r"rope_cos has shape \[2, 2, 4\]"),
+        (change(9, drop), "cache_index is None; it must be an int64 tensor with cache_mode 'PA_BSND'"),
+        (change(9, torch.Tensor.int), "cache_index has dtype torch.int32"),
+        (change(9, lambda i: i[:1]), r"cache_index has shape \[1, 3\]"),
+        (change(9, lambda i: i + 16), "cache_index holds .*; it must be below 16"),
+        (change(10, lambda c: c[..., 1:]), r"kv_cache has shape \[4, 4, 1, 15\]"),
+        (change(10, torch.Tensor.half), "kv_cache has dtype torch.float16"),
+        (change(11, lambda c: c[1:]), r"kr_cache has shape \[3, 4, 1, 4\]"),
+        (option(cache_mode="PA_NZ"), "cache_mode is 'PA_NZ'; allowed: 'PA_BSND', 'Norm'"),
+        (option(cache_mode="Norm"), r"kv_cache has shape \[4, 4, 1, 16\]; it must be \[B, 1, T, Hckv\]"),
+        (option(cache_mode="BSND"), r"kv_cache has shape \[4, 4, 1, 16\]; it must be \[B, S, 1, Hckv\]"),
+        (option(cache_mode="TND"), r"token_x has shape \[2, 3, 32\]; it must be \[T, He\]"),
+        (option(rope_layout="half_interleave"), "rope_layout is 'half_interleave'; allowed: 'interleave_half'"),
+    ],
+    "kv_rmsnorm_rope_cache": [
+        (change(0, lambda kv: kv[:, 0]), r"kv has shape \[2, 3, 20\]; it must be \[B, 1, S, Hckv\+Dr\]"),
+        (change(0, lambda kv: kv.transpose(1, 2)), r"kv has shape \[2, 3, 1, 20\]"),
+        (change(1, lambda g: g[None]), r"gamma has shape \[1, 16\]; it must be \[Hckv\]"),
+        (change(1, lambda g: torch.cat((g, g))), "rope part Dr, -12 here"),
+        (change(1, lambda g: g[1:]), "The rope width Dr is 5; it must be even"),
+        (change(2, drop), "Only sin is given; cos and sin must both"),
+        (change(3, lambda t: t[:, 0]), r"sin has shape \[2, 3, 4\]; it must be \[B, 1, S, Dr\]"),
+        (change(4, lambda i: i.flatten()), r"index has shape \[6\]; it must be \[B, S\]"),
+        (change(4, lambda i: i + 16), "index holds .*; it must be below 16"),
+        (change(5, lambda c: c[:1]), r"k_cache has shape \[1, 1, 16, 4\]"),
+        (change(6, lambda c: c[:, :, 1:]), r"ckv_cache has shape \[2, 1, 15, 16\]"),
+        (option(cache_mode="PA"), r"k_cache has shape \[2, 1, 16, 4\]; it must be \[BlockNum, BlockSize, 1, Dr\]"),
+        (option(cache_mode="PA_BSND"), "cache_mode is 'PA_BSND'; allowed: 'Norm', 'PA', 'PA_BNSD'"),
+        (option(rope_layout="half"), "rope_layout is 'half'"),
+    ],
+    "latent_attention": [
+        (change(0, lambda q: q[0]), r"query has shape \[3, 3, 16\]; it must be \[B, S, N, Hckv\]"),
+        (change(1, lambda q: q[:, 1:]), r"query_rope has shape \[2, 2, 3, 4\]"),
+        (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\]"),
+        (change(2, lambda c: c[..., 1:]), r"kv_cache has shape \[2, 5, 15\]"),
+        (change(3, lambda c: c[:, 1:]), r"kr_cache has shape \[2, 4, 4\]"),
+        (change(4, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
+        (change(4, lambda _: torch.zeros(1, 1, 1, 1, 5)), "mask has shape"),
+        (change(4, lambda _: torch.zeros(3, 5).long()), "mask has dtype torch.int64"),
+    ],
+    "mla_attention": [
+        (change(0, lambda q: q[0]), r"q_nope has shape \[3, 3, 8\]; it must be \[B, S, N, D\]"),
+        (change(1, lambda q: q[1:]), r"q_rope has shape \[1, 3, 3, 4\]"),
+        (change(2, lambda c: c[:1]), r"kv_cache has shape \[1, 5, 16\]"),
+        (change(3, torch.Tensor.half), "kr_cache has dtype torch.float16"),
+        (change(3, lambda c: c[..., 1:]), r"kr_cache has shape \[2, 5, 3\]"),
+        (change(4, lambda w: w[:, 1:]), r"weight_uk has shape \[3, 7, 16\]"),
+        (change(5, lambda w: w[1:]), r"weight_uv has shape \[2, 6, 16\]"),
+        (option(max_absorbed_tokens=-1), "max_absorbed_tokens is -1; it must be 0 or more"),
+    ],
+}
+
+
+def refusals():
+    for name, rows in REFUSALS.items():
+        for number, (spoil, message) in enumerate(rows):
+            yield pytest.param(name, spoil, message, id=f"{name}-{number}")
+
+
+@pytest.mark.parametrize(("name", "spoil", "message"), list(refusals()))
+def test_refusal_writes_nothing(name, spoil, message):
+    operator = CATALOGUE[name]
+    args, kwargs = next(iter(operator.samples(torch.float32)))
+    args = list(args)
+    spoil(args, kwargs)
+    before = mapped(torch.clone, args)
+    for overload in filter(None, (operator.overload, operator.inplace)):
+        with pytest.raises(ValueError, match=message):
+            overload(*args, **kwargs)
+    for value, old in zip(args, before, strict=True):
+        assert not isinstance(value, torch.Tensor) or value.is_meta or torch.equal(value, old)
+
+
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_mask_excludes_is_causal(module):
+    args = (*module.sample(torch.float32, 0, 3)[:-1], torch.ones(3, 5).bool())
+    with pytest.raises(ValueError, match="mask is given and is_causal is True"):
+        module.operator.overload(*args, scale=0.3, is_causal=True)
+
+
+def test_index_where_none_belongs():
+    args, kwargs = mla_prolog.sample(torch.float32, 0, "BSND", (2, 3))
+    args = (*args[:9], torch.zeros(2, 3).long(), *args[10:])
+    with pytest.raises(ValueError, match="cache_index is given; it must be None with cache_mode 'BSND'"):
+        torch.ops.mla_fx.mla_prolog(*args, **kwargs)
