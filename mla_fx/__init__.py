@@ -1,1 +1,53 @@
-"""A graph-mode compiler plugin that finds Multi-head Latent Attention and fuses it."""
+"""A graph-mode compiler plugin that finds Multi-head Latent Attention in plain PyTorch code and fuses it.
+
+    torch.compile(model, backend=mla_fx.mla_backend)      or backend="mla"
+    mla_fx.explain(model)(*args, **kwargs)                 what fused, what nearly did and why not
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import ops
+from .backend import explain, get_backend, last_report, mla_backend
+from .errors import FusionError, MlaWarning, NoMatch, OptionError, VerificationError
+
+if TYPE_CHECKING:
+    from .debug.report import Report
+    from .graph_pass import MlaPass
+    from .rule import Case, Rule
+    from .target import Target
+
+__all__ = [
+    "Case",
+    "FusionError",
+    "MlaPass",
+    "MlaWarning",
+    "NoMatch",
+    "OptionError",
+    "Report",
+    "Rule",
+    "Target",
+    "VerificationError",
+    "explain",
+    "get_backend",
+    "last_report",
+    "mla_backend",
+    "ops",
+]
+
+_LAZY = {
+    "Case": "rule",
+    "MlaPass": "graph_pass",
+    "Report": "debug.report",
+    "Rule": "rule",
+    "Target": "target",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need the compiler are imported when they are first used: `import mla_fx` stays quick."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'mla_fx' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

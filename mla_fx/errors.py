@@ -24,3 +24,7 @@ class FusionError(RuntimeError):
 
 class VerificationError(RuntimeError):
     """`verify` found that the fused graph and the unfused one do not agree."""
+
+
+class MlaWarning(UserWarning):
+    """A model that looks like MLA was not fused, or a pass failed and the model runs as it was."""

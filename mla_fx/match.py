@@ -45,6 +45,13 @@ class Match:
     def depth(self) -> int:
         return len(self.elements) + len(self.readings)
 
+    @property
+    def nodes(self) -> list[Node]:
+        """The operations that the match was read from, in graph order."""
+        found = {element.node for element in self.elements.values()}
+        found |= {reading.node for reading in self.readings.values() if isinstance(getattr(reading, "node", None), Node)}
+        return sorted(node for node in found if node.op == "call_function")
+
     def bind(self, name: str, element: Element) -> Match:
         bound = self.elements.get(name)
         if bound is None:

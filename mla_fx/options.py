@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import OptionError
+
+if TYPE_CHECKING:
+    from .target import Target
 
 CHOICES = {"verify": ("off", "first", "always"), "absorb": ("auto", "always", "never")}
 
@@ -36,34 +39,43 @@ class Options:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse(given: Mapping[str, Any] | None, accepted: Mapping[str, frozenset[str] | None], patterns: frozenset[str]) -> Options:
-    """Options from a user's dict. `accepted` maps each target to the names of its own options (None: any name).
-
-    Raises OptionError naming what is unknown and what is known."""
-    given = dict(given or {})
+def parse(given: Mapping[str, Any], targets: Mapping[str, Target], patterns: frozenset[str]) -> Options:
+    """Options from a user's dict. Raises OptionError naming what is unknown and what is known."""
+    given = dict(given)
     own = {option.name for option in fields(Options)} - {"extra"}
-    target = given.get("target", "auto")
-    if target not in accepted:
-        raise OptionError(f"unknown target {target!r}; known targets are {_listed(accepted)}")
-    for name, choices in CHOICES.items():
-        if name in given and given[name] not in choices:
-            raise OptionError(f"option {name} is {given[name]!r}; it takes {_listed(choices)}")
-    disable = given.get("disable", ())
-    disable = (disable,) if isinstance(disable, str) else tuple(disable)
-    unknown = sorted(set(disable) - patterns)
+    name = given.get("target")
+    if name not in targets:
+        raise OptionError(f"unknown target {name!r}; known targets are {_listed(['auto', *targets])}")
+    for option, choices in CHOICES.items():
+        if option in given and given[option] not in choices:
+            raise OptionError(f"option {option} is {given[option]!r}; it takes {_listed(choices)}")
+    extra = {option: given.pop(option) for option in sorted(set(given) - own)}
+    unknown = sorted(set(extra) - targets[name].accepts()) if extra else []
     if unknown:
-        raise OptionError(f"option disable names {_listed(unknown)}; known patterns are {_listed(sorted(patterns))}")
-    extra = {name: given.pop(name) for name in sorted(set(given) - own)}
-    takes = accepted[target]
-    wrong = [] if takes is None else sorted(set(extra) - takes)
-    if wrong:
-        known = _listed(sorted(own | (takes or frozenset())))
-        raise OptionError(f"unknown option {_listed(wrong)} for target {target!r}; known options are {known}")
-    given.pop("disable", None)
-    if "dump" in given and given["dump"] is not None:
-        given["dump"] = os.fspath(given["dump"])
-    return Options(**given, disable=disable, extra=extra)
+        raise OptionError(
+            f"unknown option {_listed(unknown)} for target {name!r}; known options are {_listed(sorted(own))}"
+            f" and those of the target: {_summary(targets[name].accepts())}"
+        )
+    return Options(**{**given, **_converted(given, patterns)}, extra=extra)
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(repr(name) for name in names)
+def _converted(given: Mapping[str, Any], patterns: frozenset[str]) -> dict[str, Any]:
+    converted: dict[str, Any] = {}
+    if "disable" in given:
+        disable = given["disable"]
+        converted["disable"] = (disable,) if isinstance(disable, str) else tuple(disable)
+        unknown = sorted(set(converted["disable"]) - patterns)
+        if unknown:
+            raise OptionError(f"option disable names {_listed(unknown)}; known patterns are {_listed(sorted(patterns))}")
+    if given.get("dump") is not None:
+        converted["dump"] = os.fspath(given["dump"])
+    return converted
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+def _summary(names: frozenset[str]) -> str:
+    shown = sorted(names)
+    return _listed(shown) if len(shown) <= 12 else f"{len(shown)} of its own, such as {_listed(shown[:3])}"

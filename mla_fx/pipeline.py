@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from . import ops as _ops  # noqa: F401  registers torch.ops.mla_fx
 from .absorb import absorb
+from .canonical.contraction import name_of
 from .canonical.softmax import anchors
-from .debug.report import Miss, PassRecord, Report, count_fused, module_of, source_of
+from .debug.report import Miss, PassRecord, Report, count_fused, fused_name, module_of, source_of
 from .errors import NoMatch
 from .match import Match, Trail
 from .options import Options
@@ -32,6 +32,7 @@ class Run:
     report: Report
     record: PassRecord = field(default_factory=lambda: PassRecord("start"))
     original: Graph | None = None
+    on_stage: Callable[[str, Graph], None] | None = None
     _emit: Emitter | None = None
 
     @property
@@ -102,6 +103,9 @@ def _rewrite(run: Run, rule: Rule[Any], anchor: Any, match: Match, trail: Trail)
         run.emit.roll_back(mark)
         trail.fail(match, miss)
         return False
+    for node in run.emit.added[mark:]:
+        if fused_name(node) is not None:
+            node.meta["mla_fx_replaced"] = [(source.name, name_of(source), source_of(source)) for source in match.nodes]
     return True
 
 
@@ -131,6 +135,7 @@ PIPELINE = (
 
 def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
     """Takes a graph through the passes. A graph without a softmax is not looked at."""
+    _show(run, "captured")
     if next(anchors(run.graph), None) is None:
         return
     for step in passes:
@@ -140,13 +145,13 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
         run.record.milliseconds = (time.perf_counter() - start) * 1e3
         run.record.nodes_after = len(run.graph.nodes)
         run.report.passes.append(run.record)
-    run.report.fused.update(count_fused(run.graph))
-
-
-def rewrite_graph(gm: GraphModule, options: Options, rules: tuple[Rule[Any], ...], report: Report) -> Run:
-    run = Run(gm.graph, options, rules, report)
-    with torch.no_grad():
-        run_pipeline(run)
+        _show(run, step.name)
     if run.is_changed:
-        gm.recompile()
-    return run
+        run.graph.lint()
+    for name, count in count_fused(run.graph).items():
+        run.report.fused[name] = run.report.fused.get(name, 0) + count
+
+
+def _show(run: Run, name: str) -> None:
+    if run.on_stage is not None:
+        run.on_stage(name, run.graph)

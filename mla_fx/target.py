@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule
 
+from .errors import OptionError
 from .options import Options
 
 Rewrite = Callable[[GraphModule], GraphModule]
@@ -17,12 +18,17 @@ class Target:
     """A place to run a rewritten graph. Its library is imported inside methods, so that the file imports anywhere."""
 
     name: ClassVar[str]
-    options: ClassVar[frozenset[str] | None] = frozenset()
-    """The names of the target's own options; None if it takes any."""
-
     def missing(self) -> str | None:
         """Why the target cannot be used here, or None."""
         return None
+
+    def accepts(self) -> frozenset[str]:
+        """The names of the target's own options."""
+        return frozenset()
+
+    def mode_options(self, mode: str) -> dict[str, Any]:
+        """The target's options that torch.compile's `mode` stands for. Raises OptionError if it has no modes."""
+        raise OptionError(f"target {self.name!r} has no modes, so mode={mode!r} does not apply")
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], rewrite: Rewrite, options: Options) -> Compiled:
         """Traces a Dynamo graph to operators, has `rewrite` rewrite it once, and compiles the result."""

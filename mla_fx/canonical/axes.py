@@ -70,7 +70,7 @@ def combine(offset: Size, terms: Iterable[tuple[Axis, Size]]) -> Index:
             outer, inner = axis.parts
             pending += [(outer, stride * inner.size), (inner, stride)]
         elif axis.size != 1:
-            total[axis] = total.get(axis, 0) + stride
+            total[axis] = plain(total.get(axis, 0) + stride)
     ordered = sorted(total.items(), key=lambda term: term[0].serial)
     return Index(offset, tuple((axis, stride) for axis, stride in ordered if stride != 0))
 
@@ -84,7 +84,7 @@ def settle(index: Index) -> Index:
 
 def shifted(index: Index, by: Size, step: int = 1) -> Index:
     """`by + step * index`: how a slice reads the dimension it slices."""
-    return Index(by + step * index.offset, tuple((axis, step * stride) for axis, stride in index.terms))
+    return Index(plain(by + step * index.offset), tuple((axis, step * stride) for axis, stride in index.terms))
 
 
 def substitute(index: Index, replacements: dict[Axis, Index]) -> Index:
@@ -97,7 +97,7 @@ def substitute(index: Index, replacements: dict[Axis, Index]) -> Index:
         if target is None:
             terms.append((axis, stride))
             continue
-        offset = offset + stride * target.offset
+        offset = plain(offset + stride * target.offset)
         terms += [(inner, stride * inner_stride) for inner, inner_stride in target.terms]
     return combine(offset, terms)
 
@@ -114,7 +114,7 @@ def composite(axes: Sequence[Axis]) -> Index:
 
 def extent(index: Index) -> Size:
     """One more than the furthest position the index reaches past its offset."""
-    return 1 + sum((stride * (axis.size - 1) for axis, stride in index.terms), 0)
+    return plain(1 + sum((stride * (axis.size - 1) for axis, stride in index.terms), 0))
 
 
 def leaves(axes: Iterable[Axis]) -> tuple[Axis, ...]:
@@ -139,8 +139,13 @@ def size_of(value: Any) -> Size:
     return int(expression) if isinstance(expression, (int, sympy.Integer)) else expression
 
 
+def plain(size: Size) -> Size:
+    """An int where the expression is one: sympy keeps its own integers."""
+    return int(size) if isinstance(size, sympy.Integer) else size
+
+
 def product(sizes: Iterable[Size]) -> Size:
-    return functools.reduce(lambda left, right: left * right, sizes, 1)
+    return plain(functools.reduce(lambda left, right: left * right, sizes, 1))
 
 
 def ratio(numerator: Size, denominator: Size) -> Size | None:
@@ -155,7 +160,7 @@ def _symbolic_ratio(numerator: sympy.Expr, denominator: sympy.Expr) -> Size | No
     quotient = sympy.cancel(numerator / denominator)
     if sympy.fraction(sympy.together(quotient))[1] != 1:
         return None
-    return int(quotient) if quotient.is_Integer else quotient
+    return plain(quotient)
 
 
 def at_most(small: Size, large: Size) -> bool:
@@ -183,7 +188,7 @@ def reshape(indices: Sequence[Index], sizes: Sequence[Size], new_sizes: Sequence
     offset: Size = 0
     pending: list[tuple[Axis, Size]] = []
     for index, stride in zip(indices, strides_of(sizes), strict=True):
-        offset = offset + index.offset * stride
+        offset = plain(offset + index.offset * stride)
         pending += [(axis, step * stride) for axis, step in index.terms]
 
     strides = strides_of(new_sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch._ops import OpOverload
@@ -55,6 +56,20 @@ class Report:
     @property
     def milliseconds(self) -> float:
         return sum(record.milliseconds for record in self.passes)
+
+    @classmethod
+    def merged(cls, reports: Sequence[Report]) -> Report:
+        """One report of several graphs, as graph breaks make them."""
+        whole = cls(target=reports[0].target if reports else "")
+        for number, report in enumerate(reports):
+            for name, count in report.fused.items():
+                whole.fused[name] = whole.fused.get(name, 0) + count
+            whole.misses += report.misses
+            whole.passes += report.passes
+            whole.notes += report.notes
+            prefix = f"graph {number}: " if len(reports) > 1 else ""
+            whole.graphs.update({prefix + name: text for name, text in report.graphs.items()})
+        return whole
 
     def __str__(self) -> str:
         fused = ", ".join(f"{name} x{count}" for name, count in self.fused.items()) or "nothing"
