@@ -7,7 +7,7 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
     bound("q", pattern)              the same, for an element that must also satisfy a pattern
     contract(a, b, name="uq")        a matrix product of a and b, in either order
     rms_norm(value, gamma, name=..)  a weighted RMSNorm
-    rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
+    rope(value, name=.., along=..)   a rotation along the dimension that `along` finds in the match
     stored(row, name=..)             rows that enter a cache, or rows that are used as they are
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .canonical.axes import Axis
+from .canonical.axes import Axis, Index
 from .canonical.cache_update import cache_update
 from .canonical.contraction import Contraction, contraction
 from .canonical.element import Element, resolve
@@ -178,7 +178,7 @@ class _RmsNorm(Pattern):
 class _Rope(Pattern):
     value: Pattern
     name: str
-    along: Callable[[Match], Axis]
+    along: Callable[[Match], Index]
 
     def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
         for rotation in read_rope(element, self.along(match)):
@@ -220,7 +220,7 @@ def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:
     return _RmsNorm(value, gamma, name)
 
 
-def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
+def rope(value: Pattern, name: str, along: Callable[[Match], Index]) -> Pattern:
     return _Rope(value, name, along)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from .canonical.cache_update import CacheUpdate
 from .canonical.element import Element
 from .canonical.rope import Rope, Table
 from .errors import NoMatch
+from .match import Match
 from .rewrite import Dims, Emitter, view_key
 
 aten = torch.ops.aten
@@ -22,6 +23,17 @@ Axes = tuple[Axis, ...]
 def axes_of(index: Index) -> Axes:
     """The axes that a dimension runs over, slowest first."""
     return leaves(index.axes)
+
+
+def last_dimension(operand: str) -> Callable[[Match], Index]:
+    """For `rope(along=...)`: the last dimension of an operand of the call, or of the row that is stored in it."""
+
+    def along(match: Match) -> Index:
+        update = match.readings.get(f"{operand}.write")
+        index = match.readings[f"{operand}.axes"] if update is None else update.index
+        return settle(index[-1])
+
+    return along
 
 
 def only(axes: Sequence[Axis], what: str, node: Node) -> Axis:
@@ -58,6 +70,7 @@ def joint_axis(element: Element, before: Element) -> Axis:
 
 
 def rename(old: Sequence[Axes], new: Sequence[Axes]) -> dict[Axis, Axis]:
+    """Old axes -> new axes, place by place."""
     return {other: axis for theirs, mine in zip(old, new, strict=True) for other, axis in zip(theirs, mine, strict=False)}
 
 

@@ -11,13 +11,12 @@ into a cache (index_copy, index_put, scatter, slice), appended to one (cat), or 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.canonical.axes import Axis
 from mla_fx.canonical.contraction import Contraction
 from mla_fx.canonical.element import Element, is_parameter
 from mla_fx.canonical.rope import Rope
@@ -35,6 +34,7 @@ from mla_fx.operands import (
     emit_table,
     joined,
     joint_axis,
+    last_dimension,
     only,
     replace_cache,
     replace_rows,
@@ -44,15 +44,6 @@ from mla_fx.rule import Rule
 
 aten = torch.ops.aten
 LATENT_ATTENTION = torch.ops.mla_fx.latent_attention.default
-
-
-def _last_axis(operand: str) -> Callable[[Match], Axis]:
-    def along(match: Match) -> Axis:
-        update = match.readings.get(f"{operand}.write")
-        index = match.readings[f"{operand}.axes"] if update is None else update.index
-        return only(axes_of(index[-1]), "the rotary dimension", match["token_x"].node)
-
-    return along
 
 
 TOKEN_X = var("token_x")
@@ -66,7 +57,7 @@ KV_LATENT = rms_norm(contract(TOKEN_X, var("weight_dkv"), name="dkv"), var("gamm
 
 def _rotated(value: Pattern, operand: str) -> Pattern:
     return either(
-        f"{operand}.rotation", rotated=rope(value, name=f"{operand}.rope", along=_last_axis(operand)), none=value
+        f"{operand}.rotation", rotated=rope(value, name=f"{operand}.rope", along=last_dimension(operand)), none=value
     )
 
 
@@ -142,7 +133,7 @@ class MlaProlog(Rule[Facts]):
         gamma_cq = emit.tensor(match["gamma_cq"], (a,)) if low_rank else None
         gamma_ckv = emit.tensor(match["gamma_ckv"], (tuple(match["gamma_ckv"].axes),))
         sin, cos = _tables(emit, match)
-        index, kv_cache, kr_cache, mode = _cache_operands(emit, facts, x, weight_uk, c)
+        index, kv_cache, kr_cache, mode = _cache_operands(emit, facts, x)
         options = _norm_options(match)
         out = emit.call(
             torch.ops.mla_fx.mla_prolog.default,
@@ -212,7 +203,9 @@ def _weight_uq_qr(match: Match) -> Element:
 def _weight_dkv_kr(match: Match, latent: CacheRoles | None, keys: CacheRoles | None) -> Element:
     reads = match.readings
     width = only(latent.width if latent else _roles(match, "kv_cache")[2], "the latent", reads["dkv"].node)
-    rope_width = only(keys.width if keys else _roles(match, "kr_cache")[2], "the rotary key", reads["kr"].node)
+    rotation: Rope | None = reads.get("kr_cache.rope")
+    plain_width = keys.width if keys else _roles(match, "kr_cache")[2]
+    rope_width = rotation.axis if rotation else only(plain_width, "the rotary key", reads["kr"].node)
     renamed = dict(zip(reads["kr"].axes, reads["dkv"].axes, strict=False))
     whole = joined(match["weight_dkv"], width, match["weight_kr"], rope_width, renamed)
     if whole is None:
@@ -228,13 +221,12 @@ def _tables(emit: Emitter, match: Match) -> tuple[Node | None, Node | None]:
     return emit_table(emit, rotation.sin, rotation.pair, outer), emit_table(emit, rotation.cos, rotation.pair, outer)
 
 
-def _cache_operands(emit: Emitter, facts: Facts, x: Node, weight_uk: Node, c: Axes) -> tuple[Node | None, Node, Node, str]:
+def _cache_operands(emit: Emitter, facts: Facts, x: Node) -> tuple[Node | None, Node, Node, str]:
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
         return emit_positions(emit, facts.latent), *caches, "Norm"
-    rows = facts.match.readings["kr_cache.axes"][-1]
     batch, tokens = (emit.size(size) for size in emit.shape(x)[:2])
-    width, rope_width = emit.shape(weight_uk)[2], axes_of(rows)[0].size
+    width, rope_width = (emit.shape(facts.node.args[position])[-1] for position in (2, 3))
     like = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
     kv_cache, kr_cache = (
         emit.call(aten.empty.memory_format, [batch, tokens, 1, size], **like) for size in (width, rope_width)

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import NoMatch
 from .algebra import as_sum
-from .axes import Axis, Index, combine, settle
+from .axes import Axis, Index, combine, leaves, product, reshape, settle
 from .contraction import name_of
 from .element import Element, operand, resolve
 
@@ -48,32 +48,39 @@ LAYOUTS = ("half", "interleave")
 Term = tuple[float, Element, Element]
 
 
-def read_pair(axis_size: int, layout: str, which: int, pair: Axis) -> Index:
-    """Where element `which` of pair number `pair` lies in a dimension of `axis_size`."""
-    half = axis_size // 2
-    return combine(which * half, [(pair, 1)]) if layout == "half" else combine(which, [(pair, 2)])
+def pair_index(size: int, layout: str, which: int, pair: Axis) -> Index:
+    """Where element `which` of pair number `pair` lies in a dimension of `size`."""
+    return combine(which * (size // 2), [(pair, 1)]) if layout == "half" else combine(which, [(pair, 2)])
 
 
-def rope(element: Element, axis: Axis) -> Iterator[Rope]:
-    """Every way to read `element` as a rotation along `axis`. Raises NoMatch if there is none."""
-    size = axis.size
-    if not isinstance(size, int) or size % 2 or axis.parts is not None:
+def rope(element: Element, along: Index) -> Iterator[Rope]:
+    """Every way to read `element` as a rotation along a dimension. Raises NoMatch if there is none."""
+    axes = leaves(along.axes)
+    size = product(axis.size for axis in axes)
+    if not isinstance(size, int) or size % 2:
         raise NoMatch(f"a rotary dimension is even and known, this one is {size}", element.node)
+    axis = Axis(size)
     found = False
     refusal = NoMatch(f"expected a rotary embedding, found {name_of(element.node)}", element.node)
     for written in LAYOUTS:
         pair = Axis(size // 2)
-        halves = [element.at({axis: read_pair(size, written, which, pair)}) for which in (0, 1)]
         try:
-            terms = [_terms(half) for half in halves]
+            first, second = (_terms(_at_pair(element, axes, size, written, which, pair)) for which in (0, 1))
         except NoMatch as miss:
             refusal = miss
             continue
-        for rotation in _rotations(terms[0], terms[1], axis, pair, written):
+        for rotation in _rotations(first, second, axis, pair, written):
             found = True
             yield rotation
     if not found:
         raise refusal
+
+
+def _at_pair(element: Element, axes: tuple[Axis, ...], size: int, layout: str, which: int, pair: Axis) -> Element:
+    place = reshape((pair_index(size, layout, which, pair),), (size,), [axis.size for axis in axes])
+    if place is None:
+        raise NoMatch(f"the rotary dimension is not written in layout {layout}", element.node)
+    return element.at(dict(zip(axes, place, strict=True)))
 
 
 def _terms(element: Element) -> list[Term]:

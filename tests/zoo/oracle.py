@@ -52,7 +52,7 @@ def latent_attention(
         latents = torch.cat((old[0][b, :first].double(), latent[b]))
         keys = torch.cat((old[1][b, :first].double(), k_rope[b]))
         for s in range(step.tokens):
-            seen = first + s + 1
+            seen = len(latents) - step.tokens + s + 1
             for h in range(sizes.heads):
                 nope = latents[:seen] @ up[h, : sizes.nope].T @ q_nope[b, s, h]
                 weight = torch.softmax((nope + keys[:seen] @ q_rope[b, s, h]) * scale, dim=0)

@@ -1,0 +1,357 @@
+"""Near misses, each with the reason it must be given, and attention that is no latent attention at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import classics
+from .caches import CACHES
+from .entries import Entry, expanded_cache_arguments
+from .mla import LatentAttention, Spelling
+from .norms import hf
+from .projections import Biased
+from .ropes import by_rotate_half, stride_two
+from .sizes import SMALL, Step, Weights, gamma, weights
+
+
+@dataclass(frozen=True)
+class Negative(Entry):
+    """`partial` (or `unfused`) says what is fused; `because` is a pattern for the reason of the nearest miss."""
+
+    because: str = ""
+
+
+class Written(LatentAttention):
+    """The composed module with hooks for what is made of the latents, for modules that differ there."""
+
+    def forward(self, x: Tensor, tables: Any, positions: Tensor, mask: Any, caches: Any, place: Any) -> tuple[Any, ...]:
+        sizes, (batch, steps) = self.sizes, x.shape[:2]
+        q, latent, k_rope = self.down(x)
+        q = self.multiply(self.norm(q, self.q_gamma, sizes.epsilon), self.q_up)
+        q = q.view(batch, steps, sizes.heads, sizes.query).transpose(1, 2)
+        q_nope, q_rope = q.split([sizes.nope, sizes.rope], dim=-1)
+        tables = tuple(table.unsqueeze(1) for table in tables)
+        q_rope, k_rope = self.rotate(q_rope, *tables), self.key(k_rope, tables)
+        old = self.before(caches)
+        _, latents = self.cache.store(caches[0], self.latent(latent), place)
+        _, keys = self.cache.store(caches[1], k_rope, place)
+        operands = self.keys(q_nope, q_rope, self.context(latents), keys, self.kv_up, sizes)
+        attended = operands.finish(self.attend(operands, mask, self.spelling.scale, self.scale))
+        return (F.linear(attended.transpose(1, 2).flatten(2), self.out), *self.after(old, caches))
+
+    def latent(self, latent: Tensor) -> Tensor:
+        return self.norm(latent, self.kv_gamma, self.sizes.epsilon)
+
+    def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        return self.rotate(k_rope.unsqueeze(1), *tables).squeeze(1)
+
+    def context(self, latents: Tensor) -> Tensor:
+        return latents
+
+    def before(self, caches: Any) -> Any:
+        return None
+
+    def after(self, old: Any, caches: Any) -> tuple[Tensor, ...]:
+        return ()
+
+
+class LayerNorm(Written):
+    def latent(self, latent: Tensor) -> Tensor:
+        return F.layer_norm(latent, (self.sizes.kv_rank,), self.kv_gamma, None, self.sizes.epsilon)
+
+
+class CentredByHand(Written):
+    """LayerNorm without its name."""
+
+    def latent(self, latent: Tensor) -> Tensor:
+        return hf(latent - latent.mean(-1, keepdim=True), self.kv_gamma, self.sizes.epsilon)
+
+
+class NormOverTokens(Written):
+    def latent(self, latent: Tensor) -> Tensor:
+        return self.kv_gamma * (latent * torch.rsqrt(latent.pow(2).mean(1, keepdim=True) + self.sizes.epsilon))
+
+
+class NormOverHalf(Written):
+    """The mean is taken over one half of what is normalised."""
+
+    def latent(self, latent: Tensor) -> Tensor:
+        half = latent[..., : self.sizes.kv_rank // 2]
+        return self.kv_gamma * (latent * torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.sizes.epsilon))
+
+
+class ScaledLatent(Written):
+    """LongCat."""
+
+    def latent(self, latent: Tensor) -> Tensor:
+        return super().latent(latent) * 1.7
+
+
+class ScaledBeforeNorm(Written):
+    """A factor that the norm takes out again but for epsilon."""
+
+    def latent(self, latent: Tensor) -> Tensor:
+        return super().latent(latent * 0.01)
+
+
+class ScaledKey(Written):
+    """joey00072: the rotary key is divided by the number of heads."""
+
+    def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        return super().key(k_rope / self.sizes.heads, tables)
+
+
+class NormedKey(Written):
+    """dots3."""
+
+    def __init__(self, spelling: Spelling, given: Weights) -> None:
+        super().__init__(spelling, given)
+        self.k_gamma = nn.Parameter(gamma(self.sizes.rope))
+
+    def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        return super().key(hf(k_rope, self.k_gamma, self.sizes.epsilon), tables)
+
+
+class OtherTables(Written):
+    """The key is rotated by the angles of other positions than the query."""
+
+    def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        return super().key(k_rope, tuple(table.roll(1, -1) for table in tables))
+
+
+class RotatedBack(Written):
+    """The key is rotated by the opposite angle."""
+
+    def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        return super().key(k_rope, (tables[0], -tables[1]))
+
+
+class OtherLayout(Written):
+    """The query reads interleaved pairs, the key halves."""
+
+    def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        return by_rotate_half(k_rope.unsqueeze(1), *tables).squeeze(1)
+
+
+class UnrotatedKey(Written):
+    def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        return k_rope
+
+
+class NormedOnRead(Written):
+    """ambisinister: what is cached is the latent before its norm, which is taken over the whole cache at every step."""
+
+    def latent(self, latent: Tensor) -> Tensor:
+        return latent
+
+    def context(self, latents: Tensor) -> Tensor:
+        return super().latent(latents)
+
+
+class CachedAndAttendedDiffer(Written):
+    """The cache holds the latent before its norm, the attention sees the norm of the new rows only."""
+
+    def latent(self, latent: Tensor) -> Tensor:
+        self.normed = super().latent(latent)
+        return latent
+
+    def context(self, latents: Tensor) -> Tensor:
+        return latents + F.pad(self.normed, (0, 0, 0, latents.shape[1] - self.normed.shape[1]))
+
+
+class OldCacheRead(Written):
+    """The caches as they were are an output: they may not be overwritten before they are read."""
+
+    def before(self, caches: Any) -> Any:
+        return tuple(cache.clone() for cache in caches)
+
+    def after(self, old: Any, caches: Any) -> tuple[Tensor, ...]:
+        return tuple(cache * 2 for cache in old)
+
+
+class OldCacheReadLazily(OldCacheRead):
+    """The same through a sum, with the new cache in it."""
+
+    def before(self, caches: Any) -> Any:
+        return caches[0].sum(-1)
+
+    def after(self, old: Any, caches: Any) -> tuple[Tensor, ...]:
+        return (old - caches[0].sum(-1),)
+
+
+class WrittenTwice(Written):
+    """A second token is written over afterwards."""
+
+    def after(self, old: Any, caches: Any) -> tuple[Tensor, ...]:
+        caches[0][:, :, 0] = 3.0
+        return ()
+
+
+class KeyPerHead(Written):
+    """Every head has a rotary key of its own."""
+
+    def __init__(self, spelling: Spelling, given: Weights) -> None:
+        super().__init__(spelling, given)
+        self.k_heads = nn.Parameter(torch.linspace(-1, 1, 24 * 24).view(24, 24).sin())
+
+    def forward(self, x: Tensor, tables: Any, positions: Tensor, mask: Any, caches: Any, place: Any) -> tuple[Any, ...]:
+        sizes, (batch, steps) = self.sizes, x.shape[:2]
+        q, latent, _ = self.down(x)
+        q = self.multiply(self.norm(q, self.q_gamma, sizes.epsilon), self.q_up)
+        q_nope, q_rope = q.view(batch, steps, sizes.heads, -1).transpose(1, 2).split([sizes.nope, sizes.rope], -1)
+        k_rope = F.linear(x, self.k_heads).view(batch, steps, sizes.heads, sizes.rope).transpose(1, 2)
+        tables = tuple(table.unsqueeze(1) for table in tables)
+        q_rope, k_rope = stride_two(q_rope, *tables), stride_two(k_rope, *tables)
+        kv = F.linear(self.latent(latent), self.kv_up).view(batch, steps, sizes.heads, -1).transpose(1, 2)
+        k_nope, value = kv.split([sizes.nope, sizes.value], dim=-1)
+        query, key = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+        return (F.linear(out.transpose(1, 2).flatten(2), self.out),)
+
+
+class OtherTokens(Written):
+    """Latents are made of other hidden states than queries: cross attention."""
+
+    def forward(self, x: Tensor, tables: Any, positions: Tensor, mask: Any, caches: Any, place: Any) -> tuple[Any, ...]:
+        original = self.down.forward
+
+        def crossed(x: Tensor) -> tuple[Tensor, ...]:
+            return original(x)[0], *original(x.flip(0))[1:]
+
+        self.down.forward = crossed
+        try:
+            return super().forward(x, tables, positions, mask, caches, place)
+        finally:
+            self.down.forward = original
+
+
+class WithBias(Written):
+    def __init__(self, spelling: Spelling, given: Weights) -> None:
+        super().__init__(spelling, given)
+        self.q_a, self.kv_a = Biased(given.q_down), Biased(given.kv_down)
+        self.down = self.biased
+
+    def biased(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q_a(x), *self.kv_a(x).split([self.sizes.kv_rank, self.sizes.rope], dim=-1)
+
+
+HALF = Spelling(rope="rotate_half")
+NO_CACHE = Spelling(cache="none")
+
+NEGATIVES = [
+    Negative(Spelling(), LayerNorm, partial="the norm is none of the operator's", because="LayerNorm"),
+    Negative(Spelling(), CentredByHand, partial="the norm is none of the operator's", because="matrix product|norm"),
+    Negative(Spelling(), NormOverTokens, partial="the norm runs over tokens", because="norm|mean",
+             only=("prefill", "few")),
+    Negative(Spelling(), NormOverHalf, partial="the mean is over half of the row", because="norm|mean"),
+    Negative(Spelling(), ScaledLatent, partial="the operator has no factor for the latent", because="multiplied|scale"),
+    Negative(Spelling(), ScaledBeforeNorm, partial="epsilon would be another", because="multiplied|scale|norm"),
+    Negative(Spelling(), ScaledKey, partial="the operator has no factor for the key", because="multiplied|scale"),
+    Negative(Spelling(), NormedKey, partial="the operator does not norm the key", because="norm|product|rotary"),
+    Negative(Spelling(), OtherTables, partial="one table rotates query and key", because="cos|sin"),
+    Negative(Spelling(), RotatedBack, partial="one table rotates query and key", because="cos|sin|rotat"),
+    Negative(HALF, OtherLayout, partial="", because=""),
+    Negative(Spelling(), OtherLayout, partial="one layout for query and key", because="layout"),
+    Negative(Spelling(), UnrotatedKey, partial="query and key are rotated alike", because="rotat|rotary"),
+    Negative(Spelling(), NormedOnRead, partial="the operator caches what it norms", because="norm|cache|write|matrix"),
+    Negative(Spelling(), CachedAndAttendedDiffer, partial="the attention reads no cache", because="."),
+    Negative(Spelling(), WithBias, partial="the operator has no bias", because="bias|matrix product|add"),
+    Negative(Spelling(), OtherTokens, partial="queries and rows come from different tokens", because="tokens|token_x|tensor"),
+    Negative(NO_CACHE, KeyPerHead, unfused="heads have keys of their own", because="across heads"),
+]  # fmt: skip
+
+RIGHT_WHATEVER_FUSES = [Negative(Spelling(), make) for make in (OldCacheRead, OldCacheReadLazily, WrittenTwice)]
+
+
+# --- no latent attention at all --------------------------------------------------------------------------------------
+
+
+class Llama(nn.Module):
+    """Grouped queries, rotary over whole heads, causal. With `groups` equal to `heads` plain multi-head attention."""
+
+    def __init__(self, groups: int, attention: str = "sdpa") -> None:
+        super().__init__()
+        self.heads, self.groups, self.size, self.attention = 4, groups, 8, attention
+        self.gamma = nn.Parameter(gamma(24))
+        self.q, self.o = nn.Linear(24, 32, bias=False), nn.Linear(32, 24, bias=False)
+        self.k, self.v = (nn.Linear(24, groups * 8, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        h = hf(x, self.gamma, 1e-5)
+        q, k, v = (p(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k = by_rotate_half(q, cos, sin), by_rotate_half(k, cos, sin)
+        k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
+        if self.attention == "sdpa":
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            out = torch.softmax((q @ k.mT * self.size**-0.5 + mask).float(), -1).to(q.dtype) @ v
+        return x + self.o(out.transpose(1, 2).flatten(2))
+
+
+class WideValues(nn.Module):
+    """Multi-head attention whose values are wider than its keys, so that SDPA is taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 40)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class Softmaxes(nn.Module):
+    """A router and a classifier: softmaxes that belong to no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(24, 3), nn.Parameter(torch.randn(3, 24, 24) / 5)
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        mixed = torch.einsum("bse,bsed->bsd", weights, torch.einsum("bsi,eoi->bseo", x, self.experts))
+        return F.log_softmax(mixed, dim=-1)
+
+
+OTHERS = {
+    "multi_head": lambda: Llama(4),
+    "grouped": lambda: Llama(2),
+    "multi_query": lambda: Llama(1),
+    "grouped_eager": lambda: Llama(2, "eager"),
+    "wide_values": WideValues,
+    "softmaxes": Softmaxes,
+    "encoder_layer": lambda: _Encoder(),
+}
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def other_arguments(step: Step) -> tuple[Tensor, ...]:
+    x = torch.linspace(-2, 2, step.batch * step.tokens * 24).sin().view(step.batch, step.tokens, 24)
+    angle = torch.arange(step.tokens).unsqueeze(-1) * torch.tensor([1.0, 0.3, 0.1, 0.03]).repeat(2)
+    mask = torch.full((step.tokens, step.tokens), float("-inf")).triu(1)
+    return x, angle.cos(), angle.sin(), mask
+
+
+def expanded_cache(step: Step) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Expanded keys and values are cached: there is no latent to attend to."""
+    return classics.ExpandedCache(Spelling(), weights(SMALL)), expanded_cache_arguments(SMALL, step)
+
+
+def batch_of_one(entry: Entry) -> tuple[Step, ...]:
+    return tuple(replace(step, batch=1) for step in entry.steps)
+
+
+assert all(negative.spelling.cache in CACHES for negative in NEGATIVES)
