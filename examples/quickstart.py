@@ -8,7 +8,8 @@ import torch
 import mla_fx
 from mla_fx import demo
 
-model = demo.deepseek_v3()  # Hugging Face's own model code; DeepSeek-V3's attention, one layer, random weights, bfloat16
+# Hugging Face's own model code with DeepSeek-V3's attention: one layer, random weights, bfloat16.
+model = demo.deepseek_v3()
 
 stock = torch.compile(model)
 fused = torch.compile(model, backend=mla_fx.mla_backend)

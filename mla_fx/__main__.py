@@ -1,15 +1,16 @@
-"""`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` says what fuses in a model and why not."""
+"""`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` says what fuses in a model."""
 
 from __future__ import annotations
 
 import argparse
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import FusionError, OptionError
+from .errors import FusionError, MlaWarning, OptionError
 
 TINY = {
     "vocab_size": 64,
@@ -44,6 +45,7 @@ TINY_IF_USED = {"q_lora_rank": 48, "qk_rope_head_dim": 8}
 """Sizes that a model type may do without, and then must."""
 MOST_LAYERS = 8
 PROMPT, CONTEXT = 4, 16
+BUILD = "It should return (callable, args) or (callable, args, kwargs)."
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -58,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (CommandError, FusionError, ModuleNotFoundError, OptionError) as error:
-        print(f"mla_fx: {error}", file=sys.stderr)
+        # What comes through Dynamo has its advice on reporting Dynamo's bugs appended.
+        print("mla_fx:", str(error).partition("\n\nSet TORCHDYNAMO")[0], file=sys.stderr)
         return 2
 
 
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     explain = commands.add_parser("explain", help="say what fuses in a model, what nearly does, and why not")
     explain.add_argument(
-        "model", metavar="MODEL_OR_SCRIPT", help="a transformers model type, or a .py file whose build() returns what to call"
+        "model", metavar="MODEL_OR_SCRIPT", help="a transformers model type, or a .py file with a build()"
     )
     # The passes are the same for every target, and this one compiles in seconds.
     explain.add_argument("--target", default="reference", help="where the graph goes (%(default)s)")
@@ -92,7 +95,10 @@ def _explain(options: argparse.Namespace) -> int:
 
     is_script = options.model.endswith(".py")
     function, args, kwargs = script_call(Path(options.model)) if is_script else decode_call(options.model)
-    print(explain(function, target=options.target)(*args, **kwargs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaWarning)  # the report says the same
+        report = explain(function, target=options.target)(*args, **kwargs)
+    print(report)
     return 0
 
 
@@ -102,10 +108,10 @@ def script_call(script: Path) -> Call:
         raise CommandError(f"{script} is not a file.")
     build = runpy.run_path(str(script)).get("build")
     if not callable(build):
-        raise CommandError(f"{script} defines no function build(); it should return (callable, args) or (callable, args, kwargs).")
+        raise CommandError(f"{script} defines no build(). {BUILD}")
     built = build()
     if not isinstance(built, tuple) or len(built) not in (2, 3) or not callable(built[0]):
-        raise CommandError(f"build() in {script} returned {type(built).__name__}, not (callable, args) or (callable, args, kwargs).")
+        raise CommandError(f"build() in {script} returned {type(built).__name__}. {BUILD}")
     return built[0], tuple(built[1]), dict(built[2]) if len(built) == 3 else {}
 
 
@@ -118,7 +124,8 @@ def decode_call(model_type: str) -> Call:
     from transformers import StaticCache
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
+    quieten: Any = logging.set_verbosity_error
+    quieten()
     config_class = _config_class(model_type)
     try:
         config = tiny_config(config_class)
@@ -140,7 +147,7 @@ def _config_class(model_type: str) -> Any:
     if model_type not in CONFIG_MAPPING:
         families = ", ".join(mla_families())
         raise CommandError(
-            f"transformers knows no model type {model_type!r}; its types with Multi-head Latent Attention are {families}."
+            f"transformers knows no model type {model_type!r}; those with Multi-head Latent Attention are {families}."
         )
     config_class = CONFIG_MAPPING[model_type]
     return config_class.sub_configs.get("text_config", config_class)
@@ -154,7 +161,7 @@ def mla_families() -> list[str]:
 
 
 def tiny_config(config_class: Any) -> Any:
-    """A small configuration with the fewest layers, from two, of which one has softmax attention: hybrids have few of them."""
+    """A small configuration with two layers, or as many as it takes until a hybrid has one with softmax attention."""
     sizes = {name: size for name, size in TINY.items() if hasattr(config_class, name)}
     sizes |= {name: size for name, size in TINY_IF_USED.items() if getattr(config_class, name, None)}
     count = "num_layers" if hasattr(config_class, "num_layers") else "num_hidden_layers"

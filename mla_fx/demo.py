@@ -1,4 +1,4 @@
-"""One decode step of a DeepSeek-V3-shaped model, run several ways and compared: the core of the demo and the quickstart."""
+"""One decode step of a DeepSeek-V3-shaped model, taken several ways and compared: the core of demo and quickstart."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ ATTENTION = {
 """The attention of DeepSeek-V3 as it is; what surrounds it is made small, to fit into a laptop's memory."""
 SURROUNDINGS = {"vocab_size": 256, "intermediate_size": 512, "max_position_embeddings": 163840}
 WARM_UPS = 2
+CAPTION = "compile: the first call; temporaries: peak in PyTorch's allocator; error: against float32"
 
 Way = Callable[..., Any]
 """A model, compiled or not: called with `input_ids` and `past_key_values`, it returns something with `logits`."""
@@ -39,17 +40,18 @@ def require(*modules: str) -> None:
     """Raises ModuleNotFoundError with what to install when an optional dependency is not there."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(f"this needs {' and '.join(missing)}; pip install 'mla_fx[demo]' brings what is missing.")
+        raise ModuleNotFoundError(f"this needs {' and '.join(missing)}; pip install 'mla_fx[demo]' brings them.")
 
 
 def deepseek_v3(layers: int = 1, dtype: torch.dtype = torch.bfloat16, **dimensions: int) -> Any:
-    """Hugging Face's DeepseekV3ForCausalLM with random dense weights, and DeepSeek-V3's attention unless told otherwise."""
+    """Hugging Face's DeepseekV3ForCausalLM with random dense weights; DeepSeek-V3's attention unless told otherwise."""
     require("transformers")
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
     sizes: dict[str, Any] = {**ATTENTION, **SURROUNDINGS, **dimensions}
     config = DeepseekV3Config(num_hidden_layers=layers, first_k_dense_replace=layers, **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(config, dtype=dtype).eval()
     randomise(model)
     return model
 
@@ -79,7 +81,7 @@ def filled_cache(config: Any, latents: Latents, dtype: torch.dtype) -> Any:
     """A StaticCache that holds these latents, one token short of full."""
     from transformers import StaticCache
 
-    cache = StaticCache(config=config, max_cache_len=latents[0][0].shape[2])
+    cache: Any = StaticCache(config=config, max_cache_len=latents[0][0].shape[2])
     for layer, (latent, rope) in zip(cache.layers, latents, strict=True):
         layer.lazy_initialization(latent.to(dtype), rope.to(dtype))
         layer.keys.copy_(latent)
@@ -142,7 +144,7 @@ class Comparison:
 def compare(
     model: Any, ways: Mapping[str, Way], context: int = 4096, repeats: int = 7, announce: Announce = lambda stage: None
 ) -> Comparison:
-    """Takes the same decode step in every way and checks each against the model in float32. The first way is the yardstick."""
+    """Takes one decode step in every way and checks each against the model in float32; the first is the yardstick."""
     announce("float32 reference")
     latents = random_latents(model.config, context)
     token = torch.randint(model.config.vocab_size, (1, 1))
@@ -202,14 +204,15 @@ def temporaries(step: Callable[[], object]) -> int:
 def show(comparison: Comparison) -> None:
     """Prints a table of a comparison."""
     require("rich")
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     eager = comparison.runs[0]
-    table = Table(title="one decode step", caption="temporaries: peak in PyTorch's allocator; error: against float32")
-    table.add_column("way")
-    for heading in ("first call", "per step", "speed-up", "temporaries", "error", "agrees"):
-        table.add_column(heading, justify="right")
+    table = Table(box=SIMPLE_HEAD, title="one decode step", caption=CAPTION)
+    table.add_column("way", no_wrap=True)
+    for heading in ("compile", "per step", "speed-up", "temporaries", "error", "agrees"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.runs:
         table.add_row(
             run.name,
@@ -238,7 +241,7 @@ def progress() -> Iterator[Announce]:
 
 
 def run_demo(context: int = 4096, layers: int = 1) -> Comparison:
-    """The whole demo: builds the model, compiles it stock and with `mla_backend`, compares, and prints what happened."""
+    """Builds the model, compiles it as it is and with `mla_backend`, compares the two, and prints what happened."""
     import mla_fx
 
     with progress() as announce:

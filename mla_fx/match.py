@@ -97,11 +97,10 @@ class Trail:
 
     depth: int = -1
     miss: NoMatch | None = None
-    match: Match | None = None
 
     def fail(self, match: Match, miss: NoMatch) -> None:
         if match.depth > self.depth:
-            self.depth, self.miss, self.match = match.depth, miss, match
+            self.depth, self.miss = match.depth, miss
 
 
 class Pattern:

@@ -12,6 +12,7 @@ from .canonical.axes import ZERO, Axis, Index, combine, leaves, of_axis, settle
 from .canonical.cache_update import CacheUpdate
 from .canonical.element import Element
 from .canonical.rope import Rope, Table
+from .canonical.views import shape_of
 from .errors import NoMatch
 from .match import Match
 from .rewrite import Dims, Emitter, view_key
@@ -42,13 +43,20 @@ def only(axes: Sequence[Axis], what: str, node: Node) -> Axis:
     return axes[0]
 
 
-def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis, renamed: dict[Axis, Axis]) -> Element | None:
-    """Two neighbouring parts of one tensor as one element: `first` along its axis, then `second` along its own.
+@dataclass(frozen=True)
+class Joined:
+    """Two neighbouring parts of one tensor as one element, read along `axis` where the first was read along its own."""
 
-    The result is read along `first_axis`' place by a new axis, which is its only axis of that size; `renamed` names the
-    other axes of `second` as in `first`. None if the parts are not neighbours in one tensor."""
+    element: Element
+    axis: Axis
+
+
+def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis, renamed: dict[Axis, Axis]) -> Joined | None:
+    """`first` along its axis and then `second` along its own, if they are neighbours in one tensor, else None.
+
+    `renamed` names the other axes of `second` as in `first`."""
     first, second = first.settled(), second.settled()
-    if first.node is not second.node or (first.scale, second.scale) != (1.0, 1.0):
+    if first.node is not second.node or (first.scale, second.scale) != (1.0, 1.0) or first_axis not in first.axes:
         return None
     axis = Axis(first_axis.size + second_axis.size)
     index: list[Index] = []
@@ -61,12 +69,7 @@ def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis,
         if theirs != combine(expected, [*rest, *tail]):
             return None
         index.append(mine if stride is None else combine(mine.offset, [*rest, (axis, stride)]))
-    return Element(first.node, tuple(index))
-
-
-def joint_axis(element: Element, before: Element) -> Axis:
-    """The axis of a joined element that its first part does not have."""
-    return next(iter(element.axes - before.settled().axes))
+    return Joined(Element(first.node, tuple(index)), axis)
 
 
 def rename(old: Sequence[Axes], new: Sequence[Axes]) -> dict[Axis, Axis]:
@@ -83,9 +86,16 @@ def emit_table(emit: Emitter, table: Table, pair: Axis, outer: Dims) -> Node:
     other = Axis(pair.size)
     whole = joined(first, pair, second.at({pair: of_axis(other)}), other, {})
     if whole is not None:
-        return emit.tensor(whole, [*outer, [joint_axis(whole, first)]], dtype=first.dtype)
-    halves = [emit.tensor(half, [*outer, [pair]]) for half in (first, second)]
+        return emit.tensor(whole.element, [*outer, [whole.axis]], dtype=first.dtype)
+    halves = [_all_pairs(emit, emit.tensor(half, [*outer, [pair]]), pair) for half in (first, second)]
     return emit.call(aten.cat.default, halves, -1)
+
+
+def _all_pairs(emit: Emitter, half: Node, pair: Axis) -> Node:
+    """A table with one column for all pairs, repeated for each."""
+    if shape_of(half)[-1] == pair.size:
+        return half
+    return emit.call(aten.expand.default, half, [-1] * (len(shape_of(half)) - 1) + [pair.size])
 
 
 def check_same_rotation(query: Rope | None, keys: Rope | None, query_outer: Dims, key_outer: Dims) -> None:

@@ -72,7 +72,7 @@ def _apply_rule(run: Run, rule: Rule[Any]) -> None:
             run.record.fired[rule.name] += 1
         elif trail.miss is not None:
             node = trail.miss.node if trail.miss.node is not None else anchor
-            suspicious = trail.match is not None and rule.suspicious(trail.match)
+            suspicious = rule.suspicious(anchor)
             run.report.misses.append(
                 Miss(rule.name, trail.miss.reason, node.name, source_of(node), module_of(node), trail.depth, suspicious)
             )

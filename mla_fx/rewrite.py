@@ -62,18 +62,20 @@ class Emitter:
         key = (target, _hashable(args), _hashable(kwargs))
         if key in self._calls and not self._calls[key]._erased:
             return self._calls[key]
+        value = self._value(target, args, kwargs)
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = self._value(target, args, kwargs)
+        node.meta["val"] = value
         self._calls[key] = node
         self.added.append(node)
         return node
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Node, lambda node: node.meta["val"], (args, kwargs))
-        if self.fake_mode is None:
-            return target(*args, **kwargs)
-        with self.fake_mode:
-            return target(*args, **kwargs)
+        try:
+            with self.fake_mode or contextlib.nullcontext():
+                return target(*args, **kwargs)
+        except ValueError as refusal:
+            raise NoMatch(f"the operator refuses: {refusal}") from refusal
 
     def shape(self, node: Node) -> tuple[Size, ...]:
         return shape_of(node)
@@ -100,6 +102,9 @@ class Emitter:
         if dtype is None or node.meta["val"].dtype == dtype:
             return node
         return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def scaled(self, node: Node, factor: float) -> Node:
+        return node if abs(factor - 1.0) < 1e-6 else self.call(aten.mul.Tensor, node, factor)
 
     def _spread(self, node: Node, index: tuple[Index, ...], wanted: list[tuple[Axis, ...]]) -> tuple[Node, list[Unit]]:
         """`node` with what is fixed selected away, and the groups of axes that its dimensions then run over.

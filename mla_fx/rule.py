@@ -53,6 +53,6 @@ class Rule(Generic[Facts]):
         """Adds the fused operator and replaces what it computes. Raises NoMatch if it cannot be written down."""
         raise NotImplementedError
 
-    def suspicious(self, match: Match) -> bool:
-        """True if a match that failed here is near enough for the user to be told without asking."""
+    def suspicious(self, anchor: Node) -> bool:
+        """True if what failed to match at `anchor` is near enough for the user to be told without asking."""
         return False

@@ -16,18 +16,18 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.canonical.cache_update import WRITES
-from mla_fx.canonical.element import Element, element_of
+from mla_fx.canonical.element import element_of
 from mla_fx.errors import NoMatch
 from mla_fx.match import CallPattern, Match, Trail, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
+    Joined,
     cache_roles,
     check_same_write,
     emit_cache,
     emit_positions,
     emit_table,
     joined,
-    joint_axis,
     last_dimension,
     only,
     rename,
@@ -56,7 +56,7 @@ PATTERN = CallPattern(
 @dataclass(frozen=True)
 class Facts:
     match: Match
-    kv: Element
+    kv: Joined
     latent: CacheRoles
     keys: CacheRoles
 
@@ -96,8 +96,7 @@ class KvRmsnormRopeCache(Rule[Facts]):
         norm, rotation = match.readings["norm"], match.readings.get("rope")
         k_cache, ckv_cache = emit_cache(emit, keys), emit_cache(emit, latent)
         dtype = ckv_cache.meta["val"].dtype
-        width = joint_axis(facts.kv, match["latent"])
-        kv = emit.tensor(facts.kv, (latent.batch, (), latent.token, (width,)), dtype=dtype)
+        kv = emit.tensor(facts.kv.element, (latent.batch, (), latent.token, (facts.kv.axis,)), dtype=dtype)
         gamma = emit.tensor(match["gamma"], (latent.width,))
         cos = sin = None
         if rotation is not None:

@@ -21,10 +21,12 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.absorb import absorb_query, expand_output
-from mla_fx.canonical.axes import Axis, leaves
-from mla_fx.canonical.contraction import segments
-from mla_fx.canonical.element import Element, is_parameter
-from mla_fx.canonical.softmax import Attention, anchors, attention
+from mla_fx.canonical.axes import Axis, leaves, product
+from mla_fx.canonical.cache_update import cache_update
+from mla_fx.canonical.contraction import contraction, segments
+from mla_fx.canonical.element import Element, element_of, is_parameter
+from mla_fx.canonical.rms_norm import rms_norm
+from mla_fx.canonical.softmax import Attention, anchors, attention, weighted_sum
 from mla_fx.errors import NoMatch
 from mla_fx.masks import emit_mask
 from mla_fx.match import AttentionPattern, Match, Trail, bound, contract, either, var
@@ -50,11 +52,14 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Facts:
-    """The match, its softmax scale, and the axes that each dimension of the operands runs over."""
+    """The match, its softmax scale, and the axes that each dimension of the operands runs over.
+
+    `factors` are numbers by which nope scores and values are multiplied on top (LongCat scales its latents)."""
 
     match: Match
     found: Attention
     scale: float
+    factors: tuple[float, float]
     b: Axes
     s: Axes
     n: Axes
@@ -93,14 +98,11 @@ class MlaAttention(Rule[Facts]):
         _check_shared(keys, "k_rope", {*b, *t, *r}, n, t)
         _check_axes(match["q_nope"], "q_nope", {*b, *s, *n, *e})
         _check_axes(match["q_rope"], "q_rope", {*b, *s, *n, *r})
-        scale = nope.scale * up.scale
-        if abs(scale - rotary.scale) > 1e-6 * abs(scale):
-            raise NoMatch(f"the nope scores are scaled by {scale:.6g} and the rope scores by {rotary.scale:.6g}", found.node)
-        if match.choices["values"] == "expanded" and match.readings["down"].scale != 1.0:
-            raise NoMatch("the values are multiplied by a number", found.node)
         for mask in found.masks:
             _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
-        return Facts(match, found, scale, b, s, n, t, e, r, c, v)
+        value_factor = match.readings["down"].scale if match.choices["values"] == "expanded" else found.value.scale
+        factors = (nope.scale * up.scale / rotary.scale, value_factor)
+        return Facts(match, found, rotary.scale, factors, b, s, n, t, e, r, c, v)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> None:
         match, found = facts.match, facts.found
@@ -108,7 +110,10 @@ class MlaAttention(Rule[Facts]):
         dtype = match["kv_cache"].node.meta["val"].dtype
 
         def operand(name: str, *dims: Axes) -> Node:
-            return emit.tensor(match[name], dims, dtype=dtype, expand=True)
+            return emit.tensor(match[name].unscaled(), dims, dtype=dtype, expand=True)
+
+        def query_operand(name: str, *dims: Axes) -> Node:
+            return emit.scaled(operand(name, *dims), facts.factors[0])
 
         q_rope, kv_cache, kr_cache = operand("q_rope", b, s, n, r), operand("kv_cache", b, t, c), operand("kr_cache", b, t, r)
         mask = emit_mask(emit, found.masks, (b, n, s, t))
@@ -116,20 +121,24 @@ class MlaAttention(Rule[Facts]):
         keys, values = match.choices["keys"], match.choices["values"]
         if keys == values == "expanded":
             weight_uv = operand("weight_uv", n, v, match.readings["down"].axes)
-            operands = (operand("q_nope", b, s, n, e), q_rope, kv_cache, kr_cache, operand("weight_uk", n, e, c), weight_uv)
+            operands = (query_operand("q_nope", b, s, n, e), q_rope, kv_cache, kr_cache, operand("weight_uk", n, e, c), weight_uv)
             out = emit.call(torch.ops.mla_fx.mla_attention.default, *operands, mask, **options)
         else:
             if keys == "absorbed":
-                query = operand("query", b, s, n, c)
+                query = query_operand("query", b, s, n, c)
             else:
-                query = emit.inline(absorb_query, operand("q_nope", b, s, n, e), operand("weight_uk", n, e, c))
+                query = emit.inline(absorb_query, query_operand("q_nope", b, s, n, e), operand("weight_uk", n, e, c))
             out = emit.call(torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, mask, **options)
             if values == "expanded":
                 out = emit.inline(expand_output, out, operand("weight_uv", n, v, match.readings["down"].axes))
+        out = emit.scaled(out, facts.factors[1])
         emit.replace(found.node, found.index, emit.result(out, (b, s, n, v)))
 
-    def suspicious(self, match: Match) -> bool:
-        return "down" in match.readings or "up" in match.readings
+    def suspicious(self, anchor: Node) -> bool:
+        """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
+        output = weighted_sum(anchor)
+        values = anchor.args[2:3] if output is None else output.args[:2]
+        return any(_is_low_rank(element_of(value)) for value in values if isinstance(value, Node))
 
 
 def _ordered(axes: frozenset[Axis], outer: Axes) -> Axes:
@@ -147,3 +156,30 @@ def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: A
 def _check_axes(element: Element, name: str, allowed: set[Axis]) -> None:
     if not element.settled().axes <= allowed:
         raise NoMatch(f"{name} depends on more than its own dimensions", element.node)
+
+
+def _is_low_rank(value: Element) -> bool:
+    """The value, or the row of a cache it is read from, is projected up from something that was projected down."""
+    try:
+        return _is_low_rank(cache_update(value).row)
+    except NoMatch:
+        pass
+    try:
+        up = contraction(value)
+    except NoMatch:
+        return False
+    latent, weight = (up.right, up.left) if is_parameter(up.left.node) else (up.left, up.right)
+    rank = product(axis.size for axis in up.axes)
+    width = product(axis.size for axis in weight.settled().axes - set(up.axes))
+    is_narrow = isinstance(rank, int) and isinstance(width, int) and rank < width
+    return is_narrow and _is_projected(latent)
+
+
+def _is_projected(latent: Element) -> bool:
+    for read in (lambda element: contraction(rms_norm(element).value), contraction):
+        try:
+            read(latent)
+        except NoMatch:
+            continue
+        return True
+    return False

@@ -25,6 +25,7 @@ from mla_fx.match import CallPattern, Match, Pattern, Trail, contract, either, r
 from mla_fx.operands import (
     Axes,
     CacheRoles,
+    Joined,
     axes_of,
     cache_roles,
     check_same_rotation,
@@ -33,7 +34,6 @@ from mla_fx.operands import (
     emit_positions,
     emit_table,
     joined,
-    joint_axis,
     last_dimension,
     only,
     replace_cache,
@@ -75,8 +75,8 @@ PATTERN = CallPattern(
 class Facts:
     match: Match
     node: Node
-    weight_uq_qr: Element
-    weight_dkv_kr: Element
+    weight_uq_qr: Joined
+    weight_dkv_kr: Joined
     latent: CacheRoles | None
     keys: CacheRoles | None
 
@@ -123,11 +123,9 @@ class MlaProlog(Rule[Facts]):
         def weight(element: Element, *dims: Axes) -> Node:
             return emit.tensor(element, dims, dtype=dtype)
 
-        joint = joint_axis(facts.weight_uq_qr, match["weight_uq"])
         a = reads["uq"].axes
-        weight_uq_qr = weight(facts.weight_uq_qr, a, (*n, joint))
-        joint = joint_axis(facts.weight_dkv_kr, match["weight_dkv"])
-        weight_dkv_kr = weight(facts.weight_dkv_kr, reads["dkv"].axes, (joint,))
+        weight_uq_qr = weight(facts.weight_uq_qr.element, a, (*n, facts.weight_uq_qr.axis))
+        weight_dkv_kr = weight(facts.weight_dkv_kr.element, reads["dkv"].axes, (facts.weight_dkv_kr.axis,))
         weight_uk = weight(match["weight_uk"], n, reads["uk"].axes, c)
         weight_dq = weight(match["weight_dq"], reads["dq"].axes, a) if low_rank else None
         gamma_cq = emit.tensor(match["gamma_cq"], (a,)) if low_rank else None
@@ -187,7 +185,7 @@ def _check_token_x(match: Match, query: tuple[Axes, Axes], row: tuple[Axes, Axes
         raise NoMatch("query and cached rows are not made from the same tokens", element.node)
 
 
-def _weight_uq_qr(match: Match) -> Element:
+def _weight_uq_qr(match: Match) -> Joined:
     reads = match.readings
     rotation: Rope | None = reads.get("query_rope.rope")
     rope_axis = rotation.axis if rotation else only(_roles(match, "query_rope")[3], "the rotary dimension", reads["qr"].node)
@@ -200,7 +198,7 @@ def _weight_uq_qr(match: Match) -> Element:
     return whole
 
 
-def _weight_dkv_kr(match: Match, latent: CacheRoles | None, keys: CacheRoles | None) -> Element:
+def _weight_dkv_kr(match: Match, latent: CacheRoles | None, keys: CacheRoles | None) -> Joined:
     reads = match.readings
     width = only(latent.width if latent else _roles(match, "kv_cache")[2], "the latent", reads["dkv"].node)
     rotation: Rope | None = reads.get("kr_cache.rope")

@@ -32,6 +32,10 @@ FUSED_ATTENTION = frozenset(
 )
 
 
+PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
+STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
+
+
 @dataclass(frozen=True)
 class Mask:
     """A term of the logits that no query or key enters. With `fill` the element is a condition, and the logits are
@@ -56,13 +60,16 @@ class Attention:
 
 
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
-    """The nodes at which attention may begin to be read: one for each softmax."""
+    """The nodes at which attention may begin to be read: each softmax whose result enters a product."""
     for node in graph.nodes:
-        target = node.target
-        if target in SOFTMAX or target in FUSED_ATTENTION:
+        if node.target in FUSED_ATTENTION or (_is_softmax(node) and weighted_sum(node) is not None):
             yield node
-        elif target is aten.div.Tensor and _exponential(node.args[0]) is not None:
-            yield node
+
+
+def _is_softmax(node: Node) -> bool:
+    if node.target is aten.div.Tensor:
+        return _exponential(node.args[0]) is not None
+    return node.target in SOFTMAX
 
 
 def softmax(element: Element) -> tuple[Element, Axis]:
@@ -81,9 +88,9 @@ def softmax(element: Element) -> tuple[Element, Axis]:
 
 def _axis(index: tuple[Index, ...], dim: int, node: Node) -> Axis:
     where = index[dim]
-    if len(where.terms) != 1 or where.offset != 0:
-        raise NoMatch("the softmax does not run over the whole of one axis", node)
-    return where.terms[0][0]
+    if len(where.terms) != 1 or where.offset != 0 or where.axes[0].size != shape_of(node)[dim]:
+        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
+    return where.axes[0]
 
 
 def _exponential(value: object) -> Node | None:
@@ -110,7 +117,7 @@ def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
     if summand.node is not exponential or len(axes) != 1:
         raise NoMatch("what divides the exponentials is not their sum", node)
     dims = [dim for dim, part in enumerate(summand.index) if axes[0] in part.axes]
-    axis = _axis(numerator.index, dims[0], node)
+    axis = _axis(numerator.index, dims[0], exponential)
     inner = operand(exponential.args[0], numerator.index)
     if inner.node.target is not aten.sub.Tensor:
         return inner, axis
@@ -137,35 +144,36 @@ def attention(node: Node) -> Attention:
     """Reads the attention that begins at anchor `node`. Raises NoMatch if there is none."""
     if node.target in FUSED_ATTENTION:
         return _fused(node)
-    output = _weighted_sum(node)
+    output = weighted_sum(node)
+    assert output is not None, "an anchor enters a product"
     index = fresh_index(output)
     weighted = contraction(resolve(output, index))
-    for probability, value in ((weighted.left, weighted.right), (weighted.right, weighted.left)):
-        try:
-            logits, axis = softmax(probability)
-        except NoMatch:
-            continue
-        if weighted.axes != leaves([axis]) or weighted.scale != 1.0:
-            raise NoMatch("the values are not summed over the softmax axis alone", output)
-        scores, masks = _logits(logits)
-        return Attention(output, index, scores, masks, False, value, axis)
-    raise NoMatch("no softmax enters the product with the values", output)
+    is_left = weighted.left.node in (node, *_guards(node))
+    probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
+    logits, axis = softmax(probability)
+    if weighted.axes != leaves([axis]) or weighted.scale != 1.0:
+        raise NoMatch("the values are not summed over the softmax axis alone", output)
+    scores, masks = _logits(logits)
+    return Attention(output, index, scores, masks, False, value, axis)
 
 
-def _weighted_sum(node: Node) -> Node:
-    """The product that consumes the probabilities, through the views between."""
+def _guards(node: Node) -> list[Node]:
+    return [user for user in node.users if user.target is aten.where.self]
+
+
+def weighted_sum(node: Node) -> Node | None:
+    """The product that consumes the probabilities of a softmax, through the views between; None if there is none."""
     pending, seen = list(node.users), set()
     while pending:
         user = pending.pop(0)
         if user in seen:
             continue
         seen.add(user)
-        if user.target in (aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList):
+        if user.target in PRODUCTS:
             return user
-        is_step = user.target in MOVERS or user.target in CASTS or user.target in (aten.where.self, aten.mul.Tensor)
-        if is_step:
+        if user.target in STEPS:
             pending += user.users
-    raise NoMatch("the probabilities do not enter a product with values", node)
+    return None
 
 
 def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:

@@ -1,0 +1,118 @@
+"""The MLA families of transformers as tiny random models, built from each family's own configuration class."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+# Small values for the fields that decide a model's size; a family takes those it knows.
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "intermediate_size": 96,
+    "ffn_hidden_size": 96,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "zero_expert_num": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "index_topk": 16,
+    "index_kpool": 2,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+    "mistral_large4",
+    "youtu",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "glm5_next",
+    "hy_v4",
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "dots3_note",
+)
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A causal language model of the family with dense random weights, in eval mode."""
+    default = AutoConfig.for_model(family)
+    text = default.get_text_config()
+    known = {name: value for name, value in {**SIZES, **overrides}.items() if hasattr(text, name)}
+    if hasattr(text, "layer_types") and text.layer_types:
+        known["layer_types"] = _layer_types(text.layer_types, known.get("num_hidden_layers", 2))
+    if hasattr(text, "mlp_layer_types") and text.mlp_layer_types:
+        known["mlp_layer_types"] = ["dense", "sparse"][: known.get("num_hidden_layers", 2)]
+    config = type(text)(**known)
+    torch.manual_seed(0)
+    model = _causal_lm(family)(config).eval()
+    randomise(model)
+    return model.to(dtype)
+
+
+def _causal_lm(family: str) -> type:
+    """The family's language model class; some families keep it out of the auto classes."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    return next(value for kind in kinds for name, value in vars(module).items() if name.endswith(kind))
+
+
+def _layer_types(kinds: list[str], count: int) -> list[str]:
+    """A short list that still has every kind of layer, the attention ones first."""
+    unique = list(dict.fromkeys(sorted(kinds, key=lambda kind: "linear" in kind)))
+    return (unique * count)[: max(count, 1)]
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights that hide nothing: linear ones at 1/sqrt(fan_in), norms around 1."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            is_norm = parameter.ndim == 1
+            parameter.copy_(1 + 0.3 * noise if is_norm else noise * parameter.shape[-1] ** -0.5)
+
+
+def cache_tensors(cache: Any) -> list[torch.Tensor]:
+    """Every tensor that a transformers cache holds, in a stable order."""
+    tensors: list[torch.Tensor] = []
+    for layer in cache.layers:
+        for _, value in sorted(vars(layer).items()):
+            values = value.values() if isinstance(value, dict) else [value]
+            tensors += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+    return tensors

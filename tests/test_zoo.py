@@ -1,0 +1,297 @@
+"""Latent attention as people write it (see zoo/__init__.py): what fuses, that the answers and the caches stay the same,
+and what is left alone for which reason."""
+
+import copy
+import re
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from zoo import oracle
+from zoo.caches import CACHES
+from zoo.entries import CLASSICS, DEFAULT, ENTRIES, MIXED, Entry
+from zoo.mla import Spelling
+from zoo.negatives import NEGATIVES, OTHERS, RIGHT_WHATEVER_FUSES, expanded_cache, other_arguments
+from zoo.ropes import ROPES
+from zoo.sizes import DECODE, FEW, PREFILL, Step, weights
+
+import mla_fx
+
+FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def forget_compilations():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def at_every_step(entries):
+    return [
+        pytest.param(entry, step, id=f"{entry.name}-{step.name}") for entry in entries for step in entry.steps
+    ]
+
+
+def compiled(module, **options):
+    options = {"target": "reference", **options}
+    return torch.compile(module, backend=mla_fx.mla_backend, options=options)
+
+
+def check_same(module, arguments, **options):
+    """Runs eagerly and compiled on copies of the arguments; compares what is returned and what became of the caches."""
+    theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
+    expected = module(*theirs)
+    found = compiled(module, **options)(*ours)
+    torch.testing.assert_close((found, ours), (expected, theirs), **FLOAT32)
+    return mla_fx.last_report()
+
+
+def check_fused(entry, step, report):
+    fused = dict(report.fused)
+    if entry.partial:
+        fused.pop("kv_rmsnorm_rope_cache", None)
+    assert fused == entry.fused(step), str(report)
+
+
+# --- the zoo itself --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry, step", at_every_step(ENTRIES))
+def test_spelling_means_latent_attention(entry, step):
+    spelling, sizes = entry.spelling, entry.spelling.sizes
+    cache, rope = CACHES[spelling.cache], ROPES[spelling.rope]
+    arguments = entry.arguments(step)
+    x, _, positions, _, caches, _ = arguments
+    widths = sizes.kv_rank, sizes.rope
+    rows = [
+        torch.zeros(step.batch, 0, width) if held is None else cache.logical(held, step)
+        for held, width in zip(caches, widths, strict=True)
+    ]
+    is_turned = spelling.layout == "sbhd"
+    x = x.transpose(0, 1) if is_turned else x
+    given = weights(sizes, low_rank=spelling.query != "direct")
+    scale = 1.3 * sizes.query**-0.5
+    expected, *new = oracle.latent_attention(
+        given, sizes, step, x, positions, copy.deepcopy(rows), (rope.read, rope.written), scale
+    )
+    out, *rest = entry.build()(*arguments)
+    torch.testing.assert_close((out.transpose(0, 1) if is_turned else out).double(), expected, **FLOAT32)
+    if spelling.cache == "appended":
+        rows = rest[-2:]
+    if spelling.cache != "none":
+        lines = torch.arange(step.batch).unsqueeze(1)
+        for held, made in zip(rows, new, strict=True):
+            torch.testing.assert_close(held[lines, positions].double(), made, **FLOAT32)
+
+
+# --- what fuses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry, step", at_every_step(ENTRIES))
+def test_entry(entry, step):
+    with warnings.catch_warnings():
+        if not entry.partial:
+            warnings.simplefilter("error", mla_fx.MlaWarning)
+        report = check_same(entry.build(), entry.arguments(step))
+    check_fused(entry, step, report)
+
+
+@pytest.mark.parametrize("entry", [Entry(DEFAULT), *MIXED[:4], *CLASSICS], ids=lambda entry: entry.name)
+def test_batch_of_one(entry):
+    for step in entry.steps:
+        torch._dynamo.reset()
+        step = replace(step, batch=1)
+        check_fused(entry, step, check_same(entry.build(), entry.arguments(step)))
+
+
+@pytest.mark.parametrize("absorb", ["always", "never"])
+@pytest.mark.parametrize("step", [PREFILL, DECODE], ids=lambda step: step.name)
+def test_absorb_option(absorb, step):
+    entry = Entry(DEFAULT)
+    report = check_same(entry.build(), entry.arguments(step), absorb=absorb)
+    always, never = {"mla_prolog": 1, "latent_attention": 1}, {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}
+    assert report.fused == (always if absorb == "always" else never), str(report)
+
+
+# --- what does not ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+@pytest.mark.parametrize("entry, step", at_every_step(NEGATIVES))
+def test_near_miss(entry, step):
+    report = check_same(entry.build(), entry.arguments(step))
+    check_fused(entry, step, report)
+    assert any(re.search(entry.because, miss.reason) for miss in report.misses), str(report)
+
+
+@pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+@pytest.mark.parametrize("entry, step", at_every_step(RIGHT_WHATEVER_FUSES))
+def test_right_whatever_fuses(entry, step):
+    report = check_same(entry.build(), entry.arguments(step))
+    assert report.fused.get("latent_attention"), str(report)
+
+
+def test_expanded_cache_is_left_alone():
+    for step in (DECODE, FEW):
+        torch._dynamo.reset()
+        assert not check_same(*expanded_cache(step)).fused
+
+
+def operators(function, arguments):
+    """The operators that a compiled function runs, in order."""
+    function(*arguments)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function(*arguments)
+    return [event.name for event in profile.events() if event.name.startswith(("aten::", "mla_fx::"))]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("step", [PREFILL, DECODE], ids=lambda step: step.name)
+def test_other_modules_run_as_they_came(name, step):
+    module, arguments = OTHERS[name]().eval(), other_arguments(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mla_fx.MlaWarning)
+        report = check_same(module, arguments)
+    assert not report.fused
+    torch._dynamo.reset()
+    plain = operators(torch.compile(module, backend="aot_eager"), arguments)
+    torch._dynamo.reset()
+    assert operators(compiled(module), arguments) == plain
+
+
+# --- other precisions, targets and shapes ----------------------------------------------------------------------------
+
+HANDFUL = [Entry(DEFAULT), Entry(replace(DEFAULT, norm="gamma_in_float32", cache="appended")), *MIXED[2:4], *CLASSICS[:4]]
+
+
+def converted(value, dtype):
+    """Arguments in another precision; complex numbers keep up with float64."""
+    if isinstance(value, tuple):
+        return tuple(converted(item, dtype) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_complex():
+        return value.to(torch.complex128) if dtype is torch.float64 else value
+    return value.to(dtype) if value.is_floating_point() else value.clone()
+
+
+def distance(found, exact):
+    return [(one.double() - other.double()).norm() / other.double().norm() for one, other in zip(found, exact, strict=True)]
+
+
+def flat(value):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def check_bfloat16(entry, step, **options):
+    """No further from a float64 run than twice what eager bfloat16 is."""
+    module, arguments = entry.build().bfloat16(), converted(entry.arguments(step), torch.bfloat16)
+    exact, eager, ours = converted(arguments, torch.float64), copy.deepcopy(arguments), copy.deepcopy(arguments)
+    expected = flat((copy.deepcopy(module).double()(*exact), exact[4]))
+    allowed = distance(flat((module(*eager), eager[4])), expected)
+    found = distance(flat((compiled(module, **options)(*ours), ours[4])), expected)
+    check_fused(entry, step, mla_fx.last_report())
+    assert all(error <= 2 * limit + 1e-6 for error, limit in zip(found, allowed, strict=True)), (found, allowed)
+
+
+@pytest.mark.parametrize("entry, step", at_every_step(HANDFUL))
+def test_bfloat16(entry, step):
+    check_bfloat16(entry, step)
+
+
+def test_inductor():
+    entry = Entry(DEFAULT)
+    check_fused(entry, FEW, check_same(entry.build(), entry.arguments(FEW), target="inductor"))
+
+
+def test_inductor_classic():
+    entry = CLASSICS[1]
+    check_fused(entry, DECODE, check_same(entry.build(), entry.arguments(DECODE), target="inductor"))
+
+
+def test_inductor_bfloat16():
+    check_bfloat16(Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")), PREFILL, target="inductor")
+
+
+class Counting:
+    """The backend, and how often it was called."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, gm, example_inputs):
+        self.calls += 1
+        return mla_fx.mla_backend(gm, example_inputs, options={"target": "reference"})
+
+
+def resized(spelling, batch, tokens, context):
+    """Arguments with other sizes than the spelling's."""
+    spelling = replace(spelling, sizes=replace(spelling.sizes, context=context))
+    return Entry(spelling).arguments(Step("resized", tokens, 6, batch))
+
+
+SHAPES = ((2, 3, 32), (3, 3, 32), (3, 5, 32), (3, 5, 48), (5, 11, 64))
+
+
+@pytest.mark.parametrize(
+    "spelling, fused",
+    [
+        (DEFAULT, {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}),
+        (replace(DEFAULT, cache="appended"), {"mla_attention": 1}),
+        (replace(DEFAULT, cache="none", attend="sdpa_causal"), {"mla_attention": 1}),
+        (replace(DEFAULT, query="direct", layout="bshd", rope="complex", attend="eager"),
+         {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}),
+        (replace(DEFAULT, cache="batched", keys="new_empty"), {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}),
+        (Spelling(keys="absorbed_einsum", attend="einsum", cache="scattered"), {"mla_prolog": 1, "latent_attention": 1}),
+    ],
+    ids=["transformers", "appended", "none", "bshd", "batched", "absorbed"],
+)  # fmt: skip
+def test_dynamic_shapes(spelling, fused):
+    """One compilation for every batch size, number of tokens and context; the form of attention is chosen at run time."""
+    module, backend = Entry(spelling).build(), Counting()
+    run = torch.compile(module, backend=backend, dynamic=True)
+    for shape in SHAPES:
+        theirs = resized(spelling, *shape)
+        ours = copy.deepcopy(theirs)
+        torch.testing.assert_close((run(*ours), ours), (module(*theirs), theirs), **FLOAT32)
+    report = mla_fx.last_report()
+    assert backend.calls == 1
+    assert report.fused == fused, str(report)
+
+
+@pytest.mark.parametrize("cache", ["index_copy", "appended", "batched"])
+def test_dynamic_decode(cache):
+    """One token at a time, batch and context marked dynamic: all of it fuses, once."""
+    spelling = replace(DEFAULT, cache=cache)
+    module, backend = Entry(spelling).build(), Counting()
+    run = torch.compile(module, backend=backend)
+    for batch, context in ((2, 32), (3, 32), (4, 48)):
+        theirs = resized(spelling, batch, 1, context)
+        ours = copy.deepcopy(theirs)
+        expected = module(*theirs)
+        for tensor in flat((ours[0], ours[4])):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        for cached in ours[4]:
+            torch._dynamo.mark_dynamic(cached, cached.ndim - 2)
+        torch.testing.assert_close((run(*ours), ours), (expected, theirs), **FLOAT32)
+    report = mla_fx.last_report()
+    assert backend.calls == 1
+    assert report.fused == {"mla_prolog": 1, "latent_attention": 1}, str(report)
+
+
+def test_growing_cache():
+    """A DynamicCache: the context is one row longer at every step."""
+    spelling = replace(DEFAULT, cache="appended")
+    entry, backend = Entry(spelling), Counting()
+    module = entry.build()
+    run = torch.compile(module, backend=backend, dynamic=True)
+    caches = theirs = entry.arguments(DECODE)[4]
+    for start in range(6, 12):
+        x, tables, positions, mask, _, place = entry.arguments(Step("growing", 1, start))
+        out, *caches = run(x, tables, positions, mask, tuple(caches), place)
+        expected, *theirs = module(x, tables, positions, mask, tuple(theirs), place)
+        torch.testing.assert_close((out, caches), (expected, theirs), **FLOAT32)
+    assert backend.calls == 1
+    assert mla_fx.last_report().fused == {"mla_prolog": 1, "latent_attention": 1}
