@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from hand_absorbed import HandAbsorbed
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -382,7 +383,7 @@ def main() -> None:
 
 
 def show(console: Console, rows: Sequence[Row], races: Sequence[Race]) -> None:
-    table = Table("bar", "what", "measured", "must", "stretch", "verdict")
+    table = Table("bar", "what", "measured", "must", "stretch", "verdict", box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(*row)
     console.print(table)

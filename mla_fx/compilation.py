@@ -96,7 +96,7 @@ class Compilation:
         if self.options.strict:
             raise FusionError(f"pass {name!r} failed: {type(error).__name__}: {error}") from error
         if run.original is not None:
-            gm.graph = run.original
+            gm.graph = run.original.restore()
             gm.recompile()
         self.report.fused.clear()
         self.report.notes.append(f"pass {name!r} failed, the graph was left as it came: {type(error).__name__}: {error}")

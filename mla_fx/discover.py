@@ -39,3 +39,8 @@ def _modules(package: str) -> Iterator[ModuleType]:
     root = importlib.import_module(package)
     for found in sorted(pkgutil.iter_modules(root.__path__), key=lambda module: module.name):
         yield importlib.import_module(f"{package}.{found.name}")
+
+
+def folder(package: str) -> str:
+    """Where a package's files lie, also in an editable install."""
+    return str(next(iter(importlib.import_module(package).__path__)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from .debug.report import Miss, PassRecord, Report, count_fused, fused_name, mod
 from .errors import NoMatch
 from .match import Match, Trail
 from .options import Options
-from .rewrite import Emitter
+from .rewrite import Emitter, Snapshot, sort_nodes
 from .rule import Rule
 
 
@@ -31,7 +30,7 @@ class Run:
     rules: tuple[Rule[Any], ...]
     report: Report
     record: PassRecord = field(default_factory=lambda: PassRecord("start"))
-    original: Graph | None = None
+    original: Snapshot | None = None
     on_stage: Callable[[str, Graph], None] | None = None
     _emit: Emitter | None = None
 
@@ -39,7 +38,7 @@ class Run:
     def emit(self) -> Emitter:
         """What adds nodes. The untouched graph is kept from the moment the first one is added."""
         if self._emit is None:
-            self.original = copy.deepcopy(self.graph)
+            self.original = Snapshot(self.graph)
             self._emit = Emitter(self.graph)
         return self._emit
 
@@ -118,10 +117,8 @@ def tidy(run: Run) -> None:
     """Removes what the fusions left unused and puts every node behind its operands again."""
     if not run.is_changed:
         return
-    from torch._inductor.pattern_matcher import stable_topological_sort
-
-    stable_topological_sort(run.graph)
-    run.graph.eliminate_dead_code()
+    sort_nodes(run.graph)
+    run.graph.eliminate_dead_code()  # which also checks that the graph is well formed
 
 
 PIPELINE = (
@@ -146,8 +143,6 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
         run.record.nodes_after = len(run.graph.nodes)
         run.report.passes.append(run.record)
         _show(run, step.name)
-    if run.is_changed:
-        run.graph.lint()
     for name, count in count_fused(run.graph).items():
         run.report.fused[name] = run.report.fused.get(name, 0) + count
 

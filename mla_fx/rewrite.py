@@ -34,6 +34,7 @@ class Emitter:
         self.decompositions = decompositions
         self.fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
         self._calls: dict[Any, Node] = {}
+        self._values: dict[Any, Any] = {}
         self._sizes: dict[Size, Node] | None = None
         self._traced: dict[Any, torch.fx.GraphModule] = {}
         self.added: list[Node] = []
@@ -70,6 +71,16 @@ class Emitter:
         return node
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "namespace", "") != "mla_fx":
+            return self._computed_value(target, args, kwargs)
+        # fused operators make new tensors, so layers of equal shapes may share what is known about them
+        described = tree_map_only(Node, lambda node: _signature(node.meta["val"]), (args, kwargs))
+        key = (target, _hashable(described))
+        if key not in self._values:
+            self._values[key] = self._computed_value(target, args, kwargs)
+        return self._values[key]
+
+    def _computed_value(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Node, lambda node: node.meta["val"], (args, kwargs))
         try:
             with self.fake_mode or contextlib.nullcontext():
@@ -171,7 +182,8 @@ class Emitter:
         values = [None if argument is None else argument.meta["val"] for argument in arguments]
         key = (function, tuple(None if value is None else _signature(value) for value in values), _hashable(options))
         if key not in self._traced:
-            self._traced[key] = _trace(functools.partial(function, **options), values, self.decompositions)
+            with self.fake_mode or contextlib.nullcontext():
+                self._traced[key] = _trace(functools.partial(function, **options), values, self.decompositions)
         return self._splice(self._traced[key], [argument for argument in arguments if argument is not None])
 
     def _splice(self, traced: torch.fx.GraphModule, arguments: list[Node]) -> Any:
@@ -311,3 +323,43 @@ def view_key(element: Element, dims: Dims) -> Any:
     return element.node, index, element.scale, tuple(len(leaves(dim)) for dim in dims)
 
 
+
+
+class Snapshot:
+    """A graph as it is now, to be rebuilt if a pass fails; taking one costs next to nothing."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = [(node, node.args, node.kwargs) for node in graph.nodes]
+        self.owner = graph.owning_module
+
+    def restore(self) -> Graph:
+        """A new graph, node for node what was there."""
+        graph = Graph(owning_module=self.owner)
+        copies: dict[Node, Node] = {}
+        for node, args, kwargs in self.nodes:
+            args, kwargs = (torch.fx.map_arg(value, copies.__getitem__) for value in (args, kwargs))
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+            copies[node].meta = dict(node.meta)
+        return graph
+
+
+def sort_nodes(graph: Graph) -> None:
+    """Moves nodes that stand before one of their operands behind it; all others keep their order."""
+    placed: set[Node] = set()
+    last: Node | None = None
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            waiting = [operand for operand in node.all_input_nodes if operand not in placed]
+            if node in placed or not waiting:
+                stack.pop()
+                if node not in placed:
+                    placed.add(node)
+                    if last is not None and last.next is not node:
+                        last.append(node)
+                    last = node
+                continue
+            if any(operand in stack for operand in waiting):
+                raise RuntimeError(f"the rewritten graph has a cycle through {node.name}")
+            stack += waiting

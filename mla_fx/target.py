@@ -30,6 +30,9 @@ class Target:
         """The target's options that torch.compile's `mode` stands for. Raises OptionError if it has no modes."""
         raise OptionError(f"target {self.name!r} has no modes, so mode={mode!r} does not apply")
 
+    def lower(self, gm: GraphModule) -> None:
+        """Replaces the fused operators of a graph by what the target has for them; the rest keep their bodies."""
+
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], rewrite: Rewrite, options: Options) -> Compiled:
         """Traces a Dynamo graph to operators, has `rewrite` rewrite it once, and compiles the result."""
         raise NotImplementedError

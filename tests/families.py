@@ -38,7 +38,7 @@ SIZES = {
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
     "moe_topk": 2,
-    "index_topk": 16,
+    "index_topk": 4,
     "index_kpool": 2,
     "index_head_dim": 16,
     "index_n_heads": 2,
@@ -47,6 +47,22 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+
+# What a family needs beyond that.
+EXTRA = {
+    "glm5_next": {"qk_rope_head_dim": 0},
+    "dots3_note": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 48,
+        "swa_kv_lora_rank": 32,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_qk_rope_head_dim": 8,
+        "swa_v_head_dim": 12,
+        "moe_shared_expert_intermediate_size": 32,
+    },
 }
 
 FAMILIES = (
@@ -71,25 +87,32 @@ FAMILIES = (
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """A causal language model of the family with dense random weights, in eval mode."""
-    default = AutoConfig.for_model(family)
-    text = default.get_text_config()
-    known = {name: value for name, value in {**SIZES, **overrides}.items() if hasattr(text, name)}
-    if hasattr(text, "layer_types") and text.layer_types:
-        known["layer_types"] = _layer_types(text.layer_types, known.get("num_hidden_layers", 2))
-    if hasattr(text, "mlp_layer_types") and text.mlp_layer_types:
-        known["mlp_layer_types"] = ["dense", "sparse"][: known.get("num_hidden_layers", 2)]
-    config = type(text)(**known)
+    """A causal language model of the family with dense random weights, in eval mode.
+
+    A family whose language model comes only inside a vision one gives its text model, which ends in hidden states."""
+    default = AutoConfig.for_model(family).get_text_config()
+    wanted = {**SIZES, **EXTRA.get(family, {}), **overrides}
+    known = {name: value for name, value in wanted.items() if _takes(default, name) or name in EXTRA.get(family, {})}
+    layers = known["num_hidden_layers"] if "num_hidden_layers" in known else known["num_layers"]
+    if getattr(default, "layer_types", None):
+        known["layer_types"] = _layer_types(default.layer_types, layers)
+    if getattr(default, "mlp_layer_types", None):
+        known["mlp_layer_types"] = ["dense", "sparse"][:layers]
     torch.manual_seed(0)
-    model = _causal_lm(family)(config).eval()
+    model = _language_model(family)(type(default)(**known)).eval()
     randomise(model)
     return model.to(dtype)
 
 
-def _causal_lm(family: str) -> type:
+def _takes(config: Any, name: str) -> bool:
+    """Whether a configuration class knows a field; asking an instance fails where layers differ."""
+    return hasattr(type(config), name) or name in config.attribute_map
+
+
+def _language_model(family: str) -> type:
     """The family's language model class; some families keep it out of the auto classes."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    kinds = ("ForCausalLM", "TextModel")
     return next(value for kind in kinds for name, value in vars(module).items() if name.endswith(kind))
 
 
