@@ -139,7 +139,7 @@ def through_dynamo(error: Exception) -> Exception:
     if not isinstance(error, (OptionError, FusionError, VerificationError)) or isinstance(error, ShortenTraceback):
         return error
     kind = type(error)
-    passing = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    passing = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
     return passing(*error.args, first_useful_frame=None)
 
 

@@ -28,7 +28,7 @@ ATTENTION = {
 """The attention of DeepSeek-V3 as it is; what surrounds it is made small, to fit into a laptop's memory."""
 SURROUNDINGS = {"vocab_size": 256, "intermediate_size": 512, "max_position_embeddings": 163840}
 WARM_UPS = 2
-CAPTION = "compile: the first call; temporaries: peak in PyTorch's allocator; error: against float32"
+CAPTION = "temporaries: peak in PyTorch's allocator; error: against float32"
 
 Way = Callable[..., Any]
 """A model, compiled or not: called with `input_ids` and `past_key_values`, it returns something with `logits`."""
@@ -209,15 +209,15 @@ def show(comparison: Comparison) -> None:
     from rich.table import Table
 
     eager = comparison.runs[0]
-    table = Table(box=SIMPLE_HEAD, title="one decode step", caption=CAPTION)
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, title="one decode step", caption=CAPTION)
     table.add_column("way", no_wrap=True)
-    for heading in ("compile", "per step", "speed-up", "temporaries", "error", "agrees"):
+    for heading in ("first call", "per step", "speed-up", "temporaries", "error", "agrees"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.runs:
         table.add_row(
             run.name,
             f"{run.first_call:.1f} s",
-            f"{run.median:.2f} ms",
+            f"{run.median:.1f} ms",
             f"{eager.median / run.median:.1f}x",
             _readable(run.temporaries),
             f"{run.output_error:.1e}",

@@ -96,15 +96,10 @@ def _viewed_input(node: Node) -> Node | None:
     """The graph input of which `node` is a view, or None."""
     while node.op == "call_function" and node.target in MOVERS:
         source = node.args[0]
-        if not isinstance(source, Node) or not _shares_storage(node, source):
-            return None
+        if not isinstance(source, Node) or not source.meta["val"].is_contiguous():
+            return None  # a reshape of what is not contiguous may copy
         node = source
     return node if node.op == "placeholder" else None
-
-
-def _shares_storage(node: Node, source: Node) -> bool:
-    mine, theirs = (value.meta["val"].untyped_storage()._cdata for value in (node, source))
-    return bool(mine == theirs)
 
 
 def _writes_back(copy_back: Node, result: Node, given: Node, source: Node) -> bool:

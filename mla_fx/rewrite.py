@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .canonical.axes import Axis, Index, Size, at_most, composite, leaves, product, ratio, settle, size_of
 from .canonical.element import Element
@@ -35,6 +35,7 @@ class Emitter:
         self.fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
         self._calls: dict[Any, Node] = {}
         self._values: dict[Any, Any] = {}
+        self._written: set[Node] = set()
         self._sizes: dict[Size, Node] | None = None
         self._traced: dict[Any, torch.fx.GraphModule] = {}
         self.added: list[Node] = []
@@ -66,14 +67,17 @@ class Emitter:
         value = self._value(target, args, kwargs)
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value
+        if any(_is_written(operand) or operand in self._written for operand in node.all_input_nodes):
+            self._written.add(node)
         self._calls[key] = node
         self.added.append(node)
         return node
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(target, "namespace", "") != "mla_fx":
+        """What is known about a call's result; shared by calls of equal shapes, but for views of what is written to."""
+        operands = [node for node in tree_leaves((args, kwargs)) if isinstance(node, Node)]
+        if any(node in self._written or _is_written(node) for node in operands):
             return self._computed_value(target, args, kwargs)
-        # fused operators make new tensors, so layers of equal shapes may share what is known about them
         described = tree_map_only(Node, lambda node: _signature(node.meta["val"]), (args, kwargs))
         key = (target, _hashable(described))
         if key not in self._values:
@@ -299,7 +303,14 @@ def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any)
     return traced
 
 
-def _signature(value: torch.Tensor) -> Any:
+def _is_written(node: Node) -> bool:
+    """A graph input that the graph updates; what aliases it matters to whoever makes updates in place."""
+    return node.op == "placeholder" and any(user.target is aten.copy_.default for user in node.users)
+
+
+def _signature(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return tree_map_only(torch.Tensor, _signature, value)
     sizes, strides = (tuple(map(size_of, numbers)) for numbers in (value.shape, value.stride()))
     return sizes, strides, value.dtype, value.device
 

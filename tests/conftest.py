@@ -1,4 +1,4 @@
-"""What every test starts from: two threads, no compilations left over, caches of its own, slow tests only on request."""
+"""What every test starts from: few threads, nothing compiled before it, caches of its own; slow tests on request."""
 
 import os
 

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache, StaticCache
 
 # Small values for the fields that decide a model's size; a family takes those it knows.
 SIZES = {
@@ -51,7 +51,8 @@ SIZES = {
 
 # What a family needs beyond that.
 EXTRA = {
-    "glm5_next": {"qk_rope_head_dim": 0},
+    "glm5_next": {"qk_rope_head_dim": 0, "linear_head_dim": 16, "linear_num_heads": 4},
+    "mistral_large4": {"no_rope_layers": [1, 0]},
     "dots3_note": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
@@ -139,3 +140,17 @@ def cache_tensors(cache: Any) -> list[torch.Tensor]:
             values = value.values() if isinstance(value, dict) else [value]
             tensors += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
     return tensors
+
+
+def empty_cache(model: Any, kind: str, length: int = 32) -> Any:
+    """A cache for the model: "static" with room for `length` tokens, "dynamic", or None."""
+    kinds = {
+        "static": lambda: StaticCache(config=model.config, max_cache_len=length),
+        "dynamic": lambda: DynamicCache(config=model.config),
+    }
+    return kinds[kind]() if kind in kinds else None
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    """Random token ids, none of them special."""
+    return torch.randint(3, SIZES["vocab_size"], shape)

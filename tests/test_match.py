@@ -198,7 +198,10 @@ def test_the_terms_of_the_scores_come_in_any_order(rope_first):
 
 
 def test_a_number_of_scores_that_cannot_match_is_the_reason():
-    found, trail = match_attention(lambda q, latent, up, a, b, down: (q @ (latent @ up).t()).softmax(-1) @ (latent @ down))
+    def function(q, latent, up, q_rope, k_rope, down):
+        return (q @ (latent @ up).t()).softmax(-1) @ (latent @ down)
+
+    found, trail = match_attention(function)
     assert not found
     assert trail.miss.reason == "the scores are a sum of 1 products, not 2"
 

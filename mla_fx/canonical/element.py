@@ -47,6 +47,9 @@ class Element:
 
     def settled(self) -> Element:
         """The same element after axes were split: every comparison starts here."""
+        parts = self.index if self.top is None else (*self.index, *self.top[1])
+        if not any(axis.parts for part in parts for axis, _ in part.terms):
+            return self
         top = self.top and (self.top[0], tuple(map(settle, self.top[1])))
         return replace(self, index=tuple(map(settle, self.index)), top=top)
 
@@ -70,8 +73,9 @@ def resolve(node: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element
     """The element `scale * node[index]`, followed to where it is computed."""
     top: Place | None = None
     top_scale = scale
+    index = tuple(map(settle, index))
     while True:
-        place = move(node, tuple(map(settle, index)))
+        place = move(node, index)
         if place is not None:
             node, index = place
             continue
@@ -79,7 +83,7 @@ def resolve(node: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element
             top = (node, index)
         through = _transparent(node, index)
         if through is None:
-            return Element(node, tuple(map(settle, index)), scale, top, top_scale)
+            return Element(node, index, scale, top, top_scale)
         (node, index), factor = through
         scale *= factor
 

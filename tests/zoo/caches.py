@@ -65,7 +65,7 @@ class Written(Cache):
         return torch.randn(step.batch, sizes.context, width)
 
     def place(self, sizes: Sizes, step: Step) -> Any:
-        return step.positions()[0]
+        return step.positions()[0].clone()
 
     def length(self, sizes: Sizes, step: Step) -> int:
         return sizes.context

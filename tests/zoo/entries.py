@@ -97,7 +97,9 @@ PAIRED = replace(DEFAULT, attend="eager")  # the rest of an axis whose keys come
 
 
 def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
-    """One entry for each value of an axis."""
+    """One entry for each value of an axis. A prefill of a cache read whole differs from three tokens in nothing."""
+    if axis != "cache":
+        entry = {"only": ("decode", "few"), **entry}
     return [Entry(replace(base, **{axis: value}), **entry) for value in values]
 
 

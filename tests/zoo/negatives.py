@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from . import classics
@@ -254,7 +254,8 @@ NEGATIVES = [
     Negative(NO_CACHE, KeyPerHead, unfused="heads have keys of their own", because="across heads"),
 ]  # fmt: skip
 
-RIGHT_WHATEVER_FUSES = [Negative(Spelling(), make) for make in (OldCacheRead, OldCacheReadLazily, WrittenTwice, ScaledBeforeNorm)]
+SAFE = OldCacheRead, OldCacheReadLazily, WrittenTwice, ScaledBeforeNorm
+RIGHT_WHATEVER_FUSES = [Negative(Spelling(), make) for make in SAFE]
 
 
 # --- no latent attention at all --------------------------------------------------------------------------------------

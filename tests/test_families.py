@@ -1,0 +1,114 @@
+"""A decode step of every MLA family in transformers: what fuses, and that no answer and no cache ever changes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from families import FAMILIES, cache_tensors, empty_cache, tiny_model, tokens
+
+import mla_fx
+
+QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
+EXACT = {"rtol": 1e-4, "atol": 1e-5}
+PROMPT = 12
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What fuses in the two layers of a tiny model, and a piece of the reason for each thing that does not."""
+
+    static: dict[str, int]
+    dynamic: dict[str, int]
+    reasons: tuple[str, ...] = ()
+
+
+def whole(layers: int) -> Expected:
+    fused = {"mla_prolog": layers, "latent_attention": layers}
+    return Expected(fused, fused)
+
+
+def attention_and_cache(layers: int, *reasons: str) -> Expected:
+    """No prolog: what makes the query is not what an MLA prolog computes."""
+    attention = {"latent_attention": layers}
+    return Expected({"kv_rmsnorm_rope_cache": layers, **attention}, attention, reasons)
+
+
+def attention_only(layers: int, *reasons: str) -> Expected:
+    return Expected({"latent_attention": layers}, {"latent_attention": layers}, reasons)
+
+
+EXPECTED = {
+    "deepseek_v2": whole(2),
+    "deepseek_v3": whole(2),
+    "deepseek_v32": whole(2),
+    "kimi_linear": whole(1),  # and a layer of linear attention
+    "longcat_flash": attention_only(2, "expected a rotary embedding", "mean square"),
+    "minicpm3": whole(2),
+    "mistral4": attention_and_cache(2, "expected a matrix product, found an elementwise mul"),
+    "mistral_large4": attention_and_cache(  # and a layer without rotation
+        1, "expected a matrix product, found an elementwise mul", "the scores are a sum of 1 products"
+    ),
+    "youtu": whole(2),
+    "glm4_moe_lite": whole(2),
+    "glm_moe_dsa": whole(2),
+    "glm5_next": Expected({}, {}, ("the scores are a sum of 1 products",)),
+    "hy_v4": Expected({}, {}, ("not all the probabilities of the softmax enter the product",)),
+    "axk1": whole(2),
+    "axk2": attention_and_cache(2, "token_x is not one tensor"),
+    "bailing_hybrid": whole(1),
+    "dots3_note": attention_only(2, "mean square"),
+}
+
+
+def at_each_family():
+    return [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+
+
+def prefilled(model, kind):
+    cache = empty_cache(model, kind)
+    model(tokens(2, PROMPT), past_key_values=cache)
+    return cache
+
+
+def check_same_caches(ours, theirs):
+    torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("family", at_each_family())
+@torch.no_grad()
+def test_decode_step(family, kind):
+    model = tiny_model(family)
+    theirs = prefilled(model, kind)
+    ours = copy.deepcopy(theirs)
+    step = tokens(2, 1)
+    reports = []
+    compiled = torch.compile(model, backend=recording(reports))
+    expected = model(step, past_key_values=theirs)[0]
+    torch.testing.assert_close(compiled(step, past_key_values=ours)[0], expected, **EXACT)
+    check_same_caches(ours, theirs)
+    check_fused(mla_fx.Report.merged(reports), EXPECTED[family], kind)
+
+
+def recording(reports):
+    """The reference backend; it keeps the report of every graph, which graph breaks make several."""
+    backend = mla_fx.get_backend(target="reference")
+
+    def record(gm, example_inputs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mla_fx.MlaWarning)
+            compiled = backend(gm, example_inputs)
+        reports.append(mla_fx.last_report())
+        return compiled
+
+    return record
+
+
+def check_fused(report, expected, kind):
+    assert report.fused == getattr(expected, kind), str(report)
+    for miss in report.misses:
+        assert any(reason in miss.reason for reason in expected.reasons), str(report)

@@ -1,0 +1,98 @@
+"""The arrows between the folders, the size of files, and what `import mla_fx` brings with it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_fx import discover
+
+ROOT = Path(__file__).parent.parent
+CORE = sorted((ROOT / "mla_fx").rglob("*.py"))
+PLUGINS = sorted([*(ROOT / "patterns").glob("*.py"), *(ROOT / "lowering").glob("*.py")])
+OPERATORS = sorted((ROOT / "mla_fx" / "ops").glob("*.py"))
+LINES = 400
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def imports(path):
+    """The modules that a file imports anywhere, relative ones by their full names."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_within(module, *packages):
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def test_relative_imports_are_read_as_full_names():
+    assert "mla_fx.errors.NoMatch" in set(imports(ROOT / "mla_fx" / "canonical" / "rope.py"))
+
+
+@pytest.mark.parametrize("path", OPERATORS, ids=name_of)
+def test_operators_import_torch_and_nothing_else_of_ours(path):
+    allowed = ("torch", "mla_fx.ops", *sys.stdlib_module_names)
+    assert [module for module in imports(path) if not is_within(module, *allowed)] == []
+
+
+@pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
+def test_nothing_imports_a_pattern_or_a_target_by_name(path):
+    plugged = ("mla_fx.patterns", "mla_fx.lowering", "patterns", "lowering")
+    assert [module for module in imports(path) if is_within(module, *plugged)] == []
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=name_of)
+def test_plugins_import_the_core_and_torch(path):
+    allowed = ("mla_fx", "torch", "functorch", *sys.stdlib_module_names)
+    eager = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+    assert [node.module for node in eager if not is_within(node.module, *allowed)] == []
+
+
+@pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
+def test_a_file_can_be_read_in_one_sitting(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+@pytest.mark.parametrize("rule", discover.rules(), ids=lambda rule: rule.name)
+def test_a_rule_brings_its_cases(rule):
+    assert rule.accepts, "a rule says what it must fuse"
+    assert rule.rejects, "a rule says what it must leave alone"
+    assert all(case.fused for case in rule.accepts)
+    assert all(case.because for case in rule.rejects)
+
+
+def test_every_file_in_patterns_holds_one_rule():
+    files = {path.stem for path in (ROOT / "patterns").glob("*.py")} - {"__init__"}
+    assert {rule.name for rule in discover.rules()} == files
+
+
+def test_every_file_in_lowering_holds_one_target():
+    files = {path.stem for path in (ROOT / "lowering").glob("*.py")} - {"__init__"}
+    assert set(discover.targets()) == files
+
+
+HEAVY = ("transformers", "rich", "torch._inductor", "torchair", "triton")
+
+
+def test_importing_the_package_stays_light():
+    """Compared with what `import torch` alone brings."""
+    code = "import sys, torch; before = set(sys.modules); import mla_fx; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert [module for module in done.stdout.split() if is_within(module, *HEAVY)] == []
+
+
+def test_the_backend_is_registered_by_name():
+    import torch._dynamo
+
+    assert "mla" in torch._dynamo.list_backends()

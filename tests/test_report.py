@@ -1,0 +1,129 @@
+"""The wording of reports and misses: what people read when something did not fuse."""
+
+from collections import Counter
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mla_fx.ops  # noqa: F401  registers torch.ops.mla_fx
+from mla_fx.debug.report import Miss, PassRecord, Report, count_fused, fused_name, module_of, source_of
+
+
+def miss(**changes):
+    told = {"node": "mm_4", "source": "model.py:17", "module": "layers.3.self_attn", "depth": 4, "suspicious": True}
+    return Miss("mla_prolog", "expected a rotary embedding, found mul.Tensor", **{**told, **changes})
+
+
+def report(**parts):
+    return Report(target="inductor", passes=[PassRecord("recognise", 1.25), PassRecord("tidy", 0.5)], **parts)
+
+
+class TestWording(TestCase):
+    def test_a_miss(self):
+        self.assertExpectedInline(
+            str(miss()),
+            """mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn)""",
+        )
+
+    def test_a_miss_of_unknown_origin(self):
+        self.assertExpectedInline(
+            str(miss(source="", module="")),
+            """mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4)""",
+        )
+
+    def test_a_miss_without_a_place(self):
+        self.assertExpectedInline(
+            str(miss(node="", source="", module="")),
+            """mla_prolog: expected a rotary embedding, found mul.Tensor""",
+        )
+
+    def test_nothing_fused(self):
+        self.assertExpectedInline(str(report()), """mla_fx on inductor: fused nothing in 1.8 ms""")
+
+    def test_fused_with_notes_and_misses(self):
+        text = str(
+            report(
+                fused={"mla_prolog": 61, "latent_attention": 61},
+                notes=["caches written in place: 122/122, copies: 0 bytes"],
+                misses=[miss(), miss(module="layers.4.self_attn")],
+            )
+        )
+        self.assertExpectedInline(text, """\
+mla_fx on inductor: fused mla_prolog x61, latent_attention x61 in 1.8 ms
+  caches written in place: 122/122, copies: 0 bytes
+nearest misses:
+  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn)
+  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.4.self_attn)""")
+
+
+def test_time_is_the_sum_of_the_passes():
+    assert report().milliseconds == 1.75
+
+
+def test_reports_do_not_share_anything():
+    first, second = Report(), Report()
+    first.fused["mla_prolog"] = 1
+    first.notes.append("noted")
+    assert (second.fused, second.notes) == ({}, [])
+
+
+def test_several_graphs_make_one_report():
+    first = report(fused={"mla_prolog": 1}, misses=[miss()], graphs={"captured": "a"})
+    second = report(fused={"mla_prolog": 2, "latent_attention": 1}, notes=["noted"], graphs={"captured": "b"})
+    whole = Report.merged([first, second])
+    assert whole.fused == {"mla_prolog": 3, "latent_attention": 1}
+    assert (whole.misses, whole.notes, whole.target) == ([miss()], ["noted"], "inductor")
+    assert whole.graphs == {"graph 0: captured": "a", "graph 1: captured": "b"}
+    assert whole.milliseconds == 3.5
+
+
+def test_no_graph_at_all_makes_a_report():
+    assert Report.merged([]).fused == {}
+    assert Report.merged([report()]).fused == {}
+
+
+def latent_attention(query, query_rope, kv_cache, kr_cache):
+    return torch.ops.mla_fx.latent_attention(query, query_rope, kv_cache, kr_cache, None, scale=0.5)
+
+
+SHAPES = (1, 1, 2, 4), (1, 1, 2, 2), (1, 3, 4), (1, 3, 2)
+
+
+def test_fused_operators_are_counted_by_name():
+    def twice(*inputs):
+        return latent_attention(*inputs) + latent_attention(*inputs)
+
+    graph = make_fx(twice, tracing_mode="fake")(*map(torch.randn, SHAPES)).graph
+    assert count_fused(graph) == {"latent_attention": 2}
+    assert Counter(map(fused_name, graph.nodes))[None] == len(graph.nodes) - 2
+
+
+def test_an_operator_and_its_in_place_form_share_a_name():
+    graph = torch.fx.Graph()
+    nodes = [graph.call_function(op.default) for op in (torch.ops.mla_fx.mla_prolog, torch.ops.mla_fx.mla_prolog_)]
+    assert [fused_name(node) for node in nodes] == ["mla_prolog", "mla_prolog"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "expected"),
+    [
+        (None, ""),
+        ("no frames here", ""),
+        ('  File "a.py", line 3, in forward\n    x @ w\n  File "b.py", line 5, in attend\n    y', "b.py:5"),
+        ('  File "with space.py", line 12, in <lambda>\n    x', "with space.py:12"),
+    ],
+)
+def test_the_source_is_the_innermost_line(trace, expected):
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = trace
+    assert source_of(node) == expected
+
+
+def test_the_module_is_the_innermost_one():
+    node = torch.fx.Graph().placeholder("x")
+    assert module_of(node) == ""
+    node.meta["nn_module_stack"] = {"a": ("layers.0", object), "b": ("layers.0.self_attn", object)}
+    assert module_of(node) == "layers.0.self_attn"
+    assert (module_of(None), source_of(None)) == ("", "")
