@@ -291,7 +291,8 @@ def _known_sizes(graph: Graph) -> dict[Size, Node]:
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    given = [value for value in values if value is not None]
+    # new tensors: an argument given twice, or sharing what is known with another, would be traced as one
+    given = [_unshared(value) for value in values if value is not None]
 
     def positional(*tensors: Any) -> Any:
         rest = iter(tensors)
@@ -303,12 +304,18 @@ def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any)
     return traced
 
 
+def _unshared(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def _is_written(node: Node) -> bool:
     """A graph input that the graph updates; what aliases it matters to whoever makes updates in place."""
     return node.op == "placeholder" and any(user.target is aten.copy_.default for user in node.users)
 
 
 def _signature(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return size_of(value)
     if not isinstance(value, torch.Tensor):
         return tree_map_only(torch.Tensor, _signature, value)
     sizes, strides = (tuple(map(size_of, numbers)) for numbers in (value.shape, value.stride()))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, DynamicCache, StaticCache
+
+import mla_fx
 
 # Small values for the fields that decide a model's size; a family takes those it knows.
 SIZES = {
@@ -154,3 +158,38 @@ def empty_cache(model: Any, kind: str, length: int = 32) -> Any:
 def tokens(*shape: int) -> torch.Tensor:
     """Random token ids, none of them special."""
     return torch.randint(3, SIZES["vocab_size"], shape)
+
+
+class Recorder(TorchDispatchMode):
+    """A backend that keeps the report of every graph it compiles, and the operators that its last call ran."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.backend = mla_fx.get_backend(**{"target": "reference", **options})
+        self.reports: list[mla_fx.Report] = []
+        self.operators: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mla_fx.MlaWarning)
+            compiled = self.backend(gm, example_inputs)
+        self.reports.append(mla_fx.last_report())
+
+        def run(*inputs: Any) -> Any:
+            self.operators.clear()
+            with self:
+                return compiled(*inputs)
+
+        return run
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append((str(function), args))
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def report(self) -> mla_fx.Report:
+        return mla_fx.Report.merged(self.reports)
+
+    @property
+    def fused(self) -> dict[str, int]:
+        return self.report.fused

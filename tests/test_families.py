@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
-from families import FAMILIES, cache_tensors, empty_cache, tiny_model, tokens
-
-import mla_fx
+from families import FAMILIES, Recorder, cache_tensors, empty_cache, tiny_model, tokens
 
 QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
@@ -86,26 +83,12 @@ def test_decode_step(family, kind):
     theirs = prefilled(model, kind)
     ours = copy.deepcopy(theirs)
     step = tokens(2, 1)
-    reports = []
-    compiled = torch.compile(model, backend=recording(reports))
+    recorder = Recorder()
+    compiled = torch.compile(model, backend=recorder)
     expected = model(step, past_key_values=theirs)[0]
     torch.testing.assert_close(compiled(step, past_key_values=ours)[0], expected, **EXACT)
     check_same_caches(ours, theirs)
-    check_fused(mla_fx.Report.merged(reports), EXPECTED[family], kind)
-
-
-def recording(reports):
-    """The reference backend; it keeps the report of every graph, which graph breaks make several."""
-    backend = mla_fx.get_backend(target="reference")
-
-    def record(gm, example_inputs):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mla_fx.MlaWarning)
-            compiled = backend(gm, example_inputs)
-        reports.append(mla_fx.last_report())
-        return compiled
-
-    return record
+    check_fused(recorder.report, EXPECTED[family], kind)
 
 
 def check_fused(report, expected, kind):
