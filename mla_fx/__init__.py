@@ -14,9 +14,10 @@ from .backend import explain, get_backend, last_report, mla_backend
 from .errors import FusionError, MlaWarning, NoMatch, OptionError, VerificationError
 
 if TYPE_CHECKING:
+    from .cases import Case
     from .debug.report import Report
     from .graph_pass import MlaPass
-    from .rule import Case, Rule
+    from .rule import Rule
     from .target import Target
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Case": "rule",
+    "Case": "cases",
     "MlaPass": "graph_pass",
     "Report": "debug.report",
     "Rule": "rule",

@@ -240,7 +240,8 @@ class AttentionPattern:
     def bindings(self, found: Attention, products: tuple[Contraction, ...], trail: Trail) -> Iterator[Match]:
         match = Match().read("attention", found)
         if len(products) != len(self.scores):
-            trail.fail(match, NoMatch(f"the scores are a sum of {len(products)} products, not {len(self.scores)}", found.node))
+            what = "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
+            trail.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
             return
         for order in itertools.permutations(products):
             for scored in self._scores(order, match, trail):

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Generic, TypeVar
 
 from torch.fx import Graph, Node
 
+from .cases import Case
 from .match import Match, Trail
 from .rewrite import Emitter
 
 Facts = TypeVar("Facts")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A program for a rule's tests: `build()` returns a module and its inputs.
-
-    An accept states how often each fused operator appears afterwards, a reject a piece of the reason it is given."""
-
-    name: str
-    build: Callable[[], tuple[Any, tuple[Any, ...]]]
-    fused: dict[str, int] = field(default_factory=dict)
-    because: str = ""
 
 
 class Rule(Generic[Facts]):

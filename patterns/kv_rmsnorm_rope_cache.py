@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.canonical.cache_update import WRITES
 from mla_fx.canonical.element import element_of
+from mla_fx.cases import HCKV, Case, Layer, S
 from mla_fx.errors import NoMatch
 from mla_fx.match import CallPattern, Match, Trail, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
@@ -61,8 +63,33 @@ class Facts:
     keys: CacheRoles
 
 
+class _QueryElsewhere(Layer):
+    """The query is scaled by position after its projection, as Mistral 4 does; the key side is as ever."""
+
+    def query(self, x: Tensor) -> Tensor:
+        return super().query(x) * torch.arange(1.0, S + 1).view(1, S, 1)
+
+
+class _TwoProjections(_QueryElsewhere):
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = x @ self.kv_a[:HCKV].T, (x + 1) @ self.kv_a[HCKV:].T
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+
+class _TwoPositions(_QueryElsewhere):
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        self.kv_cache.index_copy_(2, position, latent)
+        self.kr_cache.index_copy_(2, position - 1, k_rope)
+        return self.kv_cache, self.kr_cache
+
+
 class KvRmsnormRopeCache(Rule[Facts]):
     stage = "cache"
+    accepts = (Case("query made elsewhere", _QueryElsewhere, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
+    rejects = (
+        Case("latent and key projected apart", _TwoProjections, because="not neighbours in one tensor"),
+        Case("two positions", _TwoPositions, because="written to different positions"),
+    )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         attention = (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target))

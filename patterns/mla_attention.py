@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.absorb import absorb_query, expand_output
@@ -27,6 +28,7 @@ from mla_fx.canonical.contraction import contraction, segments
 from mla_fx.canonical.element import Element, element_of, is_parameter
 from mla_fx.canonical.rms_norm import rms_norm
 from mla_fx.canonical.softmax import Attention, anchors, attention, weighted_sum
+from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, S, T
 from mla_fx.errors import NoMatch
 from mla_fx.masks import emit_mask
 from mla_fx.match import AttentionPattern, Match, Trail, bound, contract, either, var
@@ -70,8 +72,75 @@ class Facts:
     v: Axes
 
 
+class _Absorbed(Layer):
+    """DeepSeek's inference code: weight_uk multiplied into the query, weight_uv into the result."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        weight = self.kv_b.view(N, D + DV, HCKV)
+        query = torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D])
+        scores = torch.einsum("bnsc,btc->bnst", query, latent[:, 0])
+        scores = scores + torch.einsum("bnsr,btr->bnst", q_rope, k_rope[:, 0])
+        out = torch.einsum("bnst,btc->bnsc", (scores / (D + DR) ** 0.5 + mask).softmax(-1), latent[:, 0])
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
+
+
+class _WrittenKeys(Layer):
+    """Hugging Face since 5.23: the key is put together by writing two slices of an empty tensor."""
+
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        k_nope, value = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2).split([D, DV], dim=-1)
+        key = latent.new_empty(B, N, T, D + DR)
+        key[..., :D] = k_nope
+        key[..., D:] = k_rope
+        return key, value
+
+
+class _Fused(Layer):
+    """One call of PyTorch's attention, which AOTAutograd takes apart where value and query widths differ."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+class _KeysPerHead(Layer):
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        return super().keys(latent, k_rope * torch.arange(1.0, N + 1).view(1, N, 1, 1))
+
+
+class _Sink(Layer):
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) + mask
+        sink = torch.ones(B, N, S, 1)
+        return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ value
+
+
+class _ExpandedCache(Layer):
+    """transformers before 5: keys and values of every head are cached."""
+
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = super().keys(latent, k_rope)
+        return torch.zeros(B, N, T, D + DR).index_copy(2, torch.arange(T), key), value
+
+
+ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
+
+
 class MlaAttention(Rule[Facts]):
     stage = "attention"
+    accepts = (
+        Case("keys joined by cat", Layer, ONE_EACH),
+        Case("keys written into an empty tensor", _WrittenKeys, ONE_EACH),
+        Case("scaled_dot_product_attention", _Fused, ONE_EACH),
+        Case("absorbed by einsum", _Absorbed, ONE_EACH),
+    )
+    rejects = (
+        Case("rotary key of each head", _KeysPerHead, because="k_rope is not shared across heads"),
+        Case("attention sink", _Sink, because="not all the probabilities"),
+        Case("expanded keys cached", _ExpandedCache, because="kv_cache is not one tensor"),
+    )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return anchors(graph)

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from mla_fx.canonical.contraction import Contraction
 from mla_fx.canonical.element import Element, is_parameter
 from mla_fx.canonical.rope import Rope
+from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
 from mla_fx.errors import NoMatch
 from mla_fx.match import CallPattern, Match, Pattern, Trail, contract, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
@@ -43,6 +45,7 @@ from mla_fx.rewrite import Emitter, view_key
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten
+ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 LATENT_ATTENTION = torch.ops.mla_fx.latent_attention.default
 
 
@@ -81,8 +84,78 @@ class Facts:
     keys: CacheRoles | None
 
 
+class _DirectQuery(Layer):
+    """DeepSeek-V2-Lite: no low-rank query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(N * (D + DR), HE) * HE**-0.5)
+
+    def query(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.q)
+
+
+class _Complex(Layer):
+    """DeepSeek's own code: rotation as a product of complex numbers, read and written interleaved."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turn = torch.complex(cos[..., : DR // 2], sin[..., : DR // 2])
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], DR // 2, 2))
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+
+class _NoRotation(Layer):
+    """Kimi Linear: the last columns of query and key are shared but not rotated."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x
+
+
+class _Appended(Layer):
+    """A cache that grows by cat."""
+
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
+        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
+
+
+class _Bias(Layer):
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kv = nn.functional.linear(x, self.kv_a, torch.ones(HCKV + DR))
+        latent, k_rope = kv.split([HCKV, DR], dim=-1)
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+
+class _LayerNorm(Layer):
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, gamma.shape, gamma)
+
+
+class _OtherTables(Layer):
+    def rotate_key(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.rotate(x, sin, cos)
+
+
+class _OtherTokens(Layer):
+    def query(self, x: Tensor) -> Tensor:
+        return super().query(x.flip(1))
+
+
 class MlaProlog(Rule[Facts]):
     stage = "prolog"
+    accepts = (
+        Case("low-rank query, halves rotated, rows written", Layer, ONE_EACH),
+        Case("direct query", _DirectQuery, ONE_EACH),
+        Case("complex rotation", _Complex, ONE_EACH),
+        Case("no rotation", _NoRotation, ONE_EACH),
+        Case("rows appended", _Appended, ONE_EACH),
+    )
+    rejects = (
+        Case("projection with a bias", _Bias, because="has a bias"),
+        Case("LayerNorm", _LayerNorm, because="LayerNorm"),
+        Case("key rotated by other tables", _OtherTables, because="different tensors"),
+        Case("query made from other tokens", _OtherTokens, because="token_x is not one tensor"),
+    )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return iter(graph.find_nodes(op="call_function", target=LATENT_ATTENTION))

@@ -15,6 +15,7 @@ from .contraction import name_of, summed
 from .element import CASTS, Element
 
 aten = torch.ops.aten
+LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -30,7 +31,7 @@ class RmsNorm:
 
 def rms_norm(element: Element) -> RmsNorm:
     """Reads `element` as an RMSNorm with a weight. Raises NoMatch if it is none."""
-    if element.node.target in (aten.native_layer_norm.default, aten.layer_norm.default):
+    if LAYER_NORMS & {element.node.target, *(source.target for source in element.node.all_input_nodes)}:
         raise NoMatch("a LayerNorm stands where an RMSNorm is expected", element.node)
     whole = as_product(element)
     roots = [factor for factor, power in whole.factors if power == -0.5]

@@ -184,9 +184,7 @@ class Megatron(Classic):
         k_no_pe, value = torch.split(kv, [self.nope, self.value], dim=-1)
         k_pos_emb = new_keys.transpose(0, 1).unsqueeze(2).expand(-1, -1, self.n_heads, -1)
         query, key = torch.cat([q_no_pe, q_pos_emb], dim=-1), torch.cat([k_no_pe, k_pos_emb], dim=-1)
-        query, key, value = (
-            t.reshape(t.shape[0], bsz * self.n_heads, -1).transpose(0, 1) for t in (query, key, value)
-        )
+        query, key, value = (t.reshape(t.shape[0], bsz * self.n_heads, -1).transpose(0, 1) for t in (query, key, value))
         scores = torch.bmm(query, key.transpose(1, 2)) * self.scale
         scores = scores.view(bsz, self.n_heads, q_len, -1) + mask
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
@@ -304,8 +302,10 @@ class Vllm(Classic):
         caches[0].flatten(0, 1).index_copy_(0, slot_mapping, kv_c_normed)
         caches[1].flatten(0, 1).index_copy_(0, slot_mapping, k_pe.squeeze(1))
         latents, keys = (cache.view(bsz, -1, cache.shape[-1]) for cache in caches)
-        k_nope, v = self.kv_b_proj(latents).view(bsz, -1, self.n_heads, self.nope + self.value).split(
-            [self.nope, self.value], dim=-1
+        k_nope, v = (
+            self.kv_b_proj(latents)
+            .view(bsz, -1, self.n_heads, self.nope + self.value)
+            .split([self.nope, self.value], dim=-1)
         )
         k = torch.cat((k_nope, keys.unsqueeze(2).expand(*k_nope.shape[:-1], -1)), dim=-1)
         q = q.view(bsz, steps, self.n_heads, -1)

@@ -250,7 +250,7 @@ NEGATIVES = [
     Negative(Spelling(), NormedOnRead, partial="the operator caches what it norms", because="norm|cache|write|matrix"),
     Negative(Spelling(), CachedAndAttendedDiffer, partial="the attention reads no cache", because="."),
     Negative(Spelling(), WithBias, partial="the operator has no bias", because="bias|matrix product|add"),
-    Negative(Spelling(), OtherTokens, partial="queries and rows come from different tokens", because="tokens|token_x|tensor"),
+    Negative(Spelling(), OtherTokens, partial="rows come from other tokens than queries", because="token"),
     Negative(NO_CACHE, KeyPerHead, unfused="heads have keys of their own", because="across heads"),
 ]  # fmt: skip
 
@@ -342,4 +342,3 @@ def expanded_cache(step: Step) -> tuple[nn.Module, tuple[Any, ...]]:
 
 def batch_of_one(entry: Entry) -> tuple[Step, ...]:
     return tuple(replace(step, batch=1) for step in entry.steps)
-

@@ -1,0 +1,95 @@
+"""Cases: the programs from which the tests of a pattern are generated, and a small layer to vary them from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+B, S, T, N = 2, 3, 16, 4  # batch, query tokens, context, heads
+HE, HCQ, HCKV, D, DR, DV = 32, 24, 20, 8, 6, 10  # hidden, query rank, latent rank, nope, rope and value widths
+
+Build = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program for a rule's tests, called as `module(x, cos, sin, position)`.
+
+    An accept says how often each fused operator appears, a reject a piece of the reason that the rule gives."""
+
+    name: str
+    build: Build
+    fused: Mapping[str, int] = field(default_factory=dict)
+    because: str = ""
+
+
+class Layer(nn.Module):
+    """One layer of MLA as Hugging Face writes it: latents cached, keys and values expanded. A case overrides a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(out: int, inner: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(out, inner, generator=generator) * inner**-0.5)
+
+        def gamma(size: int) -> nn.Parameter:
+            return nn.Parameter(1 + 0.3 * torch.randn(size, generator=generator))
+
+        self.q_a, self.q_b = weight(HCQ, HE), weight(N * (D + DR), HCQ)
+        self.kv_a, self.kv_b = weight(HCKV + DR, HE), weight(N * (D + DV), HCKV)
+        self.o = weight(HE, N * DV)
+        self.q_gamma, self.kv_gamma = gamma(HCQ), gamma(HCKV)
+        self.register_buffer("kv_cache", torch.randn(B, 1, T, HCKV, generator=generator))
+        self.register_buffer("kr_cache", torch.randn(B, 1, T, DR, generator=generator))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
+        q_nope, q_rope = self.query(x).view(B, S, N, D + DR).transpose(1, 2).split([D, DR], dim=-1)
+        latent, k_rope = self.rows(x)
+        q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate_key(k_rope, cos, sin)
+        latent, k_rope = self.store(latent, k_rope, position)
+        mask = torch.zeros(S, T).masked_fill(torch.arange(T) > position[:, None], -torch.inf)
+        out = self.attend(q_nope, q_rope, latent, k_rope, mask)
+        return out.transpose(1, 2).reshape(B, S, -1) @ self.o.T
+
+    def query(self, x: Tensor) -> Tensor:
+        return self.norm(x @ self.q_a.T, self.q_gamma) @ self.q_b.T
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = (x @ self.kv_a.T).split([HCKV, DR], dim=-1)
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def rotate_key(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.rotate(x, cos, sin)
+
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        self.kv_cache.index_copy_(2, position, latent)
+        self.kr_cache.index_copy_(2, position, k_rope)
+        return self.kv_cache, self.kr_cache
+
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        k_nope, value = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2).split([D, DV], dim=-1)
+        return torch.cat((k_nope, k_rope.expand(-1, N, -1, -1)), dim=-1), value
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
+        return scores.softmax(-1) @ value
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a Layer is called with: hidden states, cos, sin [S, Dr], and the positions written [S]."""
+    generator = torch.Generator().manual_seed(1)
+    angle = torch.rand(S, DR // 2, generator=generator).repeat(1, 2) * 6
+    position = torch.arange(T - S - 2, T - 2)
+    return torch.randn(B, S, HE, generator=generator), angle.cos(), angle.sin(), position
