@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from mla_fx.canonical.views import shape_of
@@ -13,6 +15,8 @@ from mla_fx.ops.mla_attention import expanded
 from mla_fx.options import Options
 from mla_fx.rewrite import Emitter
 from mla_fx.target import Compiled, Rewrite, Target
+
+aten = torch.ops.aten
 
 
 class Inductor(Target):
@@ -42,25 +46,25 @@ class Inductor(Target):
             return compile_fx_inner(rewritten, inputs, **kwargs)
 
         with functorch_config.patch(enable_autograd_cache=False):
-            patches = dict(options.extra) or None
-            return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[no-any-return]
+            return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=dict(options.extra) or None)
 
     def lower(self, gm: GraphModule) -> None:
         """Replaces the fused operators of a graph by their decompositions."""
-        lowered = [node for node in gm.graph.nodes if _decomposition(node) is not None]
-        if not lowered:
+        fused = [(node, function) for node in gm.graph.nodes if (function := _decomposition(node)) is not None]
+        if not fused:
             return
-        from torch._inductor.decomposition import select_decomp_table
-
-        emit = Emitter(gm.graph, select_decomp_table())
-        for node in lowered:
-            _decompose(node, emit)
+        emit = Emitter(gm.graph, _decompositions())
+        for node, function in fused:
+            _replace(emit, node, function, *node.args, **_options(node, function))
+        for node in gm.graph.find_nodes(op="call_function", target=aten.mm.default):
+            if _is_single_row(node):
+                _replace(emit, node, single_row, *node.args)
         gm.graph.eliminate_dead_code()
         gm.recompile()
 
 
-def _decomposition(node: Node) -> Any:
-    """The plain PyTorch function that a fused node stands for; None for other nodes and for a choice left to run time."""
+def _decomposition(node: Node) -> Callable[..., Any] | None:
+    """The plain function that a fused node stands for; None for other nodes and for a choice left to run time."""
     operator = next((entry for entry in catalogue().values() if entry.overload is node.target), None)
     if operator is None:
         return None
@@ -69,11 +73,15 @@ def _decomposition(node: Node) -> Any:
     return expanded if isinstance(shape_of(node.args[0])[1], int) else None
 
 
-def _decompose(node: Node, emit: Emitter) -> None:
-    function = _decomposition(node)
-    options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens" or function is not expanded}
+def _options(node: Node, function: Callable[..., Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in node.kwargs.items() if function is not expanded or name != "max_absorbed_tokens"
+    }
+
+
+def _replace(emit: Emitter, node: Node, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     with emit.at(node, "lower"):
-        results = emit.inline(function, *node.args, **options)
+        results = emit.inline(function, *arguments, **options)
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
     else:
@@ -81,3 +89,33 @@ def _decompose(node: Node, emit: Emitter) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def _decompositions() -> dict[Any, Any]:
+    """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    batched = table.get(aten.bmm.default)
+
+    def bmm(left: Tensor, right: Tensor) -> Tensor:
+        if isinstance(left.shape[0], int) and left.shape[0] == 1:
+            return torch.mm(left[0], right[0]).unsqueeze(0)
+        return NotImplemented if batched is None else batched(left, right)
+
+    table[aten.bmm.default] = bmm
+    return table
+
+
+def _is_single_row(node: Node) -> bool:
+    """One row times a weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it, on a CPU."""
+    row, weight = (operand.meta["val"] for operand in node.args[:2])
+    is_row = isinstance(row.shape[0], int) and row.shape[0] == 1
+    is_half = weight.dtype in (torch.bfloat16, torch.float16) and row.dtype == weight.dtype
+    return is_row and is_half and weight.device.type == "cpu" and weight.stride(0) == 1
+
+
+def single_row(row: Tensor, weight: Tensor) -> Tensor:
+    """[1, K] @ [K, N] as N dot products along contiguous memory: at one row nothing but reading the weight costs."""
+    products = weight.permute(1, 0).float() * row.float()
+    return products.sum(-1).to(row.dtype).unsqueeze(0)

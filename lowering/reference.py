@@ -28,7 +28,5 @@ class Reference(Target):
             rewritten.recompile()
             return forward(rewritten, inputs)
 
-        compiler = aot_autograd(
-            fw_compiler=forward, inference_compiler=inference, keep_inference_input_mutations=True
-        )
+        compiler = aot_autograd(fw_compiler=forward, inference_compiler=inference, keep_inference_input_mutations=True)
         return compiler(gm, example_inputs)  # type: ignore[no-any-return]  # torch leaves this untyped

@@ -1,7 +1,7 @@
 """A graph-mode compiler plugin that finds Multi-head Latent Attention in plain PyTorch code and fuses it.
 
-    torch.compile(model, backend=mla_fx.mla_backend)      or backend="mla"
-    mla_fx.explain(model)(*args, **kwargs)                 what fused, what nearly did and why not
+torch.compile(model, backend=mla_fx.mla_backend)      or backend="mla"
+mla_fx.explain(model)(*args, **kwargs)                 what fused, what nearly did and why not
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ S T (d + Dr) for the scores and values; absorbed costs S R d and S T (2R + Dr). 
 
     S < R d / (R d / T + 2R - d)
 
-which is 164 for DeepSeek-V3 at T = 4096 and hardly depends on T. What is measured crosses later or earlier, so each kind
-of device has its own threshold; S <= 8 is always absorbed and a cold prefill (S = T) never.
+which is 164 for DeepSeek-V3 at T = 4096 and hardly depends on T. Measured, the crossing comes later or earlier, so each
+kind of device has its own threshold; S <= 8 is always absorbed and a cold prefill (S = T) never.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .canonical.views import shape_of
+from .canonical.views import args_of, shape_of
 from .rewrite import Emitter
 
 ALWAYS = 2**62
@@ -51,7 +51,7 @@ def absorb(graph: Graph, emit: Emitter, policy: str) -> None:
     """Rewrites every mla_attention whose S is known and small to latent_attention; one with symbolic S gets the limit
     at which it decides at run time."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
-        q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask = node.args
+        q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask = args_of(node)
         limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type)
         tokens = shape_of(q_nope)[1]
         if not isinstance(tokens, int):

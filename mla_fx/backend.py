@@ -1,4 +1,4 @@
-"""The torch.compile entry: a captured graph in, a callable out. Everything heavier is imported on the first compilation."""
+"""The torch.compile entry: a captured graph in, a callable out. What is heavy is imported by the first compilation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def mla_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a Dynamo graph with Multi-head Latent Attention fused: `torch.compile(model, backend=mla_backend)`.
+    """Compiles a Dynamo graph, Multi-head Latent Attention fused: `torch.compile(model, backend=mla_backend)`.
 
-    `options` are those of `mla_fx.options.Options` and of the target; `mode` is handed to the target. Raises OptionError
-    for an option that does not exist, FusionError where `strict` or `expect` is not met."""
+    `options` are those of `mla_fx.options.Options` and of the target; `mode` is handed to the target.
+    Raises OptionError for an option that does not exist, FusionError where `strict` or `expect` is not met."""
     return _compile(gm, example_inputs, mode, options, None)
 
 
@@ -39,7 +39,7 @@ def get_backend(**options: Any) -> Callable[..., Any]:
 
 
 def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Report]:
-    """`explain(model, **options)(*args, **kwargs)` compiles and runs once, and returns a Report of what fused and why not.
+    """`explain(model, **options)(*args, **kwargs)` compiles and runs once; returns a Report of what fused and why not.
 
     As with `torch._dynamo.explain`, what was compiled before is forgotten."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .canonical.views import args_of
+
 _PROJECTIONS = frozenset({torch.nn.functional.linear, torch.matmul, torch.bmm, torch.mm, "matmul", "mm", "bmm"})
 _STEPS_BACK = 16
 
@@ -39,7 +41,7 @@ def _is_projection(node: Node) -> bool:
 
 
 def _comes_from_projection(projection: Node) -> bool:
-    node, width = projection.args[0], None
+    node, width = args_of(projection)[0], None
     for _ in range(_STEPS_BACK):
         if not isinstance(node, Node) or node.op == "placeholder":
             return False

@@ -27,7 +27,7 @@ class Case:
 
 
 class Layer(nn.Module):
-    """One layer of MLA as Hugging Face writes it: latents cached, keys and values expanded. A case overrides a method."""
+    """One layer of MLA as Hugging Face writes it: latents cached, keys and values expanded. Cases override methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,23 +43,25 @@ class Layer(nn.Module):
         self.kv_a, self.kv_b = weight(HCKV + DR, HE), weight(N * (D + DV), HCKV)
         self.o = weight(HE, N * DV)
         self.q_gamma, self.kv_gamma = gamma(HCQ), gamma(HCKV)
+        self.kv_cache: Tensor
+        self.kr_cache: Tensor
         self.register_buffer("kv_cache", torch.randn(B, 1, T, HCKV, generator=generator))
         self.register_buffer("kr_cache", torch.randn(B, 1, T, DR, generator=generator))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
-        q_nope, q_rope = self.query(x).view(B, S, N, D + DR).transpose(1, 2).split([D, DR], dim=-1)
+        q_nope, q_rope = torch.split(self.query(x).view(B, S, N, D + DR).transpose(1, 2), [D, DR], dim=-1)
         latent, k_rope = self.rows(x)
         q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate_key(k_rope, cos, sin)
         latent, k_rope = self.store(latent, k_rope, position)
         mask = torch.zeros(S, T).masked_fill(torch.arange(T) > position[:, None], -torch.inf)
-        out = self.attend(q_nope, q_rope, latent, k_rope, mask)
+        out: Tensor = self.attend(q_nope, q_rope, latent, k_rope, mask)
         return out.transpose(1, 2).reshape(B, S, -1) @ self.o.T
 
     def query(self, x: Tensor) -> Tensor:
         return self.norm(x @ self.q_a.T, self.q_gamma) @ self.q_b.T
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        latent, k_rope = (x @ self.kv_a.T).split([HCKV, DR], dim=-1)
+        latent, k_rope = torch.split(x @ self.kv_a.T, [HCKV, DR], dim=-1)
         return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
 
     def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
@@ -78,13 +80,15 @@ class Layer(nn.Module):
         return self.kv_cache, self.kr_cache
 
     def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        k_nope, value = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2).split([D, DV], dim=-1)
+        expanded = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2)
+        k_nope, value = torch.split(expanded, [D, DV], dim=-1)
         return torch.cat((k_nope, k_rope.expand(-1, N, -1, -1)), dim=-1), value
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
         key, value = self.keys(latent, k_rope)
         scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
-        return scores.softmax(-1) @ value
+        out: Tensor = scores.softmax(-1) @ value
+        return out
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:

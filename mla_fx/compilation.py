@@ -54,7 +54,9 @@ class Compilation:
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if needs_gradients(example_inputs):
             self.report.notes.append("training graph: left alone, mla_fx fuses inference only")
-            warnings.warn("mla_fx fuses inference only; a graph that needs gradients is left alone", MlaWarning, stacklevel=2)
+            warnings.warn(
+                "mla_fx fuses inference only; a graph that needs gradients is left alone", MlaWarning, stacklevel=2
+            )
             return self.target.compile(gm, example_inputs, lambda graph_module: graph_module, self.options)
         original = gm if self.options.verify == "off" else _copy(gm)
         recover_floats(gm)
@@ -99,7 +101,9 @@ class Compilation:
             gm.graph = run.original.restore()
             gm.recompile()
         self.report.fused.clear()
-        self.report.notes.append(f"pass {name!r} failed, the graph was left as it came: {type(error).__name__}: {error}")
+        self.report.notes.append(
+            f"pass {name!r} failed, the graph was left as it came: {type(error).__name__}: {error}"
+        )
         warnings.warn(
             f"mla_fx: pass {name!r} failed with {type(error).__name__}: {error}; the model runs unfused",
             MlaWarning,
@@ -140,7 +144,8 @@ def through_dynamo(error: Exception) -> Exception:
         return error
     kind = type(error)
     passing = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
-    return passing(*error.args, first_useful_frame=None)
+    wrapped: Exception = passing(*error.args, first_useful_frame=None)
+    return wrapped
 
 
 def _copy(gm: GraphModule) -> GraphModule:

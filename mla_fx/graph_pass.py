@@ -1,4 +1,4 @@
-"""The rewrite as a graph pass for pipelines that users already have: Inductor's hook, and torchair's of the same name."""
+"""The rewrite as a graph pass for pipelines that users already have: Inductor's hook, and torchair's namesake."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ from .canonical.views import fresh_index
 from .errors import NoMatch
 
 
-
 @dataclass(frozen=True)
 class Match:
     """What a pattern bound: elements by variable, readings by name, alternatives by tag."""
@@ -49,7 +48,9 @@ class Match:
     def nodes(self) -> list[Node]:
         """The operations that the match was read from, in graph order."""
         found = {element.node for element in self.elements.values()}
-        found |= {reading.node for reading in self.readings.values() if isinstance(getattr(reading, "node", None), Node)}
+        found |= {
+            reading.node for reading in self.readings.values() if isinstance(getattr(reading, "node", None), Node)
+        }
         return sorted(node for node in found if node.op == "call_function")
 
     def bind(self, name: str, element: Element) -> Match:
@@ -64,7 +65,7 @@ class Match:
         return self
 
     def read(self, name: str, reading: Any) -> Match:
-        """Keeps a reading. A pattern that occurs twice keeps its first reading, as its variables keep their first element."""
+        """Keeps a reading; a pattern that occurs twice keeps its first, as variables keep their first element."""
         if name in self.readings:
             return self
         return replace(self, readings={**self.readings, name: reading})
@@ -77,7 +78,7 @@ class Match:
 
 
 def alike(left: Element, right: Element) -> bool:
-    """One tensor read twice: the indices agree but for the names of axes, and axes that occur in both keep their place."""
+    """One tensor read twice: the indices agree but for the names of axes, and axes in both keep their place."""
     left, right = left.settled(), right.settled()
     renamed: dict[Axis, Axis] = {}
     for mine, theirs in zip(left.index, right.index, strict=True):
@@ -240,7 +241,9 @@ class AttentionPattern:
     def bindings(self, found: Attention, products: tuple[Contraction, ...], trail: Trail) -> Iterator[Match]:
         match = Match().read("attention", found)
         if len(products) != len(self.scores):
-            what = "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
+            what = (
+                "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
+            )
             trail.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
             return
         for order in itertools.permutations(products):

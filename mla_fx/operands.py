@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .canonical.axes import ZERO, Axis, Index, combine, leaves, of_axis, settle
+from .canonical.axes import Axis, Index, combine, leaves, of_axis, settle
 from .canonical.cache_update import CacheUpdate
 from .canonical.element import Element
 from .canonical.rope import Rope, Table
@@ -51,7 +51,9 @@ class Joined:
     axis: Axis
 
 
-def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis, renamed: dict[Axis, Axis]) -> Joined | None:
+def joined(
+    first: Element, first_axis: Axis, second: Element, second_axis: Axis, renamed: dict[Axis, Axis]
+) -> Joined | None:
     """`first` along its axis and then `second` along its own, if they are neighbours in one tensor, else None.
 
     `renamed` names the other axes of `second` as in `first`."""
@@ -74,7 +76,9 @@ def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis,
 
 def rename(old: Sequence[Axes], new: Sequence[Axes]) -> dict[Axis, Axis]:
     """Old axes -> new axes, place by place."""
-    return {other: axis for theirs, mine in zip(old, new, strict=True) for other, axis in zip(theirs, mine, strict=False)}
+    return {
+        other: axis for theirs, mine in zip(old, new, strict=True) for other, axis in zip(theirs, mine, strict=False)
+    }
 
 
 # --- rotary tables -----------------------------------------------------------------------------------------------
@@ -137,7 +141,9 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
     if update.dim == last:
         raise NoMatch("the cache is written along the last dimension, expected whole rows", update.node)
     batch = leaves(axis for dim, part in enumerate(update.index) if dim not in (update.dim, last) for axis in part.axes)
-    return CacheRoles(update, batch, axes_of(update.index[update.dim]), axes_of(update.index[last]), axes_of(update.token))
+    return CacheRoles(
+        update, batch, axes_of(update.index[update.dim]), axes_of(update.index[last]), axes_of(update.token)
+    )
 
 
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:

@@ -43,7 +43,7 @@ def parse(given: Mapping[str, Any], targets: Mapping[str, Target], patterns: fro
     """Options from a user's dict. Raises OptionError naming what is unknown and what is known."""
     given = dict(given)
     own = {option.name for option in fields(Options)} - {"extra"}
-    name = given.get("target")
+    name = str(given.get("target"))
     if name not in targets:
         raise OptionError(f"unknown target {name!r}; known targets are {_listed(['auto', *targets])}")
     for option, choices in CHOICES.items():
@@ -66,7 +66,9 @@ def _converted(given: Mapping[str, Any], patterns: frozenset[str]) -> dict[str, 
         converted["disable"] = (disable,) if isinstance(disable, str) else tuple(disable)
         unknown = sorted(set(converted["disable"]) - patterns)
         if unknown:
-            raise OptionError(f"option disable names {_listed(unknown)}; known patterns are {_listed(sorted(patterns))}")
+            raise OptionError(
+                f"option disable names {_listed(unknown)}; known patterns are {_listed(sorted(patterns))}"
+            )
     if given.get("dump") is not None:
         converted["dump"] = os.fspath(given["dump"])
     return converted

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .canonical.element import Element, resolve
-from .canonical.views import MOVERS, fresh_index
+from .canonical.views import MOVERS, args_of, fresh_index
 from .ops import Operator, catalogue
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def _reinplace(node: Node, twin: Operator, order: dict[Node, int]) -> bool:
     assert twin.inplace is not None
     graph = node.graph
     with graph.inserting_before(node):
-        call = graph.call_function(twin.inplace, node.args, node.kwargs)
+        call = graph.call_function(twin.inplace, args_of(node), node.kwargs)
         call.meta = dict(node.meta)
         kept = [position for position in range(len(twin.overload._schema.returns)) if position not in written]
         call.meta["val"] = tuple(node.meta["val"][position] for position in kept)
@@ -71,12 +71,12 @@ def _written_results(twin: Operator) -> dict[int, int]:
 
 
 def _update(node: Node, position: int, argument: int, order: dict[Node, int]) -> Update | None:
-    given = node.args[argument]
+    given = args_of(node)[argument]
     results = _results(node, position)
     source = _viewed_input(given) if isinstance(given, Node) else None
     if source is None or not isinstance(given, Node) or len(results) != 1:
         return None
-    copies = [user for user in source.users if user.target is aten.copy_.default and user.args[0] is source]
+    copies = [user for user in source.users if user.target is aten.copy_.default and args_of(user)[0] is source]
     if len(copies) != 1 or not _writes_back(copies[0], results[0], given, source):
         return None
     allowed = order[node]
@@ -89,13 +89,13 @@ def _update(node: Node, position: int, argument: int, order: dict[Node, int]) ->
 
 
 def _results(node: Node, position: int) -> list[Node]:
-    return [user for user in node.users if user.target is operator.getitem and user.args[1] == position]
+    return [user for user in node.users if user.target is operator.getitem and args_of(user)[1] == position]
 
 
 def _viewed_input(node: Node) -> Node | None:
     """The graph input of which `node` is a view, or None."""
     while node.op == "call_function" and node.target in MOVERS:
-        source = node.args[0]
+        source = args_of(node)[0]
         if not isinstance(source, Node) or not source.meta["val"].is_contiguous():
             return None  # a reshape of what is not contiguous may copy
         node = source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .canonical.axes import Axis, Index, Size, at_most, composite, leaves, product, ratio, settle, size_of
 from .canonical.element import Element
-from .canonical.views import fresh_index, shape_of
+from .canonical.views import shape_of
 from .errors import NoMatch
 
 aten = torch.ops.aten
@@ -124,7 +125,7 @@ class Emitter:
     def _spread(self, node: Node, index: tuple[Index, ...], wanted: list[tuple[Axis, ...]]) -> tuple[Node, list[Unit]]:
         """`node` with what is fixed selected away, and the groups of axes that its dimensions then run over.
 
-        The node may still have other dimensions than the groups say, as long as a reshape leads from one to the other."""
+        The node may have other dimensions than the groups say, if a reshape leads from one to the other."""
         digits = [digit for part, size in zip(index, shape_of(node), strict=True) for digit in _digits(part, size)]
         digits = [digit for digit in digits if digit.radix != 1]
         if all(digit.is_whole for digit in digits):
@@ -218,10 +219,13 @@ class Emitter:
         return node
 
     def _computed(self, size: Size) -> Node:
-        if isinstance(size, sympy.Mul):
-            return functools.reduce(lambda left, right: self.call(operator.mul, left, right), map(self._argument, size.args))
-        if isinstance(size, sympy.Add):
-            return functools.reduce(lambda left, right: self.call(operator.add, left, right), map(self._argument, size.args))
+        if isinstance(size, (sympy.Mul, sympy.Add)):
+            combine = operator.mul if isinstance(size, sympy.Mul) else operator.add
+            first, *rest = map(self._argument, size.args)
+            for part in rest:
+                first = self.call(combine, first, part)
+            assert isinstance(first, Node), "a symbolic size is computed by a node"
+            return first
         for node in self.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and size in (sizes := list(shape_of(node))):
@@ -263,7 +267,7 @@ def _digits(part: Index, size: Size) -> list[_Digit]:
 
 def _grouped(units: list[Unit], wanted: list[tuple[Axis, ...]]) -> list[Unit]:
     """Neighbouring groups that are neighbours in a wanted dimension too, merged: no reshape need part them."""
-    follows = {left: right for dim in wanted for left, right in zip(dim, dim[1:], strict=False)}
+    follows = {left: right for dim in wanted for left, right in itertools.pairwise(dim)}
     merged: list[Unit] = []
     for unit in units:
         if merged and follows.get(merged[-1][-1]) is unit[0]:
@@ -339,8 +343,6 @@ def view_key(element: Element, dims: Dims) -> Any:
         for part in element.index
     )
     return element.node, index, element.scale, tuple(len(leaves(dim)) for dim in dims)
-
-
 
 
 class Snapshot:

@@ -18,6 +18,7 @@ class Target:
     """A place to run a rewritten graph. Its library is imported inside methods, so that the file imports anywhere."""
 
     name: ClassVar[str]
+
     def missing(self) -> str | None:
         """Why the target cannot be used here, or None."""
         return None

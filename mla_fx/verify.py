@@ -48,8 +48,8 @@ def _compare(kind: str, got: Sequence[Any], expected: Sequence[Any]) -> None:
         allowed = TOLERANCE.get(theirs.dtype, 0.0)
         if not error <= allowed:
             raise VerificationError(
-                f"{kind} {position} of the fused graph is {error:.3g} away from the unfused one, relative to its largest "
-                f"element; {allowed:.3g} is allowed for {theirs.dtype}"
+                f"{kind} {position} of the fused graph is {error:.3g} away from the unfused one, relative to its "
+                f"largest element; {allowed:.3g} is allowed for {theirs.dtype}"
             )
 
 

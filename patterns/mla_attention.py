@@ -184,20 +184,33 @@ class MlaAttention(Rule[Facts]):
         def query_operand(name: str, *dims: Axes) -> Node:
             return emit.scaled(operand(name, *dims), facts.factors[0])
 
-        q_rope, kv_cache, kr_cache = operand("q_rope", b, s, n, r), operand("kv_cache", b, t, c), operand("kr_cache", b, t, r)
+        q_rope, kv_cache, kr_cache = (
+            operand("q_rope", b, s, n, r),
+            operand("kv_cache", b, t, c),
+            operand("kr_cache", b, t, r),
+        )
         mask = emit_mask(emit, found.masks, (b, n, s, t))
         options = {"scale": facts.scale, "is_causal": found.is_causal}
         keys, values = match.choices["keys"], match.choices["values"]
         if keys == values == "expanded":
             weight_uv = operand("weight_uv", n, v, match.readings["down"].axes)
-            operands = (query_operand("q_nope", b, s, n, e), q_rope, kv_cache, kr_cache, operand("weight_uk", n, e, c), weight_uv)
+            operands = (
+                query_operand("q_nope", b, s, n, e),
+                q_rope,
+                kv_cache,
+                kr_cache,
+                operand("weight_uk", n, e, c),
+                weight_uv,
+            )
             out = emit.call(torch.ops.mla_fx.mla_attention.default, *operands, mask, **options)
         else:
             if keys == "absorbed":
                 query = query_operand("query", b, s, n, c)
             else:
                 query = emit.inline(absorb_query, query_operand("q_nope", b, s, n, e), operand("weight_uk", n, e, c))
-            out = emit.call(torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, mask, **options)
+            out = emit.call(
+                torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, mask, **options
+            )
             if values == "expanded":
                 out = emit.inline(expand_output, out, operand("weight_uv", n, v, match.readings["down"].axes))
         out = emit.scaled(out, facts.factors[1])

@@ -174,12 +174,15 @@ class MlaProlog(Rule[Facts]):
         for name in ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr"):
             if name in match.elements and not is_parameter(match[name].node):
                 raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
-        b, s, n, c = _roles(match, "query")
+        b, s, _, _ = _roles(match, "query")
         latent, keys = _caches(match)
         b_row, s_row = _row(match, "kv_cache", latent)
         _check_token_x(match, (b, s), (b_row, s_row))
         check_same_rotation(
-            reads.get("query_rope.rope"), reads.get("kr_cache.rope"), _roles(match, "query_rope")[:2], _row(match, "kr_cache", keys)
+            reads.get("query_rope.rope"),
+            reads.get("kr_cache.rope"),
+            _roles(match, "query_rope")[:2],
+            _row(match, "kr_cache", keys),
         )
         return Facts(match, reads["node"], _weight_uq_qr(match), _weight_dkv_kr(match, latent, keys), latent, keys)
 
@@ -208,7 +211,20 @@ class MlaProlog(Rule[Facts]):
         options = _norm_options(match)
         out = emit.call(
             torch.ops.mla_fx.mla_prolog.default,
-            *(x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, gamma_cq, gamma_ckv, sin, cos, index, kv_cache, kr_cache),
+            *(
+                x,
+                weight_dq,
+                weight_uq_qr,
+                weight_uk,
+                weight_dkv_kr,
+                gamma_cq,
+                gamma_ckv,
+                sin,
+                cos,
+                index,
+                kv_cache,
+                kr_cache,
+            ),
             **options,
             cache_mode=mode,
         )
@@ -261,7 +277,9 @@ def _check_token_x(match: Match, query: tuple[Axes, Axes], row: tuple[Axes, Axes
 def _weight_uq_qr(match: Match) -> Joined:
     reads = match.readings
     rotation: Rope | None = reads.get("query_rope.rope")
-    rope_axis = rotation.axis if rotation else only(_roles(match, "query_rope")[3], "the rotary dimension", reads["qr"].node)
+    rope_axis = (
+        rotation.axis if rotation else only(_roles(match, "query_rope")[3], "the rotary dimension", reads["qr"].node)
+    )
     e = only(reads["uk"].axes, "the nope dimension", reads["uk"].node)
     n, n_rope = _roles(match, "query")[2], _roles(match, "query_rope")[2]
     renamed = dict(zip((*n_rope, *reads["qr"].axes), (*n, *reads["uq"].axes), strict=False))

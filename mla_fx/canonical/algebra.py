@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from .element import Element, constant, operand
-from .views import argument
+from .views import args_of, argument
 
 aten = torch.ops.aten
 
@@ -46,7 +46,10 @@ def _add_up(element: Element, terms: list[Element]) -> float:
         terms.append(element)
         return 0.0
     total = 0.0
-    for value, sign in ((node.args[0], 1.0), (node.args[1], _ADDS[node.target] * float(argument(node, 2, "alpha", 1)))):
+    for value, sign in (
+        (args_of(node)[0], 1.0),
+        (args_of(node)[1], _ADDS[node.target] * float(argument(node, 2, "alpha", 1))),
+    ):
         if (number := constant(value)) is not None:
             total += element.scale * sign * number
         else:
@@ -82,13 +85,13 @@ def _factors(node: Node) -> list[tuple[Any, float]]:
     """The operands of a product and their powers; empty if `node` is none."""
     target = node.target
     if target in (aten.mul.Tensor, aten.mul.Scalar):
-        return [(node.args[0], 1.0), (node.args[1], 1.0)]
+        return [(args_of(node)[0], 1.0), (args_of(node)[1], 1.0)]
     if target is aten.div.Tensor and not node.kwargs:
-        return [(node.args[0], 1.0), (node.args[1], -1.0)]
+        return [(args_of(node)[0], 1.0), (args_of(node)[1], -1.0)]
     if target in _POWERS:
-        return [(node.args[0], _POWERS[target])]
+        return [(args_of(node)[0], _POWERS[target])]
     if target is aten.pow.Tensor_Scalar:
-        return [(node.args[0], float(node.args[1]))]
-    if target is aten.pow.Tensor_Tensor and (exponent := constant(node.args[1])) is not None:
-        return [(node.args[0], exponent)]
+        return [(args_of(node)[0], float(args_of(node)[1]))]
+    if target is aten.pow.Tensor_Tensor and (exponent := constant(args_of(node)[1])) is not None:
+        return [(args_of(node)[0], exponent)]
     return []

@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Index:
-    """`offset + sum(stride * axis)`: where one dimension is read. Terms are ordered by axis, so equality is identity."""
+    """`offset + sum(stride * axis)`: where one dimension is read. Terms are ordered, so equal indices compare equal."""
 
     offset: Size = 0
     terms: tuple[tuple[Axis, Size], ...] = ()
@@ -61,7 +61,7 @@ def fresh(size: Size) -> Index:
 
 
 def combine(offset: Size, terms: Iterable[tuple[Axis, Size]]) -> Index:
-    """An index from loose terms: split axes are replaced by their parts, equal axes added up, axes of size 1 dropped."""
+    """An index from loose terms: split axes become their parts, equal axes are added up, axes of size 1 dropped."""
     total: dict[Axis, Size] = {}
     pending = list(terms)
     while pending:

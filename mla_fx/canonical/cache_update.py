@@ -1,4 +1,4 @@
-"""New rows entering a cache, in any spelling: index_copy, index_put, scatter, a slice written over, cat, or no cache."""
+"""New rows entering a cache, in any spelling: index_copy, index_put, scatter, a slice written over, cat."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..errors import NoMatch
+from mla_fx.errors import NoMatch
+
 from .axes import ZERO, Index, fresh
 from .contraction import name_of
 from .element import Element, operand, resolve
-from .views import argument, cat_dim, shape_of, slice_bounds
+from .views import args_of, argument, cat_dim, shape_of, slice_bounds
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def cache_update(element: Element) -> CacheUpdate:
     if node.target is aten.slice_scatter.default:
         return _overwritten(node, index)
     if node.target is aten.index_copy.default:
-        old, dim, where, rows = node.args
+        old, dim, where, rows = args_of(node)
         return _indexed(node, index, old, dim % len(index), where, rows)
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
         return _index_put(node, index)
@@ -68,7 +69,7 @@ def _rows(index: tuple[Index, ...], dim: int, rows: Node) -> tuple[Index, tuple[
 
 
 def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
-    dim, pieces = cat_dim(node), node.args[0]
+    dim, pieces = cat_dim(node), args_of(node)[0]
     if len(pieces) != 2 or dim == len(index) - 1:
         raise NoMatch("expected the old rows and the new ones in one cat", node)
     old, rows = pieces
@@ -77,7 +78,7 @@ def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
 
 
 def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
-    old, rows = node.args[:2]
+    old, rows = args_of(node)[:2]
     dim = argument(node, 2, "dim", 0) % len(index)
     bounds = slice_bounds(node, 2, shape_of(old)[dim])
     if bounds is None or bounds[3] != 1 or not isinstance(bounds[1], int):
@@ -92,7 +93,7 @@ def _indexed(node: Node, index: tuple[Index, ...], old: Node, dim: int, where: N
 
 
 def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
-    old, places, rows = node.args[:3]
+    old, places, rows = args_of(node)[:3]
     if argument(node, 3, "accumulate", False):
         raise NoMatch("the cache is added to, not written", node)
     used = [dim for dim, where in enumerate(places) if where is not None]
@@ -116,7 +117,8 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     """`cache[arange(batch), positions] = rows`: each sequence has positions of its own."""
     batch_places, positions = places[:2]
     rank = max(len(shape_of(places[0])), len(shape_of(places[1])))
-    sequence, lead = index[0], (index[0],)
+    sequence = index[0]
+    lead: tuple[Index, ...] = (sequence,)
     token = ZERO
     if rank == 2:
         token = fresh(shape_of(rows)[1])
@@ -132,12 +134,10 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
 
 def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     """`cache.scatter(dim, positions expanded over the row, rows)`."""
-    old, dim, where, rows = node.args
+    old, dim, where, rows = args_of(node)
     dim = dim % len(index)
     token, row = _rows(index, dim, rows)
     position = resolve(where, row)
     if not position.settled().axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
         raise NoMatch("the elements of one row are scattered to different positions", node)
     return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, position)
-
-

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
-from ..errors import NoMatch
+from mla_fx.errors import NoMatch
+
 from .axes import Axis, Index, fresh, leaves
 from .element import Element, operand, resolve
-from .views import argument, cuts, shape_of
+from .views import args_of, argument, cuts, shape_of
 
 aten = torch.ops.aten
 
@@ -35,7 +38,7 @@ def contraction(element: Element) -> Contraction:
     node, index = element.node, element.index
     target = node.target
     if target in (aten.mm.default, aten.bmm.default, aten.matmul.default) and len(index) >= 2:
-        return _matmul(element, node.args[0], node.args[1])
+        return _matmul(element, args_of(node)[0], args_of(node)[1])
     if target in (aten.mv.default, aten.dot.default):
         return _vector(element)
     if target is aten.linear.default and argument(node, 2, "bias") is None:
@@ -56,8 +59,7 @@ def segments(found: Contraction) -> tuple[Contraction, ...]:
         if not where:
             continue
         bounds = [0, *where, axis.size]
-        ranges = zip(bounds[:-1], bounds[1:], strict=True)
-        return tuple(_range(found, axis, start, stop) for start, stop in ranges)
+        return tuple(_range(found, axis, start, stop) for start, stop in itertools.pairwise(bounds))
     return (found,)
 
 
@@ -96,13 +98,13 @@ def operand_at(node: Node, outer: tuple[Index, ...], inner: Index, *, last: bool
 
 
 def _vector(element: Element) -> Contraction:
-    left, right = element.node.args[:2]
+    left, right = args_of(element.node)[:2]
     inner = fresh(shape_of(right)[0])
     return _contraction(element, resolve(left, (*element.index, inner)), resolve(right, (inner,)), (inner,))
 
 
 def _linear(element: Element) -> Contraction:
-    value, weight = element.node.args[:2]
+    value, weight = args_of(element.node)[:2]
     inner = fresh(shape_of(weight)[-1])
     *rows, column = element.index
     return _contraction(element, resolve(value, (*rows, inner)), resolve(weight, (column, inner)), (inner,))
@@ -110,14 +112,14 @@ def _linear(element: Element) -> Contraction:
 
 def _product_summed(element: Element) -> Contraction:
     """`(a * b).sum(dims)`: Inductor's and some authors' way to write a thin product."""
-    node, over = element.node, ()
+    node = element.node
     if node.target is aten.mul.Tensor:
         raise NoMatch("expected a matrix product, found an elementwise mul", node)
     inner, over = summed(element)
     product = inner.node
     if product.target is not aten.mul.Tensor:
         raise NoMatch(f"expected a matrix product, found a sum of {name_of(product)}", node)
-    left, right = (operand(value, inner.index) for value in product.args[:2])
+    left, right = (operand(value, inner.index) for value in args_of(product)[:2])
     scaled = Element(node, element.index, element.scale * inner.scale)
     return _contraction(scaled, left, right, over)
 
@@ -125,7 +127,7 @@ def _product_summed(element: Element) -> Contraction:
 def summed(element: Element) -> tuple[Element, tuple[Index, ...]]:
     """The summand of a sum or mean over dimensions, and the indices summed over; the scale holds 1/n of a mean."""
     node = element.node
-    source = node.args[0]
+    source = args_of(node)[0]
     sizes = shape_of(source)
     named = argument(node, 1, "dim") or range(len(sizes))
     dims = {dim % len(sizes) for dim in ([named] if isinstance(named, int) else named)}
@@ -154,4 +156,6 @@ def name_of(node: Node) -> str:
     """How a message names the operation of a node."""
     if node.op in ("placeholder", "get_attr"):
         return f"the graph input {node.name}" if node.op == "placeholder" else f"the attribute {node.target}"
-    return getattr(node.target, "_qualified_op_name", getattr(node.target, "__name__", str(node.target))).split("::")[-1]
+    if isinstance(node.target, OpOverload):
+        return str(node.target._opname)
+    return str(getattr(node.target, "__name__", node.target))

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from .axes import Axis, Index, settle, substitute
-from .views import Place, argument, broadcast, fresh_index, move
+from .views import Place, args_of, argument, broadcast, fresh_index, move
 
 aten = torch.ops.aten
 
@@ -102,21 +102,21 @@ def _transparent(node: Node, index: tuple[Index, ...]) -> tuple[Place, float] | 
     """A cast between floating types, or a constant factor: the operand and the factor."""
     target = node.target
     if target in CASTS:
-        source = node.args[0]
+        source = args_of(node)[0]
         both = {node.meta["val"].dtype, source.meta["val"].dtype}
         return ((source, index), 1.0) if both <= FLOATS or len(both) == 1 else None
     if target is aten.neg.default:
-        return (node.args[0], index), -1.0
+        return (args_of(node)[0], index), -1.0
     if target in (aten.mul.Tensor, aten.mul.Scalar):
-        left, right = node.args[:2]
+        left, right = args_of(node)[:2]
         if (factor := constant(right)) is not None and isinstance(left, Node):
             return (left, broadcast(left, index)), factor
         if (factor := constant(left)) is not None:
             return (right, broadcast(right, index)), factor
-    if target in (aten.div.Tensor, aten.div.Scalar) and (divisor := constant(node.args[1])):
-        return (node.args[0], broadcast(node.args[0], index)), 1.0 / divisor
-    if target in (aten.add.Tensor, aten.add.Scalar) and constant(node.args[1]) == 0 and len(node.args) == 2:
-        return (node.args[0], broadcast(node.args[0], index)), 1.0
+    if target in (aten.div.Tensor, aten.div.Scalar) and (divisor := constant(args_of(node)[1])):
+        return (args_of(node)[0], broadcast(args_of(node)[0], index)), 1.0 / divisor
+    if target in (aten.add.Tensor, aten.add.Scalar) and constant(args_of(node)[1]) == 0 and len(args_of(node)) == 2:
+        return (args_of(node)[0], broadcast(args_of(node)[0], index)), 1.0
     return None
 
 

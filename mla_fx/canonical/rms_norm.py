@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..errors import NoMatch
+from mla_fx.errors import NoMatch
+
 from .algebra import as_product, as_sum
 from .axes import Index, leaves, product
 from .contraction import name_of, summed
 from .element import CASTS, Element
+from .views import args_of
 
 aten = torch.ops.aten
 LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}
@@ -105,18 +107,18 @@ def _rounds_first(gamma: Element, element: Element) -> bool:
 def _multiplying(node: Node, gamma: Node) -> Node | None:
     """The multiplication of which `gamma`, through casts and views, is an operand."""
     if node.target is not aten.mul.Tensor:
-        source = node.args[0] if node.target in CASTS and node.args else None
+        source = args_of(node)[0] if node.target in CASTS and args_of(node) else None
         return _multiplying(source, gamma) if isinstance(source, Node) else None
-    for value in node.args[:2]:
+    for value in args_of(node)[:2]:
         if isinstance(value, Node) and _comes_from(value, gamma):
             return node
-    inner = (_multiplying(value, gamma) for value in node.args[:2] if isinstance(value, Node))
+    inner = (_multiplying(value, gamma) for value in args_of(node)[:2] if isinstance(value, Node))
     return next((found for found in inner if found is not None), None)
 
 
 def _comes_from(node: Node, origin: Node) -> bool:
     while node is not origin:
-        source = node.args[0] if node.args else None
+        source = args_of(node)[0] if args_of(node) else None
         if not isinstance(source, Node) or len(node.all_input_nodes) != 1:
             return False
         node = source

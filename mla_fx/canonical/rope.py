@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import NoMatch
+from mla_fx.errors import NoMatch
+
 from .algebra import as_sum
 from .axes import Axis, Index, combine, leaves, product, reshape, settle
 from .contraction import name_of
 from .element import Element, operand, resolve
+from .views import args_of
 
 aten = torch.ops.aten
 
@@ -96,17 +98,17 @@ def _terms(element: Element) -> list[Term]:
 def _term(element: Element) -> Term:
     if element.node.target is not aten.mul.Tensor:
         raise NoMatch(f"expected a product with cos or sin, found {name_of(element.node)}", element.node)
-    left, right = (operand(value, element.index) for value in element.node.args[:2])
+    left, right = (operand(value, element.index) for value in args_of(element.node)[:2])
     return element.scale * left.scale * right.scale, left.unscaled(), right.unscaled()
 
 
 def _complex_terms(element: Element) -> list[Term]:
     """One part of a complex product, multiplied out: real `ac - bd`, imaginary `ad + bc`."""
     *index, part = element.index
-    product = resolve(element.node.args[0], tuple(index))
+    product = resolve(args_of(element.node)[0], tuple(index))
     if part.terms or product.node.target is not aten.mul.Tensor:
         raise NoMatch(f"expected a complex rotation, found {name_of(product.node)}", product.node)
-    (a, b), (c, d) = (_parts(operand(value, product.index)) for value in product.node.args[:2])
+    (a, b), (c, d) = (_parts(operand(value, product.index)) for value in args_of(product.node)[:2])
     pairs = [(1.0, a, c), (-1.0, b, d)] if part.offset == 0 else [(1.0, a, d), (1.0, b, c)]
     return [(sign * left.scale * right.scale, left.unscaled(), right.unscaled()) for sign, left, right in pairs]
 
@@ -115,10 +117,10 @@ def _parts(number: Element) -> tuple[Element, Element]:
     """Real and imaginary part of a complex element; of a computed one, read through a last dimension of two."""
     index = number.index
     if number.node.target is aten.view_as_complex.default:
-        source = number.node.args[0]
+        source = args_of(number.node)[0]
         return resolve(source, (*index, Index(0))), resolve(source, (*index, Index(1)))
     if number.node.target is aten.complex.default:
-        real, imaginary = number.node.args
+        real, imaginary = args_of(number.node)
         return operand(real, index), operand(imaginary, index)
     return Element(number.node, (*index, Index(0))), Element(number.node, (*index, Index(1)))
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
-from ..errors import NoMatch
+from mla_fx.errors import NoMatch
+
 from .algebra import as_sum
 from .axes import Axis, Index, fresh, leaves
 from .contraction import Contraction, contraction, name_of, summed
 from .element import CASTS, Element, constant, operand, resolve
-from .views import MOVERS, argument, fresh_index, shape_of
+from .views import MOVERS, args_of, argument, fresh_index, shape_of
 
 aten = torch.ops.aten
 
@@ -68,7 +70,7 @@ def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
 
 def _is_softmax(node: Node) -> bool:
     if node.target is aten.div.Tensor:
-        return _exponential(node.args[0]) is not None
+        return _exponential(args_of(node)[0]) is not None
     return node.target in SOFTMAX
 
 
@@ -78,10 +80,10 @@ def softmax(element: Element) -> tuple[Element, Axis]:
     if element.scale != 1.0:
         raise NoMatch("the attention probabilities are multiplied by a number", node)
     if node.target in SOFTMAX:
-        return operand(node.args[0], index), _axis(index, node.args[1], node)
+        return operand(args_of(node)[0], index), _axis(index, args_of(node)[1], node)
     if node.target is aten.where.self:
         return _guarded(element)
-    if node.target is aten.div.Tensor and (exponential := _exponential(node.args[0])) is not None:
+    if node.target is aten.div.Tensor and (exponential := _exponential(args_of(node)[0])) is not None:
         return _divided(element, exponential)
     raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
 
@@ -109,7 +111,7 @@ def _exponential(value: object) -> Node | None:
 def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
     """`exp(x - max) / sum(exp(x - max))`."""
     node = element.node
-    numerator, denominator = (operand(value, element.index) for value in node.args[:2])
+    numerator, denominator = (operand(value, element.index) for value in args_of(node)[:2])
     if denominator.node.target is not aten.sum.dim_IntList or numerator.node is not exponential:
         raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
     summand, over = summed(denominator)
@@ -118,10 +120,10 @@ def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
         raise NoMatch("what divides the exponentials is not their sum", node)
     dims = [dim for dim, part in enumerate(summand.index) if axes[0] in part.axes]
     axis = _axis(numerator.index, dims[0], exponential)
-    inner = operand(exponential.args[0], numerator.index)
+    inner = operand(args_of(exponential)[0], numerator.index)
     if inner.node.target is not aten.sub.Tensor:
         return inner, axis
-    logits, peak = (operand(value, inner.index, inner.scale) for value in inner.node.args[:2])
+    logits, peak = (operand(value, inner.index, inner.scale) for value in args_of(inner.node)[:2])
     if axis in peak.settled().axes:
         raise NoMatch("what is subtracted before the exponential differs along the softmax axis", node)
     return logits, axis
@@ -129,7 +131,7 @@ def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
 
 def _guarded(element: Element) -> tuple[Element, Axis]:
     """A softmax whose fully masked rows are zeroed, as scaled_dot_product_attention does."""
-    condition, zero, probability = element.node.args
+    condition, zero, probability = args_of(element.node)
     if constant(zero) != 0:
         raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
     found = softmax(operand(probability, element.index))
@@ -201,7 +203,7 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
     """`where(condition, scores, -inf)` either way around, as masked_fill leaves it: the scores and the mask."""
     if element.node.target is not aten.where.self:
         return None
-    condition, chosen, other = element.node.args
+    condition, chosen, other = args_of(element.node)
     for kept, fill, keep_where in ((chosen, constant(other), True), (other, constant(chosen), False)):
         if fill is not None and fill <= MASKED and constant(kept) is None:
             mask = Mask(operand(condition, element.index), fill, keep_where)
@@ -211,8 +213,8 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
 
 def _fused(node: Node) -> Attention:
     """One of PyTorch's fused attention operators, whose first result is the output."""
-    query, key, value = node.args[:3]
-    named = {argument.name: position for position, argument in enumerate(node.target._schema.arguments)}
+    query, key, value = args_of(node)[:3]
+    named = {argument.name: position for position, argument in enumerate(_schema(node).arguments)}
 
     def option(name: str, default: Any = None) -> Any:
         return argument(node, named[name], name, default) if name in named else default
@@ -233,7 +235,13 @@ def _fused(node: Node) -> Attention:
     masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
     if not keys.terms:
         raise NoMatch("attention over a single key", node)
-    return Attention(output, index, (score,), masks, bool(option("is_causal", False)), operand(value, (*batch, keys, column)), keys.axes[0])
+    values = operand(value, (*batch, keys, column))
+    return Attention(output, index, (score,), masks, bool(option("is_causal", False)), values, keys.axes[0])
+
+
+def _schema(node: Node) -> Any:
+    assert isinstance(node.target, OpOverload), "a fused attention operator has a schema"
+    return node.target._schema
 
 
 def _given_mask(mask: Node, index: tuple[Index, ...]) -> Mask:
@@ -244,6 +252,6 @@ def _given_mask(mask: Node, index: tuple[Index, ...]) -> Mask:
 
 def _first_result(node: Node) -> Node:
     for user in node.users:
-        if user.target is operator.getitem and user.args[1] == 0:
+        if user.target is operator.getitem and args_of(user)[1] == 0:
             return user
     raise NoMatch("the attention's output is not used", node)

@@ -21,6 +21,11 @@ Place = tuple[Node, tuple[Index, ...]]
 Mover = Callable[[Node, tuple[Index, ...]], "Place | None"]
 
 
+def args_of(node: Node) -> tuple[Any, ...]:
+    """The arguments of a node; torch types them as anything that a graph may hold."""
+    return node.args
+
+
 def shape_of(node: Node) -> tuple[Size, ...]:
     return tuple(size_of(size) for size in node.meta["val"].shape)
 
@@ -38,12 +43,12 @@ def number(value: Any) -> Size | None:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    return args_of(node)[position] if len(args_of(node)) > position else node.kwargs.get(name, default)
 
 
 def slice_bounds(node: Node, first: int, size: Size) -> tuple[int, Size, Size, int] | None:
     """(dim, start, end, step) of a slice whose `dim` argument is number `first`, negatives and overflow resolved."""
-    dim = argument(node, first, "dim", 0) % len(shape_of(node.args[0]))
+    dim = argument(node, first, "dim", 0) % len(shape_of(args_of(node)[0]))
     start_argument, end_argument = argument(node, first + 1, "start"), argument(node, first + 2, "end")
     start = 0 if start_argument is None else number(start_argument)
     end = size if end_argument is None else number(end_argument)
@@ -62,46 +67,46 @@ def _wrapped(position: Size, size: Size) -> Size:
 
 
 def _same(node: Node, index: tuple[Index, ...]) -> Place:
-    return node.args[0], index
+    return args_of(node)[0], index
 
 
 def _permute(node: Node, index: tuple[Index, ...]) -> Place:
-    order = [dim % len(index) for dim in node.args[1]]
-    return node.args[0], tuple(index[order.index(dim)] for dim in range(len(index)))
+    order = [dim % len(index) for dim in args_of(node)[1]]
+    return args_of(node)[0], tuple(index[order.index(dim)] for dim in range(len(index)))
 
 
 def _transpose(node: Node, index: tuple[Index, ...]) -> Place:
-    first, second = (dim % len(index) for dim in node.args[1:3])
+    first, second = (dim % len(index) for dim in args_of(node)[1:3])
     moved = list(index)
     moved[first], moved[second] = moved[second], moved[first]
-    return node.args[0], tuple(moved)
+    return args_of(node)[0], tuple(moved)
 
 
 def _t(node: Node, index: tuple[Index, ...]) -> Place:
-    return node.args[0], index[::-1]
+    return args_of(node)[0], index[::-1]
 
 
 def _reshape(node: Node, index: tuple[Index, ...]) -> Place | None:
-    moved = reshape(index, shape_of(node), shape_of(node.args[0]))
-    return None if moved is None else (node.args[0], moved)
+    moved = reshape(index, shape_of(node), shape_of(args_of(node)[0]))
+    return None if moved is None else (args_of(node)[0], moved)
 
 
 def _unsqueeze(node: Node, index: tuple[Index, ...]) -> Place:
-    dim = node.args[1] % len(index)
-    return node.args[0], index[:dim] + index[dim + 1 :]
+    dim = args_of(node)[1] % len(index)
+    return args_of(node)[0], index[:dim] + index[dim + 1 :]
 
 
 def _squeeze(node: Node, index: tuple[Index, ...]) -> Place:
-    before = shape_of(node.args[0])
+    before = shape_of(args_of(node)[0])
     dims = argument(node, 1, "dim", tuple(range(len(before))))
     named = {dim % len(before) for dim in ([dims] if isinstance(dims, int) else dims)}
     rest = iter(index)
     gone = [dim in named and size == 1 for dim, size in enumerate(before)]
-    return node.args[0], tuple(ZERO if is_gone else next(rest) for is_gone in gone)
+    return args_of(node)[0], tuple(ZERO if is_gone else next(rest) for is_gone in gone)
 
 
 def _expand(node: Node, index: tuple[Index, ...]) -> Place:
-    return node.args[0], broadcast(node.args[0], index)
+    return args_of(node)[0], broadcast(args_of(node)[0], index)
 
 
 def broadcast(operand: Node, index: tuple[Index, ...]) -> tuple[Index, ...]:
@@ -112,8 +117,8 @@ def broadcast(operand: Node, index: tuple[Index, ...]) -> tuple[Index, ...]:
 
 
 def _repeat(node: Node, index: tuple[Index, ...]) -> Place | None:
-    sizes = shape_of(node.args[0])
-    repeats = node.args[1][-len(sizes) :] if sizes else ()
+    sizes = shape_of(args_of(node)[0])
+    repeats = args_of(node)[1][-len(sizes) :] if sizes else ()
     if any(times != 1 and size != 1 for size, times in zip(sizes, repeats, strict=True)):
         return None
     return _expand(node, index)
@@ -121,32 +126,32 @@ def _repeat(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 def _slice(node: Node, index: tuple[Index, ...]) -> Place | None:
     dim = argument(node, 1, "dim", 0) % len(index)
-    bounds = slice_bounds(node, 1, shape_of(node.args[0])[dim])
+    bounds = slice_bounds(node, 1, shape_of(args_of(node)[0])[dim])
     if bounds is None:
         return None
     _, start, _, step = bounds
-    return node.args[0], _replaced(index, dim, shifted(index[dim], start, step))
+    return args_of(node)[0], _replaced(index, dim, shifted(index[dim], start, step))
 
 
 def _select(node: Node, index: tuple[Index, ...]) -> Place | None:
-    sizes = shape_of(node.args[0])
-    dim, position = node.args[1] % len(sizes), number(node.args[2])
+    sizes = shape_of(args_of(node)[0])
+    dim, position = args_of(node)[1] % len(sizes), number(args_of(node)[2])
     if position is None:
         return None
-    return node.args[0], (*index[:dim], Index(_wrapped(position, sizes[dim])), *index[dim:])
+    return args_of(node)[0], (*index[:dim], Index(_wrapped(position, sizes[dim])), *index[dim:])
 
 
 def _piece(node: Node, index: tuple[Index, ...]) -> Place | None:
     """Item of a split, chunk or unbind."""
-    whole = node.args[0]
+    whole = args_of(node)[0]
     if not isinstance(whole, Node) or whole.target not in _SPLITS:
         return None
-    source = whole.args[0]
+    source = args_of(whole)[0]
     position = _SPLITS[whole.target]
     dim = argument(whole, position, "dim", 0) % len(shape_of(source))
     if whole.target is aten.unbind.int:
-        return source, (*index[:dim], Index(node.args[1]), *index[dim:])
-    start = sum((size_of(piece.shape[dim]) for piece in whole.meta["val"][: node.args[1]]), 0)
+        return source, (*index[:dim], Index(args_of(node)[1]), *index[dim:])
+    start = sum((size_of(piece.shape[dim]) for piece in whole.meta["val"][: args_of(node)[1]]), 0)
     return source, _replaced(index, dim, shifted(index[dim], start))
 
 
@@ -160,7 +165,7 @@ _SPLITS = {
 
 def _cat(node: Node, index: tuple[Index, ...]) -> Place | None:
     dim, start = cat_dim(node), 0
-    for piece in node.args[0]:
+    for piece in args_of(node)[0]:
         size = shape_of(piece)[dim] if len(shape_of(piece)) == len(index) else 0
         if covers(index[dim], start, start + size):
             return piece, _replaced(index, dim, shifted(index[dim], -start))
@@ -177,11 +182,11 @@ def _stack(node: Node, index: tuple[Index, ...]) -> Place | None:
     which = index[dim]
     if which.terms or not isinstance(which.offset, int):
         return None
-    return node.args[0][which.offset], index[:dim] + index[dim + 1 :]
+    return args_of(node)[0][which.offset], index[:dim] + index[dim + 1 :]
 
 
 def _slice_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
-    base, source = node.args[:2]
+    base, source = args_of(node)[:2]
     dim = argument(node, 2, "dim", 0) % len(index)
     bounds = slice_bounds(node, 2, shape_of(base)[dim])
     if bounds is None or bounds[3] != 1:
@@ -193,7 +198,7 @@ def _slice_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 
 def _select_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
-    base, source, dim, position = node.args[:4]
+    base, source, dim, position = args_of(node)[:4]
     dim, position = dim % len(index), number(position)
     if position is None:
         return None
@@ -204,18 +209,18 @@ def _select_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 
 def _copy(node: Node, index: tuple[Index, ...]) -> Place:
-    return node.args[1], broadcast(node.args[1], index)
+    return args_of(node)[1], broadcast(args_of(node)[1], index)
 
 
 def _pad(node: Node, index: tuple[Index, ...]) -> Place | None:
     """Inside the padding there is nothing to follow; elsewhere the element is the operand's."""
-    sizes, moved = shape_of(node.args[0]), list(index)
-    for position in range(len(node.args[1]) // 2):
-        dim, before = len(sizes) - 1 - position, node.args[1][2 * position]
+    sizes, moved = shape_of(args_of(node)[0]), list(index)
+    for position in range(len(args_of(node)[1]) // 2):
+        dim, before = len(sizes) - 1 - position, args_of(node)[1][2 * position]
         if not covers(index[dim], before, before + sizes[dim]):
             return None
         moved[dim] = shifted(index[dim], -before)
-    return node.args[0], tuple(moved)
+    return args_of(node)[0], tuple(moved)
 
 
 def covers(index: Index, start: Size, stop: Size) -> bool:
@@ -277,15 +282,15 @@ def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Any, Size]]:
     """Where the axes that read a cat or a partly overwritten tensor would have to be cut: (axis, position) pairs."""
     if node.target is aten.cat.default:
         dim, bounds = cat_dim(node), [0]
-        for piece in node.args[0]:
+        for piece in args_of(node)[0]:
             bounds.append(bounds[-1] + shape_of(piece)[dim])
     elif node.target is aten.slice_scatter.default:
         dim = argument(node, 2, "dim", 0) % len(index)
-        found = slice_bounds(node, 2, shape_of(node.args[0])[dim])
+        found = slice_bounds(node, 2, shape_of(args_of(node)[0])[dim])
         bounds = [] if found is None else [found[1], found[2]]
     elif node.target is aten.constant_pad_nd.default:
-        dim, before = len(index) - 1, node.args[1][0]
-        bounds = [before, before + shape_of(node.args[0])[dim]]
+        dim, before = len(index) - 1, args_of(node)[1][0]
+        bounds = [before, before + shape_of(args_of(node)[0])[dim]]
     else:
         return []
     where = index[dim]
