@@ -74,5 +74,6 @@ def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
     query = emit.inline(absorb_query, q_nope, weight_uk)
     target = torch.ops.mla_fx.latent_attention.default
     out = emit.call(target, query, q_rope, kv_cache, kr_cache, mask, **options)
+    out.meta["mla_fx_replaced"] = node.meta.get("mla_fx_replaced", [])
     node.replace_all_uses_with(emit.inline(expand_output, out, weight_uv))
     node.graph.erase_node(node)

@@ -1,0 +1,208 @@
+"""One layer in and out, as text: what the compiler is given and what it makes of it. EXPECTTEST_ACCEPT=1 regenerates."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from expecttest import TestCase
+
+import mla_fx
+from mla_fx import cases
+
+
+class TestOneLayer(TestCase):
+    def graph(self, stage: str) -> str:
+        with torch.no_grad():
+            graphs = mla_fx.explain(cases.Layer().eval(), target="reference")(*cases.inputs()).graphs
+        return re.sub(r"#   \S*/(\w+\.py):\d+", r"#   \1", graphs[stage])
+
+    def test_captured(self) -> None:
+        self.assertExpectedInline(self.graph("captured"), """\
+def graph(
+    arg0_1,  # f32[24, 32]
+    arg1_1,  # f32[2, 3, 32]
+    arg2_1,  # f32[24]
+    arg3_1,  # f32[56, 24]
+    arg4_1,  # f32[26, 32]
+    arg5_1,  # f32[20]
+    arg6_1,  # f32[3, 6]
+    arg7_1,  # f32[3, 6]
+    arg8_1,  # f32[2, 1, 16, 20]
+    arg9_1,  # i64[3]
+    arg10_1,  # f32[2, 1, 16, 6]
+    arg11_1,  # f32[72, 20]
+    arg12_1,  # f32[32, 40]
+):
+    permute = aten.permute(arg0_1, [1, 0])  # f32[32, 24]
+    view = aten.view(arg1_1, [6, 32])  # f32[6, 32]
+    mm = aten.mm(view, permute)  # f32[6, 24]
+    _unsafe_view = aten._unsafe_view(mm, [2, 3, 24])  # f32[2, 3, 24]
+    pow_1 = aten.pow.Tensor_Scalar(_unsafe_view, 2)  # f32[2, 3, 24]
+    mean = aten.mean.dim(pow_1, [-1], True)  # f32[2, 3, 1]
+    add = aten.add.Tensor(mean, 1e-06)  # f32[2, 3, 1]
+    rsqrt = aten.rsqrt(add)  # f32[2, 3, 1]
+    mul = aten.mul.Tensor(_unsafe_view, rsqrt)  # f32[2, 3, 24]
+    mul_1 = aten.mul.Tensor(arg2_1, mul)  # f32[2, 3, 24]
+    permute_1 = aten.permute(arg3_1, [1, 0])  # f32[24, 56]
+    view_1 = aten.view(mul_1, [6, 24])  # f32[6, 24]
+    mm_1 = aten.mm(view_1, permute_1)  # f32[6, 56]
+    _unsafe_view_1 = aten._unsafe_view(mm_1, [2, 3, 56])  # f32[2, 3, 56]
+    view_2 = aten.view(_unsafe_view_1, [2, 3, 4, 14])  # f32[2, 3, 4, 14]
+    transpose = aten.transpose.int(view_2, 1, 2)  # f32[2, 4, 3, 14]
+    split_with_sizes = aten.split_with_sizes(transpose, [8, 6], -1)  # (f32[2, 4, 3, 8], f32[2, 4, 3, 6])
+    getitem = split_with_sizes[0]  # f32[2, 4, 3, 8]
+    getitem_1 = split_with_sizes[1]  # f32[2, 4, 3, 6]
+    permute_2 = aten.permute(arg4_1, [1, 0])  # f32[32, 26]
+    view_3 = aten.view(arg1_1, [6, 32])  # f32[6, 32]
+    mm_2 = aten.mm(view_3, permute_2)  # f32[6, 26]
+    _unsafe_view_2 = aten._unsafe_view(mm_2, [2, 3, 26])  # f32[2, 3, 26]
+    split_with_sizes_1 = aten.split_with_sizes(_unsafe_view_2, [20, 6], -1)  # (f32[2, 3, 20], f32[2, 3, 6])
+    getitem_2 = split_with_sizes_1[0]  # f32[2, 3, 20]
+    getitem_3 = split_with_sizes_1[1]  # f32[2, 3, 6]
+    pow_2 = aten.pow.Tensor_Scalar(getitem_2, 2)  # f32[2, 3, 20]
+    mean_1 = aten.mean.dim(pow_2, [-1], True)  # f32[2, 3, 1]
+    add_1 = aten.add.Tensor(mean_1, 1e-06)  # f32[2, 3, 1]
+    rsqrt_1 = aten.rsqrt(add_1)  # f32[2, 3, 1]
+    mul_2 = aten.mul.Tensor(getitem_2, rsqrt_1)  # f32[2, 3, 20]
+    mul_3 = aten.mul.Tensor(arg5_1, mul_2)  # f32[2, 3, 20]
+    unsqueeze = aten.unsqueeze(mul_3, 1)  # f32[2, 1, 3, 20]
+    unsqueeze_1 = aten.unsqueeze(getitem_3, 1)  # f32[2, 1, 3, 6]
+    split = aten.split.Tensor(getitem_1, 3, -1)  # (f32[2, 4, 3, 3], f32[2, 4, 3, 3])
+    getitem_4 = split[0]  # f32[2, 4, 3, 3]
+    getitem_5 = split[1]  # f32[2, 4, 3, 3]
+    mul_4 = aten.mul.Tensor(getitem_1, arg6_1)  # f32[2, 4, 3, 6]
+    neg = aten.neg(getitem_5)  # f32[2, 4, 3, 3]
+    cat = aten.cat([neg, getitem_4], -1)  # f32[2, 4, 3, 6]
+    mul_5 = aten.mul.Tensor(cat, arg7_1)  # f32[2, 4, 3, 6]
+    add_2 = aten.add.Tensor(mul_4, mul_5)  # f32[2, 4, 3, 6]
+    split_1 = aten.split.Tensor(unsqueeze_1, 3, -1)  # (f32[2, 1, 3, 3], f32[2, 1, 3, 3])
+    getitem_6 = split_1[0]  # f32[2, 1, 3, 3]
+    getitem_7 = split_1[1]  # f32[2, 1, 3, 3]
+    mul_6 = aten.mul.Tensor(unsqueeze_1, arg6_1)  # f32[2, 1, 3, 6]
+    neg_1 = aten.neg(getitem_7)  # f32[2, 1, 3, 3]
+    cat_1 = aten.cat([neg_1, getitem_6], -1)  # f32[2, 1, 3, 6]
+    mul_7 = aten.mul.Tensor(cat_1, arg7_1)  # f32[2, 1, 3, 6]
+    add_3 = aten.add.Tensor(mul_6, mul_7)  # f32[2, 1, 3, 6]
+    index_copy = aten.index_copy(arg8_1, 2, arg9_1, unsqueeze)  # f32[2, 1, 16, 20]
+    index_copy_1 = aten.index_copy(arg10_1, 2, arg9_1, add_3)  # f32[2, 1, 16, 6]
+    zeros = aten.zeros([3, 16], device=device(type='cpu'), pin_memory=False)  # f32[3, 16]
+    arange = aten.arange(16, device=device(type='cpu'), pin_memory=False)  # i64[16]
+    unsqueeze_2 = aten.unsqueeze(arg9_1, 1)  # i64[3, 1]
+    gt = aten.gt.Tensor(arange, unsqueeze_2)  # b8[3, 16]
+    masked_fill = aten.masked_fill.Scalar(zeros, gt, -inf)  # f32[3, 16]
+    permute_3 = aten.permute(arg11_1, [1, 0])  # f32[20, 72]
+    view_5 = aten.view(index_copy, [32, 20])  # f32[32, 20]
+    mm_3 = aten.mm(view_5, permute_3)  # f32[32, 72]
+    _unsafe_view_3 = aten._unsafe_view(mm_3, [2, 1, 16, 72])  # f32[2, 1, 16, 72]
+    view_6 = aten.view(_unsafe_view_3, [2, 16, 4, 18])  # f32[2, 16, 4, 18]
+    transpose_1 = aten.transpose.int(view_6, 1, 2)  # f32[2, 4, 16, 18]
+    split_with_sizes_2 = aten.split_with_sizes(transpose_1, [8, 10], -1)  # (f32[2, 4, 16, 8], f32[2, 4, 16, 10])
+    getitem_8 = split_with_sizes_2[0]  # f32[2, 4, 16, 8]
+    getitem_9 = split_with_sizes_2[1]  # f32[2, 4, 16, 10]
+    expand_1 = aten.expand(index_copy_1, [-1, 4, -1, -1])  # f32[2, 4, 16, 6]
+    cat_2 = aten.cat([getitem_8, expand_1], -1)  # f32[2, 4, 16, 14]
+    cat_3 = aten.cat([getitem, add_2], -1)  # f32[2, 4, 3, 14]
+    transpose_2 = aten.transpose.int(cat_2, -1, -2)  # f32[2, 4, 14, 16]
+    expand_2 = aten.expand(cat_3, [2, 4, 3, 14])  # f32[2, 4, 3, 14]
+    view_7 = aten.view(expand_2, [8, 3, 14])  # f32[8, 3, 14]
+    expand_3 = aten.expand(transpose_2, [2, 4, 14, 16])  # f32[2, 4, 14, 16]
+    view_8 = aten.view(expand_3, [8, 14, 16])  # f32[8, 14, 16]
+    bmm = aten.bmm(view_7, view_8)  # f32[8, 3, 16]
+    view_9 = aten.view(bmm, [2, 4, 3, 16])  # f32[2, 4, 3, 16]
+    mul_8 = aten.mul.Tensor(view_9, 0.2672612419124244)  # f32[2, 4, 3, 16]
+    add_4 = aten.add.Tensor(mul_8, masked_fill)  # f32[2, 4, 3, 16]
+    _softmax = aten._softmax(add_4, -1, False)  # f32[2, 4, 3, 16]
+    expand_4 = aten.expand(_softmax, [2, 4, 3, 16])  # f32[2, 4, 3, 16]
+    view_10 = aten.view(expand_4, [8, 3, 16])  # f32[8, 3, 16]
+    expand_5 = aten.expand(getitem_9, [2, 4, 16, 10])  # f32[2, 4, 16, 10]
+    clone = aten.clone(expand_5, memory_format=torch.contiguous_format)  # f32[2, 4, 16, 10]
+    _unsafe_view_4 = aten._unsafe_view(clone, [8, 16, 10])  # f32[8, 16, 10]
+    bmm_1 = aten.bmm(view_10, _unsafe_view_4)  # f32[8, 3, 10]
+    view_11 = aten.view(bmm_1, [2, 4, 3, 10])  # f32[2, 4, 3, 10]
+    transpose_3 = aten.transpose.int(view_11, 1, 2)  # f32[2, 3, 4, 10]
+    clone_1 = aten.clone(transpose_3, memory_format=torch.contiguous_format)  # f32[2, 3, 4, 10]
+    _unsafe_view_5 = aten._unsafe_view(clone_1, [2, 3, 40])  # f32[2, 3, 40]
+    permute_4 = aten.permute(arg12_1, [1, 0])  # f32[40, 32]
+    view_12 = aten.view(_unsafe_view_5, [6, 40])  # f32[6, 40]
+    mm_4 = aten.mm(view_12, permute_4)  # f32[6, 32]
+    _unsafe_view_6 = aten._unsafe_view(mm_4, [2, 3, 32])  # f32[2, 3, 32]
+    copy_ = aten.copy_(arg8_1, index_copy)  # f32[2, 1, 16, 20]
+    copy__1 = aten.copy_(arg10_1, index_copy_1)  # f32[2, 1, 16, 6]
+    return (_unsafe_view_6,)
+""")
+
+    def test_fused(self) -> None:
+        self.assertExpectedInline(self.graph("tidy"), """\
+def graph(
+    arg0_1,  # f32[24, 32]
+    arg1_1,  # f32[2, 3, 32]
+    arg2_1,  # f32[24]
+    arg3_1,  # f32[56, 24]
+    arg4_1,  # f32[26, 32]
+    arg5_1,  # f32[20]
+    arg6_1,  # f32[3, 6]
+    arg7_1,  # f32[3, 6]
+    arg8_1,  # f32[2, 1, 16, 20]
+    arg9_1,  # i64[3]
+    arg10_1,  # f32[2, 1, 16, 6]
+    arg11_1,  # f32[72, 20]
+    arg12_1,  # f32[32, 40]
+):
+    zeros = aten.zeros([3, 16], device=device(type='cpu'), pin_memory=False)  # f32[3, 16]
+    arange = aten.arange(16, device=device(type='cpu'), pin_memory=False)  # i64[16]
+    unsqueeze_2 = aten.unsqueeze(arg9_1, 1)  # i64[3, 1]
+    gt = aten.gt.Tensor(arange, unsqueeze_2)  # b8[3, 16]
+    masked_fill = aten.masked_fill.Scalar(zeros, gt, -inf)  # f32[3, 16]
+    reshape_default_8 = aten.reshape(arg9_1, [1, 3])  # i64[1, 3]
+    reshape_default_7 = aten.reshape(arg6_1, [1, 3, 6])  # f32[1, 3, 6]
+    reshape_default_6 = aten.reshape(arg7_1, [1, 3, 6])  # f32[1, 3, 6]
+    permute_default_3 = aten.permute(arg4_1, [1, 0])  # f32[32, 26]
+    reshape_default_3 = aten.reshape(arg11_1, [4, 18, 20])  # f32[4, 18, 20]
+    slice_tensor_2 = aten.slice.Tensor(reshape_default_3, 1, 0, 8)  # f32[4, 8, 20]
+    permute_default_2 = aten.permute(arg3_1, [1, 0])  # f32[24, 56]
+    permute_default_4 = aten.permute(arg0_1, [1, 0])  # f32[32, 24]
+    # mla_fx.mla_prolog, by rule mla_prolog, replaces 6 nodes
+    #   cases.py: mm x2
+    #   cases.py: mm
+    #   cases.py: index_copy
+    #   cases.py: index_copy
+    #   cases.py: bmm
+    mla_prolog_default = mla_fx.mla_prolog(arg1_1, permute_default_4, permute_default_2, slice_tensor_2, permute_default_3, arg2_1, arg5_1, reshape_default_6, reshape_default_7, reshape_default_8, arg8_1, arg10_1, rmsnorm_epsilon_ckv=1e-06, gamma_after_cast=False, rmsnorm_epsilon_cq=1e-06, rope_layout='half_half', cache_mode='Norm')  # (f32[2, 3, 4, 20], f32[2, 3, 4, 6], f32[2, 1, 16, 20], f32[2, 1, 16, 6])
+    getitem_12 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
+    getitem_13 = mla_prolog_default[3]  # f32[2, 1, 16, 6]
+    reshape_default = aten.reshape(getitem_12, [2, 16, 20])  # f32[2, 16, 20]
+    reshape_default_1 = aten.reshape(getitem_13, [2, 16, 6])  # f32[2, 16, 6]
+    reshape_default_2 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
+    slice_tensor = aten.slice.Tensor(reshape_default_3, 1, 8, 18)  # f32[4, 10, 20]
+    getitem_10 = mla_prolog_default[0]  # f32[2, 3, 4, 20]
+    getitem_11 = mla_prolog_default[1]  # f32[2, 3, 4, 6]
+    # mla_fx.latent_attention, by rule absorb, replaces 7 nodes
+    #   cases.py: mm
+    #   cases.py: add
+    #   cases.py: index_copy
+    #   cases.py: index_copy
+    #   cases.py: mm
+    #   cases.py: bmm
+    #   cases.py: bmm
+    latent_attention_default = mla_fx.latent_attention(getitem_10, getitem_11, reshape_default, reshape_default_1, reshape_default_2, scale=0.2672612419124244, is_causal=False)  # f32[2, 3, 4, 20]
+    permute_7 = aten.permute(slice_tensor, [0, 2, 1])  # f32[4, 20, 10]
+    permute_8 = aten.permute(latent_attention_default, [2, 0, 1, 3])  # f32[4, 2, 3, 20]
+    view_15 = aten.view(permute_8, [4, 6, 20])  # f32[4, 6, 20]
+    bmm_3 = aten.bmm(view_15, permute_7)  # f32[4, 6, 10]
+    view_16 = aten.view(bmm_3, [4, 2, 3, 10])  # f32[4, 2, 3, 10]
+    permute_9 = aten.permute(view_16, [1, 2, 0, 3])  # f32[2, 3, 4, 10]
+    permute_default_1 = aten.permute(permute_9, [0, 2, 1, 3])  # f32[2, 4, 3, 10]
+    reshape_default_5 = aten.reshape(permute_default_1, [8, 3, 10])  # f32[8, 3, 10]
+    view_11 = aten.view(reshape_default_5, [2, 4, 3, 10])  # f32[2, 4, 3, 10]
+    transpose_3 = aten.transpose.int(view_11, 1, 2)  # f32[2, 3, 4, 10]
+    clone_1 = aten.clone(transpose_3, memory_format=torch.contiguous_format)  # f32[2, 3, 4, 10]
+    _unsafe_view_5 = aten._unsafe_view(clone_1, [2, 3, 40])  # f32[2, 3, 40]
+    permute_4 = aten.permute(arg12_1, [1, 0])  # f32[40, 32]
+    view_12 = aten.view(_unsafe_view_5, [6, 40])  # f32[6, 40]
+    mm_4 = aten.mm(view_12, permute_4)  # f32[6, 32]
+    _unsafe_view_6 = aten._unsafe_view(mm_4, [2, 3, 32])  # f32[2, 3, 32]
+    copy_ = aten.copy_(arg8_1, getitem_12)  # f32[2, 1, 16, 20]
+    copy__1 = aten.copy_(arg10_1, getitem_13)  # f32[2, 1, 16, 6]
+    return (_unsafe_view_6,)
+""")
