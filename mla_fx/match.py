@@ -65,8 +65,11 @@ class Match:
         return self
 
     def read(self, name: str, reading: Any) -> Match:
-        """Keeps a reading; a pattern that occurs twice keeps its first, as variables keep their first element."""
-        if name in self.readings:
+        """Keeps a reading; a pattern that occurs twice keeps its first, with which the second must agree."""
+        before = self.readings.get(name)
+        if before is not None:
+            if _constants(before) != _constants(reading):
+                raise NoMatch(f"{name} is computed in two different ways", getattr(reading, "node", None))
             return self
         return replace(self, readings={**self.readings, name: reading})
 
@@ -75,6 +78,12 @@ class Match:
 
     def __getitem__(self, name: str) -> Element:
         return self.elements[name].settled()
+
+
+def _constants(reading: Any) -> tuple[Any, ...]:
+    """The numbers of a reading: what two readings of one computation have in common."""
+    names = ("scale", "epsilon", "gamma_after_cast", "layout")
+    return tuple(getattr(reading, name, None) for name in names)
 
 
 def alike(left: Element, right: Element) -> bool:
@@ -141,8 +150,10 @@ class _Either(Pattern):
     alternatives: Mapping[str, Pattern]
 
     def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+        taken = match.choices.get(self.tag)
         for choice, pattern in self.alternatives.items():
-            yield from pattern.bindings(element, match.choose(self.tag, choice), trail)
+            if taken in (None, choice):  # an alternative that occurs twice is the same in both places
+                yield from pattern.bindings(element, match.choose(self.tag, choice), trail)
 
 
 @dataclass(frozen=True)

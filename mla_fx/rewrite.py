@@ -134,11 +134,11 @@ class Emitter:
         units: list[Unit] = []
         for digit in digits:
             if digit.axis is None:
-                node = self.call(aten.select.int, node, len(units), digit.start)
+                node = self.call(aten.select.int, node, len(units), self.size(digit.start))
                 continue
             if not digit.is_whole:
                 stop = self.size(digit.start + digit.axis.size)
-                node = self.call(aten.slice.Tensor, node, len(units), digit.start, stop)
+                node = self.call(aten.slice.Tensor, node, len(units), self.size(digit.start), stop)
             units.append((digit.axis,))
         return node, _grouped(units, wanted)
 

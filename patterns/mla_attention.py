@@ -147,7 +147,8 @@ class MlaAttention(Rule[Facts]):
 
     def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
         found = attention(anchor)
-        products = tuple(part for score in found.scores for part in segments(score))
+        # two products are the nope and the rope part already, and a cat in them is a rotation's
+        products = segments(found.scores[0]) if len(found.scores) == 1 else found.scores
         yield from PATTERN.bindings(found, products, trail)
 
     def check(self, match: Match) -> Facts:
@@ -170,13 +171,15 @@ class MlaAttention(Rule[Facts]):
         for mask in found.masks:
             _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
         value_factor = match.readings["down"].scale if match.choices["values"] == "expanded" else found.value.scale
-        factors = (nope.scale * up.scale / rotary.scale, value_factor)
+        # an absorbed query is read as it stands, its own factor included
+        nope_scale = nope.scale * up.scale if match.choices["keys"] == "expanded" else nope.scale
+        factors = (nope_scale / rotary.scale, value_factor)
         return Facts(match, found, rotary.scale, factors, b, s, n, t, e, r, c, v)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> None:
         match, found = facts.match, facts.found
         b, s, n, t, e, r, c, v = facts.b, facts.s, facts.n, facts.t, facts.e, facts.r, facts.c, facts.v
-        dtype = match["kv_cache"].node.meta["val"].dtype
+        dtype = match["kv_cache"].dtype
 
         def operand(name: str, *dims: Axes) -> Node:
             return emit.tensor(match[name].unscaled(), dims, dtype=dtype, expand=True)

@@ -53,10 +53,16 @@ SIZES = {
     "eos_token_id": 2,
 }
 
-# What a family needs beyond that.
+# What a family needs beyond that; where real models have values as wide as queries, which is another attention in
+# PyTorch, tiny ones have them too.
+WIDE = {"v_head_dim": 24}
 EXTRA = {
-    "glm5_next": {"qk_rope_head_dim": 0, "linear_head_dim": 16, "linear_num_heads": 4},
-    "mistral_large4": {"no_rope_layers": [1, 0]},
+    "mistral4": WIDE,
+    "mistral_large4": {**WIDE, "no_rope_layers": [1, 0]},
+    "glm4_moe_lite": WIDE,
+    "glm_moe_dsa": WIDE,
+    "glm5_next": {"v_head_dim": 16, "qk_rope_head_dim": 0, "linear_head_dim": 16, "linear_num_heads": 4},
+    "hy_v4": WIDE,
     "dots3_note": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,

@@ -355,6 +355,16 @@ def test_a_tensor_built_for_a_symbolic_shape(name):
     agree(traced.module(*traced.inputs), expected.permute(*reversed(range(expected.dim()))))
 
 
+def test_equal_calls_on_different_tensors_are_told_apart():
+    """Inductor asks by storage what aliases what."""
+    traced = Traced(lambda x, y: x + y, dense(S, D), dense(S, D))
+    emit = Emitter(traced.graph)
+    with emit.at(traced.out, "test"):
+        views = [emit.call(torch.ops.aten.reshape.default, node, [S * D]) for node in traced.out.args]
+    for node, view in zip(traced.out.args, views, strict=True):
+        assert view.meta["val"].untyped_storage()._cdata == node.meta["val"].untyped_storage()._cdata
+
+
 # --- sums and products -------------------------------------------------------------------------------------------
 
 
@@ -476,7 +486,7 @@ NO_NORMS = {
     "a mean of cubes": (lambda x, g: x * torch.rsqrt((x**3).mean(-1, True) + 9) * g, "one value squared", (D,)),
     "a clamp": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True).clamp(min=1e-3)) * g, "found clamp", (D,)),
     "a tensor epsilon": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + g[0]) * g, "compile-time", (D,)),
-    "no norm": (lambda x, g: x * g, "expected an RMSNorm, found mul.Tensor", (D,)),
+    "no norm": (lambda x, g: x * g, "expected an RMSNorm, found mul", (D,)),
 }
 
 
@@ -677,9 +687,9 @@ def test_a_product_with_joined_operands_is_a_sum_of_products():
 NO_PRODUCTS = {
     "a bias": (lambda x, w: F.linear(x, w, w[:, 0]), "the projection has a bias"),
     "elementwise": (lambda x, w: x[0] * w[0], "expected a matrix product, found an elementwise mul"),
-    "a sum": (lambda x, w: (x[:, None] + w).sum(-1), "expected a matrix product, found a sum of add.Tensor"),
+    "a sum": (lambda x, w: (x[:, None] + w).sum(-1), "expected a matrix product, found a sum of add"),
     "an input": (lambda x, w: x.clone(), "expected a matrix product, found the graph input x"),
-    "a maximum": (lambda x, w: torch.maximum(x[0], w[0]), "expected a matrix product, found maximum.default"),
+    "a maximum": (lambda x, w: torch.maximum(x[0], w[0]), "expected a matrix product, found maximum"),
 }
 
 
@@ -862,7 +872,7 @@ def test_an_odd_cache_update_is_read_right_or_refused(name):
 NO_UPDATES = {
     "added": ("the cache is added to", lambda cache, r: cache.index_put((SLOTS[1:2],), r[:1, :, :1], accumulate=True)),
     "three pieces": ("expected the old rows and the new ones in one cat", ODD_UPDATES["three pieces"]),
-    "a sum": ("expected a cache that is written, found add.Tensor", lambda cache, r: cache + r[:, :, :1]),
+    "a sum": ("expected a cache that is written, found add", lambda cache, r: cache + r[:, :, :1]),
 }
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 as transformers has them, unmodified: what fuses, right answers, caches in place, few compilations."""
+"""DeepSeek-V2 and V3 of transformers, unmodified: what fuses, right answers, caches in place, few compilations."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ MODELS = {
     "v3": ("deepseek_v3", {}),
     "v3-half": ("deepseek_v3", {"rope_interleave": False}),
     "v3-direct": ("deepseek_v3", {"q_lora_rank": None}),
+    "v3-wide": ("deepseek_v3", {"v_head_dim": 24}),  # as wide as the query: an attention of its own in PyTorch
     "v2": ("deepseek_v2", {}),
     "v2-direct": ("deepseek_v2", {"q_lora_rank": None}),
 }
@@ -96,8 +97,8 @@ def test_sixteen_steps(name):
     assert recorder.fused == DECODE
 
 
-@pytest.mark.parametrize("kind, name", [("v3", "v3"), ("v2", "v2-direct")])
-def test_no_copy_of_a_cache(kind, name):
+@pytest.mark.parametrize("name", ["v3", "v2-direct"])
+def test_no_copy_of_a_cache(name):
     model, recorder = tiny(name), Recorder()
     held = prefilled(model)
     sizes = {tensor.numel() for tensor in cache_tensors(held) if tensor.ndim == 4}
@@ -143,21 +144,24 @@ def allocations(code):
 
 @pytest.mark.parametrize(
     "dtype, target",
-    [(torch.bfloat16, "reference"), (torch.float16, "reference"), (torch.bfloat16, "inductor")],
-    ids=["bf16-reference", "fp16-reference", "bf16-inductor"],
+    [
+        pytest.param(torch.bfloat16, "reference", id="bf16"),
+        pytest.param(torch.float16, "reference", id="fp16"),
+        pytest.param(torch.bfloat16, "inductor", id="bf16-inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_low_precision_is_no_further_from_exact_than_eager(dtype, target):
     model = tiny_model("deepseek_v3", dtype, first_k_dense_replace=2)  # routing would turn roundings into jumps
-    compiled = torch.compile(model, backend=Recorder(target=target) if target == "reference" else "mla")
+    compiled = torch.compile(model, backend=mla_fx.get_backend(target=target))
     errors = [distances(model, compiled, seed) for seed in range(6)]
     assert mla_fx.last_report().fused == DECODE
     for place, (fused, eager) in enumerate(torch.tensor(errors).square().sum(0).sqrt()):
-        assert 0 < eager
+        assert eager > 0
         assert fused <= 2 * eager, f"result {place} is {fused:.3g} away, eager {eager:.3g}"
 
 
 def distances(model, compiled, seed):
-    """How far logits and caches of the fused and the eager step are from one in double precision: [(fused, eager), ...]."""
+    """How far logits and caches of the fused and the eager step are from a double precision one, as pairs."""
     torch.manual_seed(seed)
     randomise(model)
     exact = copy.deepcopy(model).double()
@@ -197,7 +201,8 @@ class Scene:
 
     @property
     def fused(self):
-        if self.phase != "prefill":
+        reads_whole_cache = self.kind == "static" and self.attention == "eager"  # so a short prompt is not a cold one
+        if self.phase != "prefill" or reads_whole_cache:
             return DECODE
         return COLD_STATIC if self.kind == "static" else COLD
 
@@ -216,6 +221,8 @@ GRID = [
     Scene("v3-direct", "sdpa", "static", "decode", 1),
     Scene("v3-direct", "sdpa", "none", "prefill", 1),
     Scene("v3-direct", "eager", "dynamic", "decode", 2),
+    Scene("v3-wide", "sdpa", "static", "decode", 2),
+    Scene("v3-wide", "sdpa", "dynamic", "prefill", 2),
     Scene("v2", "sdpa", "static", "prefill", 2),
     Scene("v2", "eager", "dynamic", "chunk", 2),
     Scene("v2", "sdpa", "dynamic", "decode", 2),
@@ -331,7 +338,10 @@ def test_growing_cache_compiles_twice():
 
 
 def compile_config(backend, **options):
-    config = CompileConfig(backend=backend, fullgraph=True, **options)
+    def kept(*args, **kwargs):  # transformers copies its configuration, but functions stay what they are
+        return backend(*args, **kwargs)
+
+    config = CompileConfig(backend=kept, fullgraph=True, **options)
     config._compile_all_devices = True  # transformers would not compile on a CPU
     return config
 
@@ -351,6 +361,7 @@ def test_generate(name):
     assert [report.fused for report in recorder.reports] == [DECODE]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_recompile")
 def test_generate_on_inductor_as_transformers_asks_for_it():
     model, prompt = tiny_model("deepseek_v3"), tokens(1, 7)

@@ -205,11 +205,6 @@ def test_inductor():
     check_fused(entry, FEW, check_same(entry.build(), entry.arguments(FEW), target="inductor"))
 
 
-def test_inductor_classic():
-    entry = CLASSICS[1]
-    check_fused(entry, DECODE, check_same(entry.build(), entry.arguments(DECODE), target="inductor"))
-
-
 def test_inductor_bfloat16():
     check_bfloat16(Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")), PREFILL, target="inductor")
 

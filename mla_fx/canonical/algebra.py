@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fx.errors import NoMatch
+
 from .element import Element, constant, operand
 from .views import args_of, argument
 
@@ -69,12 +71,17 @@ _POWERS = {aten.rsqrt.default: -0.5, aten.sqrt.default: 0.5, aten.reciprocal.def
 
 def _multiply_up(element: Element, power: float, factors: list[tuple[Element, float]]) -> float:
     inner = _factors(element.node)
-    if not inner or (element.scale < 0 and power != int(power)):
+    # (x^2)^0.5 is |x|, no power of x: an even power is taken apart only by an even one
+    loses_sign = any(own == int(own) and own % 2 == 0 and (own * power) % 2 for _, own in inner)
+    if not inner or loses_sign or (element.scale < 0 and power != int(power)):
         factors.append((element.unscaled(), power))
         return abs(element.scale) ** power if element.scale > 0 else element.scale ** int(power)
     number: float = element.scale**power
     for value, own_power in inner:
-        if (known := constant(value)) is not None:
+        known = constant(value)
+        if known == 0 and own_power * power < 0:
+            raise NoMatch("a value is divided by zero", element.node)
+        if known is not None:
             number *= known ** (own_power * power)
         else:
             number *= _multiply_up(operand(value, element.index), own_power * power, factors)

@@ -167,6 +167,8 @@ def at_most(small: Size, large: Size) -> bool:
     """Provably `small <= large`. Sizes are positive, so dividing evenly proves it for symbols."""
     if isinstance(small, int) and isinstance(large, int):
         return small <= large
+    if large == 0:
+        return small == 0
     return small == large or ratio(large, small) is not None
 
 
@@ -256,11 +258,17 @@ def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> lis
         elif (whole := ratio(offset, stride)) is not None:
             digits.append(whole)
             offset = 0
-        elif isinstance(offset, int) and dim < len(strides) - 1:
-            digits.append(0)  # a number is below every symbolic stride it does not divide by
+        elif isinstance(offset, int) and 0 < offset < _least(stride) and dim < len(strides) - 1:
+            digits.append(0)
         else:
             return None
     return digits
+
+
+def _least(stride: Size) -> int:
+    """The least value of a symbolic stride: sizes that are symbols are at least two, zero and one being special."""
+    smallest = sympy.sympify(stride).subs({symbol: 2 for symbol in sympy.sympify(stride).free_symbols})
+    return int(smallest) if smallest.is_Integer else 0
 
 
 def _within(index: Index, size: Size) -> bool:

@@ -9,13 +9,14 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .axes import ZERO, Index, fresh
+from .axes import ZERO, Index, Size, fresh
 from .contraction import name_of
 from .element import Element, operand, resolve
 from .views import args_of, argument, cat_dim, shape_of, slice_bounds
 
 aten = torch.ops.aten
 
+INTEGERS = frozenset({torch.int64, torch.int32})
 WRITES = frozenset(
     {
         aten.index_copy.default,
@@ -97,20 +98,32 @@ def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     if argument(node, 3, "accumulate", False):
         raise NoMatch("the cache is added to, not written", node)
     used = [dim for dim, where in enumerate(places) if where is not None]
+    if any(places[dim].meta["val"].dtype not in INTEGERS for dim in used):
+        raise NoMatch("the cache is written where a condition holds, not at positions", node)
     if len(used) == 1:
-        dim = used[0]
-        if len(shape_of(places[dim])) != 1:
-            raise NoMatch("the positions written are not one-dimensional", node)
-        return _indexed(node, index, old, dim, places[dim], _full_rank(rows, len(index), node))
+        return _at_positions(node, index, used[0], places[used[0]], rows)
     if used == [0, 1]:
         return _per_sequence(node, index, old, places, rows)
     raise NoMatch("the cache is written at positions along several dimensions", node)
 
 
-def _full_rank(rows: Node, rank: int, node: Node) -> Node:
-    if len(shape_of(rows)) != rank:
+def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, rows: Node) -> CacheUpdate:
+    """`cache[:, :, positions] = rows`; leading dimensions of one may be missing from the rows."""
+    old = args_of(node)[0]
+    if len(shape_of(where)) != 1:
+        raise NoMatch("the positions written are not one-dimensional", node)
+    token = fresh(shape_of(where)[0])
+    row = (*index[:dim], token, *index[dim + 1 :])
+    _require_rows(node, rows, (*shape_of(old)[:dim], shape_of(where)[0], *shape_of(old)[dim + 1 :]))
+    return CacheUpdate(node, index, dim, old, rows, operand(rows, row), token, resolve(where, (token,)))
+
+
+def _require_rows(node: Node, rows: Node, expected: tuple[Size, ...]) -> None:
+    """The rows fill what is written; only leading dimensions of one may be missing."""
+    sizes = shape_of(rows)
+    missing = expected[: len(expected) - len(sizes)]
+    if sizes != expected[len(missing) :] or any(size != 1 for size in missing):
         raise NoMatch("the rows written are broadcast into the cache", node)
-    return rows
 
 
 def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[Node], rows: Node) -> CacheUpdate:
@@ -120,16 +133,28 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     sequence = index[0]
     lead: tuple[Index, ...] = (sequence,)
     token = ZERO
-    if rank == 2:
-        token = fresh(shape_of(rows)[1])
+    if max(len(shape_of(place)) for place in places[:2]) == 2:
+        token = fresh(shape_of(positions)[-1])
         lead = (sequence, token)
     counted = operand(batch_places, lead)
-    if counted.node.target not in (torch.ops.prims.iota.default, aten.arange.default, aten.arange.start_step):
+    if not _counts_from_zero(counted.node) or counted.index != (sequence,):
         raise NoMatch("the cache is written at sequences that are not simply counted", node)
-    if counted.index != (sequence,):
-        raise NoMatch("the cache is written at sequences that are not simply counted", node)
-    row = resolve(rows, (*lead, *index[2:]))
+    sizes = shape_of(old)
+    written = (sizes[0],) if token is ZERO and len(lead) == 1 else (sizes[0], shape_of(positions)[-1])
+    _require_rows(node, rows, (*written, *sizes[2:]))
+    row = operand(rows, (*lead, *index[2:]))
     return CacheUpdate(node, index, 1, old, rows, row, token, operand(positions, lead))
+
+
+def _counts_from_zero(node: Node) -> bool:
+    """`arange(n)`: with a sequence axis as its index it counts the sequences of the cache, all of them."""
+    if node.target is torch.ops.prims.iota.default:
+        return node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
+    if node.target is aten.arange.start_step:
+        return argument(node, 0, "start") == 0 and argument(node, 2, "step", 1) == 1
+    return node.target is aten.arange.default or (
+        node.target is aten.arange.start and argument(node, 0, "start") == 0
+    )
 
 
 def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -137,7 +162,13 @@ def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     old, dim, where, rows = args_of(node)
     dim = dim % len(index)
     token, row = _rows(index, dim, rows)
+    if shape_of(where) != shape_of(rows) or _without(shape_of(rows), dim) != _without(shape_of(old), dim):
+        raise NoMatch("only a part of the rows is scattered into the cache", node)
     position = resolve(where, row)
     if not position.settled().axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
         raise NoMatch("the elements of one row are scattered to different positions", node)
     return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, position)
+
+
+def _without(sizes: tuple[Size, ...], dim: int) -> tuple[Size, ...]:
+    return (*sizes[:dim], *sizes[dim + 1 :])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from .axes import Axis, Index, settle, substitute
@@ -149,7 +150,8 @@ def _attribute(node: Node) -> float | None:
     plain = isinstance(held, torch.Tensor) and type(held) in (torch.Tensor, torch.nn.Parameter)
     if not plain or held.ndim or held.is_complex() or held.device.type == "meta":
         return None
-    return float(held)
+    with unset_fake_temporarily():
+        return float(held)
 
 
 def depends_on(element: Element, axes: frozenset[Axis]) -> bool:

@@ -55,8 +55,10 @@ def rms_norm(element: Element) -> RmsNorm:
 
     axes = value.settled().axes - root.settled().axes
     length = product(axis.size for axis in axes)
-    if not gamma.settled().axes <= axes or not axes:
+    if gamma.settled().axes != axes or not axes:
         raise NoMatch("the norm's weight does not run along the normalised dimension", gamma.node)
+    if whole.number < 0:
+        raise NoMatch("the norm is multiplied by a negative number", element.node)
     if not math.isclose(whole.number**2, mean_scale * float(length), rel_tol=1e-6):
         raise NoMatch(f"the mean square is not taken over the {length} normalised elements", root.node)
     return RmsNorm(value, gamma, epsilon / (mean_scale * float(length)), _rounds_first(gamma, element))

@@ -34,6 +34,7 @@ FUSED_ATTENTION = frozenset(
 )
 
 
+MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
 
@@ -153,8 +154,10 @@ def attention(node: Node) -> Attention:
     is_left = weighted.left.node in (node, *_guards(node))
     probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
     logits, axis = softmax(probability)
-    if weighted.axes != leaves([axis]) or weighted.scale != 1.0:
+    if weighted.axes != leaves([axis]):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
+    if weighted.scale != 1.0:
+        raise NoMatch(f"the attention's result is multiplied by {weighted.scale:.6g}", output)
     scores, masks = _logits(logits)
     return Attention(output, index, scores, masks, False, value, axis)
 
@@ -201,6 +204,12 @@ def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]
 
 def _filled(element: Element) -> tuple[Element, Mask] | None:
     """`where(condition, scores, -inf)` either way around, as masked_fill leaves it: the scores and the mask."""
+    if element.node.target in MASKED_FILL:
+        kept, condition, fill = args_of(element.node)
+        number = constant(fill)
+        if number is None or number > MASKED:
+            return None
+        return operand(kept, element.index, element.scale), Mask(operand(condition, element.index), number, False)
     if element.node.target is not aten.where.self:
         return None
     condition, chosen, other = args_of(element.node)

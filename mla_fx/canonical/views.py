@@ -189,12 +189,29 @@ def _slice_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
     base, source = args_of(node)[:2]
     dim = argument(node, 2, "dim", 0) % len(index)
     bounds = slice_bounds(node, 2, shape_of(base)[dim])
-    if bounds is None or bounds[3] != 1:
+    if bounds is None:
         return None
-    _, start, end, _ = bounds
+    _, start, end, step = bounds
+    if step != 1:
+        return _every(node, index, dim, start, step)
     if covers(index[dim], start, end):
         return source, _replaced(index, dim, shifted(index[dim], -start))
     return (base, index) if misses(index[dim], start, end) else None
+
+
+def _every(node: Node, index: tuple[Index, ...], dim: int, start: Size, step: int) -> Place | None:
+    """Every `step`th position was written over: an index in steps of it meets all of them or none."""
+    base, source = args_of(node)[:2]
+    where = index[dim]
+    numbers = (start, where.offset, *(stride for _, stride in where.terms))
+    if not all(isinstance(number, int) for number in numbers) or any(stride % step for _, stride in where.terms):
+        return None
+    if (where.offset - start) % step:
+        return base, index
+    if where.offset < start:
+        return None
+    terms = tuple((axis, stride // step) for axis, stride in where.terms)
+    return source, _replaced(index, dim, Index((where.offset - start) // step, terms))
 
 
 def _select_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:

@@ -23,6 +23,7 @@ class Negative(Entry):
     """`partial` (or `unfused`) says what is fused; `because` is a pattern for the reason of the nearest miss."""
 
     because: str = ""
+    only: tuple[str, ...] = ("few",)
 
 
 class Written(LatentAttention):
@@ -255,7 +256,7 @@ NEGATIVES = [
 ]  # fmt: skip
 
 SAFE = OldCacheRead, OldCacheReadLazily, WrittenTwice, ScaledBeforeNorm
-RIGHT_WHATEVER_FUSES = [Negative(Spelling(), make) for make in SAFE]
+RIGHT_WHATEVER_FUSES = [Negative(Spelling(), make, only=("decode", "few")) for make in SAFE]
 
 
 # --- no latent attention at all --------------------------------------------------------------------------------------
