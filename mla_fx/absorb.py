@@ -30,7 +30,7 @@ def absorb_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
 
 def expand_output(out: Tensor, weight_uv: Tensor) -> Tensor:
     """[B,S,N,Hckv], [N,Dv,Hckv] -> [B,S,N,Dv]."""
-    return _per_head(out, weight_uv.permute(0, 2, 1))
+    return _per_head(out, weight_uv.permute(0, 2, 1)).contiguous()
 
 
 def _per_head(value: Tensor, weight: Tensor) -> Tensor:

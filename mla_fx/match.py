@@ -22,7 +22,7 @@ from typing import Any
 from torch.fx import Node
 
 from .canonical.axes import Axis, Index
-from .canonical.cache_update import cache_update
+from .canonical.cache_update import POSITIONED, cache_update
 from .canonical.contraction import Contraction, contraction
 from .canonical.element import Element, resolve
 from .canonical.rms_norm import rms_norm as read_rms_norm
@@ -205,6 +205,8 @@ class _Stored(Pattern):
         try:
             update = cache_update(element)
         except NoMatch:
+            if element.node.target in POSITIONED:
+                raise  # it is a cache, written in a way that is not known
             yield from self.row.bindings(element, match.choose(self.name, "none").read(self.name, None), trail)
             return
         written = match.choose(self.name, "append" if update.position is None else "write").read(self.name, update)

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from .canonical.axes import Axis, Index, Size, at_most, composite, leaves, product, ratio, settle, size_of
 from .canonical.element import Element
@@ -36,7 +36,6 @@ class Emitter:
         self.fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
         self._calls: dict[Any, Node] = {}
         self._values: dict[Any, Any] = {}
-        self._written: set[Node] = set()
         self._sizes: dict[Size, Node] | None = None
         self._traced: dict[Any, torch.fx.GraphModule] = {}
         self.added: list[Node] = []
@@ -68,22 +67,22 @@ class Emitter:
         value = self._value(target, args, kwargs)
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value
-        if any(_is_written(operand) or operand in self._written for operand in node.all_input_nodes):
-            self._written.add(node)
         self._calls[key] = node
         self.added.append(node)
         return node
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What is known about a call's result; shared by calls of equal shapes, but for views of what is written to."""
-        operands = [node for node in tree_leaves((args, kwargs)) if isinstance(node, Node)]
-        if any(node in self._written or _is_written(node) for node in operands):
+        """What is known about a call's result. Fused operators check a lot, so equal calls are computed once; each
+        result still is a tensor of its own, since compilers ask by storage what aliases what."""
+        if getattr(target, "namespace", "") != "mla_fx":
             return self._computed_value(target, args, kwargs)
         described = tree_map_only(Node, lambda node: _signature(node.meta["val"]), (args, kwargs))
         key = (target, _hashable(described))
         if key not in self._values:
             self._values[key] = self._computed_value(target, args, kwargs)
-        return self._values[key]
+            return self._values[key]
+        with self.fake_mode or contextlib.nullcontext():
+            return tree_map_only(torch.Tensor, _unshared, self._values[key])
 
     def _computed_value(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Node, lambda node: node.meta["val"], (args, kwargs))
@@ -103,19 +102,19 @@ class Emitter:
 
         An axis the element does not depend on gives a dimension of one, or is repeated if `expand`."""
         element = element.settled()
-        node, index = (element.node, element.index) if element.top is None else element.top
+        node, index, scale = element.held
         if len(index) == len(shape_of(node)) + 1:
             node = self.call(aten.view_as_real.default, node)
         wanted = [leaves(dim) for dim in dims]
         node = self._arrange(*self._spread(node, index, wanted), wanted)
         if expand:
             node = self._expanded(node, wanted)
-        if element.top_scale != 1.0:
-            node = self.call(aten.mul.Tensor, node, element.top_scale)
-        return self.cast(node, dtype)
+        if scale != 1.0:
+            node = self.call(aten.mul.Tensor, node, scale)
+        return self.cast(node, dtype or element.dtype)
 
-    def cast(self, node: Node, dtype: torch.dtype | None) -> Node:
-        if dtype is None or node.meta["val"].dtype == dtype:
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        if node.meta["val"].dtype == dtype:
             return node
         return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
 
@@ -177,10 +176,24 @@ class Emitter:
         """A new tensor as an element of the axes that its dimensions run over."""
         return Element(node, tuple(composite(leaves(axes)) for axes in roles))
 
-    def replace(self, old: Node, index: tuple[Index, ...], element: Element) -> None:
-        """Uses `element` wherever `old`, read at `index`, was used."""
+    def replace(self, old: Node, index: tuple[Index, ...], element: Element, *, padding: int = 0) -> None:
+        """Uses `element` wherever `old`, read at `index`, was used; behind it come `padding` zeros."""
         new = self.tensor(element, [settle(part).axes for part in index], dtype=old.meta["val"].dtype, expand=True)
-        old.replace_all_uses_with(new)
+        if padding:
+            new = self.call(aten.constant_pad_nd.default, new, [0, padding])
+        old.replace_all_uses_with(self._laid_out_as(old, new))
+
+    def _laid_out_as(self, old: Node, new: Node) -> Node:
+        """`new` with the strides of `old`: what follows was traced for those, and a view of other ones would fail."""
+        strides = [size_of(stride) for stride in old.meta["val"].stride()]
+        if strides == [size_of(stride) for stride in new.meta["val"].stride()]:
+            return new
+        order = _slowest_first(strides)
+        if order == list(range(len(order))):
+            return self.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+        ordered = self.call(aten.permute.default, new, order)
+        dense = self.call(aten.clone.default, ordered, memory_format=torch.contiguous_format)
+        return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def inline(self, function: Callable[..., Any], *arguments: Node | None, **options: Any) -> Any:
         """The graph of `function` on `arguments`, spliced in; traced once for equal shapes and options."""
@@ -277,6 +290,17 @@ def _grouped(units: list[Unit], wanted: list[tuple[Axis, ...]]) -> list[Unit]:
     return merged
 
 
+def _slowest_first(strides: Sequence[Size]) -> list[int]:
+    """Dimensions by falling stride, in order where strides are equal."""
+
+    def compare(one: int, two: int) -> int:
+        if strides[one] == strides[two]:
+            return one - two
+        return 1 if at_most(strides[one], strides[two]) else -1
+
+    return sorted(range(len(strides)), key=functools.cmp_to_key(compare))
+
+
 def _slower_first(left: tuple[Axis, Size], right: tuple[Axis, Size]) -> int:
     if left[1] == right[1]:
         return 0
@@ -310,11 +334,6 @@ def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any)
 
 def _unshared(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _is_written(node: Node) -> bool:
-    """A graph input that the graph updates; what aliases it matters to whoever makes updates in place."""
-    return node.op == "placeholder" and any(user.target is aten.copy_.default for user in node.users)
 
 
 def _signature(value: Any) -> Any:

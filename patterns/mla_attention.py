@@ -217,7 +217,7 @@ class MlaAttention(Rule[Facts]):
             if values == "expanded":
                 out = emit.inline(expand_output, out, operand("weight_uv", n, v, match.readings["down"].axes))
         out = emit.scaled(out, facts.factors[1])
-        emit.replace(found.node, found.index, emit.result(out, (b, s, n, v)))
+        emit.replace(found.node, found.index, emit.result(out, (b, s, n, v)), padding=found.padding)
 
     def suspicious(self, anchor: Node) -> bool:
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""

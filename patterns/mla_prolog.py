@@ -176,14 +176,10 @@ class MlaProlog(Rule[Facts]):
                 raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
         b, s, _, _ = _roles(match, "query")
         latent, keys = _caches(match)
-        b_row, s_row = _row(match, "kv_cache", latent)
-        _check_token_x(match, (b, s), (b_row, s_row))
-        check_same_rotation(
-            reads.get("query_rope.rope"),
-            reads.get("kr_cache.rope"),
-            _roles(match, "query_rope")[:2],
-            _row(match, "kr_cache", keys),
-        )
+        _check_token_x(match, _tokens((b, s), latent), _row(match, "kv_cache", latent))
+        rotations = reads.get("query_rope.rope"), reads.get("kr_cache.rope")
+        outer = _tokens(_roles(match, "query_rope")[:2], latent)
+        check_same_rotation(*rotations, outer, _row(match, "kr_cache", keys))
         return Facts(match, reads["node"], _weight_uq_qr(match), _weight_dkv_kr(match, latent, keys), latent, keys)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> None:
@@ -191,7 +187,8 @@ class MlaProlog(Rule[Facts]):
         reads = match.readings
         b, s, n, c = _roles(match, "query")
         low_rank = match.choices["query_rank"] == "low"
-        x = emit.tensor(match["token_x"], (b, s, (reads["dq"] if low_rank else reads["uq"]).axes))
+        tokens = _tokens((b, s), facts.latent)
+        x = emit.tensor(match["token_x"], (*tokens, (reads["dq"] if low_rank else reads["uq"]).axes))
         dtype = x.meta["val"].dtype
         if dtype != node.args[2].meta["val"].dtype:
             raise NoMatch(f"token_x is {dtype}, the cache {node.args[2].meta['val'].dtype}", x)
@@ -206,7 +203,7 @@ class MlaProlog(Rule[Facts]):
         weight_dq = weight(match["weight_dq"], reads["dq"].axes, a) if low_rank else None
         gamma_cq = emit.tensor(match["gamma_cq"], (a,)) if low_rank else None
         gamma_ckv = emit.tensor(match["gamma_ckv"], (tuple(match["gamma_ckv"].axes),))
-        sin, cos = _tables(emit, match)
+        sin, cos = _tables(emit, facts)
         index, kv_cache, kr_cache, mode = _cache_operands(emit, facts, x)
         options = _norm_options(match)
         out = emit.call(
@@ -229,8 +226,10 @@ class MlaProlog(Rule[Facts]):
             cache_mode=mode,
         )
         query, query_rope, kv_cache_out, kr_cache_out = (emit.call(operator.getitem, out, item) for item in range(4))
-        node.update_arg(0, query)
-        node.update_arg(1, query_rope)
+        r = _roles(match, "query_rope")
+        node.update_arg(0, emit.tensor(emit.result(query, (*tokens, n, c)), (b, s, n, c)))
+        rope_tokens = _tokens(r[:2], facts.latent)
+        node.update_arg(1, emit.tensor(emit.result(query_rope, (*rope_tokens, *r[2:])), r))
         for position, roles, result in ((2, facts.latent, kv_cache_out), (3, facts.keys, kr_cache_out)):
             if roles is None:
                 node.update_arg(position, emit.call(aten.squeeze.dim, result, 2))
@@ -253,6 +252,12 @@ def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:
     roles = cache_roles(latent), cache_roles(keys)
     check_same_write(*roles)
     return roles
+
+
+def _tokens(tokens: tuple[Axes, ...], latent: CacheRoles | None) -> tuple[Axes, Axes]:
+    """Batch and token axes as the operator takes them: one row of all tokens, if the cache has no batch of its own."""
+    batch, token = tokens
+    return ((), (*batch, *token)) if latent is not None and not latent.batch else (batch, token)
 
 
 def _row(match: Match, operand: str, roles: CacheRoles | None) -> tuple[Axes, Axes]:
@@ -302,11 +307,11 @@ def _weight_dkv_kr(match: Match, latent: CacheRoles | None, keys: CacheRoles | N
     return whole
 
 
-def _tables(emit: Emitter, match: Match) -> tuple[Node | None, Node | None]:
-    rotation: Rope | None = match.readings.get("query_rope.rope")
+def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
+    rotation: Rope | None = facts.match.readings.get("query_rope.rope")
     if rotation is None:
         return None, None
-    outer = _roles(match, "query_rope")[:2]
+    outer = _tokens(_roles(facts.match, "query_rope")[:2], facts.latent)
     return emit_table(emit, rotation.sin, rotation.pair, outer), emit_table(emit, rotation.cos, rotation.pair, outer)
 
 

@@ -43,7 +43,7 @@ EXPECTED = {
     "deepseek_v3": whole(2),
     "deepseek_v32": whole(2),
     "kimi_linear": whole(1),  # and a layer of linear attention
-    "longcat_flash": attention_only(2, "expected a rotary embedding", "mean square"),
+    "longcat_flash": attention_only(2, "expected a rotary embedding", "multiplied by a number"),
     "minicpm3": whole(2),
     "mistral4": attention_and_cache(2, "expected a matrix product, found an elementwise mul"),
     "mistral_large4": attention_and_cache(  # and a layer without rotation
@@ -57,7 +57,7 @@ EXPECTED = {
     "axk1": whole(2),
     "axk2": attention_and_cache(2, "token_x is not one tensor"),
     "bailing_hybrid": whole(1),
-    "dots3_note": attention_only(2, "mean square"),
+    "dots3_note": attention_only(2, "multiplied by a number"),
 }
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
-
 from .element import Element, constant, operand
 from .views import args_of, argument
 
@@ -63,7 +61,20 @@ def as_product(element: Element) -> Product:
     """`element` as a product of powers of elements that are no products themselves."""
     factors: list[tuple[Element, float]] = []
     number = _multiply_up(element, 1.0, factors)
-    return Product(tuple(factors), number)
+    return Product(tuple(_collected(factors)), number)
+
+
+def _collected(factors: list[tuple[Element, float]]) -> list[tuple[Element, float]]:
+    """Whole powers of one element added up. Roots stay apart: x^0.5 x^0.5 is no x where x is negative."""
+    whole: dict[Element, float] = {}
+    roots: list[tuple[Element, float]] = []
+    for factor, power in factors:
+        factor = factor.settled()
+        if power == int(power):
+            whole[factor] = whole.get(factor, 0.0) + power
+        else:
+            roots.append((factor, power))
+    return [*whole.items(), *roots]
 
 
 _POWERS = {aten.rsqrt.default: -0.5, aten.sqrt.default: 0.5, aten.reciprocal.default: -1.0, aten.square.default: 2.0}
@@ -73,14 +84,13 @@ def _multiply_up(element: Element, power: float, factors: list[tuple[Element, fl
     inner = _factors(element.node)
     # (x^2)^0.5 is |x|, no power of x: an even power is taken apart only by an even one
     loses_sign = any(own == int(own) and own % 2 == 0 and (own * power) % 2 for _, own in inner)
-    if not inner or loses_sign or (element.scale < 0 and power != int(power)):
+    divides_by_zero = any(constant(value) == 0 and own * power < 0 for value, own in inner)
+    if not inner or loses_sign or divides_by_zero or (element.scale < 0 and power != int(power)):
         factors.append((element.unscaled(), power))
         return abs(element.scale) ** power if element.scale > 0 else element.scale ** int(power)
     number: float = element.scale**power
     for value, own_power in inner:
         known = constant(value)
-        if known == 0 and own_power * power < 0:
-            raise NoMatch("a value is divided by zero", element.node)
         if known is not None:
             number *= known ** (own_power * power)
         else:

@@ -164,12 +164,12 @@ def _symbolic_ratio(numerator: sympy.Expr, denominator: sympy.Expr) -> Size | No
 
 
 def at_most(small: Size, large: Size) -> bool:
-    """Provably `small <= large`. Sizes are positive, so dividing evenly proves it for symbols."""
+    """Provably `small <= large`. Symbols are positive, so dividing evenly proves it for them."""
     if isinstance(small, int) and isinstance(large, int):
         return small <= large
-    if large == 0:
-        return small == 0
-    return small == large or ratio(large, small) is not None
+    if isinstance(large, int) and large == 0:
+        return False
+    return bool(small == large) or ratio(large, small) is not None
 
 
 # --- the one hard view: reshape --------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> lis
 
 def _least(stride: Size) -> int:
     """The least value of a symbolic stride: sizes that are symbols are at least two, zero and one being special."""
-    smallest = sympy.sympify(stride).subs({symbol: 2 for symbol in sympy.sympify(stride).free_symbols})
+    smallest = sympy.sympify(stride).subs(dict.fromkeys(sympy.sympify(stride).free_symbols, 2))
     return int(smallest) if smallest.is_Integer else 0
 
 

@@ -17,16 +17,10 @@ from .views import args_of, argument, cat_dim, shape_of, slice_bounds
 aten = torch.ops.aten
 
 INTEGERS = frozenset({torch.int64, torch.int32})
-WRITES = frozenset(
-    {
-        aten.index_copy.default,
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
-        aten.scatter.src,
-        aten.slice_scatter.default,
-        aten.cat.default,
-    }
+POSITIONED = frozenset(
+    {aten.index_copy.default, aten.index_put.default, aten._unsafe_index_put.default, aten.scatter.src}
 )
+WRITES = frozenset({*POSITIONED, aten.slice_scatter.default})
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,6 @@ def _require_rows(node: Node, rows: Node, expected: tuple[Size, ...]) -> None:
 def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[Node], rows: Node) -> CacheUpdate:
     """`cache[arange(batch), positions] = rows`: each sequence has positions of its own."""
     batch_places, positions = places[:2]
-    rank = max(len(shape_of(places[0])), len(shape_of(places[1])))
     sequence = index[0]
     lead: tuple[Index, ...] = (sequence,)
     token = ZERO
@@ -149,12 +142,12 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
 def _counts_from_zero(node: Node) -> bool:
     """`arange(n)`: with a sequence axis as its index it counts the sequences of the cache, all of them."""
     if node.target is torch.ops.prims.iota.default:
-        return node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
+        return bool(node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1)
     if node.target is aten.arange.start_step:
-        return argument(node, 0, "start") == 0 and argument(node, 2, "step", 1) == 1
-    return node.target is aten.arange.default or (
-        node.target is aten.arange.start and argument(node, 0, "start") == 0
-    )
+        return bool(argument(node, 0, "start") == 0 and argument(node, 2, "step", 1) == 1)
+    if node.target is aten.arange.start:
+        return bool(argument(node, 0, "start") == 0)
+    return node.target is aten.arange.default
 
 
 def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._ops import OpOverload
@@ -11,9 +11,10 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
+from .algebra import as_sum
 from .axes import Axis, Index, fresh, leaves
 from .element import Element, operand, resolve
-from .views import args_of, argument, cuts, shape_of
+from .views import args_of, argument, cuts, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 
@@ -53,7 +54,12 @@ def contraction(element: Element) -> Contraction:
 def segments(found: Contraction) -> tuple[Contraction, ...]:
     """The contraction as a sum of contractions over the ranges from which its operands were put together.
 
-    One level only: the parts of a part, such as the halves of a rotation, belong to whoever reads that part."""
+    One level only: the parts of a part, such as the halves of a rotation, belong to whoever reads that part. A sum of
+    padded operands is another way to put them together; ranges of zeros drop out."""
+    return tuple(part for term in _padded_terms(found) for part in _ranges(term) if not _is_zero(part))
+
+
+def _ranges(found: Contraction) -> tuple[Contraction, ...]:
     for axis in found.axes:
         where = sorted({cut for side in (found.left, found.right) for at, cut in cuts_of(side) if at is axis})
         if not where:
@@ -61,6 +67,23 @@ def segments(found: Contraction) -> tuple[Contraction, ...]:
         bounds = [0, *where, axis.size]
         return tuple(_range(found, axis, start, stop) for start, stop in itertools.pairwise(bounds))
     return (found,)
+
+
+def _padded_terms(found: Contraction) -> tuple[Contraction, ...]:
+    """The contraction multiplied out, if its right or left side is a sum of padded values."""
+    for side, other in ((found.left, found.right), (found.right, found.left)):
+        terms = as_sum(side)
+        if not terms.constant and all(term.node.target is aten.constant_pad_nd.default for term in terms.terms):
+            return tuple(
+                replace(found, left=term.unscaled(), right=other, scale=found.scale * term.scale)
+                for term in terms.terms
+            )
+    return (found,)
+
+
+def _is_zero(found: Contraction) -> bool:
+    sides = (side.settled() for side in (found.left, found.right))
+    return any(pads_with_zero(side.node, side.index) for side in sides)
 
 
 def _range(found: Contraction, axis: Axis, start: int, stop: int) -> Contraction:
@@ -124,14 +147,16 @@ def _product_summed(element: Element) -> Contraction:
     return _contraction(scaled, left, right, over)
 
 
-def summed(element: Element) -> tuple[Element, tuple[Index, ...]]:
-    """The summand of a sum or mean over dimensions, and the indices summed over; the scale holds 1/n of a mean."""
+def summed(element: Element, dim_at: int = 1) -> tuple[Element, tuple[Index, ...]]:
+    """The summand of a sum or mean over dimensions, and the indices summed over; the scale holds 1/n of a mean.
+
+    The dimensions are argument number `dim_at` of the reduction, `keepdim` the next."""
     node = element.node
     source = args_of(node)[0]
     sizes = shape_of(source)
-    named = argument(node, 1, "dim") or range(len(sizes))
+    named = argument(node, dim_at, "dim") or range(len(sizes))
     dims = {dim % len(sizes) for dim in ([named] if isinstance(named, int) else named)}
-    keep = bool(argument(node, 2, "keepdim", False))
+    keep = bool(argument(node, dim_at + 1, "keepdim", False))
     rest = iter(element.index)
     index: list[Index] = []
     over: list[Index] = []

@@ -41,10 +41,19 @@ class Element:
     @property
     def dtype(self) -> torch.dtype:
         """The type in which the program holds this value."""
-        node = self.node if self.top is None else self.top[0]
-        dtype = node.meta["val"].dtype
+        node, index = (self.node, self.index) if self.top is None else self.top
+        value = node.meta["val"]
+        is_part = len(index) > value.ndim  # the real or imaginary part of a complex value
+        dtype = value.dtype.to_real() if is_part else value.dtype
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    @property
+    def held(self) -> tuple[Node, tuple[Index, ...], float]:
+        """Where a rewrite reads the value: before casts, unless what they were applied to had been repeated first."""
+        if self.top is None or {axis for part in self.top[1] for axis in part.axes} != self.axes:
+            return self.node, self.index, self.scale
+        return *self.top, self.top_scale
 
     def settled(self) -> Element:
         """The same element after axes were split: every comparison starts here."""

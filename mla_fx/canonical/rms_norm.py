@@ -14,7 +14,7 @@ from .algebra import as_product, as_sum
 from .axes import Index, leaves, product
 from .contraction import name_of, summed
 from .element import CASTS, Element
-from .views import args_of
+from .views import args_of, argument
 
 aten = torch.ops.aten
 LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}
@@ -60,7 +60,8 @@ def rms_norm(element: Element) -> RmsNorm:
     if whole.number < 0:
         raise NoMatch("the norm is multiplied by a negative number", element.node)
     if not math.isclose(whole.number**2, mean_scale * float(length), rel_tol=1e-6):
-        raise NoMatch(f"the mean square is not taken over the {length} normalised elements", root.node)
+        factor = whole.number / math.sqrt(mean_scale * float(length))
+        raise NoMatch(f"the norm is multiplied by a number, {factor:.6g}", element.node)
     return RmsNorm(value, gamma, epsilon / (mean_scale * float(length)), _rounds_first(gamma, element))
 
 
@@ -70,16 +71,26 @@ def _mean_square(root: Element) -> tuple[Element, float, float, tuple[Index, ...
     if len(radicand.terms) != 1 or radicand.constant < 0:
         raise NoMatch("the norm's epsilon is not a compile-time number", root.node)
     mean = radicand.terms[0]
+    value, number, over = _sum_of_squares(mean)
+    return value, number, radicand.constant, over
+
+
+def _sum_of_squares(mean: Element) -> tuple[Element, float, tuple[Index, ...]]:
+    """`number * sum(value^2)`, spelled as a sum or mean of squares or as the square of a vector norm."""
+    whole = as_product(mean)
+    if len(whole.factors) == 1 and whole.factors[0][0].node.target is aten.linalg_vector_norm.default:
+        norm, power = whole.factors[0]
+        if power != 2.0 or argument(norm.node, 1, "ord", 2) != 2:
+            raise NoMatch("expected the square of a Euclidean norm under the root", norm.node)
+        value, over = summed(norm, dim_at=2)
+        return value, whole.number, over
     if mean.node.target not in (aten.mean.dim, aten.sum.dim_IntList):
         raise NoMatch(f"expected a mean of squares under the root, found {name_of(mean.node)}", mean.node)
     square, over = summed(mean)
     inner = as_product(square)
-    powers = {factor.settled(): 0.0 for factor, _ in inner.factors}
-    for factor, power in inner.factors:
-        powers[factor.settled()] += power
-    if list(powers.values()) != [2.0]:
+    if [power for _, power in inner.factors] != [2.0]:
         raise NoMatch("expected the mean of one value squared under the root", mean.node)
-    return next(iter(powers)), inner.number, radicand.constant, over
+    return inner.factors[0][0], inner.number, over
 
 
 def _same_but(outside: Element, inside: Element, over: tuple[Index, ...]) -> bool:

@@ -62,20 +62,35 @@ def rope(element: Element, along: Index) -> Iterator[Rope]:
     if not isinstance(size, int) or size % 2:
         raise NoMatch(f"a rotary dimension is even and known, this one is {size}", element.node)
     axis = Axis(size)
-    found = False
     refusal = NoMatch(f"expected a rotary embedding, found {name_of(element.node)}", element.node)
+    found = False
     for written in LAYOUTS:
         pair = Axis(size // 2)
         try:
             first, second = (_terms(_at_pair(element, axes, size, written, which, pair)) for which in (0, 1))
-        except NoMatch as miss:
-            refusal = miss
+        except NoMatch:
+            continue
+        wrong = _wrong_turn(first, second)
+        if wrong is not None:
+            refusal = NoMatch(wrong, element.node)
             continue
         for rotation in _rotations(first, second, axis, pair, written):
             found = True
             yield rotation
     if not found:
         raise refusal
+
+
+def _wrong_turn(first: list[Term], second: list[Term]) -> str | None:
+    """Why two times two products are no rotation, judged by their factors; None if they may be one."""
+    factors = [factor for factor, _, _ in first + second]
+    if {round(abs(factor), 6) for factor in factors} != {1.0}:
+        return f"the rotated value is multiplied by a number, {factors[0]:.6g}"
+    if sorted(factors[:2]) == [-1.0, 1.0] and factors[2:] == [1.0, 1.0]:
+        return None
+    if sorted(factors[2:]) == [-1.0, 1.0] and factors[:2] == [1.0, 1.0]:
+        return "the value is rotated the other way, by minus the angle of sin and cos"
+    return "the signs of cos and sin make no rotation"
 
 
 def _at_pair(element: Element, axes: tuple[Axis, ...], size: int, layout: str, which: int, pair: Axis) -> Element:
@@ -127,14 +142,8 @@ def _parts(number: Element) -> tuple[Element, Element]:
 
 def _rotations(first: list[Term], second: list[Term], axis: Axis, pair: Axis, written: str) -> Iterator[Rope]:
     """Assigns x1, x2, cos and sin; rotating x by the table and the table by x look alike, so both are offered."""
-    plus = [term for term in first if term[0] > 0]
-    minus = [term for term in first if term[0] < 0]
-    if len(plus) != 1 or len(minus) != 1 or any(sign < 0 for sign, _, _ in second):
-        return
-    magnitudes = {round(abs(sign), 6) for sign, _, _ in first + second}
-    if magnitudes != {1.0}:
-        return
-    for (x1, cos_first), (x2, sin_first) in itertools.product(_both_ways(plus[0]), _both_ways(minus[0])):
+    minus, plus = sorted(first, key=lambda term: term[0])
+    for (x1, cos_first), (x2, sin_first) in itertools.product(_both_ways(plus), _both_ways(minus)):
         read = _layout_read(x1, x2, pair)
         if read is None:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .algebra import as_sum
-from .axes import Axis, Index, fresh, leaves
+from .axes import Axis, Index, fresh, leaves, settle, shifted
 from .contraction import Contraction, contraction, name_of, summed
 from .element import CASTS, Element, constant, operand, resolve
-from .views import MOVERS, args_of, argument, fresh_index, shape_of
+from .views import MOVERS, args_of, argument, cuts, fresh_index, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 
@@ -60,6 +60,8 @@ class Attention:
     is_causal: bool
     value: Element
     axis: Axis
+    padding: int = 0
+    """How many zeros the output has behind what `index` reads, because the values were padded."""
 
 
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
@@ -157,9 +159,22 @@ def attention(node: Node) -> Attention:
     if weighted.axes != leaves([axis]):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
     if weighted.scale != 1.0:
-        raise NoMatch(f"the attention's result is multiplied by {weighted.scale:.6g}", output)
+        raise NoMatch(f"the attention's result is multiplied by a number, {weighted.scale:.6g}", output)
     scores, masks = _logits(logits)
-    return Attention(output, index, scores, masks, False, value, axis)
+    return _unpadded(Attention(output, index, scores, masks, False, value, axis))
+
+
+def _unpadded(found: Attention) -> Attention:
+    """Attention over the values without the zeros that were put behind them to make them as wide as the keys."""
+    value, last = found.value.settled(), settle(found.index[-1])
+    for axis, cut in cuts(value.node, value.index):
+        if value.node.target is not aten.constant_pad_nd.default or not last.is_axis(axis):
+            continue
+        kept = fresh(cut)
+        narrow, rest = value.at({axis: kept}), value.at({axis: shifted(fresh(axis.size - cut), cut)})
+        if pads_with_zero(rest.node, rest.index):
+            return replace(found, index=(*found.index[:-1], kept), value=narrow, padding=axis.size - cut)
+    return found
 
 
 def _guards(node: Node) -> list[Node]:
@@ -193,7 +208,7 @@ def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]
             kept, mask = filled
             inner_scores, inner_masks = _logits(kept)
             scores += inner_scores
-            masks += [mask, *inner_masks]
+            masks += [mask, *inner_masks] if inner_scores else [Mask(term)]
             continue
         try:
             scores.append(contraction(term))
@@ -245,7 +260,8 @@ def _fused(node: Node) -> Attention:
     if not keys.terms:
         raise NoMatch("attention over a single key", node)
     values = operand(value, (*batch, keys, column))
-    return Attention(output, index, (score,), masks, bool(option("is_causal", False)), values, keys.axes[0])
+    is_causal = bool(option("is_causal", False))
+    return _unpadded(Attention(output, index, (score,), masks, is_causal, values, keys.axes[0]))
 
 
 def _schema(node: Node) -> Any:

@@ -240,6 +240,18 @@ def _pad(node: Node, index: tuple[Index, ...]) -> Place | None:
     return args_of(node)[0], tuple(moved)
 
 
+def pads_with_zero(node: Node, index: tuple[Index, ...]) -> bool:
+    """True if the element lies in the zeros around a padded value."""
+    if node.target is not aten.constant_pad_nd.default or argument(node, 2, "value", 0) != 0:
+        return False
+    sizes = shape_of(args_of(node)[0])
+    for position in range(len(args_of(node)[1]) // 2):
+        dim, before = len(sizes) - 1 - position, args_of(node)[1][2 * position]
+        if misses(index[dim], before, before + sizes[dim]):
+            return True
+    return False
+
+
 def covers(index: Index, start: Size, stop: Size) -> bool:
     """Provably every position of `index` lies in [start, stop)."""
     first, last = index.offset, index.offset + extent(index)

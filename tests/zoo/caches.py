@@ -13,7 +13,7 @@ from .sizes import Sizes, Step
 class Cache:
     """No cache: attention over the new rows alone. The methods above the line run outside the compiled module."""
 
-    is_written: ClassVar[bool] = False
+    is_read_from_memory: ClassVar[bool] = False  # a cold prefill too reads the cache, not just the rows it wrote
     is_ragged: ClassVar[bool] = False
     steps: ClassVar[tuple[str, ...]] = ("prefill", "few")
 
@@ -58,7 +58,7 @@ class Appended(Cache):
 class Written(Cache):
     """A cache of fixed length that is written in place and read whole."""
 
-    is_written = True
+    is_read_from_memory = True
     steps = ("prefill", "decode", "few")
 
     def allocate(self, sizes: Sizes, step: Step, width: int) -> Tensor | None:
@@ -150,6 +150,8 @@ class BlocksAndOffsets(Slots):
 class Slice(Written):
     """DeepSeek's model.py: a Python number says where, and only the rows up to there are read."""
 
+    is_read_from_memory = False
+
     def place(self, sizes: Sizes, step: Step) -> Any:
         return step.start
 
@@ -181,6 +183,8 @@ class NarrowCopy(Slice):
 
 
 class SliceReadWhole(Slice):
+    is_read_from_memory = True
+
     def length(self, sizes: Sizes, step: Step) -> int:
         return sizes.context
 

@@ -55,7 +55,7 @@ class Entry:
         cache = CACHES[self.spelling.cache]
         is_cold = step.tokens == cache.length(self.spelling.sizes, step) and step.tokens > SURELY_ABSORBED
         if is_cold and not self.is_absorbed:
-            rows = {"kv_rmsnorm_rope_cache": 1} if cache.is_written and not self.partial else {}
+            rows = {"kv_rmsnorm_rope_cache": 1} if cache.is_read_from_memory and not self.partial else {}
             return {**rows, "mla_attention": 1}
         return {"latent_attention": 1} if self.partial else {"mla_prolog": 1, "latent_attention": 1}
 
@@ -105,6 +105,7 @@ def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
 
 TWO_WEIGHTS = "latent and rotary key are projected by two parameters, the operator takes one matrix"
 IN_TWO = "latent and query are put together again from two parts by a cat"
+BY_BLOCK = "positions are given by block and offset, the operators take slots"
 EVEN = replace(SMALL, nope=8, rope=8, value=8)
 
 COMPOSED = [
@@ -124,7 +125,8 @@ COMPOSED = [
     ),
     *along(DEFAULT, "rope", *(rope for rope in ROPES if rope != "stride_two")),
     *along(DEFAULT, "tables", "indexed"),
-    *along(DEFAULT, "cache", *(cache for cache in CACHES if cache not in ("none", "index_copy"))),
+    *along(DEFAULT, "cache", *(cache for cache in CACHES if cache not in ("none", "index_copy", "blocks_and_offsets"))),
+    *along(DEFAULT, "cache", "blocks_and_offsets", partial=BY_BLOCK),
     Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")),
     Entry(replace(DEFAULT, cache="none", attend="eager")),
     *along(DEFAULT, "keys", *("cat_repeat", "rope_first", "new_empty", "broadcast_assign", "pad_add")),
