@@ -19,8 +19,9 @@ from .debug.report import Miss, PassRecord, Report, count_fused, fused_name, mod
 from .errors import NoMatch
 from .match import Match, Trail
 from .options import Options
-from .rewrite import Emitter, Snapshot, sort_nodes
+from .rewrite import Emitter
 from .rule import Rule
+from .surgery import Snapshot, sort_nodes
 
 
 @dataclass
