@@ -42,9 +42,7 @@ class Inductor(Target):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def inner(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            rewritten = rewrite(graph_module)
-            self.lower(rewritten)
-            return compile_fx_inner(rewritten, inputs, **kwargs)
+            return compile_fx_inner(rewrite(graph_module), inputs, **kwargs)
 
         with functorch_config.patch(enable_autograd_cache=False):
             return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=dict(options.extra) or None)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from . import discover
 from .capture import recover_floats
 from .debug.dump import Dump, graph_text
-from .debug.report import Report
+from .debug.report import PassRecord, Report
 from .errors import FusionError, MlaWarning, OptionError, VerificationError
 from .options import Options, parse
 from .pipeline import PIPELINE, Pass, Run, run_pipeline
@@ -72,6 +72,7 @@ class Compilation:
         try:
             with torch.no_grad():
                 run_pipeline(run, self.passes)
+                self._lower(gm, run)
         except Exception as error:
             self._fall_back(gm, run, error)
         if run.is_changed:
@@ -80,6 +81,12 @@ class Compilation:
             dump.finish(self.report)
         self._judge()
         return gm
+
+    def _lower(self, gm: GraphModule, run: Run) -> None:
+        """Hands the rewritten graph to the target; what it cannot do leaves the user's graph as it came, too."""
+        if run.is_changed:
+            run.record = PassRecord(f"lower to {self.target.name}")
+            self.target.lower(gm)
 
     def _recorder(self, dump: Dump | None) -> Callable[[str, torch.fx.Graph], None] | None:
         if dump is None and not self.keep_text:

@@ -31,7 +31,6 @@ class MlaPass(CustomGraphPass):
         compilation = Compilation.prepare(example_inputs, None, self.given, keep_text=False)
         self.report = compilation.report
         compilation.rewrite(gm)
-        discover.targets()[compilation.options.target].lower(gm)
 
     def uuid(self) -> str:
         """Changes with the options and with the source of every rule, operator and lowering."""

@@ -21,7 +21,7 @@ from .match import Match, Trail
 from .options import Options
 from .rewrite import Emitter
 from .rule import Rule
-from .surgery import Snapshot, sort_nodes
+from .surgery import Snapshot, erase_orphans, sort_nodes
 
 
 @dataclass
@@ -118,10 +118,11 @@ def choose_absorbed(run: Run) -> None:
 
 def tidy(run: Run) -> None:
     """Removes what the fusions left unused and puts every node behind its operands again."""
-    if not run.is_changed:
+    if run.original is None:
         return
     sort_nodes(run.graph)
-    run.graph.eliminate_dead_code()  # which also checks that the graph is well formed
+    erase_orphans(run.graph, run.original)
+    run.graph.lint()
 
 
 PIPELINE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 
@@ -11,6 +12,7 @@ class Snapshot:
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = [(node, node.args, node.kwargs) for node in graph.nodes]
+        self.unused = {node for node in graph.nodes if not node.users}
         self.owner = graph.owning_module
 
     def restore(self) -> Graph:
@@ -22,6 +24,18 @@ class Snapshot:
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
             copies[node].meta = dict(node.meta)
         return graph
+
+
+def erase_orphans(graph: Graph, before: Snapshot) -> None:
+    """Removes what lost its last user since `before`, or was added and has none. What never had a user was there for
+    its effect, or for nothing, and is the user's."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op == "call_function" and node not in before.unused and not _writes(node):
+            graph.erase_node(node)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def sort_nodes(graph: Graph) -> None:

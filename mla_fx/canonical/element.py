@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from .views import Place, args_of, argument, broadcast, fresh_index, move
 
 aten = torch.ops.aten
 
+Step = tuple[Place, float]
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 CASTS = frozenset(
     {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout}
@@ -91,10 +93,11 @@ def resolve(node: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element
             continue
         if top is None:
             top = (node, index)
-        through = _transparent(node, index)
-        if through is None:
+        look_through = TRANSPARENT.get(node.target)
+        step = None if look_through is None else look_through(node, index)
+        if step is None:
             return Element(node, index, scale, top, top_scale)
-        (node, index), factor = through
+        (node, index), factor = step
         scale *= factor
 
 
@@ -108,26 +111,47 @@ def operand(value: Node, index: tuple[Index, ...], scale: float = 1.0) -> Elemen
     return resolve(value, broadcast(value, index), scale)
 
 
-def _transparent(node: Node, index: tuple[Index, ...]) -> tuple[Place, float] | None:
-    """A cast between floating types, or a constant factor: the operand and the factor."""
-    target = node.target
-    if target in CASTS:
-        source = args_of(node)[0]
-        both = {node.meta["val"].dtype, source.meta["val"].dtype}
-        return ((source, index), 1.0) if both <= FLOATS or len(both) == 1 else None
-    if target is aten.neg.default:
-        return (args_of(node)[0], index), -1.0
-    if target in (aten.mul.Tensor, aten.mul.Scalar):
-        left, right = args_of(node)[:2]
-        if (factor := constant(right)) is not None and isinstance(left, Node):
-            return (left, broadcast(left, index)), factor
-        if (factor := constant(left)) is not None:
-            return (right, broadcast(right, index)), factor
-    if target in (aten.div.Tensor, aten.div.Scalar) and (divisor := constant(args_of(node)[1])):
-        return (args_of(node)[0], broadcast(args_of(node)[0], index)), 1.0 / divisor
-    if target in (aten.add.Tensor, aten.add.Scalar) and constant(args_of(node)[1]) == 0 and len(args_of(node)) == 2:
-        return (args_of(node)[0], broadcast(args_of(node)[0], index)), 1.0
+def _cast(node: Node, index: tuple[Index, ...]) -> Step | None:
+    source = args_of(node)[0]
+    both = {node.meta["val"].dtype, source.meta["val"].dtype}
+    return ((source, index), 1.0) if both <= FLOATS or len(both) == 1 else None
+
+
+def _negated(node: Node, index: tuple[Index, ...]) -> Step:
+    return (args_of(node)[0], index), -1.0
+
+
+def _multiplied(node: Node, index: tuple[Index, ...]) -> Step | None:
+    left, right = args_of(node)[:2]
+    if (factor := constant(right)) is not None and isinstance(left, Node):
+        return (left, broadcast(left, index)), factor
+    if (factor := constant(left)) is not None:
+        return (right, broadcast(right, index)), factor
     return None
+
+
+def _divided(node: Node, index: tuple[Index, ...]) -> Step | None:
+    value, divisor = args_of(node)[0], constant(args_of(node)[1])
+    return ((value, broadcast(value, index)), 1.0 / divisor) if divisor else None
+
+
+def _added(node: Node, index: tuple[Index, ...]) -> Step | None:
+    value = args_of(node)[0]
+    is_nothing = len(args_of(node)) == 2 and constant(args_of(node)[1]) == 0
+    return ((value, broadcast(value, index)), 1.0) if is_nothing else None
+
+
+# Casts between floating types and constant factors: what is looked through, to the operand and its factor.
+TRANSPARENT: dict[Any, Callable[[Node, tuple[Index, ...]], Step | None]] = {
+    **dict.fromkeys(CASTS, _cast),
+    aten.neg.default: _negated,
+    aten.mul.Tensor: _multiplied,
+    aten.mul.Scalar: _multiplied,
+    aten.div.Tensor: _divided,
+    aten.div.Scalar: _divided,
+    aten.add.Tensor: _added,
+    aten.add.Scalar: _added,
+}
 
 
 def constant(value: Any) -> float | None:

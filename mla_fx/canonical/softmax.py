@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ FUSED_ATTENTION = frozenset(
 )
 
 
+NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
@@ -137,12 +139,26 @@ def _guarded(element: Element) -> tuple[Element, Axis]:
     condition, zero, probability = args_of(element.node)
     if constant(zero) != 0:
         raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
-    found = softmax(operand(probability, element.index))
-    tested = operand(condition, element.index)
-    is_row_test = tested.node.target in (aten.logical_not.default, aten.bitwise_not.default)
-    if not is_row_test or found[1] in tested.settled().axes:
+    logits, axis = softmax(operand(probability, element.index))
+    if not _tests_for_masked_rows(operand(condition, element.index), logits):
         raise NoMatch("the attention probabilities are masked after the softmax", element.node)
-    return found
+    return logits, axis
+
+
+def _tests_for_masked_rows(condition: Element, logits: Element) -> bool:
+    """The condition is `not any(logits != -inf)`."""
+    if condition.node.target not in NOT:
+        return False
+    some = operand(args_of(condition.node)[0], condition.index)
+    if some.node.target not in (aten.any.dim, aten.any.dims):
+        return False
+    tested, is_negated = args_of(some.node)[0], False
+    while tested.target in NOT:
+        tested, is_negated = args_of(tested)[0], not is_negated
+    if tested.target is not (aten.eq.Scalar if is_negated else aten.ne.Scalar):
+        return False
+    value, number = args_of(tested)[:2]
+    return number == -math.inf and resolve(value, fresh_index(value)).node is logits.node
 
 
 def attention(node: Node) -> Attention:

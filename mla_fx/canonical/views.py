@@ -27,7 +27,10 @@ def args_of(node: Node) -> tuple[Any, ...]:
 
 
 def shape_of(node: Node) -> tuple[Size, ...]:
-    return tuple(size_of(size) for size in node.meta["val"].shape)
+    value = node.meta["val"]
+    if not value._has_symbolic_sizes_strides:
+        return tuple(value.shape)
+    return tuple(size_of(size) for size in value.shape)
 
 
 def fresh_index(node: Node) -> tuple[Index, ...]:
