@@ -96,9 +96,6 @@ class Emitter:
         except ValueError as refusal:
             raise NoMatch(f"the operator refuses: {refusal}") from refusal
 
-    def shape(self, node: Node) -> tuple[Size, ...]:
-        return shape_of(node)
-
     # --- elements to tensors -------------------------------------------------------------------------------------
 
     def tensor(self, element: Element, dims: Dims, *, dtype: torch.dtype | None = None, expand: bool = False) -> Node:

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from mla_fx.canonical.contraction import Contraction
 from mla_fx.canonical.element import Element, is_parameter
 from mla_fx.canonical.rope import Rope
+from mla_fx.canonical.views import shape_of
 from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
 from mla_fx.errors import NoMatch
 from mla_fx.match import CallPattern, Match, Pattern, Trail, contract, either, rms_norm, rope, stored, var
@@ -319,8 +320,8 @@ def _cache_operands(emit: Emitter, facts: Facts, x: Node) -> tuple[Node | None, 
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
         return emit_positions(emit, facts.latent), *caches, "Norm"
-    batch, tokens = (emit.size(size) for size in emit.shape(x)[:2])
-    width, rope_width = (emit.shape(facts.node.args[position])[-1] for position in (2, 3))
+    batch, tokens = (emit.size(size) for size in shape_of(x)[:2])
+    width, rope_width = (shape_of(facts.node.args[position])[-1] for position in (2, 3))
     like = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
     kv_cache, kr_cache = (
         emit.call(aten.empty.memory_format, [batch, tokens, 1, size], **like) for size in (width, rope_width)
