@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from mla_fx.canonical.views import shape_of
-from mla_fx.ops import catalogue
+from mla_fx.ops import Operator, catalogue
 from mla_fx.ops.mla_attention import expanded
 from mla_fx.options import Options
 from mla_fx.rewrite import Emitter
@@ -49,7 +49,12 @@ class Inductor(Target):
 
     def lower(self, gm: GraphModule) -> None:
         """Replaces the fused operators of a graph by their decompositions."""
-        fused = [(node, function) for node in gm.graph.nodes if (function := _decomposition(node)) is not None]
+        operators = {entry.overload: entry for entry in catalogue().values()}
+        fused = [
+            (node, function)
+            for node in gm.graph.nodes
+            if node.target in operators and (function := _decomposition(node, operators[node.target])) is not None
+        ]
         if not fused:
             return
         emit = Emitter(gm.graph, _decompositions())
@@ -62,11 +67,8 @@ class Inductor(Target):
         gm.recompile()
 
 
-def _decomposition(node: Node) -> Callable[..., Any] | None:
-    """The plain function that a fused node stands for; None for other nodes and for a choice left to run time."""
-    operator = next((entry for entry in catalogue().values() if entry.overload is node.target), None)
-    if operator is None:
-        return None
+def _decomposition(node: Node, operator: Operator) -> Callable[..., Any] | None:
+    """The plain function that a fused node stands for; None for a choice left to run time."""
     if operator.name != "mla_attention":
         return operator.body
     return expanded if isinstance(shape_of(node.args[0])[1], int) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -156,6 +157,4 @@ def through_dynamo(error: Exception) -> Exception:
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    import copy
-
     return GraphModule(gm, copy.deepcopy(gm.graph))

@@ -30,7 +30,7 @@ Unit = tuple[Axis, ...]
 
 
 class Emitter:
-    """Adds nodes to one graph. Equal calls are made once; `sources` is what the nodes being added stand for."""
+    """Adds nodes to one graph. Equal calls are made once; `added` lists the new nodes, so they can be taken back."""
 
     def __init__(self, graph: Graph, decompositions: Any = None) -> None:
         self.graph = graph

@@ -49,8 +49,8 @@ def cache_update(element: Element) -> CacheUpdate:
     if node.target is aten.slice_scatter.default:
         return _overwritten(node, index)
     if node.target is aten.index_copy.default:
-        old, dim, where, rows = args_of(node)
-        return _indexed(node, index, old, dim % len(index), where, rows)
+        _, dim, where, rows = args_of(node)
+        return _at_positions(node, index, dim % len(index), where, rows)
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
         return _index_put(node, index)
     if node.target is aten.scatter.src:
@@ -80,11 +80,6 @@ def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         raise NoMatch("the cache is overwritten from a position that is no compile-time number", node)
     token, row = _rows(index, dim, rows)
     return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, bounds[1])
-
-
-def _indexed(node: Node, index: tuple[Index, ...], old: Node, dim: int, where: Node, rows: Node) -> CacheUpdate:
-    token, row = _rows(index, dim, rows)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, resolve(where, (token,)))
 
 
 def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -133,7 +128,7 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     if not _counts_from_zero(counted.node) or counted.index != (sequence,):
         raise NoMatch("the cache is written at sequences that are not simply counted", node)
     sizes = shape_of(old)
-    written = (sizes[0],) if token is ZERO and len(lead) == 1 else (sizes[0], shape_of(positions)[-1])
+    written = sizes[:1] if len(lead) == 1 else (sizes[0], shape_of(positions)[-1])
     _require_rows(node, rows, (*written, *sizes[2:]))
     row = operand(rows, (*lead, *index[2:]))
     return CacheUpdate(node, index, 1, old, rows, row, token, operand(positions, lead))

@@ -109,15 +109,8 @@ def _contraction(element: Element, left: Element, right: Element, over: tuple[In
 def _matmul(element: Element, left: Node, right: Node) -> Contraction:
     *batch, row, column = element.index
     inner = fresh(shape_of(left)[-1])
-    left_element = operand_at(left, (*batch, row), inner, last=True)
-    right_element = operand_at(right, (*batch, column), inner, last=False)
-    return _contraction(element, left_element, right_element, (inner,))
-
-
-def operand_at(node: Node, outer: tuple[Index, ...], inner: Index, *, last: bool) -> Element:
-    """An operand of a batched product: `[..., outer, inner]`, or `[..., inner, outer]` when not `last`."""
-    *batch, own = outer
-    return operand(node, (*batch, own, inner) if last else (*batch, inner, own))
+    rows, columns = operand(left, (*batch, row, inner)), operand(right, (*batch, inner, column))
+    return _contraction(element, rows, columns, (inner,))
 
 
 def _vector(element: Element) -> Contraction:

@@ -187,10 +187,6 @@ def _attribute(node: Node) -> float | None:
         return float(held)
 
 
-def depends_on(element: Element, axes: frozenset[Axis]) -> bool:
-    return not element.settled().axes.isdisjoint(axes)
-
-
 def is_parameter(node: Node) -> bool:
     """A graph input or attribute: something that no operation of this graph computes."""
     return node.op in ("placeholder", "get_attr")
