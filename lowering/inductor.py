@@ -68,10 +68,18 @@ class Inductor(Target):
 
 
 def _decomposition(node: Node, operator: Operator) -> Callable[..., Any] | None:
-    """The plain function that a fused node stands for; None for a choice left to run time."""
+    """The plain function that a fused node stands for; None for what must be called at run time.
+
+    That is a choice by sizes, and whatever is quantised: compilers do not keep the roundings in between."""
+    if not operator.traceable or any(operand.meta["val"].dtype == torch.int8 for operand in _tensors(node)):
+        return None
     if operator.name != "mla_attention":
         return operator.body
     return expanded if isinstance(shape_of(node.args[0])[1], int) else None
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), Tensor)]
 
 
 def _options(node: Node, function: Callable[..., Any]) -> dict[str, Any]:

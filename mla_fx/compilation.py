@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from . import discover
 from .capture import recover_floats
 from .debug.dump import Dump, graph_text
-from .debug.report import PassRecord, Report
+from .debug.report import PassRecord, Report, count_fused
 from .errors import FusionError, MlaWarning, OptionError, VerificationError
 from .options import Options, parse
 from .pipeline import PIPELINE, Pass, Run, run_pipeline
@@ -84,9 +84,12 @@ class Compilation:
         return gm
 
     def _lower(self, gm: GraphModule, run: Run) -> None:
-        """Hands the rewritten graph to the target; what it cannot do leaves the user's graph as it came, too."""
-        if run.is_changed:
+        """Hands a graph with fused operators, be they the user's own calls, to the target.
+
+        What the target cannot do leaves the user's graph as it came, too."""
+        if count_fused(run.graph):
             run.record = PassRecord(f"lower to {self.target.name}")
+            run.keep_original()
             self.target.lower(gm)
 
     def _recorder(self, dump: Dump | None) -> Callable[[str, torch.fx.Graph], None] | None:

@@ -45,6 +45,10 @@ class Run:
             self._emit = Emitter(self.graph)
         return self._emit
 
+    def keep_original(self) -> None:
+        """Has the untouched graph kept without adding a node."""
+        _ = self.emit
+
     @property
     def is_changed(self) -> bool:
         return self._emit is not None

@@ -40,7 +40,7 @@ def _reinplace(node: Node, twin: Operator, order: dict[Node, int]) -> bool:
     written = _written_results(twin)
     found = [_update(node, position, argument, order) for position, argument in written.items()]
     updates = [update for update in found if update is not None]
-    if len(updates) != len(found) or len({update.source for update in updates}) != len(updates):
+    if not updates or len(updates) != len(found) or len({update.source for update in updates}) != len(updates):
         return False
     assert twin.inplace is not None
     graph = node.graph
@@ -55,12 +55,24 @@ def _reinplace(node: Node, twin: Operator, order: dict[Node, int]) -> bool:
                 new.meta = dict(result.meta)
                 result.replace_all_uses_with(new)
     for update in updates:
+        written_back = args_of(update.copy_back)[1]
         graph.erase_node(update.copy_back)
         update.result.replace_all_uses_with(update.given)
+        _erase_unread(written_back)
     for user in list(node.users):
         graph.erase_node(user)
     graph.erase_node(node)
     return True
+
+
+def _erase_unread(node: Node) -> None:
+    """Erases a value, and the views and copies that led to it, as far as nobody reads them."""
+    if node.users or node.target not in MOVERS:
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        _erase_unread(source)
 
 
 def _written_results(twin: Operator) -> dict[int, int]:

@@ -8,9 +8,10 @@ A new operator is a new file in this folder; nothing lists them.
 import importlib
 import pkgutil
 
+from ._check import check_values
 from .define import Operator
 
-__all__ = ["Operator", "catalogue"]
+__all__ = ["Operator", "catalogue", "check_values"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 

@@ -1,4 +1,8 @@
-"""Writes rows of latents into paged or per-batch caches."""
+"""Writes rows into caches: per batch, in pages, and in pages of the FRACTAL_NZ format.
+
+A page [BlockSize, 1, width] of an NZ cache holds the bytes of [width/n0, BlockSize, n0], n0 elements being 32 bytes;
+its torch shape stays that of a plain page.
+"""
 
 import torch
 from torch import Tensor
@@ -9,9 +13,9 @@ def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str) ->
     """The cache with `rows` at `index`, as a new tensor; see `_place`. Without index the rows are the new cache."""
     if index is None:
         return rows.unsqueeze(-2).clone(memory_format=torch.contiguous_format)
-    where, values = _place(cache, index, rows, paged=cache_mode != "Norm")
-    updated: Tensor = torch.ops.aten.index_put.default(cache, where, values)
-    return updated
+    grid = _grid(cache, cache_mode)
+    updated: Tensor = torch.ops.aten.index_put.default(grid, *_place(grid, index, rows, cache_mode))
+    return updated if grid is cache else updated.view(cache.shape)
 
 
 def store_(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str) -> None:
@@ -19,8 +23,8 @@ def store_(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str) -
     if index is None:
         cache.copy_(rows.unsqueeze(-2))
         return
-    where, values = _place(cache, index, rows, paged=cache_mode != "Norm")
-    torch.ops.aten.index_put_.default(cache, where, values)
+    grid = _grid(cache, cache_mode)
+    torch.ops.aten.index_put_.default(grid, *_place(grid, index, rows, cache_mode))
 
 
 def like_store(cache: Tensor, index: Tensor | None) -> Tensor:
@@ -30,30 +34,76 @@ def like_store(cache: Tensor, index: Tensor | None) -> Tensor:
     return torch.empty_like(cache)
 
 
-def _place(cache: Tensor, index: Tensor, rows: Tensor, paged: bool) -> tuple[list[Tensor | None], Tensor]:
-    """Where in the cache to put which values, such that one index_put stores every row and skips negative indices.
+def page_slots(starts: Tensor, steps: int, block_size: int) -> Tensor:
+    """The slots [B, S] of tokens that fill whole pages in order, from the first slots [B, ceil(S/BlockSize)] of these.
 
-    Paged: cache [BlockNum, BlockSize, 1, width], index of any shape over all slots. Otherwise: cache
-    [B, 1, T, width], index [B or 1, S] inside each batch row. `rows` is [B, S, width], or [T, width] when paged.
+    A negative start skips its page.
     """
-    if paged:
-        index, rows = index.flatten(), rows.flatten(0, -2)
-    else:
+    step = torch.arange(steps, device=starts.device)
+    start = starts[:, step // block_size]
+    return torch.where(start < 0, start, start + step % block_size)
+
+
+def ragged_page_slots(starts: Tensor, ends: Tensor, tokens: int, block_size: int) -> Tensor:
+    """As `page_slots` for the T tokens of sequences that end at `ends` [B], each starting a page of its own.
+
+    `starts` [sum of ceil(S_b/BlockSize)] holds the first slots of the pages of one sequence after another.
+    """
+    ends = ends.to(starts.device, torch.int64)
+    lengths = ends.diff(prepend=ends.new_zeros(1))
+    pages = (lengths + block_size - 1) // block_size
+    token = torch.arange(tokens, device=starts.device)
+    sequence = torch.searchsorted(ends, token, right=True)
+    step = token - (ends - lengths)[sequence]
+    start = starts[(pages.cumsum(0) - pages)[sequence] + step // block_size]
+    return torch.where(start < 0, start, start + step % block_size)
+
+
+def as_nz(cache: Tensor) -> Tensor:
+    """[BlockNum, width/n0, BlockSize, n0]: the same memory as the NZ cache [BlockNum, BlockSize, 1, width]."""
+    blocks, block_size, _, width = cache.shape
+    fractal = 32 // cache.element_size()
+    return cache.view(blocks, width // fractal, block_size, fractal)
+
+
+def _grid(cache: Tensor, cache_mode: str) -> Tensor:
+    return as_nz(cache) if cache_mode.endswith("NZ") else cache
+
+
+def _place(grid: Tensor, index: Tensor, rows: Tensor, cache_mode: str) -> tuple[list[Tensor | None], Tensor]:
+    """Where to put which values, such that one index_put stores every row and skips negative indices.
+
+    Norm: cache [B, 1, T, width], rows [B, S, width], index [B or 1, S] inside each batch row. Otherwise: cache
+    [BlockNum, BlockSize, 1, width], rows [..., width], index of any shape over all slots.
+    """
+    if cache_mode == "Norm":
         index = index.expand(rows.shape[:-1])
-    if statically_known_true(cache.numel() == 0):
-        index, rows = index[..., :0], rows[..., :0, :]
+    else:
+        index, rows = index.flatten(), rows.flatten(0, -2)
+    values = _values(grid, rows, cache_mode)
+    if statically_known_true(grid.numel() == 0):
+        index, values = index[..., :0], values.narrow(index.dim() - 1, 0, 0)
     elif not statically_known_true(index.numel() == 0):
-        index, rows = _skip_negative(cache, index, rows, paged)
-    return _address(cache, index, paged), rows.unsqueeze(-2)
+        index, values = _skip_negative(grid, index, values, cache_mode)
+    return _address(grid, index, cache_mode), values
 
 
-def _address(cache: Tensor, index: Tensor, paged: bool) -> list[Tensor | None]:
-    if paged:
-        return [index // cache.shape[1], index % cache.shape[1]]
-    return [torch.arange(cache.shape[0], device=cache.device).unsqueeze(-1), None, index]
+def _values(grid: Tensor, rows: Tensor, cache_mode: str) -> Tensor:
+    """Each row in the shape that it has at its address."""
+    if cache_mode.endswith("NZ"):
+        return rows.view(*rows.shape[:-1], grid.shape[1], grid.shape[3])
+    return rows.unsqueeze(-2)
 
 
-def _skip_negative(cache: Tensor, index: Tensor, rows: Tensor, paged: bool) -> tuple[Tensor, Tensor]:
+def _address(grid: Tensor, index: Tensor, cache_mode: str) -> list[Tensor | None]:
+    if cache_mode == "Norm":
+        return [torch.arange(grid.shape[0], device=grid.device).unsqueeze(-1), None, index]
+    if cache_mode.endswith("NZ"):
+        return [index // grid.shape[2], None, index % grid.shape[2]]
+    return [index // grid.shape[1], index % grid.shape[1]]
+
+
+def _skip_negative(grid: Tensor, index: Tensor, values: Tensor, cache_mode: str) -> tuple[Tensor, Tensor]:
     """Let each skipped token repeat the first stored one: equal writes to one slot change nothing.
 
     Where no token is stored, they rewrite slot 0 with what it holds.
@@ -61,7 +111,7 @@ def _skip_negative(cache: Tensor, index: Tensor, rows: Tensor, paged: bool) -> t
     stored = index >= 0
     first = stored.int().argmax(-1, keepdim=True)
     spare = index.gather(-1, first).clamp(min=0)
-    held = torch.ops.aten.index.Tensor(cache, _address(cache, spare, paged)).squeeze(-2)
-    repeated = rows.gather(-2, first.unsqueeze(-1).expand(*rows.shape[:-2], 1, rows.shape[-1]))
-    filler = torch.where(stored.any(-1, keepdim=True).unsqueeze(-1), repeated, held)
-    return torch.where(stored, index, spare), torch.where(stored.unsqueeze(-1), rows, filler)
+    held = torch.ops.aten.index.Tensor(grid, _address(grid, spare, cache_mode))
+    repeated = values.gather(index.dim() - 1, first[..., None, None].expand(*first.shape, *values.shape[-2:]))
+    filler = torch.where(stored.any(-1, keepdim=True)[..., None, None], repeated, held)
+    return torch.where(stored, index, spare), torch.where(stored[..., None, None], values, filler)

@@ -1,12 +1,16 @@
 """Argument checks whose messages are sentences; none adds a guard on a symbolic size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_ASKED = ContextVar("check_values", default=False)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -45,16 +49,24 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> No
 
 def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: str | None = None) -> None:
     """All tensors lie on the device of the first and have its dtype, except `skip`; `free` may be any float."""
+    check_devices(arguments)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     first, lead = next(iter(tensors.items()))
     check_dtype(first, lead, FLOATS)
     for name, tensor in tensors.items():
-        if tensor.device != lead.device:
-            raise ValueError(f"{name} is on {tensor.device}; it must be on {lead.device}, the device of {first}.")
         if name in free:
             check_dtype(name, tensor, FLOATS)
         elif name != skip and tensor.dtype != lead.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {lead.dtype}, the dtype of {first}.")
+
+
+def check_devices(arguments: Mapping[str, Any], lengths: Sequence[str] = ()) -> None:
+    """All tensors lie on the device of the first; `lengths` may lie anywhere."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and name not in lengths}
+    first, lead = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.device != lead.device:
+            raise ValueError(f"{name} is on {tensor.device}; it must be on {lead.device}, the device of {first}.")
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -63,13 +75,62 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_index(name: str, index: Tensor, slots: int) -> None:
-    """Every index is below `slots`; negative ones mean skip.
-
-    Values are read on the CPU only: elsewhere that would wait for the device, whose own bounds check must do.
-    """
+    """Every index is below `slots`; negative ones mean skip."""
     check_dtype(name, index, (torch.int64,))
-    if isinstance(index, FakeTensor) or index.device.type != "cpu" or index.numel() == 0:
+    if not readable(index) or index.numel() == 0:
         return
     largest = int(index.max())
     if largest >= slots:
         raise ValueError(f"{name} holds {largest}; it must be below {slots}, the number of slots of the cache.")
+
+
+def check_optional(name: str, tensor: Tensor | None, wanted: bool, when: str) -> bool:
+    """Whether an optional tensor is given, which it must be exactly if `wanted`; `when` says what decides that."""
+    if (tensor is not None) != wanted:
+        fault = "None; it must be a tensor" if wanted else "given; it must be None"
+        raise ValueError(f"{name} is {fault} with {when}.")
+    return wanted
+
+
+def check_multiple(name: str, value: int, of: int, allowed: str) -> None:
+    """`allowed` says in words which values are."""
+    if statically_known_true(value % of != 0) or statically_known_true(value < 1):
+        raise ValueError(f"{name} is {value}; it must be {allowed}.")
+
+
+def check_dense_pages(name: str, cache: Tensor) -> None:
+    """Each page, all axes but the first, is contiguous: its bytes can be read as another shape."""
+    wanted = 1
+    for axis in range(cache.dim() - 1, 0, -1):
+        if differ(cache.shape[axis], 1) and differ(cache.stride(axis), wanted) and differ(cache.numel(), 0):
+            raise ValueError(
+                f"{name} has shape {list(cache.shape)} and strides {list(cache.stride())}; only axis 0 may be strided."
+            )
+        wanted *= cache.shape[axis]
+
+
+def enumerator(name: str, value: str, prefix: str, allowed: Sequence[str]) -> str:
+    """The one of `allowed` that `value` spells: in any case, with or without `prefix`."""
+    lowered = value.lower()
+    for choice in allowed:
+        if lowered in (choice, prefix + choice, choice.removeprefix(prefix)):
+            return choice
+    raise ValueError(f"{name} is {value!r}; allowed: {', '.join(repr(choice) for choice in allowed)}.")
+
+
+@contextmanager
+def check_values() -> Iterator[None]:
+    """Within, operators check the values of indices, lengths and block tables that lie on a device too.
+
+    On the CPU they always do; on a device they would have to wait for it, and leave this to its own bounds checks.
+    """
+    token = _ASKED.set(True)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether to read the values of a tensor in order to check them: never while tracing."""
+    return not isinstance(tensor, FakeTensor) and (tensor.device.type == "cpu" or _ASKED.get())

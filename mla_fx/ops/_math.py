@@ -14,26 +14,36 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def wide(x: Tensor) -> Tensor:
+    """`x` in its accumulation dtype."""
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def wide_rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon) * gamma` over the last axis, unrounded: in the accumulation dtype."""
+    x = wide(x)
+    mean_square = x.square().sum(-1, keepdim=True) * (1 / x.shape[-1])
+    return x / (mean_square + epsilon).sqrt() * gamma
+
+
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool) -> Tensor:
-    """`x / sqrt(mean(x^2) + epsilon) * gamma` over the last axis, rounded to the dtype of `x`.
+    """`wide_rms_norm` rounded to the dtype of `x`.
 
     The product with gamma is taken before that rounding, or after it with `gamma_after_cast`.
     """
-    wide = x.to(accumulation_dtype(x.dtype))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    if gamma_after_cast:
-        normed = normed.to(x.dtype)
-    return (normed * gamma).to(x.dtype)
+    if not gamma_after_cast:
+        return wide_rms_norm(x, gamma, epsilon).to(x.dtype)
+    normed = wide_rms_norm(x, torch.ones_like(gamma), epsilon)
+    return (normed.to(x.dtype) * gamma).to(x.dtype)
 
 
-def rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: str) -> Tensor:
-    """Rotate the pairs of the last axis of `x`; without tables, return it as it is.
+def wide_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleave_half") -> Tensor:
+    """Rotate the pairs of the last axis of `x`, unrounded: in the accumulation dtype.
 
     With h = Dr / 2 and pairs (x1, x2): `a[i] = x1[i] cos[i] - x2[i] sin[i]`, `b[i] = x2[i] cos[h+i] + x1[i] sin[h+i]`.
     `layout` is (layout read)_(layout written): interleaved pairs are neighbours, halves are h apart.
     """
-    if cos is None or sin is None:
-        return x
+    x, cos, sin = wide(x), wide(cos), wide(sin)
     read, written = layout.split("_")
     half = x.shape[-1] // 2
     first, second = (x[..., 0::2], x[..., 1::2]) if read == "interleave" else (x[..., :half], x[..., half:])
@@ -41,8 +51,12 @@ def rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: str) -> Tens
         first * cos[..., :half] - second * sin[..., :half],
         second * cos[..., half:] + first * sin[..., half:],
     )
-    rotated = torch.cat(pairs, -1) if written == "half" else torch.stack(pairs, -1).flatten(-2)
-    return rotated.to(x.dtype)
+    return torch.cat(pairs, -1) if written == "half" else torch.stack(pairs, -1).flatten(-2)
+
+
+def rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: str) -> Tensor:
+    """`wide_rope` rounded to the dtype of `x`; without tables, `x` as it is."""
+    return x if cos is None or sin is None else wide_rope(x, cos, sin, layout).to(x.dtype)
 
 
 def latent_and_key(

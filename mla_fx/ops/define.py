@@ -3,13 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-Sample = tuple[tuple[Any, ...], dict[str, Any]]
-Samples = Callable[[torch.dtype], Iterator[Sample]]
 Kernel = Callable[..., Any]
 
 NAMESPACE = "mla_fx"
@@ -23,12 +22,25 @@ TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = {
 }
 
 
+class Sample(NamedTuple):
+    """Arguments to try an operator with; `mode` names what of its documentation they exercise."""
+
+    mode: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Samples = Callable[[torch.dtype], Iterator[Sample]]
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator: `overload` is what graphs call, `body` its meaning in plain PyTorch on the same arguments.
 
-    `samples(dtype)` yields seeded dense `(args, kwargs)`; `tolerance[dtype]` is `(rtol, atol)`; `inplace` is the twin
-    that writes its cache arguments and returns the other results, or None where there is no cache.
+    `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
+    is `(rtol, atol)`; `inplace` is the twin that writes its caches or outputs and returns the other results, or None;
+    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
+    trace `body` in place of a call if `traceable`; otherwise it reads lengths, or its roundings must stay as they are.
     """
 
     name: str
@@ -37,6 +49,9 @@ class Operator:
     samples: Samples
     tolerance: Mapping[torch.dtype, tuple[float, float]]
     inplace: OpOverload | None
+    host: OpOverload | None
+    inplace_host: OpOverload | None
+    traceable: bool
 
 
 def define(
@@ -49,56 +64,123 @@ def define(
     samples: Samples,
     in_place: Kernel | None = None,
     writes: Mapping[str, str] | None = None,
+    lengths: Sequence[str] = (),
+    traceable: bool = True,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `body` and the result names `returns`.
 
-    `check`, `fake` and `in_place` receive all arguments by name. `writes` maps each result that is an updated cache to
-    the argument that holds the old one; with it the twin `mla_fx::name_` is registered, run by `in_place`.
+    `name` may end in an overload, as in "mla_prolog.v3". `check`, `fake` and `in_place` receive all arguments by name.
+    `writes` maps each result that the twin `mla_fx::name_`, run by `in_place`, does not return to the argument that it
+    writes instead: a cache among the arguments of `body`, or an output that only the twin takes, behind the arguments
+    without a default. Of `lengths`, integer tensors, an overload `host` of both takes lists.
     """
     signature = inspect.signature(body)
 
-    def named(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
+    def run(**arguments: Any) -> Any:
+        check(**arguments)
+        return body(**arguments)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        check(**named(*args, **kwargs))
-        return body(*args, **kwargs)
-
-    def run_fake(*args: Any, **kwargs: Any) -> Any:
-        arguments = named(*args, **kwargs)
+    def run_fake(**arguments: Any) -> Any:
         check(**arguments)
         return fake(**arguments)
 
-    overload = _register(name, body, run, run_fake, returns, mutates=())
+    overload, host = _register(name, signature, run, run_fake, returns, (), lengths)
     if in_place is None or writes is None:
-        return Operator(name, overload, body, samples, TOLERANCE, None)
+        return Operator(name, overload, body, samples, TOLERANCE, None, host, None, traceable)
 
+    outputs = [argument for argument in writes.values() if argument not in signature.parameters]
     kept = [position for position, result in enumerate(returns) if result not in writes]
 
-    def run_in_place(*args: Any, **kwargs: Any) -> Any:
-        arguments = named(*args, **kwargs)
+    def run_in_place(**arguments: Any) -> Any:
         check(**arguments)
         return in_place(**arguments)
 
-    def run_fake_in_place(*args: Any, **kwargs: Any) -> Any:
-        results = run_fake(*args, **kwargs)
-        return tuple(results[position] for position in kept)
+    def run_fake_in_place(**arguments: Any) -> Any:
+        check(**arguments)
+        results = fake(**{argument: value for argument, value in arguments.items() if argument not in outputs})
+        return tuple(results[position] for position in kept) or None
 
-    kept_names = [returns[position] for position in kept]
-    mutates = tuple(writes.values())
-    twin = _register(f"{name}_", body, run_in_place, run_fake_in_place, kept_names, mutates=mutates)
-    return Operator(name, overload, body, samples, TOLERANCE, twin)
+    base, _, variant = name.partition(".")
+    twin, twin_host = _register(
+        f"{base}_.{variant}" if variant else f"{base}_",
+        _with_outputs(signature, outputs),
+        run_in_place,
+        run_fake_in_place,
+        [returns[position] for position in kept],
+        tuple(writes.values()),
+        lengths,
+    )
+    return Operator(name, overload, body, samples, TOLERANCE, twin, host, twin_host, traceable)
 
 
 def _register(
-    name: str, body: Kernel, run: Kernel, fake: Kernel, returns: Sequence[str], mutates: Sequence[str]
+    name: str,
+    signature: inspect.Signature,
+    run: Kernel,
+    fake: Kernel,
+    returns: Sequence[str],
+    mutates: Sequence[str],
+    lengths: Sequence[str],
+) -> tuple[OpOverload, OpOverload | None]:
+    """The overload whose lengths are tensors, and the one whose lengths are host lists, if there are lengths."""
+    overload = _register_overload(name, signature, run, fake, returns, mutates)
+    if not lengths:
+        return overload, None
+
+    def listed(kernel: Kernel) -> Kernel:
+        return lambda **arguments: kernel(**(arguments | {key: as_lengths(arguments[key]) for key in lengths}))
+
+    host_name = f"{name}_host" if "." in name else f"{name}.host"
+    host = _register_overload(host_name, _with_lists(signature, lengths), listed(run), listed(fake), returns, mutates)
+    return overload, host
+
+
+def _register_overload(
+    name: str, signature: inspect.Signature, run: Kernel, fake: Kernel, returns: Sequence[str], mutates: Sequence[str]
 ) -> OpOverload:
-    arguments, _ = torch.library.infer_schema(body, mutates_args=mutates).rsplit(" -> ", 1)
+    def named(kernel: Kernel) -> Kernel:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return kernel(**bound.arguments)
+
+        return call
+
+    prototype = named(run)
+    prototype.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature looks for
+    arguments, _ = torch.library.infer_schema(prototype, mutates_args=mutates).rsplit(" -> ", 1)
     results = ", ".join(f"Tensor {result}" for result in returns)
     schema = f"{arguments} -> ({results})"
-    definition = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=mutates, schema=schema)
-    definition.register_fake(fake)
-    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    definition = torch.library.custom_op(f"{NAMESPACE}::{name}", prototype, mutates_args=mutates, schema=schema)
+    definition.register_fake(named(fake))
+    base, _, variant = name.partition(".")
+    overload: OpOverload = getattr(getattr(getattr(torch.ops, NAMESPACE), base), variant or "default")
     return overload
+
+
+def _with_outputs(signature: inspect.Signature, outputs: Sequence[str]) -> inspect.Signature:
+    """The signature with tensors to write, behind the parameters that have no default."""
+    parameters = list(signature.parameters.values())
+    place = sum(parameter.default is parameter.empty for parameter in parameters)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added = [inspect.Parameter(output, kind, annotation=Tensor) for output in outputs]
+    return signature.replace(parameters=[*parameters[:place], *added, *parameters[place:]])
+
+
+def _with_lists(signature: inspect.Signature, lengths: Sequence[str]) -> inspect.Signature:
+    """The signature with lists of integers for the tensors `lengths`."""
+    lists = {Tensor: Sequence[int], Tensor | None: Sequence[int] | None}
+    parameters = [
+        parameter.replace(annotation=lists[parameter.annotation]) if name in lengths else parameter
+        for name, parameter in signature.parameters.items()
+    ]
+    return signature.replace(parameters=parameters)
+
+
+def as_lengths(values: Sequence[int] | None) -> Tensor | None:
+    """A host list as an int64 tensor on the CPU; symbolic lengths leave only their count."""
+    if values is None:
+        return None
+    if any(isinstance(value, torch.SymInt) for value in values):
+        return torch.empty(len(values), dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64)

@@ -65,12 +65,12 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     blind = allowed.clone()
     blind[1] = False
-    yield sample(dtype, 0, 3), {"scale": 0.3}
-    yield sample(dtype, 1, 3), {"scale": 0.3, "is_causal": True}
-    yield sample(dtype, 2, 3, allowed), {"scale": 0.25}
-    yield sample(dtype, 3, 3, bias), {"scale": 0.5}
-    yield sample(dtype, 4, 1), {"scale": 0.3}
-    yield sample(dtype, 5, 3, blind), {"scale": 0.3}
+    yield Sample("no mask", sample(dtype, 0, 3), {"scale": 0.3})
+    yield Sample("causal", sample(dtype, 1, 3), {"scale": 0.3, "is_causal": True})
+    yield Sample("bool mask", sample(dtype, 2, 3, allowed), {"scale": 0.25})
+    yield Sample("additive mask", sample(dtype, 3, 3, bias), {"scale": 0.5})
+    yield Sample("no mask", sample(dtype, 4, 1), {"scale": 0.3})
+    yield Sample("bool mask", sample(dtype, 5, 3, blind), {"scale": 0.3})
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:

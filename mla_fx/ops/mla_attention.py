@@ -114,13 +114,13 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Both algebras with every kind of mask."""
     bias = Sampler(dtype, 9).normal(2, 3, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
-    yield sample(dtype, 0), {"scale": 0.3}
-    yield sample(dtype, 0), {"scale": 0.3, "max_absorbed_tokens": 3}
-    yield sample(dtype, 1), {"scale": 0.3, "is_causal": True}
-    yield sample(dtype, 1), {"scale": 0.3, "is_causal": True, "max_absorbed_tokens": 3}
-    yield sample(dtype, 2, mask=allowed), {"scale": 0.5, "max_absorbed_tokens": 2}
-    yield sample(dtype, 3, mask=bias), {"scale": 0.25, "max_absorbed_tokens": 8}
-    yield sample(dtype, 4, steps=1), {"scale": 0.3, "max_absorbed_tokens": 1}
+    yield Sample("expanded", sample(dtype, 0), {"scale": 0.3})
+    yield Sample("absorbed", sample(dtype, 0), {"scale": 0.3, "max_absorbed_tokens": 3})
+    yield Sample("expanded, causal", sample(dtype, 1), {"scale": 0.3, "is_causal": True})
+    yield Sample("absorbed, causal", sample(dtype, 1), {"scale": 0.3, "is_causal": True, "max_absorbed_tokens": 3})
+    yield Sample("expanded, bool mask", sample(dtype, 2, mask=allowed), {"scale": 0.5, "max_absorbed_tokens": 2})
+    yield Sample("absorbed, additive mask", sample(dtype, 3, mask=bias), {"scale": 0.25, "max_absorbed_tokens": 8})
+    yield Sample("absorbed", sample(dtype, 4, steps=1), {"scale": 0.3, "max_absorbed_tokens": 1})
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

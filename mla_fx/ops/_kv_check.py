@@ -1,0 +1,166 @@
+"""What kv_rmsnorm_rope_cache refuses."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ._check import (
+    check_choice,
+    check_dense_pages,
+    check_devices,
+    check_dtype,
+    check_index,
+    check_multiple,
+    check_optional,
+    check_rank,
+    check_shape,
+    check_tensors,
+    differ,
+)
+from ._kv_rows import page_count
+from ._math import check_rope
+
+CACHE_MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
+PLAIN_MODES = CACHE_MODES[:3]
+HEADS = (1, 2, 4, 8)
+# Each cache with the name that its scale and offset begin with.
+CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
+
+
+def check(**arguments: Any) -> None:
+    a = SimpleNamespace(**arguments)
+    check_dtypes(arguments)
+    check_choice("cache_mode", a.cache_mode, CACHE_MODES)
+    widths = check_method_1(a) if a.v is None else check_method_2(a)
+    check_caches(a, *widths)
+    for name, width in zip(CACHES, widths, strict=True):
+        check_quantisation(a, name, width)
+    for name, width in zip(CACHES, widths, strict=True):
+        if a.cache_mode not in PLAIN_MODES or is_quantised(a):
+            check_page(a, name, width)
+        if a.cache_mode.endswith("NZ") or a.v is not None:
+            check_dense_pages(name, getattr(a, name))
+    check_positions(a)
+
+
+def check_dtypes(arguments: Mapping[str, Any]) -> None:
+    kv = arguments["kv"]
+    scales = {f"{row}_{part}": (torch.float32,) for row in CACHES.values() for part in ("scale", "offset")}
+    own = {"index": (torch.int64,), **dict.fromkeys(CACHES, (kv.dtype, torch.int8)), **scales}
+    check_devices(arguments)
+    check_tensors({name: value for name, value in arguments.items() if name not in own}, free=("gamma", "cos", "sin"))
+    for name, allowed in own.items():
+        if arguments[name] is not None:
+            check_dtype(name, arguments[name], allowed)
+
+
+def check_method_1(a: SimpleNamespace) -> tuple[int, int]:
+    """The widths Dr and Hckv."""
+    check_shape("kv", a.kv, "B, 1, S, Hckv+Dr", (None, 1, None, None))
+    check_rank("gamma", a.gamma, "Hckv")
+    rank = a.gamma.shape[0]
+    width = a.kv.shape[-1] - rank
+    check_tables(a, width)
+    return width, rank
+
+
+def check_method_2(a: SimpleNamespace) -> tuple[int, int]:
+    """The widths Dk and Dv."""
+    check_rank("kv", a.kv, "B, N, S, Dk")
+    *rows, total = a.kv.shape
+    if all(differ(rows[1], heads) for heads in HEADS):
+        raise ValueError(f"kv has {rows[1]} heads; allowed with v: {', '.join(map(str, HEADS))}.")
+    check_shape("gamma", a.gamma, "Dk", (total,))
+    check_shape("v", a.v, "B, N, S, Dv", (*rows, None))
+    width = total
+    for name in ("cos", "sin"):
+        table = getattr(a, name)
+        if table is not None:
+            check_rank(name, table, "B, 1, S, Dr")
+            width = table.shape[-1]
+    check_tables(a, width)
+    if width > total:
+        raise ValueError(f"cos has {width} columns; at most the {total} of kv can be rotated.")
+    return total, a.v.shape[-1]
+
+
+def check_tables(a: SimpleNamespace, width: int) -> None:
+    batch, _, steps, _ = a.kv.shape
+    table = a.sin if a.cos is None else a.cos
+    one = table is not None and table.dim() == 4 and statically_known_true(table.shape[2] == 1)
+    if one and a.cache_mode in PLAIN_MODES and not is_quantised(a):
+        steps = 1
+    check_rope(width, a.rope_layout, "B, 1, S, Dr", (batch, 1, steps, width), cos=a.cos, sin=a.sin)
+
+
+def check_caches(a: SimpleNamespace, k_width: int, ckv_width: int) -> None:
+    batch = a.kv.shape[0]
+    n, k, ckv, heads = ("1", "Dr", "Hckv", 1) if a.v is None else ("N", "Dk", "Dv", a.kv.shape[1])
+    norm = a.cache_mode == "Norm"
+    letters = f"B, {n}, T" if norm else f"BlockNum, BlockSize, {n}"
+    lead = (batch, heads, None) if norm else (None, None, heads)
+    check_shape("k_cache", a.k_cache, f"{letters}, {k}", (*lead, k_width))
+    check_shape("ckv_cache", a.ckv_cache, f"{letters}, {ckv}", (*a.k_cache.shape[:-1], ckv_width))
+
+
+def is_quantised(a: SimpleNamespace) -> bool:
+    return torch.int8 in (a.k_cache.dtype, a.ckv_cache.dtype)
+
+
+def check_quantisation(a: SimpleNamespace, name: str, width: int) -> None:
+    """An int8 cache has a scale and perhaps an offset, any other cache has neither."""
+    cache: Tensor = getattr(a, name)
+    scale, offset = f"{CACHES[name]}_scale", f"{CACHES[name]}_offset"
+    if getattr(a, offset) is not None and getattr(a, scale) is None:
+        raise ValueError(f"{offset} is given and {scale} is None; an offset needs its scale.")
+    if not check_optional(scale, getattr(a, scale), cache.dtype == torch.int8, f"{name} of dtype {cache.dtype}"):
+        return
+    if a.cache_mode == "Norm":
+        raise ValueError(f"{name} has dtype {cache.dtype}; cache_mode 'Norm' stores rows as they are, in {a.kv.dtype}.")
+    for part in (scale, offset):
+        if getattr(a, part) is not None:
+            check_columns(part, getattr(a, part), a, width)
+
+
+def check_columns(name: str, tensor: Tensor, a: SimpleNamespace, width: int) -> None:
+    if a.v is not None:
+        check_shape(name, tensor, "N, D", (a.kv.shape[1], width))
+        return
+    check_rank(name, tensor, "D or 1, D")
+    check_shape(name, tensor, "D" if tensor.dim() == 1 else "1, D", (1, width)[-tensor.dim() :])
+
+
+def check_page(a: SimpleNamespace, name: str, width: int) -> None:
+    cache: Tensor = getattr(a, name)
+    rows = 32 if is_quantised(a) else 16
+    caches = " and ".join(str(getattr(a, each).dtype) for each in CACHES)
+    allowed = f"a multiple of {rows} with cache_mode {a.cache_mode!r} and caches of {caches}"
+    check_multiple(f"BlockSize, axis 1 of {name},", cache.shape[1], rows, allowed)
+    if a.cache_mode.endswith("NZ"):
+        lanes = 32 // cache.element_size()
+        check_multiple(
+            f"The width of {name}", width, lanes, f"a multiple of {lanes}, as many {cache.dtype} as are 32 bytes"
+        )
+
+
+def check_positions(a: SimpleNamespace) -> None:
+    """index, and with PA_BLK_* the number of pages that it takes."""
+    batch, _, steps, _ = a.kv.shape
+    blocks, block_size, room, _ = a.k_cache.shape
+    if a.cache_mode == "Norm":
+        check_shape("index", a.index, "B, S", (batch, steps), broadcast=True)
+        check_index("index", a.index, room)
+        return
+    if "BLK" not in a.cache_mode:
+        check_shape("index", a.index, "B*S", (batch * steps,))
+        check_index("index", a.index, blocks * block_size)
+        return
+    pages = batch * page_count(steps, block_size)
+    check_shape("index", a.index, "B*Ceil(S/BlockSize)", (pages,))
+    if statically_known_true(blocks < pages):
+        raise ValueError(f"k_cache has {blocks} blocks; {a.cache_mode!r} needs B*Ceil(S/BlockSize) = {pages} or more.")
+    check_index("index", a.index, blocks * block_size)

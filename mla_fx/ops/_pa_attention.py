@@ -1,0 +1,230 @@
+"""The computation of paged_attention, for all sequences at once and one tile of key positions after another.
+
+E entries (sequences that run, or with compression the key heads of each), K key heads of an entry, S query rows of an
+entry, G query heads of a key head, M = S*G, W key positions of a tile, D and Dv head sizes of keys and values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._cast import i8_half_rint
+from ._math import accumulation_dtype
+from ._pa_masks import read_mask
+from ._pa_options import BNSD, DEQUANT_FUSION, OFFLINE, ONLINE, Options
+from ._paged import (
+    TILE,
+    Product,
+    Tile,
+    gather_rows,
+    host_lengths,
+    int8_product,
+    online_softmax,
+    rounded_product,
+    row_index,
+)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What runs: `table` [E] is the row of context_lens and block_tables, `present` [E, S] which rows of query exist.
+
+    `rows` [E, S] are these rows, `places` [E, S] their key positions when the last one is the end of the context.
+    """
+
+    table: Tensor
+    contexts: Tensor
+    rows: Tensor
+    present: Tensor
+    places: Tensor
+    sequence: Tensor
+    key_head: Tensor
+
+
+def query_counts(contexts: Tensor, q_seq_lens: Tensor | None, o: Options) -> Tensor:
+    """The query rows [B] of each sequence; those without a context have none."""
+    runs = contexts.view(-1, o.tables_per_sequence).amax(1) > 0
+    counts = torch.ones_like(runs, dtype=torch.int64) if q_seq_lens is None else host_lengths(q_seq_lens)
+    return torch.where(runs, counts, 0)
+
+
+def find_entries(a: Any, o: Options) -> Entries:
+    contexts = host_lengths(a.context_lens)
+    counts = query_counts(contexts, a.q_seq_lens, o)
+    rows, present = row_index(counts)
+    table = contexts.nonzero().squeeze(1)
+    sequence, key_head = table // o.tables_per_sequence, table % o.tables_per_sequence
+    contexts, rows, present = contexts[table], rows[sequence], present[sequence]
+    step = torch.where(present, torch.arange(rows.shape[1]), 0)
+    places = (contexts - counts[sequence]).unsqueeze(1) + step
+    return Entries(table, contexts, rows, present, places, sequence, key_head)
+
+
+def value_size(a: Any, o: Options) -> int:
+    """Dv."""
+    size: int = a.mla_v_head_size if o.combined else a.query.shape[2] if o.nz else a.value_cache.shape[3]
+    return size
+
+
+def attend_(attn_out: Tensor, a: Any, o: Options) -> None:
+    """Write the attention of every row of query that belongs to a sequence with a context.
+
+    `a` has the arguments of the operator as attributes.
+    """
+    entries = find_entries(a, o)
+    if entries.table.numel() == 0:
+        return
+    present = entries.present.to(attn_out.device)
+    result = attention(a, o, entries)[present].to(attn_out.dtype)
+    index: list[Tensor | None] = [
+        part.expand_as(entries.rows).to(attn_out.device)[present] for part in query_index(entries, o)
+    ]
+    by_key_head(attn_out, o).index_put_(index, result.squeeze(1) if o.compressed else result)
+
+
+def attention(a: Any, o: Options, entries: Entries) -> Tensor:
+    """[E, S, K, G, Dv], not yet rounded."""
+    query = grouped_query(a, o, entries)
+    count, key_heads, steps, group, _ = query.shape
+    like = query.new_empty(count, key_heads, steps * group, value_size(a, o))
+    out, _ = online_softmax(tiles(a, o, entries, query), weighted_values(a, o), like)
+    return torch.unflatten(out, 2, (steps, group)).transpose(1, 2)
+
+
+def tiles(a: Any, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]:
+    """Scores [E, K, M, W] and values [E, K, W, Dv] of one tile after another; `query` is [E, K, S, G, D]."""
+    read = Pages(a, o, entries, query.dtype)
+    finish = Scores(a, o, entries, query.dtype)
+    contexts = entries.contexts.to(query.device)
+    shortest, longest = int(entries.contexts.min()), int(entries.contexts.max())
+    for start in range(0, longest, TILE):
+        positions = torch.arange(start, min(start + TILE, longest), device=query.device)
+        keys, values = read.at(positions)
+        scores = torch.unflatten(query.flatten(2, 3) @ keys.mT, 2, query.shape[2:4])
+        scores = finish.at(positions, scores, read.tables)
+        if start + TILE > shortest:
+            hidden = positions >= contexts.unsqueeze(1)
+            scores = scores.masked_fill(hidden[:, None, None, None], -torch.inf)
+            values = values.masked_fill(hidden[:, None, :, None], 0)
+        yield scores.flatten(2, 3), values
+
+
+def grouped_query(a: Any, o: Options, entries: Entries) -> Tensor:
+    """The query rows [E, K, S, G, D] in the dtype of sums; rows that do not exist are some others."""
+    query = a.query if a.q_scale in (0.0, 1.0) else a.query * a.q_scale
+    index = tuple(part.to(query.device) for part in query_index(entries, o))
+    rows = by_key_head(query, o)[index]
+    if o.compressed:
+        rows = rows.unsqueeze(2)
+    return rows.transpose(1, 2).to(accumulation_dtype(query.dtype))
+
+
+def query_index(entries: Entries, o: Options) -> tuple[Tensor, ...]:
+    """Where the rows of an entry are in [T, Hkv, G, D]: all heads of a token, or those of one key head."""
+    return (entries.rows, entries.key_head.unsqueeze(1)) if o.compressed else (entries.rows,)
+
+
+def by_key_head(rows: Tensor, o: Options) -> Tensor:
+    """[T, H, D] as [T, Hkv, G, D]."""
+    return torch.unflatten(rows, 1, (o.kv_heads, o.group))
+
+
+class Pages:
+    """Reads keys and values from the caches, in the dtype of sums."""
+
+    def __init__(self, a: Any, o: Options, entries: Entries, dtype: torch.dtype) -> None:
+        self.a, self.o, self.dtype = a, o, dtype
+        self.keys = by_position(a.key_cache, o)
+        self.values = None if o.combined else by_position(a.value_cache, o)
+        self.key_head = entries.key_head.to(a.query.device)
+        self.tables = a.block_tables[entries.table.to(a.block_tables.device)]
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[E, K, W, D] and [E, K, W, Dv] at `positions` [W]."""
+        keys = self.rows(self.keys, positions, self.a.k_descale, self.a.k_offset)
+        if self.values is None:
+            return keys, keys[..., : self.a.mla_v_head_size]
+        return keys, self.rows(self.values, positions, self.a.v_descale, self.a.v_offset)
+
+    def rows(self, cache: Tensor, positions: Tensor, descale: Tensor | None, offset: Tensor | None) -> Tensor:
+        rows = gather_rows(cache, self.tables, positions)
+        if self.o.nz:
+            rows = rows.flatten(-2)
+        if descale is not None and self.o.quant == DEQUANT_FUSION:
+            rows = self.dequantized(rows, descale, offset)
+        return rows.transpose(1, 2).to(self.dtype, memory_format=torch.contiguous_format)
+
+    def dequantized(self, rows: Tensor, descale: Tensor, offset: Tensor | None) -> Tensor:
+        """`(rows + offset) * descale`, rounded to the dtype of query; `rows` [E, W, K, D]."""
+        rows = rows.float()
+        if offset is not None:
+            rows = rows + self.by_column(offset).float()
+        return (rows * self.by_column(as_float(descale))).to(self.a.query.dtype)
+
+    def by_column(self, columns: Tensor) -> Tensor:
+        """[Hkv*D] as [K, D], or with compression that of the key head of each entry, [E, 1, 1, D]."""
+        columns = torch.unflatten(columns, 0, (self.o.kv_heads, -1))
+        return columns[self.key_head][:, None, None] if self.o.compressed else columns
+
+
+def by_position(cache: Tensor, o: Options) -> Tensor:
+    """A view [BlockNum, BlockSize, K, D] of a cache, [.., D/16, 16] of one in NZ format."""
+    if o.nz:
+        return torch.unflatten(cache, 1, (o.kv_heads, -1)).permute(0, 3, 1, 2, 4)
+    return cache.transpose(1, 2) if o.layout == BNSD else cache
+
+
+def as_float(descale: Tensor) -> Tensor:
+    """int64 scales carry the bits of a float32 in their low half."""
+    return descale if descale.is_floating_point() else descale.to(torch.int32).view(torch.float32)
+
+
+class Scores:
+    """What happens to the products of query and keys."""
+
+    def __init__(self, a: Any, o: Options, entries: Entries, dtype: torch.dtype) -> None:
+        device = a.query.device
+        sequence, key_head = entries.sequence.to(device), entries.key_head.to(device)
+        self.dtype = dtype
+        self.razor_offset: Tensor | None = a.razor_offset
+        self.descale = per_head(a.k_descale, o).unsqueeze(1) if o.fully_quantized else None
+        self.scale: float | Tensor = a.qk_scale
+        if a.log_n is not None:
+            scale = torch.full_like(a.log_n, a.qk_scale) * a.log_n
+            self.scale = scale[sequence].to(dtype).view(-1, 1, 1, 1, 1)
+        places, rows = entries.places.to(device), entries.rows.to(device)
+        self.mask = read_mask(a, o, sequence, key_head * o.group, places, rows)
+
+    def at(self, positions: Tensor, products: Tensor, tables: Tensor) -> Tensor:
+        """The scores [E, K, S, G, W] of `positions` [W]."""
+        scores = products if self.descale is None else products * self.descale
+        if self.razor_offset is not None:
+            scores = scores + gather_rows(self.razor_offset, tables, positions)[:, None, None, None]
+        scores = scores * self.scale
+        return scores if self.mask is None else scores + self.mask.at(positions).to(self.dtype)
+
+
+def per_head(scale: Tensor, o: Options) -> Tensor:
+    """[H] as [K, G, 1]."""
+    return scale.view(o.kv_heads, o.group, 1)
+
+
+def weighted_values(a: Any, o: Options) -> Product:
+    """How the weights of a tile are rounded and meet its values."""
+    if o.quant == ONLINE:
+        return int8_product(per_head(a.v_descale, o))
+    if o.quant == OFFLINE:
+        return offline_product(per_head(a.p_scale, o), per_head(a.v_descale, o))
+    return rounded_product(a.query.dtype)
+
+
+def offline_product(scale: Tensor, descale: Tensor) -> Product:
+    """The weights become int8 by a factor known before, [K, M, 1]."""
+
+    def product(weights: Tensor, tile_max: Tensor, running_max: Tensor, values: Tensor) -> Tensor:
+        return (i8_half_rint(weights * scale).to(values.dtype) @ values) * descale
+
+    return product

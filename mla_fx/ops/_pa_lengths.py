@@ -1,0 +1,126 @@
+"""The checks of paged_attention's lengths and block tables: shapes, and values where these can be read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ._check import check_dtype, check_rank, check_shape, readable
+from ._pa_attention import query_counts
+from ._pa_masks import FREE_BLOCK, TABLE
+from ._pa_options import ALIBI, MASK_FREE, NORM, NORM_COMPRESS, SPEC, Options
+from ._pa_tensors import LENGTHS, block_size
+from ._paged import host_lengths
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_lengths(a: Any, o: Options) -> None:
+    """The shapes of lengths and block_tables, and their values where these can be read."""
+    for name in (*LENGTHS, "block_tables"):
+        if getattr(a, name) is not None:
+            check_dtype(name, getattr(a, name), INTEGERS)
+    check_rank("context_lens", a.context_lens, "B*Hkv" if o.compressed else "B")
+    entries, each = a.context_lens.shape[0], o.tables_per_sequence
+    if statically_known_true(entries % each != 0):
+        raise ValueError(
+            f"context_lens has {entries} entries; with {o.compress!r} it must have B*Hkv, Hkv being {each}."
+        )
+    letters = "B*Hkv, MaxBlocks" if o.compressed else "B, MaxBlocks"
+    check_shape("block_tables", a.block_tables, letters, (entries, None))
+    for name in ("batch_run_status", "q_seq_lens"):
+        if getattr(a, name) is not None:
+            check_shape(name, getattr(a, name), "B", (entries // each,))
+    if o.combined and statically_known_true(entries > 8192):
+        raise ValueError(f"context_lens has {entries} entries; there may be at most 8192 with mla_v_head_size.")
+    if not o.parallel and statically_known_true(a.query.shape[0] > entries // each):
+        raise ValueError(
+            f"query has {a.query.shape[0]} tokens; it may have {entries // each}, one for each of context_lens."
+        )
+    # Read wherever they are: the computation waits for them all the same.
+    contexts = host_lengths(a.context_lens)
+    if readable(contexts):
+        check_length_values(a, o, contexts)
+
+
+def check_length_values(a: Any, o: Options, contexts: Tensor) -> None:
+    if bool((contexts < 0).any()):
+        raise ValueError(f"context_lens holds {int(contexts.min())}; it must not be negative.")
+    runs = contexts.view(-1, o.tables_per_sequence).amax(1) > 0
+    if a.batch_run_status is not None:
+        status = host_lengths(a.batch_run_status) != 0
+        if not torch.equal(status, runs):
+            raise ValueError(
+                f"batch_run_status is {a.batch_run_status.tolist()} and context_lens {a.context_lens.tolist()}; "
+                "it must be 0 exactly where context_lens is 0, which is what makes the kernels skip a sequence."
+            )
+    check_counts(a, o, contexts, runs)
+    check_columns(a, o, contexts)
+    check_blocks(a, o, contexts)
+
+
+def check_counts(a: Any, o: Options, contexts: Tensor, runs: Tensor) -> None:
+    counts = query_counts(contexts, a.q_seq_lens, o)
+    if bool((counts < runs.to(counts.dtype)).any()):
+        raise ValueError(f"q_seq_lens is {a.q_seq_lens.tolist()}; it must be 1 or more where context_lens is not 0.")
+    total, tokens = int(counts.sum()), a.query.shape[0]
+    if o.parallel and total != tokens:
+        raise ValueError(
+            f"q_seq_lens is {a.q_seq_lens.tolist()}, {total} tokens in the sequences with a context; they must sum to "
+            f"{tokens}, the tokens of query."
+        )
+    if total > tokens:
+        raise ValueError(
+            f"context_lens holds {total} sequences with a context; query has {tokens} tokens, one for each."
+        )
+    rows_by_position = o.mask in (MASK_FREE, NORM_COMPRESS) or (o.mask == NORM and is_square(a.mask))
+    if o.parallel and rows_by_position and bool((counts > contexts).any()):
+        raise ValueError(f"q_seq_lens is {a.q_seq_lens.tolist()}; with {o.mask!r} it must not exceed context_lens.")
+    if o.mask == MASK_FREE and bool(((contexts - counts) % FREE_BLOCK != 0).any()):
+        raise ValueError(
+            f"q_seq_lens is {a.q_seq_lens.tolist()} and context_lens {a.context_lens.tolist()}; "
+            f"with {MASK_FREE!r} they must differ by a multiple of {FREE_BLOCK}."
+        )
+    if o.mask == NORM_COMPRESS and bool((counts > TABLE).any()):
+        raise ValueError(f"q_seq_lens holds {int(counts.max())}; it must be at most {TABLE} with {NORM_COMPRESS!r}.")
+
+
+def is_square(mask: Tensor) -> bool:
+    return mask.dim() == 2 and mask.shape[0] != 1
+
+
+def check_columns(a: Any, o: Options, contexts: Tensor) -> None:
+    """A mask reaches to the longest context; the mask of bfloat16 parallel decoding with a combined cache is 0 or 1."""
+    longest = int(contexts.max()) if contexts.numel() else 0
+    if o.mask in (NORM, ALIBI, SPEC) and a.mask.shape[-1] < longest:
+        raise ValueError(f"mask has {a.mask.shape[-1]} columns; it must have {longest}, the largest of context_lens.")
+    if not (o.inverted_mask and a.mask.dtype == torch.bfloat16 and readable(a.mask)):
+        return
+    if bool(((a.mask != 0) & (a.mask != 1)).any()):
+        raise ValueError(
+            f"mask holds values from {float(a.mask.min())} to {float(a.mask.max())}; with bfloat16, mla_v_head_size "
+            f"and {o.calc!r} it must hold 0 (visible) and 1 (hidden) alone: the kernel multiplies it by -3e38."
+        )
+
+
+def check_blocks(a: Any, o: Options, contexts: Tensor) -> None:
+    """block_tables is wide enough, and holds blocks of the cache as far as a context reaches."""
+    page = block_size(a, o)
+    pages = (contexts + page - 1) // page
+    most = int(pages.max()) if pages.numel() else 0
+    if most > a.block_tables.shape[1]:
+        raise ValueError(
+            f"block_tables has {a.block_tables.shape[1]} columns; it must have {most} for context_lens up to "
+            f"{int(contexts.max())} in blocks of {page}."
+        )
+    if not readable(a.block_tables):
+        return
+    used = torch.arange(a.block_tables.shape[1]) < pages.unsqueeze(1)
+    blocks = a.block_tables.cpu()[used]
+    wrong = blocks[(blocks < 0) | (blocks >= a.key_cache.shape[0])]
+    if wrong.numel():
+        raise ValueError(
+            f"block_tables holds {int(wrong[0])} within a context; it must be at least 0 and below "
+            f"{a.key_cache.shape[0]}, the blocks of key_cache."
+        )

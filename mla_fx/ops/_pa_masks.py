@@ -1,0 +1,89 @@
+"""The masks of paged_attention, all read as rows of one table.
+
+E entries (sequences, or with compression the key heads of each), K key heads of an entry, S query rows of an entry,
+G query heads of a key head, W key positions.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._pa_options import ALIBI, MASK_FREE, NORM, SPEC, Options
+
+FREE_BLOCK = 128
+TABLE = 2048
+HIDDEN = -3e38
+
+
+class Mask(NamedTuple):
+    """What is added to the scores of each query row: a row [C] of `table`, or a window of it.
+
+    `row` [E, K, S, G] or sizes 1. Column c of a row belongs to key position c, or with `shift` [E, 1, S or 1, 1] to key
+    position shift + c: earlier positions are visible, and those behind the last column hidden.
+    """
+
+    table: Tensor
+    row: Tensor
+    shift: Tensor | None = None
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The summands of `positions` [W], [E, K, S, G, W] or sizes 1."""
+        if self.shift is None:
+            return self.table[:, positions][self.row]
+        column = positions - self.shift.unsqueeze(-1)
+        width = self.table.shape[1]
+        held = self.table[self.row.unsqueeze(-1), column.clamp(0, width - 1)]
+        return torch.where(column < 0, 0, torch.where(column < width, held, -torch.inf))
+
+
+def read_mask(a: Any, o: Options, sequence: Tensor, first_head: Tensor, place: Tensor, rows: Tensor) -> Mask | None:
+    """The mask of entries that belong to `sequence` [E] and begin at query head `first_head` [E].
+
+    `place` [E, S] is the key position of each query row, `rows` [E, S] its row of query.
+    """
+    mask = a.mask
+    if mask is None:
+        return None
+    sequence, place, rows = sequence.view(-1, 1, 1, 1), place[:, None, :, None], rows[:, None, :, None]
+    if o.mask == NORM:
+        table = mask.flatten(0, -2)
+        if mask.dim() == 3:
+            return Mask(table, sequence)
+        return Mask(table, torch.zeros_like(sequence) if mask.shape[0] == 1 else place)
+    if o.mask == ALIBI:
+        return Mask(mask.flatten(0, -2), alibi_rows(mask, o, sequence, first_head))
+    if o.mask == SPEC:
+        inverted = o.inverted_mask and mask.dtype == torch.bfloat16
+        return Mask(mask.float() * HIDDEN if inverted else mask, rows)
+    if o.mask == MASK_FREE:
+        return free_mask(mask, place)
+    return compressed_mask(mask, place)
+
+
+def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -> Tensor:
+    """The row of each head in a mask [H, 1, C] or [B, H or 1, 1, C] whose leading axes are one."""
+    key_head = torch.arange(o.kv_heads // o.tables_per_sequence, device=mask.device).view(-1, 1, 1)
+    head = first_head.view(-1, 1, 1, 1) + key_head * o.group + torch.arange(o.group, device=mask.device)
+    if mask.dim() == 3:
+        return head
+    return sequence * mask.shape[1] + (head if mask.shape[1] > 1 else 0)
+
+
+def free_mask(mask: Tensor, place: Tensor) -> Mask:
+    """The table of one block [1, 8, 128, 16], for each block of queries over the block of keys on its diagonal."""
+    first = place[:, :, :1]
+    row = (place - first) % FREE_BLOCK
+    return Mask(from_nz(mask), row, place - row)
+
+
+def compressed_mask(mask: Tensor, place: Tensor) -> Mask:
+    """The causal table over the last 2048 positions of a context, or over all of a shorter one."""
+    table = from_nz(mask) if mask.shape[-1] != TABLE else mask.flatten(0, -2)
+    shift = (place.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
+    return Mask(table, place - shift, shift)
+
+
+def from_nz(mask: Tensor) -> Tensor:
+    """The matrix [R, C] whose element (r, c) is at [0, c // 16, r, c % 16]."""
+    return mask[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,214 @@
+"""Seeded arguments for every scenario of paged_attention."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._pa_options import ALIBI, KVHEAD, KVHEAD_ROPE, LOGN, MASK_FREE, NORM, NORM_COMPRESS, SPEC
+from ._sample import Sampler
+from .define import Sample
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 16
+
+# Contexts of two tiles, of exactly two blocks, of one token, and none.
+CONTEXTS = (150, 32, 1, 0)
+STEPS = (3, 1, 2, 1)
+
+Arguments = dict[str, Any]
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Every scenario; full quantisation has results of 16 bits only."""
+    draw = Sampler(dtype, 7)
+    yield sample("base", base(draw, qk_scale=0.5, q_scale=0.3))
+    yield sample("base, a key head for each query head", base(draw, kv_heads=HEADS, value_size=48))
+    yield sample("type_bnsd", base(draw, form="BNSD"))
+    yield sample("NZ", base(draw, form="NZ"))
+    yield from mask_samples(draw)
+    yield from parallel_samples(draw)
+    yield from table_samples(draw)
+    yield sample("type_dequant_fusion", dequantized(draw, base(draw)))
+    yield sample("type_dequant_fusion, offsets", dequantized(draw, base(draw), offsets=True))
+    if dtype in (torch.float16, torch.bfloat16):
+        yield from quantized_samples(draw)
+    status = torch.tensor([context > 0 for context in CONTEXTS], dtype=torch.int32)
+    yield sample("batch_run_status", base(draw), batch_run_status=status, batch_run_status_enable=True)
+    yield from compressed_samples(draw)
+    yield sample("scale_type_logn", base(draw), scale_type=LOGN, log_n=log_n(draw))
+    yield from combined_samples(draw)
+
+
+def mask_samples(draw: Sampler) -> Iterator[Sample]:
+    longest, batch = max(CONTEXTS), len(CONTEXTS)
+    for mode, shape in (("shared", (1, longest + 3)), ("square", (longest, longest))):
+        yield sample(f"mask_type_norm, {mode}", base(draw), mask_type=NORM, mask=draw.normal(*shape))
+    yield sample("mask_type_norm, 3-D", base(draw), mask_type=NORM, mask=draw.normal(batch, 1, longest))
+    for lead in ((HEADS,), (batch, HEADS), (batch, 1)):
+        mode = f"mask_type_alibi, {len(lead) + 2}-D"
+        yield sample(mode, base(draw), mask_type=ALIBI, mask=draw.normal(*lead, 1, longest))
+
+
+def parallel_samples(draw: Sampler) -> Iterator[Sample]:
+    """Several query rows for each sequence."""
+    longest = max(CONTEXTS)
+    spec = base(draw, steps=STEPS)
+    yield sample("calc_type_spec, mask_type_spec", spec, mask_type=SPEC, mask=draw.normal(6, longest + 2))
+    square = base(draw, CONTEXTS[:2], steps=STEPS)
+    yield sample("calc_type_spec, mask_type_norm", square, mask_type=NORM, mask=draw.normal(longest, longest))
+    yield sample("calc_type_spec, NZ", base(draw, form="NZ", steps=STEPS))
+
+
+def table_samples(draw: Sampler) -> Iterator[Sample]:
+    """Masks of one table for all sequences, whose part is chosen by the end of the context."""
+    free = base(draw, (130, 3, 257), steps=(2, 3, 129), form="NZ", block_size=128)
+    yield sample("mask_type_mask_free", free, mask_type=MASK_FREE, mask=to_nz(causal(draw, 128)))
+    table = causal(draw, 2048)
+    decoding = base(draw, (150, 2100), form="NZ")
+    yield sample("mask_type_norm_compress", decoding, mask_type=NORM_COMPRESS, mask=table)
+    parallel = base(draw, (40, 2060), steps=(2, 4), form="NZ")
+    yield sample("mask_type_norm_compress, NZ", parallel, mask_type=NORM_COMPRESS, mask=to_nz(table))
+
+
+def quantized_samples(draw: Sampler) -> Iterator[Sample]:
+    mask = draw.normal(1, max(CONTEXTS))
+    offline = quantized(draw, base(draw), quant_type="type_quant_qkv_offline")
+    yield sample("type_quant_qkv_offline", offline, mask=mask, mask_type=NORM)
+    yield sample("type_quant_qkv_online", quantized(draw, base(draw), quant_type="type_quant_qkv_online"))
+    combined = quantized(draw, base(draw, kv_heads=1, combined=24), quant_type="type_quant_qkv_online")
+    yield sample("mla_v_head_size, type_quant_qkv_online", combined, mask=mask, mask_type=NORM)
+
+
+def compressed_samples(draw: Sampler) -> Iterator[Sample]:
+    """Each key head of a sequence has a context of its own, in pages with one head."""
+    contexts = (150, 17, 32, 1, 0, 0)
+    alibi = draw.normal(HEADS, 1, 150)
+    yield sample("compress_type_kvhead", base(draw, contexts, compressed=True), mask=alibi, mask_type=ALIBI)
+    norm = dequantized(draw, base(draw, contexts, compressed=True), offsets=True)
+    yield sample("compress_type_kvhead, dequant", norm, mask=draw.normal(3, 1, 150), mask_type=NORM)
+    razor = base(draw, contexts, compressed=True)
+    offset = 3 * Sampler(torch.float32, 5).normal(*razor["key_cache"].shape[:2])
+    yield sample("compress_type_kvhead_rope", razor, compress_type=KVHEAD_ROPE, razor_offset=offset)
+
+
+def combined_samples(draw: Sampler) -> Iterator[Sample]:
+    combined = base(draw, kv_heads=1, combined=24)
+    yield sample("mla_v_head_size", combined, mask_type=NORM, mask=draw.normal(1, max(CONTEXTS)))
+    mask = draw.normal(6, max(CONTEXTS))
+    mask = (mask > 0).to(mask.dtype) if draw.dtype == torch.bfloat16 else mask
+    spec = base(draw, kv_heads=1, combined=24, steps=STEPS)
+    yield sample("mla_v_head_size, calc_type_spec", spec, mask_type=SPEC, mask=mask)
+
+
+def sample(mode: str, arguments: Arguments, **more: Any) -> Sample:
+    arguments = arguments | more
+    names = ("query", "key_cache", "value_cache", "block_tables", "context_lens")
+    return Sample(mode, tuple(arguments.pop(name) for name in names), arguments)
+
+
+def base(
+    draw: Sampler,
+    contexts: Sequence[int] = CONTEXTS,
+    *,
+    kv_heads: int = KV_HEADS,
+    value_size: int = HEAD_SIZE,
+    block_size: int = BLOCK_SIZE,
+    form: str = "BSND",
+    steps: Sequence[int] | None = None,
+    combined: int = 0,
+    compressed: bool = False,
+    **options: Any,
+) -> Arguments:
+    """What every scenario has; `steps` makes it parallel decoding, `combined` is the width of values in the keys."""
+    tables, blocks = block_tables(draw, contexts, block_size)
+    live = [context > 0 for context in contexts[:: kv_heads if compressed else 1]]
+    tokens = sum(step for step, runs in zip(steps or [1] * len(live), live, strict=False) if runs)
+    cache_heads = 1 if compressed else kv_heads
+    arguments = {
+        "query": draw.normal(tokens, HEADS, HEAD_SIZE),
+        "key_cache": cache(draw, form, blocks, block_size, cache_heads, HEAD_SIZE),
+        "value_cache": None if combined else cache(draw, form, blocks, block_size, cache_heads, value_size),
+        "block_tables": tables,
+        "context_lens": torch.tensor(contexts, dtype=torch.int32),
+        "kv_head_num": kv_heads,
+        "qk_scale": 1 / math.sqrt(HEAD_SIZE),
+    }
+    if steps is not None:
+        options |= {
+            "calc_type": "calc_type_spec",
+            "q_seq_lens": torch.tensor(steps[: len(contexts)], dtype=torch.int32),
+        }
+    if combined:
+        options |= {"mla_v_head_size": combined}
+    if compressed:
+        options |= {"compress_type": KVHEAD}
+    if form == "BNSD":
+        options |= {"input_layout": "type_bnsd"}
+    return arguments | options
+
+
+def block_tables(draw: Sampler, contexts: Sequence[int], block_size: int) -> tuple[Tensor, int]:
+    """Blocks in random order with -1 behind each context, and how many blocks there are: two that nobody uses."""
+    pages = [math.ceil(context / block_size) for context in contexts]
+    blocks = sum(pages) + 2
+    tables = torch.full((len(contexts), max(pages) + 1), -1, dtype=torch.int32)
+    order = iter(draw.slots(sum(pages), blocks).tolist())
+    for table, count in zip(tables, pages, strict=True):
+        table[:count] = torch.tensor([next(order) for _ in range(count)], dtype=torch.int32)
+    return tables, blocks
+
+
+def cache(draw: Sampler, form: str, blocks: int, block_size: int, heads: int, size: int) -> Tensor:
+    shapes = {
+        "BSND": (blocks, block_size, heads, size),
+        "BNSD": (blocks, heads, block_size, size),
+        "NZ": (blocks, heads * size // 16, block_size, 16),
+    }
+    return draw.normal(*shapes[form])
+
+
+def causal(draw: Sampler, size: int) -> Tensor:
+    """A table that hides what is above the diagonal, and weighs what is not."""
+    above = torch.ones(size, size, dtype=torch.bool).triu(1)
+    return draw.normal(size, size).masked_fill(above, -10000.0)
+
+
+def to_nz(matrix: Tensor) -> Tensor:
+    return torch.unflatten(matrix, 1, (-1, 16)).transpose(0, 1).unsqueeze(0).contiguous()
+
+
+def log_n(draw: Sampler) -> Tensor:
+    dtype = torch.float64 if draw.dtype == torch.float64 else torch.float32
+    return Sampler(dtype, 3).gamma(len(CONTEXTS))
+
+
+def dequantized(draw: Sampler, arguments: Arguments, offsets: bool = False) -> Arguments:
+    """The same with int8 caches; with offsets, scales of int64 that hold the bits of a float32."""
+    columns = arguments["kv_head_num"] * HEAD_SIZE
+    changed: Arguments = {"quant_type": "type_dequant_fusion", "has_quant_offset": offsets}
+    for side in ("key", "value"):
+        changed[f"{side}_cache"] = int8(arguments[f"{side}_cache"])
+        scale = Sampler(torch.float32, len(side)).gamma(columns) / 30
+        changed[f"{side[0]}_descale"] = scale.view(torch.int32).long() - 2**32 if offsets else scale
+        if offsets:
+            changed[f"{side[0]}_offset"] = torch.arange(columns, dtype=torch.int32) % 7 - 3
+    return arguments | changed
+
+
+def quantized(draw: Sampler, arguments: Arguments, quant_type: str) -> Arguments:
+    """The same with int8 query and caches, and scales for each query head."""
+    scales = Sampler(torch.float32, 9)
+    changed = {
+        name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if arguments[name] is not None
+    }
+    changed |= {"k_descale": scales.gamma(HEADS) / 900, "v_descale": scales.gamma(HEADS) / 30}
+    if quant_type.endswith("offline"):
+        changed["p_scale"] = 127 / 1.3 * scales.gamma(HEADS)
+        changed["v_descale"] = changed["v_descale"] / changed["p_scale"]
+    return arguments | changed | {"quant_type": quant_type, "out_data_type": draw.dtype}
+
+
+def int8(values: Tensor) -> Tensor:
+    return (30 * values.float()).round().clamp(-128, 127).to(torch.int8)

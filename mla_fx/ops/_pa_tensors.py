@@ -1,0 +1,180 @@
+"""The checks of what paged_attention computes with: shapes and dtypes of caches, scales and masks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ._check import FLOATS, check_dtype, check_multiple, check_rank, check_shape, differ
+from ._pa_masks import FREE_BLOCK, TABLE
+from ._pa_options import (
+    ALIBI,
+    BNSD,
+    DEQUANT_FUSION,
+    MASK_FREE,
+    NORM,
+    NORM_COMPRESS,
+    NZ_WIDTH,
+    PLAIN_SCALE,
+    SPEC,
+    Options,
+)
+
+LENGTHS = ("context_lens", "batch_run_status", "q_seq_lens")
+
+# Elements of one page of one head, and the widest head, where keys and values have to be alike.
+PAGE, HEAD = 128 * 128, 256
+WIDEST = 576
+
+
+def check_caches(a: Any, o: Options) -> None:
+    quantized = o.fully_quantized or o.quant == DEQUANT_FUSION
+    check_dtype("query", a.query, (torch.int8,) if o.fully_quantized else FLOATS)
+    wanted = torch.int8 if quantized else a.query.dtype
+    key_size = a.query.shape[2]
+    check_cache("key_cache", a.key_cache, wanted, o, key_size)
+    if o.combined:
+        if statically_known_true(a.mla_v_head_size > key_size):
+            raise ValueError(f"mla_v_head_size is {a.mla_v_head_size}; it must be at most {key_size}, the head size.")
+        check_sizes(o, key_size, a.mla_v_head_size, block_size(a, o))
+        return
+    check_cache("value_cache", a.value_cache, wanted, o, key_size if o.nz or o.layout == BNSD else None)
+    for axis, meaning in enumerate(("BlockNum", "axis 1", "axis 2")):
+        if differ(a.value_cache.shape[axis], a.key_cache.shape[axis]):
+            shown, keys = list(a.value_cache.shape), list(a.key_cache.shape)
+            raise ValueError(f"value_cache has shape {shown}; its {meaning} must be that of key_cache {keys}.")
+    check_sizes(o, key_size, key_size if o.nz else a.value_cache.shape[3], block_size(a, o))
+
+
+def check_cache(name: str, cache: Tensor, dtype: torch.dtype, o: Options, size: int | None) -> None:
+    """`size` is the head size, None where any will do."""
+    check_dtype(name, cache, (dtype,))
+    heads = 1 if o.compressed else o.kv_heads
+    if o.nz and size is not None:
+        check_multiple("The head size of query", size, NZ_WIDTH, "a multiple of 16 with NZ caches")
+        bands = heads * size // NZ_WIDTH
+        check_shape(name, cache, "BlockNum, Hkv*D/16, BlockSize, 16", (None, bands, None, NZ_WIDTH))
+    elif o.layout == BNSD:
+        check_shape(name, cache, "BlockNum, Hkv, BlockSize, D", (None, heads, None, size))
+    else:
+        check_shape(name, cache, "BlockNum, BlockSize, Hkv, D", (None, None, heads, size))
+
+
+def block_size(a: Any, o: Options) -> int:
+    size: int = a.key_cache.shape[2 if o.nz or o.layout == BNSD else 1]
+    return size
+
+
+def check_sizes(o: Options, key_size: int, value_size: int, page: int) -> None:
+    """The limits on head sizes and BlockSize `page`."""
+    check_multiple("The BlockSize of key_cache", page, 16, "a multiple of 16")
+    alike = o.nz or o.quant == DEQUANT_FUSION or o.compressed or o.scale != PLAIN_SCALE
+    if not o.combined and (alike or o.parallel or o.fully_quantized):
+        if key_size != value_size:
+            raise ValueError(f"The head size of value_cache is {value_size}; it must be {key_size}, that of key_cache.")
+        if key_size > HEAD or statically_known_true(key_size * page > PAGE):
+            raise ValueError(
+                f"The head size is {key_size} and BlockSize {page}; with this quant_type, calc_type, scale_type, "
+                f"compress_type or cache format they must be at most {HEAD}, and their product at most {PAGE}."
+            )
+        if o.parallel and statically_known_true(key_size * o.heads > PAGE):
+            raise ValueError(
+                f"query has {o.heads} heads of size {key_size}; in parallel decoding H*D must be at most {PAGE}."
+            )
+        return
+    widest = max(key_size, value_size)
+    if widest > WIDEST:
+        raise ValueError(f"The head size is {widest}; it must be at most {WIDEST}.")
+    if is_wide_page(o, key_size, value_size, page):
+        return
+    if widest > HEAD and statically_known_true(page > 128):
+        raise ValueError(f"BlockSize is {page}; it must be at most 128 with head size {widest}, more than {HEAD}.")
+    if widest == HEAD and statically_known_true(page >= 128) and statically_known_true(page % 128 != 0):
+        raise ValueError(f"BlockSize is {page}; it must be below 128 or a multiple of it with head size {HEAD}.")
+
+
+def is_wide_page(o: Options, key_size: int, value_size: int, page: int) -> bool:
+    """The one case in which heads of 576 come in pages of 256."""
+    sized = o.combined and (key_size, value_size) == (576, 512) and not o.parallel
+    return sized and not differ(page, 256) and not (differ(o.heads, 16) and differ(o.heads, 32))
+
+
+def check_scales(a: Any, o: Options) -> None:
+    """Scales, offsets and the other small tensors."""
+    if o.quant == DEQUANT_FUSION:
+        for side in ("k", "v"):
+            descale, offset = getattr(a, f"{side}_descale"), getattr(a, f"{side}_offset")
+            check_dtype(f"{side}_descale", descale, (torch.float32, torch.int64))
+            check_shape(f"{side}_descale", descale, "Hkv*D", (o.kv_heads * a.query.shape[2],))
+            if offset is not None:
+                check_dtype(f"{side}_offset", offset, (torch.int32,))
+                check_shape(f"{side}_offset", offset, "Hkv*D", (o.kv_heads * a.query.shape[2],))
+        if a.k_descale.dtype != a.v_descale.dtype:
+            raise ValueError(f"v_descale has dtype {a.v_descale.dtype}; it must be {a.k_descale.dtype}, as k_descale.")
+    if o.fully_quantized:
+        for name in ("k_descale", "v_descale", "p_scale"):
+            scale = getattr(a, name)
+            if scale is not None:
+                check_dtype(name, scale, (torch.float32,))
+                check_shape(name, scale, "H", (o.heads,))
+    if a.razor_offset is not None:
+        check_dtype("razor_offset", a.razor_offset, (torch.float32,))
+        check_shape("razor_offset", a.razor_offset, "BlockNum, BlockSize", a.key_cache.shape[:2])
+    if a.log_n is not None:
+        half = torch.float16 if o.nz else torch.float32
+        double = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+        check_dtype("log_n", a.log_n, tuple(dict.fromkeys((torch.float32, half, double))))
+        check_shape("log_n", a.log_n, "B", a.context_lens.shape)
+
+
+def check_mask(a: Any, o: Options, dtype: torch.dtype) -> None:
+    """`dtype` is that of the result."""
+    if a.mask is None:
+        return
+    check_dtype("mask", a.mask, (dtype,))
+    batch = a.context_lens.shape[0] // o.tables_per_sequence
+    if o.mask == NORM:
+        check_rank("mask", a.mask, "S, S or B, 1, S")
+        if a.mask.dim() == 3:
+            check_shape("mask", a.mask, "B, 1, S", (batch, 1, None))
+        elif differ(a.mask.shape[0], 1) and differ(a.mask.shape[0], a.mask.shape[1]):
+            raise ValueError(f"mask has shape {list(a.mask.shape)}; it must be [1, S], [S, S] or [B, 1, S].")
+    elif o.mask == ALIBI:
+        check_rank("mask", a.mask, "H, 1, S or B, H, 1, S")
+        if a.mask.dim() == 3:
+            check_shape("mask", a.mask, "H, 1, S", (o.heads, 1, None))
+        else:
+            heads = o.heads if differ(a.mask.shape[1], 1) else None
+            check_shape("mask", a.mask, "B, H (1), 1, S", (batch, heads, 1, None))
+    elif o.mask == SPEC:
+        check_shape("mask", a.mask, "T, S", (a.query.shape[0], None))
+    elif o.mask == MASK_FREE:
+        check_shape("mask", a.mask, "1, 8, 128, 16", (1, FREE_BLOCK // NZ_WIDTH, FREE_BLOCK, NZ_WIDTH))
+        if differ(block_size(a, o), FREE_BLOCK):
+            raise ValueError(
+                f"The BlockSize of key_cache is {block_size(a, o)}; it must be 128 with mask_type {MASK_FREE!r}."
+            )
+    else:
+        check_table(a.mask)
+
+
+def check_table(mask: Tensor) -> None:
+    """The table of mask type NORM_COMPRESS."""
+    bands = (1, TABLE // NZ_WIDTH, TABLE, NZ_WIDTH)
+    allowed = ((TABLE, TABLE), (1, TABLE, TABLE), (1, 1, TABLE, TABLE), bands)
+    for shape in allowed:
+        if mask.dim() == len(shape) and not any(map(differ, mask.shape, shape)):
+            return
+    shown = ", ".join(str(list(shape)) for shape in allowed)
+    raise ValueError(f"mask has shape {list(mask.shape)}; it must be one of {shown} with mask_type {NORM_COMPRESS!r}.")
+
+
+def check_out(a: Any, out: Tensor | None, dtype: torch.dtype, value_size: int) -> None:
+    """The output of the in-place twin."""
+    if out is None:
+        return
+    check_dtype("attn_out", out, (dtype,))
+    check_shape("attn_out", out, "T, H, Dv", (*a.query.shape[:2], value_size))
+    if out.device != a.query.device:
+        raise ValueError(f"attn_out is on {out.device}; it must be on {a.query.device}, the device of query.")

@@ -1,0 +1,259 @@
+"""mla_prolog.v3: the prolog of one MLA layer with int8 weights and caches, rounded as the vendor's kernel rounds."""
+
+import functools
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._cache import like_store, page_slots, ragged_page_slots, store, store_
+from ._cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
+from ._math import accumulation_dtype, wide, wide_rms_norm, wide_rope
+
+TILE = 128  # latents that share one scale in a packed row
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def body(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor | None = None,
+    dequant_scale_x: Tensor | None = None,
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    quant_scale_ckv: Tensor | None = None,
+    quant_scale_ckr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    actual_seq_len: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    *,
+    rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5,
+    cache_mode: str = "PA_BSND",
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = TILE,
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+) -> Results:
+    """The absorbed query of MLA and the caches with this step's latents, with the int8 modes of A2 and A3 chips::
+
+        n          = RMSNorm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq) * qc_qr_scale
+        u          = n @ weight_uq_qr
+        query      = u[nope of head n] @ weight_uk[n]
+        query_rope = RoPE(u[rope of head n])
+        k          = token_x @ weight_dkv_kr
+        ckv        = RMSNorm(k[:Hckv], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv) * kc_scale;  kr = RoPE(k[Hckv:])
+        kv_cache[cache_index] = ckv;  kr_cache[cache_index] = kr
+
+    Shapes: token_x [B, S, He] or [T, He]; weight_dq [He, Hcq]; weight_uq_qr [Hcq, N*(D+Dr)], for each head D nope then
+    Dr rope columns; weight_uk [N, D, Hckv]; weight_dkv_kr [He, Hckv+Dr]; rmsnorm_gamma_cq [Hcq]; rmsnorm_gamma_ckv
+    [Hckv]; rope_sin and rope_cos [B, S, Dr] or [T, Dr]. Sizes are free. The dtype of weight_uk (bfloat16, float16,
+    float32, float64) is that of everything unquantised, 16-bit in kv_cache_quant_mode 3; gammas and tables may have any
+    of these. RoPE reads pairs of neighbours and writes halves. Norms, rotations and scales run in float32, or float64
+    for float64.
+
+    weight_quant_mode, and the scales (float32) that it takes, all factors that turn integers back into values:
+
+    - 0: nothing is int8. The three products of token_x and n are rounded to the dtype, as is n.
+    - 1: weight_uq_qr is int8 with dequant_scale_w_uq_qr [1, N*(D+Dr)], one scale per column. n is not rounded but made
+      int8 with a scale per token, after a product with smooth_scales_cq [1, Hcq] if given.
+    - 2: as 1, and token_x, weight_dq, weight_dkv_kr are int8 too, with dequant_scale_x [B*S or T, 1],
+      dequant_scale_w_dq [1, Hcq], dequant_scale_w_dkv_kr [1, Hckv+Dr]. Nothing is rounded before it is normalised.
+
+    In every mode u is rounded before it meets weight_uk, and what is rotated only then.
+
+    kv_cache_quant_mode, with the scales that it takes, all factors that values are multiplied by, to be rounded to the
+    nearest int8:
+
+    - 0, with any weight_quant_mode: both caches have the dtype.
+    - 1, with weight_quant_mode 2 and query_quant_mode 1: kv_cache is int8, `ckv * quant_scale_ckv`, a scale [1]. query
+      is int8 with dequant_scale_q_nope; query_rope is multiplied by `quant_scale_ckv / dequant_scale_q_nope`, for an
+      attention that applies one scale to the sum of both scores.
+    - 2, with weight_quant_mode 1: both caches are int8, by quant_scale_ckv [1, Hckv] and quant_scale_ckr [1, Dr]; kr
+      is rounded to the dtype before.
+    - 3, with weight_quant_mode 1 or 2 and ckvkr_repo_mode and quant_scale_repo_mode 1: kv_cache is int8 with rows of
+      Hckv + 2*Dr + Hckv/128*4 bytes (656 for 512 and 64): int8 latents, 16-bit kr, one float32 scale for each
+      tile_size = 128 latents, `max|ckv| * alpha / 127`, where k_nope_clip_alpha [1] is alpha; latents are clipped to
+      +- `max|ckv| * alpha`. kr_cache is an empty tensor [0]. cache_mode is "PA_BSND", "BSND" or "TND".
+
+    The three coupled options are 0 in the other modes. Modes 3 to 5 of newer chips (float8, hifloat8) are refused.
+
+    cache_mode says what the caches [..., Hckv] and [..., Dr] and the int64 cache_index are:
+
+    - "PA_BSND" [BlockNum, BlockSize, 1, *], index [B, S] or [T] over the BlockNum*BlockSize slots;
+    - "PA_NZ" the same, in pages of the FRACTAL_NZ format: the bytes of a page are those of [*/n0, BlockSize, n0], where
+      n0 elements are 32 bytes and divide the width;
+    - "PA_BLK_BSND", "PA_BLK_NZ" the same pages, index [B, ceil(S/BlockSize)] of block ids: each sequence fills its
+      blocks from the start of the first. With token_x [T, He] also actual_seq_len [B], a host list or an int32 or int64
+      tensor with the sums of lengths up to each sequence, T the last; index [sum of ceil(length/BlockSize)];
+    - "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
+
+    BlockSize is a multiple of 16 up to 1024. Only axis 0 of a cache may have gaps. A negative index stores nothing for
+    its token or block. Equal non-negative indices leave either row. Without blocks, nothing is stored.
+
+    Returns query [B, S, N, Hckv] and query_rope [B, S, N, Dr] (or [T, N, *]); dequant_scale_q_nope [B*S or T, N, 1],
+    float32; query_norm [B, S, Hcq] or [T, Hcq], n as it meets weight_uq_qr, and its dequant_scale_q_norm [B*S or T, 1],
+    float32, of n after smoothing; kv_cache_out; kr_cache_out. query_norm_flag asks for query_norm. A result that a mode
+    does not have is an empty tensor [0]. The twin `mla_prolog_.v3` writes the caches instead and returns the others.
+
+    Source: torch_npu.npu_mla_prolog_v3, which is the twin, and its npu_mla_prolog_v3_functional; the arguments named
+    *_dtype, float8 of newer chips, are left out. Where sources disagree: query is quantised in kv_cache_quant_mode 1
+    alone, though the page says so of 3; weight_uq_qr has one scale per column, not per token; the int8 query rounds by
+    way of float16, each time with ties away from zero, as the kernel does; k is rounded before its norm, which the
+    reference does not do; indices below 0 skip, which the page does not allow. As in the kernel nothing guards a row of
+    zeros: it is stored as zeros with scale 0, and in kv_cache_quant_mode 1 its query_rope is not finite.
+
+    Raises ValueError for arguments that do not fit; values of indices and lengths are checked on the CPU only, unless
+    within `check_values`. Inference only.
+    """
+    *tokens, _ = token_x.shape
+    heads, nope, rank = weight_uk.shape
+    dtype = weight_uk.dtype
+    x, cos, sin = (tensor.flatten(0, -2) for tensor in (token_x, rope_cos, rope_sin))
+
+    compressed = product(x, weight_dq, dequant_scale_x, dequant_scale_w_dq, dtype)
+    normed = rescaled(wide_rms_norm(compressed, rmsnorm_gamma_cq, rmsnorm_epsilon_cq), qc_qr_scale)
+    query_norm, norm_scale = normed.to(dtype), None
+    if weight_uq_qr.dtype == torch.int8:
+        smoothed = normed if smooth_scales_cq is None else normed * smooth_scales_cq
+        query_norm, norm_scale = quantize_rows(smoothed, inverse_first=False)
+    up = product(query_norm, weight_uq_qr, norm_scale, dequant_scale_w_uq_qr, dtype)
+    up = up.view(x.shape[0], heads, weight_uq_qr.shape[1] // heads)
+    query = torch.bmm(up[..., :nope].to(dtype).transpose(0, 1), weight_uk).transpose(0, 1).contiguous()
+    query_rope = wide_rope(up[..., nope:], cos.unsqueeze(1), sin.unsqueeze(1)).to(dtype)
+    query_scale = None
+    if query_quant_mode == 1 and quant_scale_ckv is not None:
+        query, query_rope, query_scale = quantized_query(query, query_rope, quant_scale_ckv)
+
+    keys = product(x, weight_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr, dtype)
+    latent = rescaled(wide_rms_norm(keys[:, :rank], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv), kc_scale)
+    key_rope = wide_rope(keys[:, rank:], cos, sin).to(dtype)
+    slots = token_slots(cache_index, tokens, kv_cache, cache_mode, actual_seq_len)
+    kv_rows, kr_rows = cache_rows(latent, key_rope, quant_scale_ckv, quant_scale_ckr, k_nope_clip_alpha)
+    return (
+        query.view(*tokens, heads, rank),
+        query_rope.view(*tokens, heads, rope_sin.shape[-1]),
+        as_result(query_scale, x),
+        query_norm.view(*tokens, weight_dq.shape[1]) if query_norm_flag else query_norm.new_empty(0),
+        as_result(norm_scale if query_norm_flag else None, x),
+        store(kv_cache, slots, kv_rows.view(*tokens, kv_rows.shape[1]), cache_mode),
+        kr_cache.clone()
+        if kr_rows is None
+        else store(kr_cache, slots, kr_rows.view(*tokens, kr_rows.shape[1]), cache_mode),
+    )
+
+
+def body_(
+    *,
+    cache_index: Tensor | None,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_mode: str,
+    actual_seq_len: Tensor | None,
+    **rest: Any,
+) -> tuple[Tensor, ...]:
+    # Without an index, body returns the new rows in place of the caches.
+    *results, kv_rows, kr_rows = body(kv_cache=kv_cache, kr_cache=kr_cache, **rest)
+    slots = token_slots(cache_index, kv_rows.shape[:-2], kv_cache, cache_mode, actual_seq_len)
+    store_(kv_cache, slots, kv_rows.squeeze(-2), cache_mode)
+    if rest["k_nope_clip_alpha"] is None:
+        store_(kr_cache, slots, kr_rows.squeeze(-2), cache_mode)
+    return tuple(results)
+
+
+def product(
+    x: Tensor, weight: Tensor, row_scale: Tensor | None, column_scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`x @ weight` rounded to `dtype`; of int8 exact, times the scale of each row, then of each column, unrounded."""
+    if row_scale is None or column_scale is None:
+        return x @ weight
+    return int_matmul(x, weight).to(accumulation_dtype(dtype)) * row_scale * column_scale
+
+
+def rescaled(x: Tensor, factor: float) -> Tensor:
+    """The kernel takes a factor this close to 1 for 1."""
+    return x if abs(factor - 1) < torch.finfo(torch.float32).eps else x * factor
+
+
+def quantized_query(query: Tensor, query_rope: Tensor, ckv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, N, *] with one scale [T, N, 1] for each head of each token."""
+    values = wide(query)
+    largest = values.abs().amax(-1, keepdim=True)
+    limit = torch.full_like(largest, 127.0)
+    scale = largest / limit
+    rescaled_rope = wide(query_rope) * (ckv_scale / scale)
+    return i8_half_round(values * (limit / largest)), rescaled_rope.to(query_rope.dtype), scale
+
+
+def cache_rows(
+    latent: Tensor, key_rope: Tensor, ckv_scale: Tensor | None, ckr_scale: Tensor | None, clip_alpha: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What the caches hold of `latent` [T, Hckv], unrounded, and `key_rope` [T, Dr]; a packed row holds both."""
+    if clip_alpha is not None:
+        return packed_rows(latent, key_rope, clip_alpha), None
+    kv_rows = latent.to(key_rope.dtype) if ckv_scale is None else i8_trunc(latent * ckv_scale)
+    return kv_rows, key_rope if ckr_scale is None else i8_trunc(wide(key_rope) * ckr_scale)
+
+
+def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:
+    """The bytes of each row: int8 latents, `key_rope`, one float32 scale for each tile of latents."""
+    tiles = latent.view(latent.shape[0], latent.shape[1] // TILE, TILE)
+    bound = tiles.abs().amax(-1, keepdim=True) * clip_alpha
+    scale = bound * (1 / 127)
+    integers = i8_trunc(torch.minimum(tiles, bound).maximum(-bound) * scale.reciprocal()).flatten(-2)
+    return torch.cat((integers, key_rope.view(torch.int8), scale.squeeze(-1).float().view(torch.int8)), -1)
+
+
+def token_slots(
+    index: Tensor | None, tokens: Sequence[int], cache: Tensor, cache_mode: str, ends: Tensor | None
+) -> Tensor | None:
+    """The slot of each token; `ends` are those of the sequences among tokens [T]."""
+    if index is None or "BLK" not in cache_mode:
+        return index
+    block_size = cache.shape[1]
+    starts = index * block_size
+    if ends is None:
+        return page_slots(starts, tokens[1], block_size)
+    return ragged_page_slots(starts, ends, tokens[0], block_size)
+
+
+def as_result(scale: Tensor | None, like: Tensor) -> Tensor:
+    """A scale in float32, empty in a mode that has none."""
+    return like.new_empty(0, dtype=torch.float32) if scale is None else scale.float()
+
+
+def fake(**arguments: Any) -> Results:
+    a = SimpleNamespace(**arguments)
+    *tokens, _ = a.token_x.shape
+    heads, _, rank = a.weight_uk.shape
+    count = math.prod(tokens)
+    dtype = a.weight_uk.dtype
+    new, scales = a.token_x.new_empty, functools.partial(a.token_x.new_empty, dtype=torch.float32)
+    return (
+        new(*tokens, heads, rank, dtype=torch.int8 if a.query_quant_mode == 1 else dtype),
+        new(*tokens, heads, a.rope_sin.shape[-1], dtype=dtype),
+        scales(count, heads, 1) if a.query_quant_mode == 1 else scales(0),
+        new(*((*tokens, a.weight_dq.shape[1]) if a.query_norm_flag else (0,)), dtype=a.weight_uq_qr.dtype),
+        scales(count, 1) if a.query_norm_flag and a.weight_quant_mode else scales(0),
+        like_store(a.kv_cache, a.cache_index),
+        torch.empty_like(a.kr_cache) if a.k_nope_clip_alpha is not None else like_store(a.kr_cache, a.cache_index),
+    )

@@ -1,0 +1,244 @@
+"""What mla_prolog.v3 refuses."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ._check import (
+    FLOATS,
+    check_choice,
+    check_dense_pages,
+    check_devices,
+    check_dtype,
+    check_index,
+    check_multiple,
+    check_optional,
+    check_rank,
+    check_shape,
+    differ,
+    readable,
+)
+from ._prolog import TILE
+
+# For each cache mode the axes of token_x, and those of the caches before the last.
+PAGES = ("B, S, He or T, He", "BlockNum, BlockSize, 1")
+CACHE_MODES = {
+    **dict.fromkeys(("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ"), PAGES),
+    "BSND": ("B, S, He", "B, S, 1"),
+    "TND": ("T, He", "T, 1"),
+}
+# For each weight_quant_mode the kv_cache_quant_modes that go with it.
+QUANT_MODES = {0: (0,), 1: (0, 2, 3), 2: (0, 1, 3)}
+NEWER_MODES = (3, 4, 5)
+PER_TENSOR, PER_CHANNEL, PER_TILE = 1, 2, 3
+# The options that follow from kv_cache_quant_mode: 1 in one mode, 0 in the others.
+COUPLED = {"query_quant_mode": PER_TENSOR, "ckvkr_repo_mode": PER_TILE, "quant_scale_repo_mode": PER_TILE}
+
+
+def check(**arguments: Any) -> None:
+    # A compiler may pass numbers as symbols; those that decide what is computed it has to know.
+    numbers = ("weight_quant_mode", "kv_cache_quant_mode", "tile_size", *COUPLED)
+    a = SimpleNamespace(**(arguments | {name: int(arguments[name]) for name in numbers}))
+    check_modes(a)
+    check_cache_mode(a.cache_mode, a.kv_cache_quant_mode)
+    check_dtypes(a)
+    check_devices(arguments, lengths=("actual_seq_len",))
+    width = check_shapes(a)
+    check_scales(a, width)
+    check_caches(a, width)
+    check_position(a)
+
+
+def check_modes(a: SimpleNamespace) -> None:
+    """Weights and caches are quantised in a combination that exists, and the other options follow from it."""
+    weight, cache = a.weight_quant_mode, a.kv_cache_quant_mode
+    if weight in NEWER_MODES:
+        raise ValueError(f"weight_quant_mode is {weight}, float8 of newer chips; allowed: 0, 1, 2.")
+    if weight not in QUANT_MODES:
+        raise ValueError(f"weight_quant_mode is {weight}; allowed: 0, 1, 2.")
+    check_number("kv_cache_quant_mode", cache, QUANT_MODES[weight], f"weight_quant_mode {weight}")
+    for name, mode in COUPLED.items():
+        check_number(name, getattr(a, name), (int(cache == mode),), f"kv_cache_quant_mode {cache}")
+    check_number("tile_size", a.tile_size, (TILE,), "any mode")
+
+
+def check_number(name: str, value: int, allowed: tuple[int, ...], when: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value}; allowed with {when}: {', '.join(map(str, allowed))}.")
+
+
+def check_cache_mode(cache_mode: str, kv_cache_quant_mode: int) -> None:
+    check_choice("cache_mode", cache_mode, tuple(CACHE_MODES))
+    plain = ("PA_BSND", "BSND", "TND")
+    if kv_cache_quant_mode == PER_TILE and cache_mode not in plain:
+        raise ValueError(
+            f"cache_mode is {cache_mode!r}; allowed with kv_cache_quant_mode 3: {', '.join(map(repr, plain))}."
+        )
+
+
+def check_dtypes(a: SimpleNamespace) -> None:
+    """The dtype of weight_uk is that of everything that is neither int8 nor free."""
+    check_dtype("weight_uk", a.weight_uk, FLOATS[:2] if a.kv_cache_quant_mode == PER_TILE else FLOATS)
+    quantised = {"weight_uq_qr": a.weight_quant_mode > 0, "kv_cache": a.kv_cache_quant_mode > 0}
+    quantised |= dict.fromkeys(("token_x", "weight_dq", "weight_dkv_kr"), a.weight_quant_mode == 2)
+    if a.kv_cache_quant_mode != PER_TILE:
+        quantised["kr_cache"] = a.kv_cache_quant_mode == PER_CHANNEL
+    when = f"weight_quant_mode {a.weight_quant_mode} and kv_cache_quant_mode {a.kv_cache_quant_mode}"
+    for name, integers in quantised.items():
+        tensor, wanted = getattr(a, name), torch.int8 if integers else a.weight_uk.dtype
+        if tensor.dtype != wanted:
+            like = "" if integers else ", the dtype of weight_uk,"
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {wanted}{like} with {when}.")
+    for name in ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
+        check_dtype(name, getattr(a, name), FLOATS)
+
+
+def check_shapes(a: SimpleNamespace) -> int:
+    """Everything but scales and caches; the rope width."""
+    check_rank("token_x", a.token_x, CACHE_MODES[a.cache_mode][0])
+    *tokens, hidden = a.token_x.shape
+    check_rank("weight_uk", a.weight_uk, "N, D, Hckv")
+    heads, nope, rank = a.weight_uk.shape
+    check_shape("weight_dq", a.weight_dq, "He, Hcq", (hidden, None))
+    compressed = a.weight_dq.shape[1]
+    check_shape("weight_dkv_kr", a.weight_dkv_kr, "He, Hckv+Dr", (hidden, None))
+    width: int = a.weight_dkv_kr.shape[1] - rank
+    check_multiple("The rope width Dr, the columns of weight_dkv_kr after Hckv,", width, 2, "even and at least 2")
+    check_shape("weight_uq_qr", a.weight_uq_qr, "Hcq, N*(D+Dr)", (compressed, heads * (nope + width)))
+    check_shape("rmsnorm_gamma_cq", a.rmsnorm_gamma_cq, "Hcq", (compressed,))
+    check_shape("rmsnorm_gamma_ckv", a.rmsnorm_gamma_ckv, "Hckv", (rank,))
+    letters = "B, S" if len(tokens) == 2 else "T"
+    for name in ("rope_sin", "rope_cos"):
+        check_shape(name, getattr(a, name), f"{letters}, Dr", (*tokens, width))
+    return width
+
+
+def check_scales(a: SimpleNamespace, width: int) -> None:
+    """Each scale is given in the modes that read it, in no other, as float32 in its shape."""
+    *tokens, _ = a.token_x.shape
+    rank = a.weight_uk.shape[2]
+    some, full = a.weight_quant_mode > 0, a.weight_quant_mode == 2
+    per_channel = a.kv_cache_quant_mode == PER_CHANNEL
+    ckv = ("1, Hckv", (1, rank)) if per_channel else ("1", (1,))
+    count = "B*S, 1" if len(tokens) == 2 else "T, 1"
+    columns = a.weight_dq.shape[1]
+    check_scale(a, "dequant_scale_x", full, count, (math.prod(tokens), 1))
+    check_scale(a, "dequant_scale_w_dq", full, "1, Hcq", (1, columns))
+    check_scale(a, "dequant_scale_w_uq_qr", some, "1, N*(D+Dr)", (1, a.weight_uq_qr.shape[1]))
+    check_scale(a, "dequant_scale_w_dkv_kr", full, "1, Hckv+Dr", (1, rank + width))
+    check_scale(a, "quant_scale_ckv", a.kv_cache_quant_mode in (PER_TENSOR, PER_CHANNEL), *ckv)
+    check_scale(a, "quant_scale_ckr", per_channel, "1, Dr", (1, width))
+    check_scale(a, "smooth_scales_cq", some and a.smooth_scales_cq is not None, "1, Hcq", (1, columns))
+    check_scale(a, "k_nope_clip_alpha", a.kv_cache_quant_mode == PER_TILE, "1", (1,))
+
+
+def check_scale(a: SimpleNamespace, name: str, wanted: bool, letters: str, sizes: tuple[int, ...]) -> None:
+    when = f"weight_quant_mode {a.weight_quant_mode} and kv_cache_quant_mode {a.kv_cache_quant_mode}"
+    if check_optional(name, getattr(a, name), wanted, when):
+        check_dtype(name, getattr(a, name), (torch.float32,))
+        check_shape(name, getattr(a, name), letters, sizes)
+
+
+def check_caches(a: SimpleNamespace, width: int) -> None:
+    *tokens, _ = a.token_x.shape
+    rank = a.weight_uk.shape[2]
+    letters = CACHE_MODES[a.cache_mode][1]
+    lead = (None, None, 1) if a.cache_mode.startswith("PA") else (*tokens, 1)
+    if a.kv_cache_quant_mode == PER_TILE:
+        check_multiple("Hckv, the width of weight_uk,", rank, TILE, f"a multiple of {TILE} with kv_cache_quant_mode 3")
+        total = rank + 2 * width + 4 * (rank // TILE)
+        check_shape("kv_cache", a.kv_cache, f"{letters}, Hckv+2*Dr+Hckv/{TILE}*4", (*lead, total))
+        check_shape("kr_cache", a.kr_cache, "0", (0,))
+        check_layout("kv_cache", a.kv_cache, a.cache_mode)
+        return
+    check_shape("kv_cache", a.kv_cache, f"{letters}, Hckv", (*lead, rank))
+    check_shape("kr_cache", a.kr_cache, f"{letters}, Dr", (*a.kv_cache.shape[:-1], width))
+    check_layout("kv_cache", a.kv_cache, a.cache_mode)
+    check_layout("kr_cache", a.kr_cache, a.cache_mode)
+
+
+def check_layout(name: str, cache: Tensor, cache_mode: str) -> None:
+    """Dense pages of the vendor's sizes, in the FRACTAL_NZ format of whole fractals."""
+    check_dense_pages(name, cache)
+    if not cache_mode.startswith("PA"):
+        return
+    block_size, width = cache.shape[1], cache.shape[3]
+    allowed = "a multiple of 16 from 16 to 1024"
+    check_multiple(f"BlockSize, axis 1 of {name},", block_size, 16, allowed)
+    if statically_known_true(block_size > 1024):
+        raise ValueError(f"BlockSize, axis 1 of {name}, is {block_size}; it must be {allowed}.")
+    if cache_mode.endswith("NZ"):
+        fractal = 32 // cache.element_size()
+        check_multiple(
+            f"The width of {name}",
+            width,
+            fractal,
+            f"a multiple of {fractal} in pages of {cache.dtype} and {cache_mode!r}",
+        )
+
+
+def check_position(a: SimpleNamespace) -> None:
+    """cache_index and actual_seq_len say where the tokens go, where anything has to."""
+    *tokens, _ = a.token_x.shape
+    by_block = "BLK" in a.cache_mode
+    when = f"cache_mode {a.cache_mode!r}"
+    ragged = by_block and len(tokens) == 1
+    if check_optional("actual_seq_len", a.actual_seq_len, ragged, f"{when} and token_x of rank {len(tokens) + 1}"):
+        check_lengths(a.actual_seq_len, tokens[0])
+    if not check_optional("cache_index", a.cache_index, a.cache_mode.startswith("PA"), when):
+        return
+    check_dtype("cache_index", a.cache_index, (torch.int64,))
+    blocks, block_size = a.kv_cache.shape[:2]
+    if ragged:
+        check_shape(
+            "cache_index", a.cache_index, "sum of ceil(length/BlockSize)", (pages(a.actual_seq_len, block_size),)
+        )
+    elif by_block:
+        per_sequence = (tokens[1] + block_size - 1) // block_size
+        check_shape("cache_index", a.cache_index, "B, ceil(S/BlockSize)", (tokens[0], per_sequence))
+    else:
+        check_shape("cache_index", a.cache_index, "B, S" if len(tokens) == 2 else "T", tokens)
+    if by_block:
+        check_blocks(a.cache_index, blocks)
+    else:
+        check_slots(a.cache_index, blocks * block_size)
+
+
+def check_lengths(ends: Tensor, count: int) -> None:
+    """Sums of lengths up to each sequence, `count` tokens in all."""
+    check_rank("actual_seq_len", ends, "B")
+    check_dtype("actual_seq_len", ends, (torch.int32, torch.int64))
+    if not readable(ends):
+        return
+    values = [0, *ends.tolist()]
+    if values != sorted(values) or differ(values[-1], count):
+        raise ValueError(
+            f"actual_seq_len is {values[1:]}; it must hold the sums of lengths up to each sequence, "
+            f"not decreasing and {count}, the number of tokens, in the end."
+        )
+
+
+def pages(ends: Tensor, block_size: int) -> int | None:
+    """How many pages sequences with these ends fill, each starting a new one; None where they cannot be read."""
+    if not readable(ends):
+        return None
+    lengths = ends.diff(prepend=ends.new_zeros(1))
+    return int(((lengths + block_size - 1) // block_size).sum())
+
+
+def check_slots(index: Tensor, slots: int) -> None:
+    """A cache without slots stores nothing, whatever the index."""
+    if not statically_known_true(slots == 0):
+        check_index("cache_index", index, slots)
+
+
+def check_blocks(index: Tensor, blocks: int) -> None:
+    if not readable(index) or index.numel() == 0 or statically_known_true(blocks == 0):
+        return
+    largest = int(index.max())
+    if largest >= blocks:
+        raise ValueError(f"cache_index holds {largest}; it must be below {blocks}, the number of blocks of the cache.")

@@ -1,0 +1,131 @@
+"""Of every operator and sample: schema, opcheck, fake kernel, in-place twin and host lengths."""
+
+import inspect
+
+import pytest
+import torch
+
+from ops.harness import (
+    CATALOGUE,
+    as_tuple,
+    by_name,
+    cases,
+    fake_with_free_sizes,
+    hints,
+    mapped,
+    result_names,
+    same_tensors,
+    schema_names,
+    twin_call,
+    with_lists,
+    written_names,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+COMMON = (torch.bfloat16,)
+
+
+def overload_of(name):
+    base, _, variant = name.partition(".")
+    return getattr(getattr(torch.ops.mla_fx, base), variant or "default")
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_schema_mirrors_the_body(name):
+    operator = CATALOGUE[name]
+    assert operator.name == name
+    assert operator.overload is overload_of(name)
+    parameters = inspect.signature(operator.body).parameters
+    for overload in filter(None, (operator.overload, operator.inplace, operator.host, operator.inplace_host)):
+        added = set(written_names(overload)) - set(parameters)
+        arguments = [argument for argument in overload._schema.arguments if argument.name not in added]
+        assert [argument.name for argument in arguments] == list(parameters)
+        for argument, parameter in zip(arguments, parameters.values(), strict=True):
+            assert argument.kwarg_only == (parameter.kind is parameter.KEYWORD_ONLY)
+            if argument.has_default_value():
+                assert argument.default_value == parameter.default
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_only_the_twin_writes(name):
+    operator = CATALOGUE[name]
+    assert written_names(operator.overload) == []
+    if operator.inplace is not None:
+        written = [argument.removesuffix("_out") for argument in written_names(operator.inplace)]
+        results, returned = (
+            {result.removesuffix("_out") for result in result_names(overload)}
+            for overload in (operator.overload, operator.inplace)
+        )
+        assert set(written) == results - returned
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_takes_bfloat16_and_documents_itself(name):
+    assert list(CATALOGUE[name].samples(torch.bfloat16))
+    assert all(sample.mode for sample in CATALOGUE[name].samples(torch.bfloat16))
+    documentation = inspect.getdoc(CATALOGUE[name].body) or ""
+    assert "ValueError" in documentation
+    assert [argument for argument in schema_names(CATALOGUE[name].overload) if argument not in documentation] == []
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(COMMON))
+def test_opcheck(operator, args, kwargs):
+    torch.library.opcheck(operator.overload, args, kwargs)
+    if operator.host is not None:
+        torch.library.opcheck(operator.host, (), with_lists(operator, operator.host, args, kwargs))
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), [case for case in cases(COMMON) if case.values[0].inplace])
+def test_opcheck_in_place(operator, args, kwargs):
+    _, arguments = twin_call(operator, args, kwargs)
+    torch.library.opcheck(operator.inplace, (), arguments)
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES))
+def test_functional_form_writes_nothing_and_takes_lists(operator, args, kwargs):
+    arguments = by_name(operator, args, kwargs)
+    before = mapped(torch.clone, arguments.values())
+    results = as_tuple(operator.overload(*args, **kwargs))
+    same_tensors(arguments.values(), before)
+    if operator.host is not None:
+        listed = as_tuple(operator.host(**with_lists(operator, operator.host, args, kwargs)))
+        torch.testing.assert_close(listed, results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), [case for case in cases(DTYPES) if case.values[0].inplace])
+def test_twin_writes_what_the_functional_form_returns(operator, args, kwargs):
+    """Bit by bit; an output that only the twin takes keeps what it held where the operator writes nothing."""
+    given = by_name(operator, args, kwargs)
+    results = dict(zip(result_names(operator.overload), as_tuple(operator.overload(*args, **kwargs)), strict=True))
+    returned, arguments = twin_call(operator, args, kwargs)
+    written = {name.removesuffix("_out"): name for name in written_names(operator.inplace)}
+    for name, wanted in results.items():
+        if name in returned:
+            torch.testing.assert_close(returned[name], wanted, rtol=0, atol=0)
+            continue
+        argument = written[name.removesuffix("_out")]
+        actual = arguments[argument]
+        kept = (actual == 77) & (argument not in given)
+        torch.testing.assert_close(actual, torch.where(kept, actual, wanted), rtol=0, atol=0)
+    unwritten = [name for name in given if name not in written.values()]
+    same_tensors([arguments[name] for name in unwritten], [given[name] for name in unwritten])
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(COMMON))
+def test_fake_equals_real(operator, args, kwargs):
+    real = as_tuple(operator.overload(*args, **kwargs))
+    with torch._subclasses.FakeTensorMode() as mode:
+        arguments = by_name(operator, mapped(mode.from_tensor, args), kwargs)
+        arguments = dict(zip(arguments, mapped(mode.from_tensor, arguments.values()), strict=True))
+        fakes = as_tuple(operator.overload(**arguments))
+    for fake, result in zip(fakes, real, strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (result.shape, result.stride(), result.dtype)
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(COMMON))
+def test_fake_is_exact_for_free_sizes(operator, args, kwargs):
+    """Every size of a result is a number or an expression of the arguments' sizes, and no guard was needed for it."""
+    fakes, guards = fake_with_free_sizes(operator, args, kwargs)
+    assert guards == []
+    for fake, result in zip(fakes, as_tuple(operator.overload(*args, **kwargs)), strict=True):
+        assert (hints(fake.shape), fake.dtype) == (tuple(result.shape), result.dtype)

@@ -1,0 +1,41 @@
+"""The checks that all operators share."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mla_fx.ops
+from mla_fx.ops._check import check_devices, enumerator, readable
+
+MASKS = ("undefined", "mask_type_spec", "mask_type_free")
+
+
+def test_values_on_a_device_are_read_only_when_asked():
+    host, device = torch.zeros(1), torch.zeros(1, device="meta")
+    assert readable(host)
+    assert not readable(device)
+    with mla_fx.ops.check_values():
+        assert readable(device)
+        with FakeTensorMode() as mode:
+            assert not readable(mode.from_tensor(host))
+    assert not readable(device)
+
+
+@pytest.mark.parametrize("spelling", ["mask_type_spec", "MASK_TYPE_SPEC", "spec", "Spec"])
+def test_an_enumerator_has_spellings(spelling):
+    assert enumerator("mask_type", spelling, "mask_type_", MASKS) == "mask_type_spec"
+
+
+@pytest.mark.parametrize("spelling", ["", "mask_type", "mask_type_", "calc_type_spec"])
+def test_an_unknown_enumerator_is_refused(spelling):
+    with pytest.raises(
+        ValueError, match=r"mask_type is '.*'; allowed: 'undefined', 'mask_type_spec', 'mask_type_free'"
+    ):
+        enumerator("mask_type", spelling, "mask_type_", MASKS)
+
+
+def test_tensors_share_a_device_but_lengths_may_lie_elsewhere():
+    tensors = {"query": torch.zeros(1), "lens": torch.zeros(1, device="meta"), "scale": 0.5, "mask": None}
+    check_devices(tensors, lengths=("lens",))
+    with pytest.raises(ValueError, match="lens is on meta; it must be on cpu, the device of query"):
+        check_devices(tensors)
