@@ -167,3 +167,18 @@ def test_where_the_old_cache_is_read_later_the_functional_form_stays(operator, f
     (graph,) = final_graphs
     assert operator.overload in computes(graph)
     assert operator.inplace not in computes(graph)
+
+
+def is_quantised(arguments):
+    return any(torch.is_tensor(value) and value.dtype == torch.int8 for value in arguments.values())
+
+
+TRACEABLE = tuple(case for operator in OPERATORS if operator.traceable for case in one_of_each_mode([operator]))
+
+
+@pytest.mark.parametrize(("operator", "arguments"), [case for case in TRACEABLE if is_quantised(case.values[1])])
+def test_quantised_calls_are_not_traced(operator, arguments, final_graphs):
+    """A compiler would not keep the roundings in between, on which an int8 value can depend."""
+    expect_eager(operator, arguments, mla_fx.get_backend(target="inductor"))
+    (graph,) = final_graphs
+    assert computes(graph) == [operator.overload]

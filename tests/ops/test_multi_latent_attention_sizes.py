@@ -129,7 +129,6 @@ def test_any_contexts_under_the_corner_mask(steps, extra):
     torch.testing.assert_close(out, run(a, mask=spec, mask_type="mask_type_spec")[0])
 
 
-@pytest.mark.slow
 def test_a_large_decode_batch():
     """64 sequences of 4096 keys and 128 heads in bfloat16: seconds on two cores, and no copy of the whole context."""
     batch, heads, columns = 64, 128, 32
