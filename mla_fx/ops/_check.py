@@ -132,5 +132,6 @@ def check_values() -> Iterator[None]:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether to read the values of a tensor in order to check them: never while tracing."""
-    return not isinstance(tensor, FakeTensor) and (tensor.device.type == "cpu" or _ASKED.get())
+    """Whether to read the values of a tensor in order to check them: never of one that has none."""
+    has_values = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    return has_values and (tensor.device.type == "cpu" or _ASKED.get())

@@ -19,22 +19,26 @@ def wide(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
-def wide_rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + epsilon) * gamma` over the last axis, unrounded: in the accumulation dtype."""
+def normalized(x: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon)` over the last axis, unrounded: in the accumulation dtype."""
     x = wide(x)
     mean_square = x.square().sum(-1, keepdim=True) * (1 / x.shape[-1])
-    return x / (mean_square + epsilon).sqrt() * gamma
+    return x / (mean_square + epsilon).sqrt()
+
+
+def wide_rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last axis, unrounded: in the accumulation dtype."""
+    return normalized(x, epsilon) * gamma
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool) -> Tensor:
-    """`wide_rms_norm` rounded to the dtype of `x`.
+    """RMSNorm over the last axis, rounded to the dtype of `x`.
 
     The product with gamma is taken before that rounding, or after it with `gamma_after_cast`.
     """
-    if not gamma_after_cast:
-        return wide_rms_norm(x, gamma, epsilon).to(x.dtype)
-    normed = wide_rms_norm(x, torch.ones_like(gamma), epsilon)
-    return (normed.to(x.dtype) * gamma).to(x.dtype)
+    if gamma_after_cast:
+        return (normalized(x, epsilon).to(x.dtype) * gamma).to(x.dtype)
+    return wide_rms_norm(x, gamma, epsilon).to(x.dtype)
 
 
 def wide_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleave_half") -> Tensor:

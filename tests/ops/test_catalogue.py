@@ -129,3 +129,14 @@ def test_fake_is_exact_for_free_sizes(operator, args, kwargs):
     assert guards == []
     for fake, result in zip(fakes, as_tuple(operator.overload(*args, **kwargs)), strict=True):
         assert (hints(fake.shape), fake.dtype) == (tuple(result.shape), result.dtype)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_meta_tensors_have_the_shapes_of_real_results(name):
+    operator = CATALOGUE[name]
+    _, args, kwargs = next(operator.samples(torch.bfloat16))
+    arguments = by_name(operator, args, kwargs)
+    wanted = as_tuple(operator.overload(**arguments))
+    on_meta = mapped(lambda tensor: tensor.to("meta"), arguments.values())
+    results = as_tuple(operator.overload(**dict(zip(arguments, on_meta, strict=True))))
+    assert [(result.shape, result.dtype) for result in results] == [(want.shape, want.dtype) for want in wanted]

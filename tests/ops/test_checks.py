@@ -1,5 +1,7 @@
 """The checks that all operators share."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,13 +13,14 @@ MASKS = ("undefined", "mask_type_spec", "mask_type_free")
 
 
 def test_values_on_a_device_are_read_only_when_asked():
-    host, device = torch.zeros(1), torch.zeros(1, device="meta")
+    host, device = torch.zeros(1), SimpleNamespace(device=torch.device("cuda"), is_meta=False)
     assert readable(host)
     assert not readable(device)
     with mla_fx.ops.check_values():
         assert readable(device)
         with FakeTensorMode() as mode:
             assert not readable(mode.from_tensor(host))
+        assert not readable(torch.zeros(1, device="meta"))
     assert not readable(device)
 
 
