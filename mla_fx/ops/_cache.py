@@ -34,20 +34,26 @@ def like_store(cache: Tensor, index: Tensor | None) -> Tensor:
     return torch.empty_like(cache)
 
 
-def page_slots(starts: Tensor, steps: int, block_size: int) -> Tensor:
-    """The slots [B, S] of tokens that fill whole pages in order, from the first slots [B, ceil(S/BlockSize)] of these.
+def page_count(steps: int, block_size: int) -> int:
+    """Ceil(S / BlockSize)."""
+    return (steps + block_size - 1) // block_size
 
-    A negative start skips its page.
+
+def page_slots(pages: Tensor, batch: int, steps: int, block_size: int) -> Tensor:
+    """The slots [B, S] of tokens that fill whole pages in order; any slot of a page names it in `pages`.
+
+    `pages` [B*Ceil(S/BlockSize)] holds those of one batch row after another. A negative one skips its tokens.
     """
-    step = torch.arange(steps, device=starts.device)
-    start = starts[:, step // block_size]
-    return torch.where(start < 0, start, start + step % block_size)
+    step = torch.arange(steps, device=pages.device)
+    first = torch.arange(batch, device=pages.device).unsqueeze(-1) * page_count(steps, block_size)
+    page = pages[first + step // block_size]
+    return torch.where(page < 0, page, page // block_size * block_size + step % block_size)
 
 
 def ragged_page_slots(starts: Tensor, ends: Tensor, tokens: int, block_size: int) -> Tensor:
     """As `page_slots` for the T tokens of sequences that end at `ends` [B], each starting a page of its own.
 
-    `starts` [sum of ceil(S_b/BlockSize)] holds the first slots of the pages of one sequence after another.
+    `starts` [sum of Ceil(S_b/BlockSize)] holds the first slots of the pages of one sequence after another.
     """
     ends = ends.to(starts.device, torch.int64)
     lengths = ends.diff(prepend=ends.new_zeros(1))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ._cache import page_count
 from ._check import (
     check_choice,
     check_dense_pages,
@@ -21,7 +22,6 @@ from ._check import (
     check_tensors,
     differ,
 )
-from ._kv_rows import page_count
 from ._math import check_rope
 
 CACHE_MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")

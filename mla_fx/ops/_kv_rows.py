@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._cache import store, store_
+from ._cache import page_slots, store, store_
 from ._cast import i8_trunc
 from ._math import rms_norm, wide, wide_rms_norm, wide_rope
 
@@ -58,7 +58,7 @@ def new_rows(
     k_rope, c_kv = key.to(kv.dtype), latent.to(kv.dtype)
     batch, _, steps, _ = kv.shape
     return NewRows(
-        token_slots(index, batch, steps, block_size) if "BLK" in cache_mode else index,
+        page_slots(index, batch, steps, block_size) if "BLK" in cache_mode else index,
         k_rope if k_rope_scale is None else quantized(key, k_rope_scale, k_rope_offset),
         c_kv if c_kv_scale is None else quantized(latent, c_kv_scale, c_kv_offset),
         k_rope,
@@ -70,19 +70,6 @@ def quantized(rows: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     """`scale` and `offset` are [D] or [N, D]."""
     scaled = rows * scale.unsqueeze(-2)
     return i8_trunc(scaled if offset is None else scaled + offset.unsqueeze(-2))
-
-
-def token_slots(starts: Tensor, batch: int, steps: int, block_size: int) -> Tensor:
-    """The slots [B, S] of tokens whose pages begin at `starts` [B*Ceil(S/BlockSize)]; any slot of a page names it."""
-    step = torch.arange(steps, device=starts.device)
-    first_page = torch.arange(batch, device=starts.device).unsqueeze(-1) * page_count(steps, block_size)
-    start = starts[first_page + step // block_size]
-    return torch.where(start < 0, start, start // block_size * block_size + step % block_size)
-
-
-def page_count(steps: int, block_size: int) -> int:
-    """Ceil(S / BlockSize)."""
-    return (steps + block_size - 1) // block_size
 
 
 def write(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> Tensor:

@@ -232,7 +232,7 @@ def token_slots(
     block_size = cache.shape[1]
     starts = index * block_size
     if ends is None:
-        return page_slots(starts, tokens[1], block_size)
+        return page_slots(starts.flatten(), tokens[0], tokens[1], block_size)
     return ragged_page_slots(starts, ends, tokens[0], block_size)
 
 

@@ -221,7 +221,7 @@ SIZES = {
 def test_page_slots(batch, steps, block_size, seed, negative):
     pages = math.ceil(steps / block_size)
     starts = starts_of(batch * pages, block_size, seed, negative).view(batch, pages)
-    slots = _cache.page_slots(starts, steps, block_size)
+    slots = _cache.page_slots(starts.flatten(), batch, steps, block_size)
     assert slots.shape == (batch, steps)
     for b, s in itertools.product(range(batch), range(steps)):
         start = int(starts[b, s // block_size])
