@@ -4,6 +4,8 @@ NaN becomes 0 in every int8 cast and infinities saturate. Nothing guards a row o
 inf * 0 is NaN, so such a row is stored as zeros with scale 0, which is what it holds.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,9 @@ def float16_half_away(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x)
 
 
-def quantize_rows(x: Tensor, inverse_first: bool) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, inverse_first: bool, to_int8: Callable[[Tensor], Tensor] = i8_trunc
+) -> tuple[Tensor, Tensor]:
     """Symmetric int8 over the last axis, with the float32 scale [..., 1] such that `int8 * scale` is about `x`.
 
     The factor 127 / max|x| is inverted for the scale with `inverse_first`; otherwise the scale is max|x| / 127.
@@ -47,7 +51,7 @@ def quantize_rows(x: Tensor, inverse_first: bool) -> tuple[Tensor, Tensor]:
     # As tensors: PyTorch divides a number by a tensor, and on CUDA a tensor by a number, with one rounding too many.
     limit = torch.full_like(largest, 127.0)
     factor = limit / largest
-    return i8_trunc(x * factor), 1.0 / factor if inverse_first else largest / limit
+    return to_int8(x * factor), 1.0 / factor if inverse_first else largest / limit
 
 
 def int_matmul(left: Tensor, right: Tensor) -> Tensor:

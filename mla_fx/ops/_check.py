@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 _ASKED = ContextVar("check_values", default=False)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def differ(left: int, right: int) -> bool:

@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ._check import (
     FLOATS,
+    INTEGERS,
     check_devices,
     check_dtype,
     check_optional,
@@ -24,7 +25,6 @@ from ._paged import TILE, host_lengths
 RANK, ROPE = 512, 64
 HEAD_COUNTS = (8, 16, 32, 64, 128)
 MAX_BATCH, MAX_STEPS = 8192, 4
-INTEGERS = (torch.int32, torch.int64)
 
 SPEC_MASK, FREE_MASK = "mask_type_spec", "mask_type_free"
 SPEC, RING = "calc_type_spec", "calc_type_ring"

@@ -176,5 +176,3 @@ def check_out(a: Any, out: Tensor | None, dtype: torch.dtype, value_size: int) -
         return
     check_dtype("attn_out", out, (dtype,))
     check_shape("attn_out", out, "T, H, Dv", (*a.query.shape[:2], value_size))
-    if out.device != a.query.device:
-        raise ValueError(f"attn_out is on {out.device}; it must be on {a.query.device}, the device of query.")

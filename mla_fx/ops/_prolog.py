@@ -196,12 +196,9 @@ def rescaled(x: Tensor, factor: float) -> Tensor:
 
 def quantized_query(query: Tensor, query_rope: Tensor, ckv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[T, N, *] with one scale [T, N, 1] for each head of each token."""
-    values = wide(query)
-    largest = values.abs().amax(-1, keepdim=True)
-    limit = torch.full_like(largest, 127.0)
-    scale = largest / limit
+    integers, scale = quantize_rows(wide(query), inverse_first=False, to_int8=i8_half_round)
     rescaled_rope = wide(query_rope) * (ckv_scale / scale)
-    return i8_half_round(values * (limit / largest)), rescaled_rope.to(query_rope.dtype), scale
+    return integers, rescaled_rope.to(query_rope.dtype), scale
 
 
 def cache_rows(

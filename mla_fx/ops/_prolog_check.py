@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ._cache import page_count
 from ._check import (
     FLOATS,
+    INTEGERS,
     check_choice,
     check_dense_pages,
     check_devices,
@@ -198,8 +200,8 @@ def check_position(a: SimpleNamespace) -> None:
             "cache_index", a.cache_index, "sum of ceil(length/BlockSize)", (pages(a.actual_seq_len, block_size),)
         )
     elif by_block:
-        per_sequence = (tokens[1] + block_size - 1) // block_size
-        check_shape("cache_index", a.cache_index, "B, ceil(S/BlockSize)", (tokens[0], per_sequence))
+        each = page_count(tokens[1], block_size)
+        check_shape("cache_index", a.cache_index, "B, ceil(S/BlockSize)", (tokens[0], each))
     else:
         check_shape("cache_index", a.cache_index, "B, S" if len(tokens) == 2 else "T", tokens)
     if by_block:
@@ -211,7 +213,7 @@ def check_position(a: SimpleNamespace) -> None:
 def check_lengths(ends: Tensor, count: int) -> None:
     """Sums of lengths up to each sequence, `count` tokens in all."""
     check_rank("actual_seq_len", ends, "B")
-    check_dtype("actual_seq_len", ends, (torch.int32, torch.int64))
+    check_dtype("actual_seq_len", ends, INTEGERS)
     if not readable(ends):
         return
     values = [0, *ends.tolist()]

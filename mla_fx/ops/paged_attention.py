@@ -133,7 +133,7 @@ def body_(*, attn_out: Tensor, **arguments: Any) -> None:
 
 def check(*, attn_out: Tensor | None = None, **arguments: Any) -> None:
     a = SimpleNamespace(**arguments)
-    check_devices(arguments, LENGTHS)
+    check_devices(arguments | {"attn_out": attn_out}, LENGTHS)
     check_rank("query", a.query, "T, H, D")
     check_rank("key_cache", a.key_cache, "BlockNum, BlockSize, Hkv, D")
     o = read_options(a)

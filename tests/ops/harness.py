@@ -92,6 +92,19 @@ def with_lists(operator, overload, args, kwargs):
             for name, value in arguments.items()}  # fmt: skip
 
 
+def change(position, edit):
+    """Spoil a call: replace one argument by `edit` of it."""
+    return lambda args, kwargs: args.__setitem__(position, edit(args[position]))
+
+
+def option(**options):
+    return lambda args, kwargs: kwargs.update(options)
+
+
+def drop(_):
+    return None
+
+
 def refuses(operator, args, kwargs, message):
     """Every form raises a ValueError that matches `message`, and has written nothing."""
     for overload in filter(None, (operator.overload, operator.inplace)):

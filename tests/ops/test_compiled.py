@@ -37,11 +37,9 @@ UPDATES = tuple(
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
+def _inference():
     with torch.no_grad():
         yield
-    torch._dynamo.reset()
 
 
 def split(arguments):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mla_fx.ops import kv_rmsnorm_rope_cache as module
-from ops.harness import element_at, nz_offset, refuses
+from ops.harness import change, drop, element_at, nz_offset, option, refuses
 from ops.test_kv_rmsnorm_rope_cache import FORMS, MODES, OPERATOR, build, matches_oracle
 
 
@@ -130,19 +130,6 @@ def test_is_output_kv_changes_nothing(mode, heads):
 
 
 KV, GAMMA, COS, SIN, INDEX, K_CACHE, CKV_CACHE, K_SCALE, C_SCALE, K_OFFSET, C_OFFSET, V = range(12)
-
-
-def change(position, edit):
-    """Replace one argument by `edit` of it."""
-    return lambda args, kwargs: args.__setitem__(position, edit(args[position]))
-
-
-def option(**options):
-    return lambda args, kwargs: kwargs.update(options)
-
-
-def drop(_):
-    return None
 
 
 def one_step_of_tables(args, _):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_fx.ops import kv_rmsnorm_rope_cache, latent_attention, mla_attention, mla_prolog
-from ops.harness import CATALOGUE, as_tuple, cases, compiles_once, double, mapped
+from ops.harness import CATALOGUE, as_tuple, cases, change, compiles_once, double, drop, mapped, option
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")
@@ -362,19 +362,6 @@ def test_no_gradient():
     args[0].requires_grad_()
     with pytest.raises(RuntimeError, match="autograd"):
         torch.ops.mla_fx.mla_attention(*args, scale=0.3).sum().backward()
-
-
-def change(position, edit):
-    """Replace one argument by `edit` of it."""
-    return lambda args, kwargs: args.__setitem__(position, edit(args[position]))
-
-
-def option(**options):
-    return lambda args, kwargs: kwargs.update(options)
-
-
-def drop(_):
-    return None
 
 
 REFUSALS = {
