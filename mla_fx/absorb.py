@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .canonical.views import args_of, shape_of
-from .rewrite import Emitter
+from .emitter import Emitter
+from .inline import inline
 
 ALWAYS = 2**62
 MAX_ABSORBED_TOKENS = {"cpu": 256, "cuda": 128, "npu": 16}
@@ -70,10 +71,10 @@ def _is_absorbed(tokens: int, context: object, limit: int) -> bool:
 
 def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask = operands
-    options = {name: value for name, value in node.kwargs.items() if name in ("scale", "is_causal")}
-    query = emit.inline(absorb_query, q_nope, weight_uk)
+    options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
+    query = inline(emit, absorb_query, q_nope, weight_uk)
     target = torch.ops.mla_fx.latent_attention.default
     out = emit.call(target, query, q_rope, kv_cache, kr_cache, mask, **options)
     out.meta["mla_fx_replaced"] = node.meta.get("mla_fx_replaced", [])
-    node.replace_all_uses_with(emit.inline(expand_output, out, weight_uv))
+    node.replace_all_uses_with(inline(emit, expand_output, out, weight_uv))
     node.graph.erase_node(node)

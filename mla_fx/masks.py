@@ -1,33 +1,45 @@
-"""The additive terms of attention scores as one mask."""
+"""The masks of attention scores as the one operand that the operators take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Node
 
 from .canonical.softmax import Mask
-from .rewrite import Dims, Emitter
+from .emitter import Emitter
+from .layout import Dims, tensor
 
 aten = torch.ops.aten
 
 
-def emit_mask(emit: Emitter, masks: Iterable[Mask], dims: Dims) -> Node | None:
-    """The masks added up, as a tensor that broadcasts to `dims`; None without masks."""
-    total: Node | None = None
-    for mask in masks:
-        term = _one(emit, mask, dims)
-        total = term if total is None else emit.call(aten.add.Tensor, total, term)
-    return total
+def emit_mask(emit: Emitter, masks: Sequence[Mask], dims: Dims) -> Node | None:
+    """The masks as one tensor that broadcasts to `dims`: conditions alone as a condition, which is True where a score
+    is kept; else numbers to be added. None without masks."""
+    conditions = [_kept(emit, mask, dims) for mask in masks if mask.fill is not None]
+    numbers = [tensor(emit, mask.element, dims) for mask in masks if mask.fill is None]
+    if not numbers:
+        return _together(emit, aten.logical_and.default, conditions)
+    added = _together(emit, aten.add.Tensor, numbers)
+    return added if not conditions else _filled(emit, _together(emit, aten.logical_and.default, conditions), added)
 
 
-def _one(emit: Emitter, mask: Mask, dims: Dims) -> Node:
-    term = emit.tensor(mask.element, dims)
-    if mask.fill is None:
-        return term
-    device = term.meta["val"].device
-    kept = emit.call(aten.full.default, [], 0.0, dtype=torch.float32, device=device)
-    filled = emit.call(aten.full.default, [], mask.fill, dtype=torch.float32, device=device)
-    chosen, other = (kept, filled) if mask.keep_where else (filled, kept)
-    return emit.call(aten.where.self, term, chosen, other)
+def _together(emit: Emitter, combine: object, values: Iterable[Node]) -> Node | None:
+    terms = list(values)
+    return functools.reduce(lambda left, right: emit.call(combine, left, right), terms) if terms else None
+
+
+def _kept(emit: Emitter, mask: Mask, dims: Dims) -> Node:
+    condition = tensor(emit, mask.element, dims)
+    return condition if mask.keep_where else emit.call(aten.logical_not.default, condition)
+
+
+def _filled(emit: Emitter, kept: Node | None, added: Node | None) -> Node:
+    """Where a score is masked, minus infinity is added: whatever else is, makes no difference."""
+    assert kept is not None and added is not None
+    value = added.meta["val"]
+    never = emit.call(aten.full.default, [], -math.inf, dtype=value.dtype, device=value.device)
+    return emit.call(aten.where.self, kept, added, never)

@@ -1,4 +1,4 @@
-"""The pattern language: dataflow over canonical readings, matched with backtracking.
+"""The pattern language: dataflow over readings, matched with backtracking.
 
 A pattern is a value built from the words below and says what an element must be computed from. Matching yields *every*
 way to satisfy it, so a choice that fails later is taken back; what fails deepest is kept as the nearest miss.
@@ -7,98 +7,32 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
     bound("q", pattern)              the same, for an element that must also satisfy a pattern
     contract(a, b, name="uq")        a matrix product of a and b, in either order
     rms_norm(value, gamma, name=..)  a weighted RMSNorm
-    rope(value, name=.., along=..)   a rotation along the dimension that `along` finds in the match
+    rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
     stored(row, name=..)             rows that enter a cache, or rows that are used as they are
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
+
+A new word is a reading and a call of `_Reads`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from .canonical.axes import Axis, Index
+from .binding import Match
+from .canonical.axes import Axis, Index, fresh
 from .canonical.cache_update import POSITIONED, cache_update
 from .canonical.contraction import Contraction, contraction
 from .canonical.element import Element, resolve
+from .canonical.reading import Reading
 from .canonical.rms_norm import rms_norm as read_rms_norm
 from .canonical.rope import rope as read_rope
 from .canonical.softmax import Attention
-from .canonical.views import fresh_index
+from .canonical.views import shape_of
 from .errors import NoMatch
-
-
-@dataclass(frozen=True)
-class Match:
-    """What a pattern bound: elements by variable, readings by name, alternatives by tag."""
-
-    elements: Mapping[str, Element] = field(default_factory=dict)
-    readings: Mapping[str, Any] = field(default_factory=dict)
-    choices: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def depth(self) -> int:
-        return len(self.elements) + len(self.readings)
-
-    @property
-    def nodes(self) -> list[Node]:
-        """The operations that the match was read from, in graph order."""
-        found = {element.node for element in self.elements.values()}
-        found |= {
-            reading.node for reading in self.readings.values() if isinstance(getattr(reading, "node", None), Node)
-        }
-        return sorted(node for node in found if node.op == "call_function")
-
-    def bind(self, name: str, element: Element) -> Match:
-        bound = self.elements.get(name)
-        if bound is None:
-            return replace(self, elements={**self.elements, name: element})
-        if bound.node is not element.node:
-            places = f"{bound.node.name} in one place, {element.node.name} in the other"
-            raise NoMatch(f"{name} is not one tensor: {places}", element.node)
-        if not alike(bound, element):
-            raise NoMatch(f"{name} is read in two different ways", element.node)
-        return self
-
-    def read(self, name: str, reading: Any) -> Match:
-        """Keeps a reading; a pattern that occurs twice keeps its first, with which the second must agree."""
-        before = self.readings.get(name)
-        if before is not None:
-            if _constants(before) != _constants(reading):
-                raise NoMatch(f"{name} is computed in two different ways", getattr(reading, "node", None))
-            return self
-        return replace(self, readings={**self.readings, name: reading})
-
-    def choose(self, tag: str, choice: str) -> Match:
-        return replace(self, choices={**self.choices, tag: choice})
-
-    def __getitem__(self, name: str) -> Element:
-        return self.elements[name].settled()
-
-
-def _constants(reading: Any) -> tuple[Any, ...]:
-    """The numbers of a reading: what two readings of one computation have in common."""
-    names = ("scale", "epsilon", "gamma_after_cast", "layout")
-    return tuple(getattr(reading, name, None) for name in names)
-
-
-def alike(left: Element, right: Element) -> bool:
-    """One tensor read twice: the indices agree but for the names of axes, and axes in both keep their place."""
-    left, right = left.settled(), right.settled()
-    renamed: dict[Axis, Axis] = {}
-    for mine, theirs in zip(left.index, right.index, strict=True):
-        if mine.offset != theirs.offset or len(mine.terms) != len(theirs.terms):
-            return False
-        ordered = (sorted(part.terms, key=lambda term: (str(term[1]), str(term[0].size))) for part in (mine, theirs))
-        for (axis, stride), (other, other_stride) in zip(*ordered, strict=True):
-            if stride != other_stride or axis.size != other.size or renamed.setdefault(axis, other) is not other:
-                return False
-    shared = left.axes & right.axes
-    return left.scale == right.scale and all(renamed[axis] is axis for axis in shared)
 
 
 @dataclass
@@ -150,50 +84,43 @@ class _Either(Pattern):
     alternatives: Mapping[str, Pattern]
 
     def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+        for pattern, chosen in self.chosen(match):
+            yield from pattern.bindings(element, chosen, trail)
+
+    def chosen(self, match: Match) -> Iterator[tuple[Pattern, Match]]:
+        """The alternatives, each with the match that has chosen it; one chosen before is the same in both places."""
         taken = match.choices.get(self.tag)
         for choice, pattern in self.alternatives.items():
-            if taken in (None, choice):  # an alternative that occurs twice is the same in both places
-                yield from pattern.bindings(element, match.choose(self.tag, choice), trail)
+            if taken in (None, choice):
+                yield pattern, match.choose(self.tag, choice)
 
 
 @dataclass(frozen=True)
-class _Contract(Pattern):
-    left: Pattern
-    right: Pattern
+class _Reads(Pattern):
+    """An element that `reader` reads, in each way that it offers; the parts of the reading satisfy patterns in turn."""
+
     name: str
+    reader: Callable[[Element, Match], Iterable[Reading]]
+    parts: Mapping[str, Pattern]
 
     def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
-        yield from self.products(contraction(element), match, trail)
+        for reading in self.reader(element, match):
+            yield from self.within(reading, match, trail)
 
-    def products(self, found: Contraction, match: Match, trail: Trail) -> Iterator[Match]:
-        """The same for a product that was read already."""
-        match = match.read(self.name, found)
-        for first, second in ((found.left, found.right), (found.right, found.left)):
-            for half in self.left.bindings(first, match, trail):
-                yield from self.right.bindings(second, half, trail)
-
-
-@dataclass(frozen=True)
-class _RmsNorm(Pattern):
-    value: Pattern
-    gamma: Pattern
-    name: str
-
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
-        norm = read_rms_norm(element)
-        for half in self.gamma.bindings(norm.gamma, match.read(self.name, norm), trail):
-            yield from self.value.bindings(norm.value, half, trail)
+    def within(self, reading: Reading, match: Match, trail: Trail) -> Iterator[Match]:
+        """The same for what was read already."""
+        try:
+            partial: Iterator[Match] = iter((match.read(self.name, reading),))
+        except NoMatch as miss:
+            return trail.fail(match, miss)
+        for part, pattern in self.parts.items():
+            partial = _each(pattern, getattr(reading, part), partial, trail)
+        yield from partial
 
 
-@dataclass(frozen=True)
-class _Rope(Pattern):
-    value: Pattern
-    name: str
-    along: Callable[[Match], Index]
-
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
-        for rotation in read_rope(element, self.along(match)):
-            yield from self.value.bindings(rotation.value, match.read(self.name, rotation), trail)
+def _each(pattern: Pattern, element: Element, before: Iterator[Match], trail: Trail) -> Iterator[Match]:
+    for match in before:
+        yield from pattern.bindings(element, match, trail)
 
 
 @dataclass(frozen=True)
@@ -205,9 +132,9 @@ class _Stored(Pattern):
         try:
             update = cache_update(element)
         except NoMatch:
-            if element.node.target in POSITIONED:
+            if element.origin.target in POSITIONED:
                 raise  # it is a cache, written in a way that is not known
-            yield from self.row.bindings(element, match.choose(self.name, "none").read(self.name, None), trail)
+            yield from self.row.bindings(element, match.choose(self.name, "none"), trail)
             return
         written = match.choose(self.name, "append" if update.position is None else "write").read(self.name, update)
         yield from self.row.bindings(update.row, written, trail)
@@ -225,20 +152,24 @@ def either(tag: str, **alternatives: Pattern) -> Pattern:
     return _Either(tag, alternatives)
 
 
-def contract(left: Pattern, right: Pattern, name: str) -> _Contract:
-    return _Contract(left, right, name)
+def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: _both_ways(contraction(element)), {"left": left, "right": right})
 
 
 def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:
-    return _RmsNorm(value, gamma, name)
+    return _Reads(name, lambda element, _: (read_rms_norm(element),), {"gamma": gamma, "value": value})
 
 
-def rope(value: Pattern, name: str, along: Callable[[Match], Index]) -> Pattern:
-    return _Rope(value, name, along)
+def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
+    return _Reads(name, lambda element, match: read_rope(element, along(match)), {"value": value})
 
 
 def stored(row: Pattern, name: str) -> Pattern:
     return _Stored(row, name)
+
+
+def _both_ways(found: Contraction) -> tuple[Contraction, Contraction]:
+    return found, found.swapped
 
 
 # --- roots: what a rule starts from ------------------------------------------------------------------------------
@@ -252,7 +183,8 @@ class AttentionPattern:
     value: Pattern
 
     def bindings(self, found: Attention, products: tuple[Contraction, ...], trail: Trail) -> Iterator[Match]:
-        match = Match().read("attention", found)
+        fixed = frozenset(axis for part in (*found.index, found.keys) for axis in part.axes)
+        match = Match(fixed=fixed).read("attention", found)
         if len(products) != len(self.scores):
             what = (
                 "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
@@ -260,47 +192,63 @@ class AttentionPattern:
             trail.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
             return
         for order in itertools.permutations(products):
-            for scored in self._scores(order, match, trail):
-                yield from self.value.bindings(found.value, scored, trail)
-
-    def _scores(self, products: tuple[Contraction, ...], match: Match, trail: Trail) -> Iterator[Match]:
-        partial: Iterator[Match] = iter((match,))
-        for pattern, product in zip(self.scores, products, strict=True):
-            partial = self._each(pattern, product, partial, trail)
-        return partial
-
-    def _each(self, pattern: Pattern, product: Contraction, before: Iterator[Match], trail: Trail) -> Iterator[Match]:
-        for match in before:
-            yield from _product_bindings(pattern, product, match, trail)
+            partial: Iterator[Match] = iter((match,))
+            for pattern, product in zip(self.scores, order, strict=True):
+                partial = _each_score(pattern, product, partial, trail)
+            yield from _each(self.value, found.value, partial, trail)
 
 
-def _product_bindings(pattern: Pattern, product: Contraction, match: Match, trail: Trail) -> Iterator[Match]:
-    if isinstance(pattern, _Either):
-        for choice, alternative in pattern.alternatives.items():
-            yield from _product_bindings(alternative, product, match.choose(pattern.tag, choice), trail)
-        return
-    assert isinstance(pattern, _Contract), "a score is a product"
-    try:
-        yield from pattern.products(product, match, trail)
-    except NoMatch as miss:
-        trail.fail(match, miss)
+def _each_score(
+    pattern: Pattern, product: Contraction, before: Iterator[Match], trail: Trail
+) -> Iterator[Match]:
+    for match in before:
+        if isinstance(pattern, _Either):
+            for alternative, chosen in pattern.chosen(match):
+                yield from _each_score(alternative, product, iter((chosen,)), trail)
+            continue
+        assert isinstance(pattern, _Reads), "a score is a product"
+        for way in _both_ways(product):
+            yield from pattern.within(way, match, trail)
+
+
+@dataclass(frozen=True)
+class Axes(Reading):
+    """The axes of an operand, one index for each of its dimensions."""
+
+    dims: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of an operator call: a letter for each dimension, and what it must be computed from."""
+
+    letters: str
+    pattern: Pattern
 
 
 @dataclass(frozen=True)
 class CallPattern:
-    """The operands of an operator call, by argument name. Each operand's axes are bound as `<name>.axes`."""
+    """The operands of an operator call, by argument name; one letter is one axis, wherever it stands.
 
-    operands: Mapping[str, Pattern] = field(default_factory=dict)
+    Each operand's axes are bound as `<name>.axes`. Axes named in `fixed` are no other axes of the match."""
+
+    operands: Mapping[str, Operand] = field(default_factory=dict)
+    fixed: str = ""
 
     def bindings(self, node: Node, arguments: Mapping[str, Node], trail: Trail) -> Iterator[Match]:
-        partial: Iterator[Match] = iter((Match(),))
-        for name, pattern in self.operands.items():
-            partial = self._each(name, pattern, arguments[name], partial, trail)
+        letters: dict[str, Index] = {}
+        for name, operand in self.operands.items():
+            for letter, size in zip(operand.letters, shape_of(arguments[name]), strict=True):
+                letters.setdefault(letter, fresh(size))
+        fixed = frozenset(axis for letter in self.fixed for axis in letters[letter].axes)
+        partial: Iterator[Match] = iter((Match(fixed=fixed),))
+        for name, operand in self.operands.items():
+            dims = tuple(letters[letter] for letter in operand.letters)
+            axes = Axes(arguments[name], dims)
+            partial = _each_read(f"{name}.axes", axes, partial)
+            partial = _each(operand.pattern, resolve(arguments[name], dims), partial, trail)
         return partial
 
-    def _each(
-        self, name: str, pattern: Pattern, argument: Node, before: Iterator[Match], trail: Trail
-    ) -> Iterator[Match]:
-        for match in before:
-            index = fresh_index(argument)
-            yield from pattern.bindings(resolve(argument, index), match.read(f"{name}.axes", index), trail)
+
+def _each_read(name: str, reading: Reading, before: Iterator[Match]) -> Iterator[Match]:
+    return (match.read(name, reading) for match in before)

@@ -8,39 +8,56 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .canonical.axes import Axis, Index, combine, leaves, of_axis, settle
+from .binding import Match
+from .canonical.axes import Axis, Index, axes_of, combine, of_axis, whole
 from .canonical.cache_update import CacheUpdate
 from .canonical.element import Element
+from .canonical.reading import renamed
+from .canonical.rms_norm import RmsNorm
 from .canonical.rope import Rope, Table
+from .canonical.sizes import Size, product
 from .canonical.views import shape_of
+from .emitter import Emitter
 from .errors import NoMatch
-from .match import Match
-from .rewrite import Dims, Emitter, view_key
+from .layout import Axes, Dims, axes, result, tensor
+from .match import Axes as AxesOf
+from .replacement import Replacement, replaced
 
 aten = torch.ops.aten
-Axes = tuple[Axis, ...]
 
 
-def axes_of(index: Index) -> Axes:
-    """The axes that a dimension runs over, slowest first."""
-    return leaves(index.axes)
+def roles(match: Match, operand: str) -> tuple[Axes, ...]:
+    """The axes of each dimension of an operand of the call."""
+    found = match.readings[f"{operand}.axes"]
+    assert isinstance(found, AxesOf)
+    return tuple(axes(part, operand, found.node) for part in found.dims)
 
 
-def last_dimension(operand: str) -> Callable[[Match], Index]:
+def written(match: Match, operand: str) -> CacheUpdate | None:
+    """The update of a cache that the call reads, if the pattern found one."""
+    update = match.readings.get(f"{operand}.write")
+    assert update is None or isinstance(update, CacheUpdate)
+    return update
+
+
+def last_dimension(operand: str) -> Callable[[Match], Axis]:
     """For `rope(along=...)`: the last dimension of an operand of the call, or of the row that is stored in it."""
 
-    def along(match: Match) -> Index:
-        update = match.readings.get(f"{operand}.write")
-        index = match.readings[f"{operand}.axes"] if update is None else update.index
-        return settle(index[-1])
+    def along(match: Match) -> Axis:
+        update, found = written(match, operand), match.readings[f"{operand}.axes"]
+        assert isinstance(found, AxesOf)
+        axis = (found.dims if update is None else update.index)[-1].axis
+        if axis is None:
+            raise NoMatch("a rotary dimension of one element", found.node)
+        return axis
 
     return along
 
 
-def only(axes: Sequence[Axis], what: str, node: Node) -> Axis:
-    if len(axes) != 1:
+def only(found: Sequence[Axis], what: str, node: Node) -> Axis:
+    if len(found) != 1:
         raise NoMatch(f"{what} is no single dimension", node)
-    return axes[0]
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -51,70 +68,83 @@ class Joined:
     axis: Axis
 
 
-def joined(
-    first: Element, first_axis: Axis, second: Element, second_axis: Axis, renamed: dict[Axis, Axis]
-) -> Joined | None:
-    """`first` along its axis and then `second` along its own, if they are neighbours in one tensor, else None.
-
-    `renamed` names the other axes of `second` as in `first`."""
-    first, second = first.settled(), second.settled()
-    if first.node is not second.node or (first.scale, second.scale) != (1.0, 1.0) or first_axis not in first.axes:
+def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis) -> Joined | None:
+    """`first` along its axis and then `second` along its own, if they are neighbours in one tensor, else None."""
+    if first.origin is not second.origin or (first.factor, second.factor) != (1.0, 1.0):
         return None
     axis = Axis(first_axis.size + second_axis.size)
     index: list[Index] = []
     for mine, theirs in zip(first.index, second.index, strict=True):
-        theirs = combine(theirs.offset, [(renamed.get(other, other), stride) for other, stride in theirs.terms])
-        stride = dict(mine.terms).get(first_axis)
-        rest = [term for term in mine.terms if term[0] is not first_axis]
-        expected = mine.offset + (0 if stride is None else stride * first_axis.size)
-        tail = [] if stride is None else [(second_axis, stride)]
-        if theirs != combine(expected, [*rest, *tail]):
+        stride = dict(mine.terms).get(whole(first_axis))
+        rest = [term for term in mine.terms if term[0].axis is not first_axis]
+        if stride is None:
+            expected = mine
+        else:
+            expected = combine(mine.offset + stride * first_axis.size, [*rest, (whole(second_axis), stride)])
+        if theirs != expected:
             return None
-        index.append(mine if stride is None else combine(mine.offset, [*rest, (axis, stride)]))
-    return Joined(Element(first.node, tuple(index)), axis)
+        index.append(mine if stride is None else combine(mine.offset, [*rest, (whole(axis), stride)]))
+    is_read = sum(first_axis in part.axes for part in first.index) == sum(axis in part.axes for part in index) == 1
+    return Joined(Element(first.origin, tuple(index)), axis) if is_read else None
 
 
-def rename(old: Sequence[Axes], new: Sequence[Axes]) -> dict[Axis, Axis]:
-    """Old axes -> new axes, place by place."""
-    return {
-        other: axis for theirs, mine in zip(old, new, strict=True) for other, axis in zip(theirs, mine, strict=False)
-    }
+# --- norms and rotary tables -----------------------------------------------------------------------------------------------
 
 
-# --- rotary tables -----------------------------------------------------------------------------------------------
+def norm_of(match: Match, name: str) -> RmsNorm:
+    norm = match.readings[name]
+    assert isinstance(norm, RmsNorm)
+    return norm
 
 
-def emit_table(emit: Emitter, table: Table, pair: Axis, outer: Dims) -> Node:
+def rotation_of(match: Match, name: str) -> Rope | None:
+    """A rotation, where the pattern found one."""
+    rotation = match.readings.get(name)
+    assert rotation is None or isinstance(rotation, Rope)
+    return rotation
+
+
+def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:
+    """The norm is taken over the columns of one row, all of them."""
+    over = [axis for part in norm.over for axis in axes(part, "the normalised dimension", norm.node)]
+    if over != list(width):
+        raise NoMatch("the norm is taken over something else than the columns of a row", norm.node)
+
+
+def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
     """cos or sin with all its columns, [*outer, Dr]: those of the pairs' first elements, then of their second ones."""
-    first, second = table.first.settled(), table.second.settled()
-    other = Axis(pair.size)
-    whole = joined(first, pair, second.at({pair: of_axis(other)}), other, {})
-    if whole is not None:
-        return emit.tensor(whole.element, [*outer, [whole.axis]], dtype=first.dtype)
-    halves = [_all_pairs(emit, emit.tensor(half, [*outer, [pair]]), pair) for half in (first, second)]
+    pairs = axes(pair, "a rotary table", table.node)
+    first, second = table.first, table.second
+    if len(pairs) == 1:
+        other = Axis(pairs[0].size)
+        whole_table = joined(first, pairs[0], renamed(second, {pairs[0]: of_axis(other)}), other)
+        if whole_table is not None:
+            return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
+    size = product(axis.size for axis in pairs)
+    halves = [_all_pairs(emit, tensor(emit, half, [*outer, pairs]), size) for half in (first, second)]
     return emit.call(aten.cat.default, halves, -1)
 
 
-def _all_pairs(emit: Emitter, half: Node, pair: Axis) -> Node:
+def _all_pairs(emit: Emitter, half: Node, size: Size) -> Node:
     """A table with one column for all pairs, repeated for each."""
-    if shape_of(half)[-1] == pair.size:
+    if shape_of(half)[-1] == size:
         return half
-    return emit.call(aten.expand.default, half, [-1] * (len(shape_of(half)) - 1) + [pair.size])
+    return emit.call(aten.expand.default, half, [-1] * (len(shape_of(half)) - 1) + [size])
 
 
-def check_same_rotation(query: Rope | None, keys: Rope | None, query_outer: Dims, key_outer: Dims) -> None:
+def check_same_rotation(query: Rope | None, keys: Rope | None) -> None:
     """Query and key are rotated by the same tables in the same layout, or neither is."""
     if query is None and keys is None:
         return
     if query is None or keys is None:
-        raise NoMatch("only one of query and key is rotated")
+        rotated = query or keys
+        raise NoMatch("only one of query and key is rotated", rotated.node if rotated else None)
     if query.layout != keys.layout:
-        raise NoMatch(f"the query is rotated in layout {query.layout}, the key in {keys.layout}", keys.value.node)
-    for name, ours, theirs in (("cos", query.cos, keys.cos), ("sin", query.sin, keys.sin)):
-        mine = [view_key(half, [*query_outer, [query.pair]]) for half in (ours.first, ours.second)]
-        other = [view_key(half, [*key_outer, [keys.pair]]) for half in (theirs.first, theirs.second)]
-        if mine != other:
-            raise NoMatch(f"{name} of the query and {name} of the key are different tensors", theirs.first.node)
+        raise NoMatch(f"the query is rotated in layout {query.layout}, the key in {keys.layout}", keys.node)
+    pair = dict(zip(axes_of(keys.pair) or (), map(of_axis, axes_of(query.pair) or ()), strict=True))
+    for name, mine, theirs in (("cos", query.cos, keys.cos), ("sin", query.sin, keys.sin)):
+        if (mine.first, mine.second) != (renamed(theirs.first, pair), renamed(theirs.second, pair)):
+            raise NoMatch(f"{name} of the query and {name} of the key are different tensors", theirs.first.origin)
 
 
 # --- caches ------------------------------------------------------------------------------------------------------
@@ -140,50 +170,70 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
     last = len(update.index) - 1
     if update.dim == last:
         raise NoMatch("the cache is written along the last dimension, expected whole rows", update.node)
-    batch = leaves(axis for dim, part in enumerate(update.index) if dim not in (update.dim, last) for axis in part.axes)
-    return CacheRoles(
-        update, batch, axes_of(update.index[update.dim]), axes_of(update.index[last]), axes_of(update.token)
-    )
+    dims = [axes(part, "the cache", update.node) for part in update.index]
+    batch = tuple(axis for dim, found in enumerate(dims) if dim not in (update.dim, last) for axis in found)
+    return CacheRoles(update, batch, dims[update.dim], dims[last], axes(update.token, "the new rows", update.node))
+
+
+def same_rows(latent: CacheRoles, keys: CacheRoles) -> dict[Axis, Index]:
+    """The axes of the rotary key's rows by those of the latent's, place by place."""
+    names: dict[Axis, Index] = {}
+    for theirs, mine in zip(keys.row, latent.row, strict=True):
+        if [axis.size for axis in theirs] != [axis.size for axis in mine]:
+            raise NoMatch("latent and rotary key are written in rows of different numbers", keys.update.node)
+        names.update(zip(theirs, map(of_axis, mine), strict=True))
+    return names
 
 
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
-    if latent.update.node is keys.update.node:
-        raise NoMatch("latent and rotary key share one cache tensor", keys.update.node)
-    mine, other = latent.update.position, keys.update.position
-    if isinstance(mine, Element) and isinstance(other, Element):
-        same = view_key(mine, latent.row) == view_key(other, keys.row)
-    else:
-        same = mine == other
-    if not same:
-        raise NoMatch("latent and rotary key are written to different positions", keys.update.node)
+    mine, theirs = latent.update, keys.update
+    if theirs.node is mine.node:
+        raise NoMatch("latent and rotary key share one cache tensor", theirs.node)
+    names = same_rows(latent, keys)
+    position = renamed(theirs.position, names) if isinstance(theirs.position, Element) else theirs.position
+    if mine.position != position or mine.wraps != theirs.wraps or _slots(latent) != _slots(keys):
+        raise NoMatch("latent and rotary key are written to different positions", theirs.node)
 
 
-def emit_cache(emit: Emitter, roles: CacheRoles) -> Node:
+def _slots(cache: CacheRoles) -> list[object]:
+    """How many slots each sequence of a cache has: what a wrapped position is counted from."""
+    return [axis.size for axis in cache.slot]
+
+
+def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
     """The cache before the write, [B,1,T,width]."""
-    old = Element(roles.update.old, tuple(map(settle, roles.update.index)))
-    return emit.tensor(old, (roles.batch, (), roles.slot, roles.width))
+    old = Element(cache.update.old, cache.update.index)
+    return tensor(emit, old, (cache.batch, (), cache.slot, cache.width))
 
 
-def emit_positions(emit: Emitter, roles: CacheRoles) -> Node:
-    """Where the rows go, [B or 1, S] int64."""
-    position = roles.update.position
+def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:
+    """Where the rows go, [B or 1, S] int64, counted from the start."""
+    position = cache.update.position
     if isinstance(position, Element):
-        return emit.tensor(position, roles.row, dtype=torch.int64)
-    rows = roles.update.rows.meta["val"]
-    length = emit.size(roles.token[0].size) if roles.token else 1
+        given = tensor(emit, position, cache.row, dtype=torch.int64)
+        return _counted_from_start(emit, given, cache) if cache.update.wraps else given
+    rows = cache.update.rows.meta["val"]
+    length = emit.size(product(axis.size for axis in cache.token))
     options = {"start": position, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
     return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
 
 
-def replace_cache(emit: Emitter, roles: CacheRoles, out: Node) -> None:
+def _counted_from_start(emit: Emitter, given: Node, cache: CacheRoles) -> Node:
+    """Positions below zero count from the end, in an indexed assignment."""
+    slots = emit.size(product(axis.size for axis in cache.slot))
+    is_negative = emit.call(aten.lt.Scalar, given, 0)
+    return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, slots), given)
+
+
+def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
     """Uses the [B,1,T,width] cache that an operator returned wherever the written one was used."""
-    element = emit.result(out, (roles.batch, (), roles.slot, roles.width))
-    emit.replace(roles.update.node, roles.update.index, element)
+    element = result(out, (cache.batch, (), cache.slot, cache.width))
+    return replaced(emit, cache.update.node, cache.update.index, element)
 
 
-def replace_rows(emit: Emitter, roles: CacheRoles, out: Node) -> None:
+def replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
     """Uses the [B,S,1,width] rows that an operator returned wherever the new rows were used."""
-    update = roles.update
+    update = cache.update
     index = (*update.index[: update.dim], update.token, *update.index[update.dim + 1 :])
-    emit.replace(update.rows, index, emit.result(out, (roles.batch, roles.token, (), roles.width)))
+    return replaced(emit, update.rows, index, result(out, (cache.batch, cache.token, (), cache.width)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from torch.fx import Graph, Node
 
 from .cases import Case
+from .emitter import Emitter
 from .match import Match, Trail
-from .rewrite import Emitter
+from .replacement import Replacement
 
 Facts = TypeVar("Facts")
 
@@ -37,8 +38,8 @@ class Rule(Generic[Facts]):
         """What the rewrite needs to know. Raises NoMatch with the reason if the match must not be rewritten."""
         raise NotImplementedError
 
-    def rewrite(self, emit: Emitter, facts: Facts) -> None:
-        """Adds the fused operator and replaces what it computes. Raises NoMatch if it cannot be written down."""
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterable[Replacement]:
+        """Adds the fused operator and says what its results replace: all of that is done, or none."""
         raise NotImplementedError
 
     def suspicious(self, anchor: Node) -> bool:

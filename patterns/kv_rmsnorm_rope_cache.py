@@ -18,38 +18,50 @@ from torch.fx import Graph, Node
 
 from mla_fx.canonical.cache_update import WRITES
 from mla_fx.canonical.element import element_of
+from mla_fx.canonical.reading import renamed
+from mla_fx.canonical.rms_norm import RmsNorm
+from mla_fx.canonical.rope import Rope
 from mla_fx.cases import HCKV, Case, Layer, S
+from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.match import CallPattern, Match, Trail, either, rms_norm, rope, stored, var
+from mla_fx.layout import axes, tensor
+from mla_fx.match import CallPattern, Match, Operand, Trail, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
     Joined,
     cache_roles,
+    check_norm_of_rows,
     check_same_write,
     emit_cache,
     emit_positions,
     emit_table,
     joined,
     last_dimension,
+    norm_of,
     only,
-    rename,
     replace_cache,
+    rotation_of,
+    same_rows,
+    written,
 )
-from mla_fx.rewrite import Emitter
+from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
 ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
 PATTERN = CallPattern(
     {
-        "kv_cache": stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write"),
-        "kr_cache": stored(
-            either(
-                "rotation",
-                rotated=rope(var("k_rope"), name="rope", along=last_dimension("kr_cache")),
-                none=var("k_rope"),
+        "kv_cache": Operand("btc", stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write")),
+        "kr_cache": Operand(
+            "btr",
+            stored(
+                either(
+                    "rotation",
+                    rotated=rope(var("k_rope"), name="rope", along=last_dimension("kr_cache")),
+                    none=var("k_rope"),
+                ),
+                name="kr_cache.write",
             ),
-            name="kr_cache.write",
         ),
     }
 )
@@ -61,6 +73,8 @@ class Facts:
     kv: Joined
     latent: CacheRoles
     keys: CacheRoles
+    norm: RmsNorm
+    rotation: Rope | None
 
 
 class _QueryElsewhere(Layer):
@@ -100,41 +114,38 @@ class KvRmsnormRopeCache(Rule[Facts]):
 
     def check(self, match: Match) -> Facts:
         """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""
-        updates = match.readings["kv_cache.write"], match.readings["kr_cache.write"]
-        if any(match.choices[name] != "write" for name in ("kv_cache.write", "kr_cache.write")):
-            raise NoMatch("no cache is written in place", match["latent"].node)
-        latent, keys = (cache_roles(update) for update in updates)
+        updates = written(match, "kv_cache"), written(match, "kr_cache")
+        if any(update is None or update.position is None for update in updates):
+            raise NoMatch("no cache is written in place", match["latent"].origin)
+        latent, keys = (cache_roles(update) for update in updates if update is not None)
         check_same_write(latent, keys)
-        rotation = match.readings.get("rope")
-        rope_axis = rotation.axis if rotation else only(keys.width, "the rotary key", match["k_rope"].node)
+        norm, rotation = norm_of(match, "norm"), rotation_of(match, "rope")
+        check_norm_of_rows(norm, latent.width)
+        along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
+        k_rope = renamed(match["k_rope"], same_rows(latent, keys))
         kv = joined(
             match["latent"],
-            only(latent.width, "the latent", match["latent"].node),
-            match["k_rope"],
-            rope_axis,
-            rename((keys.batch, keys.token), (latent.batch, latent.token)),
+            only(latent.width, "the latent", norm.node),
+            k_rope,
+            only(along, "the rotary key", k_rope.origin),
         )
         if kv is None:
-            raise NoMatch("latent and rotary key are not neighbours in one tensor", match["k_rope"].node)
-        return Facts(match, kv, latent, keys)
+            raise NoMatch("latent and rotary key are not neighbours in one tensor", k_rope.origin)
+        return Facts(match, kv, latent, keys, norm, rotation)
 
-    def rewrite(self, emit: Emitter, facts: Facts) -> None:
-        match, latent, keys = facts.match, facts.latent, facts.keys
-        norm, rotation = match.readings["norm"], match.readings.get("rope")
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        latent, keys, rotation = facts.latent, facts.keys, facts.rotation
         k_cache, ckv_cache = emit_cache(emit, keys), emit_cache(emit, latent)
         dtype = ckv_cache.meta["val"].dtype
-        kv = emit.tensor(facts.kv.element, (latent.batch, (), latent.token, (facts.kv.axis,)), dtype=dtype)
-        gamma = emit.tensor(match["gamma"], (latent.width,))
+        kv = tensor(emit, facts.kv.element, (latent.batch, (), latent.token, (facts.kv.axis,)), dtype=dtype)
+        gamma = tensor(emit, facts.match["gamma"], (latent.width,))
+        options: dict[str, object] = {"epsilon": facts.norm.epsilon, "gamma_after_cast": facts.norm.gamma_after_cast}
         cos = sin = None
         if rotation is not None:
-            cos, sin = (
-                emit_table(emit, table, rotation.pair, (keys.batch, (), keys.token))
-                for table in (rotation.cos, rotation.sin)
-            )
-        options = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
-        if rotation is not None:
+            outer = (keys.batch, (), keys.token)
+            cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
             options["rope_layout"] = rotation.layout
         target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
         out = emit.call(target, kv, gamma, cos, sin, emit_positions(emit, latent), k_cache, ckv_cache, **options)
-        replace_cache(emit, keys, emit.call(operator.getitem, out, 0))
-        replace_cache(emit, latent, emit.call(operator.getitem, out, 1))
+        yield replace_cache(emit, keys, emit.call(operator.getitem, out, 0))
+        yield replace_cache(emit, latent, emit.call(operator.getitem, out, 1))

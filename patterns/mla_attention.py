@@ -14,6 +14,8 @@ Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope di
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,17 +24,21 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.absorb import absorb_query, expand_output
-from mla_fx.canonical.axes import Axis, leaves, product
+from mla_fx.canonical.axes import Axis
 from mla_fx.canonical.cache_update import cache_update
-from mla_fx.canonical.contraction import contraction, segments
+from mla_fx.canonical.contraction import Contraction, contraction, segments
 from mla_fx.canonical.element import Element, element_of, is_parameter
 from mla_fx.canonical.rms_norm import rms_norm
+from mla_fx.canonical.sizes import product
 from mla_fx.canonical.softmax import Attention, anchors, attention, weighted_sum
 from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, S, T
+from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
+from mla_fx.inline import inline
+from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.masks import emit_mask
 from mla_fx.match import AttentionPattern, Match, Trail, bound, contract, either, var
-from mla_fx.rewrite import Emitter
+from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv")
@@ -49,19 +55,20 @@ PATTERN = AttentionPattern(
     value=either("values", expanded=contract(LATENT, WEIGHT_UV, name="down"), absorbed=LATENT),
 )
 
-Axes = tuple[Axis, ...]
-
 
 @dataclass(frozen=True)
 class Facts:
-    """The match, its softmax scale, and the axes that each dimension of the operands runs over.
+    """The match, its softmax scale, the type to compute in, and the axes that each dimension of the operands runs over.
 
-    `factors` are numbers by which nope scores and values are multiplied on top (LongCat scales its latents)."""
+    `query_factor` and `value_factor` are numbers by which nope scores and values are multiplied on top (LongCat scales
+    its latents)."""
 
     match: Match
     found: Attention
     scale: float
-    factors: tuple[float, float]
+    query_factor: float
+    value_factor: float
+    dtype: torch.dtype
     b: Axes
     s: Axes
     n: Axes
@@ -152,14 +159,14 @@ class MlaAttention(Rule[Facts]):
         yield from PATTERN.bindings(found, products, trail)
 
     def check(self, match: Match) -> Facts:
-        found: Attention = match.readings["attention"]
-        nope, up, rotary = (match.readings[name] for name in ("nope", "up", "rope"))
+        found, nope, up, rotary = _attention(match), _product(match, "nope"), _product(match, "up"), _product(match, "rope")
         latent, weight_uk, keys = match["kv_cache"], match["weight_uk"], match["kr_cache"]
         if not is_parameter(weight_uk.node):
             raise NoMatch("weight_uk is computed by the graph, expected a parameter", weight_uk.node)
-        c, e = (up.axes, nope.axes) if match.choices["keys"] == "expanded" else (nope.axes, up.axes)
-        t, r = leaves([found.axis]), rotary.axes
-        outer = leaves(axis for part in found.index for axis in part.axes)
+        is_expanded = match.choices["keys"] == "expanded"
+        c, e = (up.axes, nope.axes) if is_expanded else (nope.axes, up.axes)
+        t, r = axes(found.keys, "the context", found.node), rotary.axes
+        outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
         b = _ordered(latent.axes - {*t, *c}, outer)
         n = _ordered(weight_uk.axes - {*c, *e}, outer)
         s = _ordered(match["q_nope"].axes - {*b, *n, *e}, outer)
@@ -170,54 +177,46 @@ class MlaAttention(Rule[Facts]):
         _check_axes(match["q_rope"], "q_rope", {*b, *s, *n, *r})
         for mask in found.masks:
             _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
-        value_factor = match.readings["down"].scale if match.choices["values"] == "expanded" else found.value.scale
+        if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
+            raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
+        value_factor = found.value_factor
+        if match.choices["values"] == "expanded":
+            value_factor *= _product(match, "down").factor
         # an absorbed query is read as it stands, its own factor included
-        nope_scale = nope.scale * up.scale if match.choices["keys"] == "expanded" else nope.scale
-        factors = (nope_scale / rotary.scale, value_factor)
-        return Facts(match, found, rotary.scale, factors, b, s, n, t, e, r, c, v)
+        nope_factor = nope.factor * up.factor if is_expanded else nope.factor
+        query_factor, dtype = nope_factor / rotary.factor, _dtype(match)
+        return Facts(match, found, rotary.factor, query_factor, value_factor, dtype, b, s, n, t, e, r, c, v)
 
-    def rewrite(self, emit: Emitter, facts: Facts) -> None:
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         match, found = facts.match, facts.found
         b, s, n, t, e, r, c, v = facts.b, facts.s, facts.n, facts.t, facts.e, facts.r, facts.c, facts.v
-        dtype = match["kv_cache"].dtype
 
         def operand(name: str, *dims: Axes) -> Node:
-            return emit.tensor(match[name].unscaled(), dims, dtype=dtype, expand=True)
+            return tensor(emit, match[name], dims, dtype=facts.dtype, expand=True)
 
         def query_operand(name: str, *dims: Axes) -> Node:
-            return emit.scaled(operand(name, *dims), facts.factors[0])
+            return emit.scaled(operand(name, *dims), facts.query_factor)
 
-        q_rope, kv_cache, kr_cache = (
-            operand("q_rope", b, s, n, r),
-            operand("kv_cache", b, t, c),
-            operand("kr_cache", b, t, r),
-        )
+        context = operand("q_rope", b, s, n, r), operand("kv_cache", b, t, c), operand("kr_cache", b, t, r)
         mask = emit_mask(emit, found.masks, (b, n, s, t))
-        options = {"scale": facts.scale, "is_causal": found.is_causal}
+        options = {"scale": facts.scale, "is_causal": found.causal is not None}
+        if found.fill != -math.inf:
+            options["fill"] = found.fill
         keys, values = match.choices["keys"], match.choices["values"]
         if keys == values == "expanded":
-            weight_uv = operand("weight_uv", n, v, match.readings["down"].axes)
-            operands = (
-                query_operand("q_nope", b, s, n, e),
-                q_rope,
-                kv_cache,
-                kr_cache,
-                operand("weight_uk", n, e, c),
-                weight_uv,
-            )
-            out = emit.call(torch.ops.mla_fx.mla_attention.default, *operands, mask, **options)
+            weights = operand("weight_uk", n, e, c), operand("weight_uv", n, v, c)
+            target = torch.ops.mla_fx.mla_attention.default
+            out = emit.call(target, query_operand("q_nope", b, s, n, e), *context, *weights, mask, **options)
         else:
             if keys == "absorbed":
                 query = query_operand("query", b, s, n, c)
             else:
-                query = emit.inline(absorb_query, query_operand("q_nope", b, s, n, e), operand("weight_uk", n, e, c))
-            out = emit.call(
-                torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, mask, **options
-            )
+                query = inline(emit, absorb_query, query_operand("q_nope", b, s, n, e), operand("weight_uk", n, e, c))
+            out = emit.call(torch.ops.mla_fx.latent_attention.default, query, *context, mask, **options)
             if values == "expanded":
-                out = emit.inline(expand_output, out, operand("weight_uv", n, v, match.readings["down"].axes))
-        out = emit.scaled(out, facts.factors[1])
-        emit.replace(found.node, found.index, emit.result(out, (b, s, n, v)), padding=found.padding)
+                out = inline(emit, expand_output, out, operand("weight_uv", n, v, c))
+        out = emit.scaled(out, facts.value_factor)
+        yield replaced(emit, found.node, found.index, result(out, (b, s, n, v)), padding=found.padding)
 
     def suspicious(self, anchor: Node) -> bool:
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
@@ -226,8 +225,29 @@ class MlaAttention(Rule[Facts]):
         return any(_is_low_rank(element_of(value)) for value in values if isinstance(value, Node))
 
 
-def _ordered(axes: frozenset[Axis], outer: Axes) -> Axes:
-    return tuple(sorted(axes, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
+def _attention(match: Match) -> Attention:
+    found = match.readings["attention"]
+    assert isinstance(found, Attention)
+    return found
+
+
+def _product(match: Match, name: str) -> Contraction:
+    found = match.readings[name]
+    assert isinstance(found, Contraction)
+    return found
+
+
+def _dtype(match: Match) -> torch.dtype:
+    """The type of the latents, if the query loses nothing in it; else the wider one of the two."""
+    dtype = match["kv_cache"].dtype
+    queries = [match[name] for name in ("query", "q_nope", "q_rope") if name in match.elements]
+    if all(query.is_exact_in(dtype) for query in queries):
+        return dtype
+    return functools.reduce(torch.promote_types, (query.dtype for query in queries), dtype)
+
+
+def _ordered(found: frozenset[Axis], outer: Axes) -> Axes:
+    return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
 def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: Axes) -> None:
@@ -239,7 +259,7 @@ def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: A
 
 
 def _check_axes(element: Element, name: str, allowed: set[Axis]) -> None:
-    if not element.settled().axes <= allowed:
+    if not element.axes <= allowed:
         raise NoMatch(f"{name} depends on more than its own dimensions", element.node)
 
 
@@ -253,9 +273,9 @@ def _is_low_rank(value: Element) -> bool:
         up = contraction(value)
     except NoMatch:
         return False
-    latent, weight = (up.right, up.left) if is_parameter(up.left.node) else (up.left, up.right)
+    latent, weight = (up.right, up.left) if is_parameter(up.left.origin) else (up.left, up.right)
     rank = product(axis.size for axis in up.axes)
-    width = product(axis.size for axis in weight.settled().axes - set(up.axes))
+    width = product(axis.size for axis in weight.axes - set(up.axes))
     is_narrow = isinstance(rank, int) and isinstance(width, int) and rank < width
     return is_narrow and _is_projected(latent)
 

@@ -20,17 +20,19 @@ from torch.fx import Graph, Node
 
 from mla_fx.canonical.contraction import Contraction
 from mla_fx.canonical.element import Element, is_parameter
+from mla_fx.canonical.rms_norm import RmsNorm
 from mla_fx.canonical.rope import Rope
 from mla_fx.canonical.views import shape_of
 from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
+from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.match import CallPattern, Match, Pattern, Trail, contract, either, rms_norm, rope, stored, var
+from mla_fx.layout import Axes, axes, result, tensor
+from mla_fx.match import CallPattern, Match, Operand, Pattern, Trail, contract, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
-    Axes,
     CacheRoles,
     Joined,
-    axes_of,
     cache_roles,
+    check_norm_of_rows,
     check_same_rotation,
     check_same_write,
     emit_cache,
@@ -38,11 +40,15 @@ from mla_fx.operands import (
     emit_table,
     joined,
     last_dimension,
+    norm_of,
     only,
     replace_cache,
     replace_rows,
+    roles,
+    rotation_of,
+    written,
 )
-from mla_fx.rewrite import Emitter, view_key
+from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten
@@ -67,20 +73,33 @@ def _rotated(value: Pattern, operand: str) -> Pattern:
 
 PATTERN = CallPattern(
     {
-        "query": contract(contract(Q_LATENT, var("weight_uq"), name="uq"), var("weight_uk"), name="uk"),
-        "query_rope": _rotated(contract(Q_LATENT, var("weight_qr"), name="qr"), "query_rope"),
-        "kv_cache": stored(KV_LATENT, name="kv_cache.write"),
-        "kr_cache": stored(_rotated(contract(TOKEN_X, var("weight_kr"), name="kr"), "kr_cache"), name="kr_cache.write"),
-    }
+        "query": Operand("bsnc", contract(contract(Q_LATENT, var("weight_uq"), name="uq"), var("weight_uk"), name="uk")),
+        "query_rope": Operand("bsnr", _rotated(contract(Q_LATENT, var("weight_qr"), name="qr"), "query_rope")),
+        "kv_cache": Operand("atk", stored(KV_LATENT, name="kv_cache.write")),
+        "kr_cache": Operand(
+            "atl", stored(_rotated(contract(TOKEN_X, var("weight_kr"), name="kr"), "kr_cache"), name="kr_cache.write")
+        ),
+    },
+    fixed="bsn",
 )
 
 
 @dataclass(frozen=True)
 class Facts:
+    """`tokens` are batch and tokens as the operator takes them, `n` and `c` heads and latent columns of the query, `he`
+    and `a` the columns of hidden states and query latents."""
+
     match: Match
-    node: Node
+    tokens: tuple[Axes, Axes]
+    n: Axes
+    c: Axes
+    he: Axes
+    a: Axes
     weight_uq_qr: Joined
     weight_dkv_kr: Joined
+    norm: RmsNorm
+    query_norm: RmsNorm | None
+    query_rotation: Rope | None
     latent: CacheRoles | None
     keys: CacheRoles | None
 
@@ -162,181 +181,171 @@ class MlaProlog(Rule[Facts]):
         return iter(graph.find_nodes(op="call_function", target=LATENT_ATTENTION))
 
     def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
-        operands = dict(zip(("query", "query_rope", "kv_cache", "kr_cache"), anchor.args, strict=False))
-        for match in PATTERN.bindings(anchor, operands, trail):
-            yield match.read("node", anchor)
+        operands = dict(zip(PATTERN.operands, anchor.args, strict=False))
+        yield from PATTERN.bindings(anchor, operands, trail)
 
     def check(self, match: Match) -> Facts:
-        """Weights are parts of one matrix each; query and key are rotated and written alike."""
-        reads = match.readings
-        for name in ("dq", "uq", "uk", "qr", "dkv", "kr"):
-            if name in reads and reads[name].scale != 1.0:
-                raise NoMatch(f"a projection of the prolog is multiplied by {reads[name].scale:.6g}", reads[name].node)
-        for name in ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr"):
-            if name in match.elements and not is_parameter(match[name].node):
-                raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
-        b, s, _, _ = _roles(match, "query")
+        """Weights are parts of one matrix each; query and key are made from the same tokens, rotated and written alike."""
+        _check_products(match)
         latent, keys = _caches(match)
-        _check_token_x(match, _tokens((b, s), latent), _row(match, "kv_cache", latent))
-        rotations = reads.get("query_rope.rope"), reads.get("kr_cache.rope")
-        outer = _tokens(_roles(match, "query_rope")[:2], latent)
-        check_same_rotation(*rotations, outer, _row(match, "kr_cache", keys))
-        return Facts(match, reads["node"], _weight_uq_qr(match), _weight_dkv_kr(match, latent, keys), latent, keys)
+        b, s, n, c = roles(match, "query")
+        tokens = ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
+        _check_rows(match, tokens, latent, keys)
+        norm, query_norm = norm_of(match, "ckv"), _query_norm(match)
+        width = _width(match, "kv_cache", latent)
+        check_norm_of_rows(norm, width)
+        rotation = rotation_of(match, "query_rope.rope")
+        check_same_rotation(rotation, rotation_of(match, "kr_cache.rope"))
+        he = _product(match, "dkv").axes
+        a = _product(match, "uq").axes
+        if query_norm is not None:
+            check_norm_of_rows(query_norm, a)
+        uq_qr, dkv_kr = _weight_uq_qr(match, rotation), _weight_dkv_kr(match, width, keys)
+        return Facts(match, tokens, n, c, he, a, uq_qr, dkv_kr, norm, query_norm, rotation, latent, keys)
 
-    def rewrite(self, emit: Emitter, facts: Facts) -> None:
-        match, node = facts.match, facts.node
-        reads = match.readings
-        b, s, n, c = _roles(match, "query")
-        low_rank = match.choices["query_rank"] == "low"
-        tokens = _tokens((b, s), facts.latent)
-        x = emit.tensor(match["token_x"], (*tokens, (reads["dq"] if low_rank else reads["uq"]).axes))
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        match, tokens, n, c = facts.match, facts.tokens, facts.n, facts.c
+        given = [match.readings[f"{name}.axes"].node for name in PATTERN.operands]
+        x = tensor(emit, match["token_x"], (*tokens, facts.he))
         dtype = x.meta["val"].dtype
-        if dtype != node.args[2].meta["val"].dtype:
-            raise NoMatch(f"token_x is {dtype}, the cache {node.args[2].meta['val'].dtype}", x)
+        if dtype != given[2].meta["val"].dtype:
+            raise NoMatch(f"token_x is {dtype}, the cache {given[2].meta['val'].dtype}", x)
 
         def weight(element: Element, *dims: Axes) -> Node:
-            return emit.tensor(element, dims, dtype=dtype)
+            return tensor(emit, element, dims, dtype=dtype)
 
-        a = reads["uq"].axes
-        weight_uq_qr = weight(facts.weight_uq_qr.element, a, (*n, facts.weight_uq_qr.axis))
-        weight_dkv_kr = weight(facts.weight_dkv_kr.element, reads["dkv"].axes, (facts.weight_dkv_kr.axis,))
-        weight_uk = weight(match["weight_uk"], n, reads["uk"].axes, c)
-        weight_dq = weight(match["weight_dq"], reads["dq"].axes, a) if low_rank else None
-        gamma_cq = emit.tensor(match["gamma_cq"], (a,)) if low_rank else None
-        gamma_ckv = emit.tensor(match["gamma_ckv"], (tuple(match["gamma_ckv"].axes),))
-        sin, cos = _tables(emit, facts)
-        index, kv_cache, kr_cache, mode = _cache_operands(emit, facts, x)
-        options = _norm_options(match)
-        out = emit.call(
-            torch.ops.mla_fx.mla_prolog.default,
-            *(
-                x,
-                weight_dq,
-                weight_uq_qr,
-                weight_uk,
-                weight_dkv_kr,
-                gamma_cq,
-                gamma_ckv,
-                sin,
-                cos,
-                index,
-                kv_cache,
-                kr_cache,
-            ),
-            **options,
-            cache_mode=mode,
+        index, kv_cache, kr_cache, mode = _cache_operands(emit, facts, x, given)
+        operands = (
+            x,
+            weight(match["weight_dq"], facts.he, facts.a) if facts.query_norm else None,
+            weight(facts.weight_uq_qr.element, facts.a, (*n, facts.weight_uq_qr.axis)),
+            weight(match["weight_uk"], n, _product(match, "uk").axes, c),
+            weight(facts.weight_dkv_kr.element, facts.he, (facts.weight_dkv_kr.axis,)),
+            tensor(emit, match["gamma_cq"], (facts.a,)) if facts.query_norm else None,
+            tensor(emit, match["gamma_ckv"], (_width(match, "kv_cache", facts.latent),)),
+            *_tables(emit, facts),
+            index,
+            kv_cache,
+            kr_cache,
         )
+        target = torch.ops.mla_fx.mla_prolog.default
+        out = emit.call(target, *operands, **_options(facts), cache_mode=mode)
         query, query_rope, kv_cache_out, kr_cache_out = (emit.call(operator.getitem, out, item) for item in range(4))
-        r = _roles(match, "query_rope")
-        node.update_arg(0, emit.tensor(emit.result(query, (*tokens, n, c)), (b, s, n, c)))
-        rope_tokens = _tokens(r[:2], facts.latent)
-        node.update_arg(1, emit.tensor(emit.result(query_rope, (*rope_tokens, *r[2:])), r))
-        for position, roles, result in ((2, facts.latent, kv_cache_out), (3, facts.keys, kr_cache_out)):
-            if roles is None:
-                node.update_arg(position, emit.call(aten.squeeze.dim, result, 2))
+        yield Replacement(given[0], _as_given(emit, given[0], query, (*tokens, n, c), roles(match, "query")))
+        r = roles(match, "query_rope")
+        yield Replacement(given[1], _as_given(emit, given[1], query_rope, (*tokens, *r[2:]), r))
+        for cache, old, new in ((facts.latent, given[2], kv_cache_out), (facts.keys, given[3], kr_cache_out)):
+            if cache is None:
+                yield Replacement(old, emit.call(aten.squeeze.dim, new, 2))
             elif mode == "BSND":
-                replace_rows(emit, roles, result)
+                yield replace_rows(emit, cache, new)
             else:
-                replace_cache(emit, roles, result)
+                yield replace_cache(emit, cache, new)
 
 
-def _roles(match: Match, operand: str) -> tuple[Axes, ...]:
-    return tuple(axes_of(part) for part in match.readings[f"{operand}.axes"])
+def _as_given(emit: Emitter, old: Node, new: Node, made: tuple[Axes, ...], wanted: tuple[Axes, ...]) -> Node:
+    """A result of the operator, whose dimensions run over `made`, as the operand that it is used for."""
+    return tensor(emit, result(new, made), wanted, dtype=old.meta["val"].dtype)
+
+
+def _product(match: Match, name: str) -> Contraction:
+    found = match.readings[name]
+    assert isinstance(found, Contraction)
+    return found
+
+
+def _check_products(match: Match) -> None:
+    for name in ("dq", "uq", "uk", "qr", "dkv", "kr"):
+        if name in match.readings and _product(match, name).factor != 1.0:
+            found = _product(match, name)
+            raise NoMatch(f"a projection of the prolog is multiplied by {found.factor:.6g}", found.node)
+    for name in ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr"):
+        if name in match.elements and not is_parameter(match[name].node):
+            raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
 
 
 def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:
-    latent, keys = match.readings["kv_cache.write"], match.readings["kr_cache.write"]
+    latent, keys = written(match, "kv_cache"), written(match, "kr_cache")
     if match.choices["kv_cache.write"] != match.choices["kr_cache.write"]:
-        raise NoMatch("latent and rotary key are not cached in the same way", match.readings["node"])
-    if latent is None:
+        raise NoMatch("latent and rotary key are not cached in the same way", match.readings["kr_cache.axes"].node)
+    if latent is None or keys is None:
         return None, None
-    roles = cache_roles(latent), cache_roles(keys)
-    check_same_write(*roles)
-    return roles
+    found = cache_roles(latent), cache_roles(keys)
+    check_same_write(*found)
+    return found
 
 
-def _tokens(tokens: tuple[Axes, ...], latent: CacheRoles | None) -> tuple[Axes, Axes]:
-    """Batch and token axes as the operator takes them: one row of all tokens, if the cache has no batch of its own."""
-    batch, token = tokens
-    return ((), (*batch, *token)) if latent is not None and not latent.batch else (batch, token)
-
-
-def _row(match: Match, operand: str, roles: CacheRoles | None) -> tuple[Axes, Axes]:
-    """Batch and token axes of the new rows."""
-    if roles is not None:
-        return roles.row
-    batch, token, _ = _roles(match, operand)
-    return batch, token
-
-
-def _check_token_x(match: Match, query: tuple[Axes, Axes], row: tuple[Axes, Axes]) -> None:
+def _check_rows(
+    match: Match, tokens: tuple[Axes, Axes], latent: CacheRoles | None, keys: CacheRoles | None
+) -> None:
     """The hidden states that make the query are those that make the rows, token by token."""
-    reads = match.readings
-    down: Contraction = reads["dq"] if match.choices["query_rank"] == "low" else reads["uq"]
-    mine = view_key(match["token_x"], (*query, down.axes))
-    other: Contraction = reads["dkv"]
-    element = other.left if other.left.node is match["token_x"].node else other.right
-    if view_key(element, (*row, other.axes)) != mine:
-        raise NoMatch("query and cached rows are not made from the same tokens", element.node)
+    b, s, n, _ = roles(match, "query")
+    rows = [cache.row if cache else roles(match, name)[:2] for name, cache in (("kv_cache", latent), ("kr_cache", keys))]
+    if any(row != tokens for row in rows) or roles(match, "query_rope")[:3] != (b, s, n):
+        raise NoMatch("query and cached rows are not made from the same tokens", match["token_x"].origin)
 
 
-def _weight_uq_qr(match: Match) -> Joined:
-    reads = match.readings
-    rotation: Rope | None = reads.get("query_rope.rope")
-    rope_axis = (
-        rotation.axis if rotation else only(_roles(match, "query_rope")[3], "the rotary dimension", reads["qr"].node)
-    )
-    e = only(reads["uk"].axes, "the nope dimension", reads["uk"].node)
-    n, n_rope = _roles(match, "query")[2], _roles(match, "query_rope")[2]
-    renamed = dict(zip((*n_rope, *reads["qr"].axes), (*n, *reads["uq"].axes), strict=False))
-    whole = joined(match["weight_uq"], e, match["weight_qr"], rope_axis, renamed)
+def _width(match: Match, operand: str, cache: CacheRoles | None) -> Axes:
+    return cache.width if cache else roles(match, operand)[2]
+
+
+def _query_norm(match: Match) -> RmsNorm | None:
+    if match.choices["query_rank"] == "full":
+        return None
+    norm, query_norm = norm_of(match, "ckv"), norm_of(match, "cq")
+    if query_norm.gamma_after_cast != norm.gamma_after_cast:
+        raise NoMatch("the two norms of the prolog round at different places", query_norm.gamma.origin)
+    return query_norm
+
+
+def _weight_uq_qr(match: Match, rotation: Rope | None) -> Joined:
+    uq, qr = match["weight_uq"], match["weight_qr"]
+    e = only(_product(match, "uk").axes, "the nope dimension", uq.node)
+    r = axes(rotation.along, "the rotary query", rotation.node) if rotation else roles(match, "query_rope")[3]
+    whole = joined(uq, e, qr, only(r, "the rotary dimension", qr.node))
     if whole is None:
-        raise NoMatch("the weights of q_nope and q_rope are not neighbours in one matrix", match["weight_qr"].node)
+        raise NoMatch("the weights of q_nope and q_rope are not neighbours in one matrix", qr.node)
     return whole
 
 
-def _weight_dkv_kr(match: Match, latent: CacheRoles | None, keys: CacheRoles | None) -> Joined:
-    reads = match.readings
-    width = only(latent.width if latent else _roles(match, "kv_cache")[2], "the latent", reads["dkv"].node)
-    rotation: Rope | None = reads.get("kr_cache.rope")
-    plain_width = keys.width if keys else _roles(match, "kr_cache")[2]
-    rope_width = rotation.axis if rotation else only(plain_width, "the rotary key", reads["kr"].node)
-    renamed = dict(zip(reads["kr"].axes, reads["dkv"].axes, strict=False))
-    whole = joined(match["weight_dkv"], width, match["weight_kr"], rope_width, renamed)
+def _weight_dkv_kr(match: Match, width: Axes, keys: CacheRoles | None) -> Joined:
+    dkv, kr = match["weight_dkv"], match["weight_kr"]
+    rotation = rotation_of(match, "kr_cache.rope")
+    r = axes(rotation.along, "the rotary key", rotation.node) if rotation else _width(match, "kr_cache", keys)
+    whole = joined(dkv, only(width, "the latent", dkv.node), kr, only(r, "the rotary key", kr.node))
     if whole is None:
-        raise NoMatch("the weights of latent and rotary key are not neighbours in one matrix", match["weight_kr"].node)
+        raise NoMatch("the weights of latent and rotary key are not neighbours in one matrix", kr.node)
     return whole
 
 
 def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
-    rotation: Rope | None = facts.match.readings.get("query_rope.rope")
+    rotation = facts.query_rotation
     if rotation is None:
         return None, None
-    outer = _tokens(_roles(facts.match, "query_rope")[:2], facts.latent)
-    return emit_table(emit, rotation.sin, rotation.pair, outer), emit_table(emit, rotation.cos, rotation.pair, outer)
+    sin, cos = (emit_table(emit, table, rotation.pair, facts.tokens) for table in (rotation.sin, rotation.cos))
+    return sin, cos
 
 
-def _cache_operands(emit: Emitter, facts: Facts, x: Node) -> tuple[Node | None, Node, Node, str]:
+def _cache_operands(
+    emit: Emitter, facts: Facts, x: Node, given: list[Node]
+) -> tuple[Node | None, Node, Node, str]:
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
         return emit_positions(emit, facts.latent), *caches, "Norm"
     batch, tokens = (emit.size(size) for size in shape_of(x)[:2])
-    width, rope_width = (shape_of(facts.node.args[position])[-1] for position in (2, 3))
     like = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
     kv_cache, kr_cache = (
-        emit.call(aten.empty.memory_format, [batch, tokens, 1, size], **like) for size in (width, rope_width)
+        emit.call(aten.empty.memory_format, [batch, tokens, 1, emit.size(shape_of(cache)[-1])], **like)
+        for cache in given[2:]
     )
     return None, kv_cache, kr_cache, "BSND"
 
 
-def _norm_options(match: Match) -> dict[str, object]:
-    norm, query_norm = match.readings["ckv"], match.readings.get("cq")
-    if query_norm is not None and query_norm.gamma_after_cast != norm.gamma_after_cast:
-        raise NoMatch("the two norms of the prolog round at different places", query_norm.gamma.node)
-    rotation = match.readings.get("query_rope.rope")
+def _options(facts: Facts) -> dict[str, object]:
+    norm, query_norm = facts.norm, facts.query_norm
     options: dict[str, object] = {"rmsnorm_epsilon_ckv": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
     if query_norm is not None:
         options["rmsnorm_epsilon_cq"] = query_norm.epsilon
-    if rotation is not None:
-        options["rope_layout"] = rotation.layout
+    if facts.query_rotation is not None:
+        options["rope_layout"] = facts.query_rotation.layout
     return options

@@ -1,12 +1,16 @@
-"""Sums and products of elements, whatever operations spell them."""
+"""Sums and products of elements, whatever operations spell them; every factor met on the way is part of the result."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from mla_fx.errors import NoMatch
 
 from .element import Element, constant, operand
 from .views import args_of, argument
@@ -16,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Sum:
-    """`constant + sum(terms)`; the terms carry their signs and factors as scale."""
+    """`constant + sum(terms)`; the terms carry their signs and factors."""
 
     terms: tuple[Element, ...]
     constant: float
@@ -24,43 +28,60 @@ class Sum:
 
 @dataclass(frozen=True)
 class Product:
-    """`number * product(element ** power)`; the elements carry no scale."""
+    """`number * product(element ** power)`; the elements carry no factor."""
 
     factors: tuple[tuple[Element, float], ...]
     number: float
 
 
+MOST_OPERATIONS = 100  # in one sum or product; more make no MLA, and a sum of sums can stand for any number of terms
+Budget = Iterator[int]
+
+
 def as_sum(element: Element) -> Sum:
-    """`element` as a sum of terms that are no sums themselves."""
+    """`element` as a sum of terms that are no sums themselves. Raises NoMatch if it is too long to be of use."""
     terms: list[Element] = []
-    total = _add_up(element, terms)
+    total = _add_up(element, terms, iter(range(MOST_OPERATIONS)))
     return Sum(tuple(terms), total)
+
+
+def _spend(budget: Budget, node: Node) -> None:
+    if next(budget, None) is None:
+        raise NoMatch(f"a sum or product of more than {MOST_OPERATIONS} operations", node)
 
 
 _ADDS = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten.sub.Scalar: -1.0}
 
 
-def _add_up(element: Element, terms: list[Element]) -> float:
-    node = element.node
-    if node.target not in _ADDS:
+def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
+    node = element.origin
+    _spend(budget, node)
+    if not _adds_numbers(node):
         terms.append(element)
         return 0.0
     total = 0.0
-    for value, sign in (
-        (args_of(node)[0], 1.0),
-        (args_of(node)[1], _ADDS[node.target] * float(argument(node, 2, "alpha", 1))),
-    ):
+    alpha = constant(argument(node, 2, "alpha", 1))
+    for value, sign in ((args_of(node)[0], 1.0), (args_of(node)[1], _ADDS[node.target] * (alpha or 0.0))):
         if (number := constant(value)) is not None:
-            total += element.scale * sign * number
+            total += element.factor * sign * number
         else:
-            total += _add_up(operand(value, element.index, element.scale * sign), terms)
+            total += _add_up(operand(value, element.index, element.factor * sign), terms, budget)
     return total
+
+
+def _adds_numbers(node: Node) -> bool:
+    """A sum or difference of floating tensors, or of one and a number: flags and counts are no terms of it."""
+    if node.target not in _ADDS or not constant(argument(node, 2, "alpha", 1)):
+        return False
+    terms = [node, *(value for value in args_of(node)[:2] if isinstance(value, Node) and constant(value) is None)]
+    values = [term.meta["val"] for term in terms]
+    return all(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
 
 
 def as_product(element: Element) -> Product:
     """`element` as a product of powers of elements that are no products themselves."""
     factors: list[tuple[Element, float]] = []
-    number = _multiply_up(element, 1.0, factors)
+    number = _multiply_up(element, 1.0, factors, iter(range(MOST_OPERATIONS)))
     return Product(tuple(_collected(factors)), number)
 
 
@@ -69,7 +90,6 @@ def _collected(factors: list[tuple[Element, float]]) -> list[tuple[Element, floa
     whole: dict[Element, float] = {}
     roots: list[tuple[Element, float]] = []
     for factor, power in factors:
-        factor = factor.settled()
         if power == int(power):
             whole[factor] = whole.get(factor, 0.0) + power
         else:
@@ -80,26 +100,40 @@ def _collected(factors: list[tuple[Element, float]]) -> list[tuple[Element, floa
 _POWERS = {aten.rsqrt.default: -0.5, aten.sqrt.default: 0.5, aten.reciprocal.default: -1.0, aten.square.default: 2.0}
 
 
-def _multiply_up(element: Element, power: float, factors: list[tuple[Element, float]]) -> float:
+def _multiply_up(element: Element, power: float, factors: list[tuple[Element, float]], budget: Budget) -> float:
+    number, element = element.apart()
+    _spend(budget, element.node)
     inner = _factors(element.node)
     # (x^2)^0.5 is |x|, no power of x: an even power is taken apart only by an even one
     loses_sign = any(own == int(own) and own % 2 == 0 and (own * power) % 2 for _, own in inner)
     divides_by_zero = any(constant(value) == 0 and own * power < 0 for value, own in inner)
-    if not inner or loses_sign or divides_by_zero or (element.scale < 0 and power != int(power)):
-        factors.append((element.unscaled(), power))
-        return abs(element.scale) ** power if element.scale > 0 else element.scale ** int(power)
-    number: float = element.scale**power
+    number = _power(number, power, element.node)
+    if not inner or loses_sign or divides_by_zero:
+        factors.append((element, power))
+        return number
     for value, own_power in inner:
         known = constant(value)
         if known is not None:
-            number *= known ** (own_power * power)
+            number *= _power(known, own_power * power, element.node)
         else:
-            number *= _multiply_up(operand(value, element.index), own_power * power, factors)
+            number *= _multiply_up(operand(value, element.index), own_power * power, factors, budget)
     return number
 
 
+def _power(number: float, power: float, node: Node) -> float:
+    try:
+        result = number**power  # complex for the root of a negative number
+    except (OverflowError, ZeroDivisionError):
+        result = math.inf
+    if not isinstance(result, float) or not math.isfinite(result):
+        raise NoMatch(f"{number:.6g} to the power {power:.6g} is no number", node)
+    return result
+
+
 def _factors(node: Node) -> list[tuple[Any, float]]:
-    """The operands of a product and their powers; empty if `node` is none."""
+    """The operands of a product and their powers; empty if `node` is none, or one of whole numbers."""
+    if not node.meta["val"].dtype.is_floating_point:
+        return []
     target = node.target
     if target in (aten.mul.Tensor, aten.mul.Scalar):
         return [(args_of(node)[0], 1.0), (args_of(node)[1], 1.0)]
@@ -107,8 +141,8 @@ def _factors(node: Node) -> list[tuple[Any, float]]:
         return [(args_of(node)[0], 1.0), (args_of(node)[1], -1.0)]
     if target in _POWERS:
         return [(args_of(node)[0], _POWERS[target])]
-    if target is aten.pow.Tensor_Scalar:
-        return [(args_of(node)[0], float(args_of(node)[1]))]
+    if target is aten.pow.Tensor_Scalar and (exponent := constant(args_of(node)[1])) is not None:
+        return [(args_of(node)[0], exponent)]
     if target is aten.pow.Tensor_Tensor and (exponent := constant(args_of(node)[1])) is not None:
         return [(args_of(node)[0], exponent)]
     return []

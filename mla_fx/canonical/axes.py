@@ -1,278 +1,336 @@
-"""Index arithmetic over named axes: the offset and strides with which a value's dimension is read."""
+"""Index arithmetic over axes: the offset and strides with which a value's dimension is read.
+
+An axis is a loop variable and never changes. A dimension that holds only a part of it, as a reshape leaves it, reads a
+*digit* of it: with an axis of 12 over a tensor of [3, 4], `axis // 4 % 3` reads the rows and `axis % 4` the columns.
+Indices are kept in one normal form, so that equal reads are equal values, in whatever order they were made.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import sympy
-
-Size = Any  # int, or a sympy expression over the symbols of a dynamic shape
+from .sizes import Size, at_most, plain, product, ratio, strides_of
 
 _serial = itertools.count()
 
 
 class Axis:
-    """One loop variable, from 0 up to `size`. Once split it stands for (outer, inner) in row-major order."""
+    """One loop variable, from 0 up to `size`."""
 
-    __slots__ = ("parts", "serial", "size")
+    __slots__ = ("serial", "size")
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        self.parts: tuple[Axis, Axis] | None = None
         self.serial = next(_serial)
-
-    def split(self, outer: Size, inner: Size) -> None:
-        self.parts = (Axis(outer), Axis(inner))
 
     def __repr__(self) -> str:
         return f"a{self.serial}:{self.size}"
 
 
 @dataclass(frozen=True)
-class Index:
-    """`offset + sum(stride * axis)`: where one dimension is read. Terms are ordered, so equal indices compare equal."""
+class Digit:
+    """`axis // below % size`: one place of an axis written as a mixed-radix number."""
 
-    offset: Size = 0
-    terms: tuple[tuple[Axis, Size], ...] = ()
+    axis: Axis
+    below: Size
+    size: Size
 
     @property
-    def axes(self) -> tuple[Axis, ...]:
-        return tuple(axis for axis, _ in self.terms)
+    def is_whole(self) -> bool:
+        return bool(self.below == 1 and self.size == self.axis.size)
 
-    def is_axis(self, axis: Axis) -> bool:
-        """True if this is exactly `axis`, read from its start in steps of one."""
-        return self.offset == 0 and self.terms == ((axis, 1),)
+    def split(self, inner: Size) -> tuple[Digit, Digit]:
+        """The digit as two, the lower of `inner`."""
+        outer = Digit(self.axis, plain(self.below * inner), ratio(self.size, inner))
+        return outer, Digit(self.axis, self.below, inner)
+
+    def overlaps(self, other: Digit) -> bool:
+        """The two may not vary apart from each other."""
+        apart = at_most(self.below * self.size, other.below) or at_most(other.below * other.size, self.below)
+        return self.axis is other.axis and not apart
+
+    def __repr__(self) -> str:
+        return repr(self.axis) if self.is_whole else f"{self.axis!r}//{self.below}%{self.size}"
+
+
+Term = tuple[Digit, Size]
+
+
+@dataclass(frozen=True)
+class Index:
+    """`offset + sum(stride * digit)`: where one dimension is read. Made by `combine`, equal if it reads the same."""
+
+    offset: Size = 0
+    terms: tuple[Term, ...] = ()
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        return frozenset(digit.axis for digit, _ in self.terms)
+
+    @property
+    def digits(self) -> frozenset[Digit]:
+        return frozenset(digit for digit, _ in self.terms)
+
+    @property
+    def axis(self) -> Axis | None:
+        """The one axis that this is, read from its start in steps of one; None if it is anything else."""
+        if self.offset != 0 or len(self.terms) != 1:
+            return None
+        digit, stride = self.terms[0]
+        return digit.axis if stride == 1 and digit.is_whole else None
 
 
 ZERO = Index()
 
 
+def whole(axis: Axis) -> Digit:
+    return Digit(axis, 1, axis.size)
+
+
 def of_axis(axis: Axis, stride: Size = 1, offset: Size = 0) -> Index:
-    return combine(offset, [(axis, stride)])
+    return combine(offset, [(whole(axis), stride)])
 
 
 def fresh(size: Size) -> Index:
     """A new axis over a dimension of `size`; a dimension of one element needs none."""
-    return ZERO if size == 1 else Index(0, ((Axis(size), 1),))
+    return ZERO if size == 1 else of_axis(Axis(size))
 
 
-def combine(offset: Size, terms: Iterable[tuple[Axis, Size]]) -> Index:
-    """An index from loose terms: split axes become their parts, equal axes are added up, axes of size 1 dropped."""
-    total: dict[Axis, Size] = {}
-    pending = list(terms)
-    while pending:
-        axis, stride = pending.pop()
-        if axis.parts is not None:
-            outer, inner = axis.parts
-            pending += [(outer, stride * inner.size), (inner, stride)]
-        elif axis.size != 1:
-            total[axis] = plain(total.get(axis, 0) + stride)
-    ordered = sorted(total.items(), key=lambda term: term[0].serial)
-    return Index(offset, tuple((axis, stride) for axis, stride in ordered if stride != 0))
+def combine(offset: Size, terms: Iterable[Term]) -> Index:
+    """An index from loose terms: equal digits are added up, neighbouring ones joined, those of size 1 dropped."""
+    total: dict[Digit, Size] = {}
+    for digit, stride in terms:
+        if digit.size != 1:
+            total[digit] = plain(total.get(digit, 0) + stride)
+    kept = {digit: stride for digit, stride in total.items() if stride != 0}
+    if len({digit.axis for digit in kept}) < len(kept):
+        kept = _joined(kept)
+    ordered = sorted(kept.items(), key=_term_order)
+    return Index(plain(offset), tuple(ordered))
 
 
-def settle(index: Index) -> Index:
-    """`index` with axes that were split since it was built replaced by their parts."""
-    if all(axis.parts is None for axis, _ in index.terms):
-        return index
-    return combine(index.offset, index.terms)
+def _term_order(term: Term) -> tuple[int, str, str]:
+    digit, _ = term
+    return digit.axis.serial, str(digit.below), str(digit.size)
+
+
+def _joined(terms: dict[Digit, Size]) -> dict[Digit, Size]:
+    """Digits that stand beside each other in an axis, with strides to match, as one."""
+    for upper, lower in itertools.permutations(terms, 2):
+        is_above = upper.axis is lower.axis and upper.below == lower.below * lower.size
+        if is_above and terms[upper] == terms[lower] * lower.size:
+            rest = {digit: stride for digit, stride in terms.items() if digit not in (upper, lower)}
+            both = Digit(lower.axis, lower.below, plain(lower.size * upper.size))
+            return _joined({**rest, both: terms[lower]})
+    return terms
 
 
 def shifted(index: Index, by: Size, step: int = 1) -> Index:
     """`by + step * index`: how a slice reads the dimension it slices."""
-    return Index(plain(by + step * index.offset), tuple((axis, step * stride) for axis, stride in index.terms))
-
-
-def substitute(index: Index, replacements: dict[Axis, Index]) -> Index:
-    """`index` with some axes replaced by other indices."""
-    if not any(axis in replacements for axis in index.axes):
-        return index
-    offset, terms = index.offset, []
-    for axis, stride in index.terms:
-        target = replacements.get(axis)
-        if target is None:
-            terms.append((axis, stride))
-            continue
-        offset = plain(offset + stride * target.offset)
-        terms += [(inner, stride * inner_stride) for inner, inner_stride in target.terms]
-    return combine(offset, terms)
+    return Index(plain(by + step * index.offset), tuple((digit, plain(step * stride)) for digit, stride in index.terms))
 
 
 def composite(axes: Sequence[Axis]) -> Index:
     """Several axes read as one dimension, the first varying slowest."""
-    terms: list[tuple[Axis, Size]] = []
-    stride: Size = 1
-    for axis in reversed(axes):
-        terms.append((axis, stride))
-        stride = stride * axis.size
-    return combine(0, terms)
+    strides = strides_of([axis.size for axis in axes])
+    return combine(0, [(whole(axis), stride) for axis, stride in zip(axes, strides, strict=True)])
 
 
 def extent(index: Index) -> Size:
     """One more than the furthest position the index reaches past its offset."""
-    return plain(1 + sum((stride * (axis.size - 1) for axis, stride in index.terms), 0))
+    return plain(1 + sum((stride * (digit.size - 1) for digit, stride in index.terms), 0))
 
 
-def leaves(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """The axes in order, each split one replaced by its parts, axes of size 1 left out."""
-    out: list[Axis] = []
-    for axis in axes:
-        if axis.parts is not None:
-            out += leaves(axis.parts)
-        elif axis.size != 1:
-            out.append(axis)
-    return tuple(out)
+def slowest_first(terms: Iterable[Term]) -> list[Term] | None:
+    """Terms by falling stride; None if it is not known which of two is the larger."""
+    ordered: list[Term] = []
+    for term in terms:
+        place = 0
+        while place < len(ordered) and at_most(term[1], ordered[place][1]):
+            place += 1
+        if place < len(ordered) and not at_most(ordered[place][1], term[1]):
+            return None
+        ordered.insert(place, term)
+    return ordered
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
-
-
-def size_of(value: Any) -> Size:
-    """A size as an int or a sympy expression; asking never adds a guard."""
-    if isinstance(value, int):
-        return value
-    expression = value.node.expr
-    return int(expression) if isinstance(expression, (int, sympy.Integer)) else expression
-
-
-def plain(size: Size) -> Size:
-    """An int where the expression is one: sympy keeps its own integers."""
-    return int(size) if isinstance(size, sympy.Integer) else size
-
-
-def product(sizes: Iterable[Size]) -> Size:
-    return plain(functools.reduce(lambda left, right: left * right, sizes, 1))
-
-
-def ratio(numerator: Size, denominator: Size) -> Size | None:
-    """`numerator / denominator` where the division leaves no rest for any value of the symbols, else None."""
-    if isinstance(numerator, int) and isinstance(denominator, int):
-        return numerator // denominator if denominator and numerator % denominator == 0 else None
-    return _symbolic_ratio(sympy.sympify(numerator), sympy.sympify(denominator))
-
-
-@functools.lru_cache(maxsize=4096)
-def _symbolic_ratio(numerator: sympy.Expr, denominator: sympy.Expr) -> Size | None:
-    quotient = sympy.cancel(numerator / denominator)
-    if sympy.fraction(sympy.together(quotient))[1] != 1:
+def digits_of(index: Index) -> tuple[Digit, ...] | None:
+    """The digits that together are this index, slowest first; None if it does not count through all of them."""
+    ordered = slowest_first(index.terms)
+    if ordered is None or index.offset != 0:
         return None
-    return plain(quotient)
+    strides = strides_of([digit.size for digit, _ in ordered])
+    is_dense = all(stride == dense for (_, stride), dense in zip(ordered, strides, strict=True))
+    return tuple(digit for digit, _ in ordered) if is_dense else None
 
 
-def at_most(small: Size, large: Size) -> bool:
-    """Provably `small <= large`. Symbols are positive, so dividing evenly proves it for them."""
-    if isinstance(small, int) and isinstance(large, int):
-        return small <= large
-    if isinstance(large, int) and large == 0:
-        return False
-    return bool(small == large) or ratio(large, small) is not None
+def axes_of(index: Index) -> tuple[Axis, ...] | None:
+    """The axes that together are this index, slowest first; None if it is no dimension laid out over whole axes."""
+    digits = digits_of(index)
+    return None if digits is None or not all(digit.is_whole for digit in digits) else tuple(d.axis for d in digits)
 
 
-# --- the one hard view: reshape --------------------------------------------------------------------------------------
+def difference(left: Index, right: Index) -> Index | None:
+    """`left - right`, whatever digits they are written in; None if these have no digits in common."""
+    places = _cut_places((left, right))
+    if places is None:
+        return None
+    negative = ((digit, -stride) for digit, stride in _atoms(right, places))
+    return combine(left.offset - right.offset, [*_atoms(left, places), *negative])
 
 
-def strides_of(sizes: Sequence[Size]) -> list[Size]:
-    """Row-major strides of a dense tensor."""
-    strides: list[Size] = [1] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return strides
+def _atoms(index: Index, places: Mapping[Axis, Sequence[Size]]) -> list[Term]:
+    """The terms of an index with its digits split wherever their axis is cut."""
+    return [term for digit, stride in index.terms for term in _split_at(digit, stride, places.get(digit.axis, ()))]
+
+
+def _split_at(digit: Digit, stride: Size, places: Sequence[Size]) -> list[Term]:
+    for place in places:
+        inner = ratio(place, digit.below)
+        if inner not in (None, 1) and ratio(digit.size, inner) not in (None, 1):
+            upper, lower = digit.split(inner)
+            return [(lower, stride), *_split_at(upper, plain(stride * inner), places)]
+    return [(digit, stride)]
+
+
+# --- one axis for another ----------------------------------------------------------------------------------------
+
+
+def substitute(index: Index, replacements: Mapping[Axis, Index]) -> Index | None:
+    """`index` with some axes replaced by other indices; None if a digit of one of these is no index."""
+    if not any(axis in replacements for axis in index.axes):
+        return index
+    offset = index.offset
+    terms: list[Term] = []
+    for digit, stride in index.terms:
+        target = replacements.get(digit.axis)
+        if target is None:
+            terms.append((digit, stride))
+            continue
+        place = digit_of(target, digit)
+        if place is None:
+            return None
+        offset = offset + stride * place.offset
+        terms += [(inner, inner_stride * stride) for inner, inner_stride in place.terms]
+    return combine(offset, terms)
+
+
+def digit_of(index: Index, digit: Digit) -> Index | None:
+    """`index // below % size`, where `index` counts as the digit's axis does."""
+    if digit.is_whole:
+        return index
+    above = ratio(digit.axis.size, digit.below * digit.size)
+    if above is None:
+        return None
+    places = reshape((index,), (digit.axis.size,), (above, digit.size, digit.below))
+    return None if places is None else places[1]
+
+
+def cuts(indices: Iterable[Index]) -> dict[Axis, Index] | None:
+    """Every axis of which some index reads a digit, as a composite of new axes, so that no index reads a digit of one.
+
+    None if two indices cut an axis at places of which neither divides the other."""
+    places = _cut_places(indices)
+    return None if places is None else {axis: _parted(axis, found) for axis, found in places.items()}
+
+
+def _parted(axis: Axis, places: Sequence[Size]) -> Index:
+    sizes = [ratio(upper, lower) for lower, upper in itertools.pairwise([1, *places, axis.size])]
+    return composite([Axis(size) for size in reversed(sizes)])
+
+
+def _cut_places(indices: Iterable[Index]) -> dict[Axis, list[Size]] | None:
+    """Where the digits that are read cut their axes, lowest place first; None if one place does not divide the next."""
+    places: dict[Axis, list[Size]] = {}
+    for index in indices:
+        for digit, _ in index.terms:
+            found = places.setdefault(digit.axis, [])
+            for place in (digit.below, plain(digit.below * digit.size)):
+                if place not in (1, digit.axis.size, *found):
+                    found.append(place)
+    for axis, found in places.items():
+        found.sort(key=lambda place: sum(ratio(place, other) is not None for other in found))
+        if any(ratio(upper, lower) is None for lower, upper in itertools.pairwise([1, *found, axis.size])):
+            return None
+    return {axis: found for axis, found in places.items() if found}
+
+
+# --- the one hard view: reshape ----------------------------------------------------------------------------------
 
 
 def reshape(indices: Sequence[Index], sizes: Sequence[Size], new_sizes: Sequence[Size]) -> tuple[Index, ...] | None:
-    """Where `reshape(x, sizes)` read at `indices` reads `x` of `new_sizes`; None if that is no affine index.
-
-    An axis that straddles a boundary of the new shape is split there, for everyone who uses it."""
+    """Where `reshape(x, sizes)` read at `indices` reads `x` of `new_sizes`; None if that is no affine index."""
     offset: Size = 0
-    pending: list[tuple[Axis, Size]] = []
+    pending: list[Term] = []
     for index, stride in zip(indices, strides_of(sizes), strict=True):
         offset = plain(offset + index.offset * stride)
-        pending += [(axis, step * stride) for axis, step in index.terms]
+        pending += [(digit, plain(step * stride)) for digit, step in index.terms]
+    pending = list(combine(0, pending).terms)
 
     strides = strides_of(new_sizes)
-    terms: list[list[tuple[Axis, Size]]] = [[] for _ in new_sizes]
+    terms: list[list[Term]] = [[] for _ in new_sizes]
     while pending:
-        axis, stride = pending.pop()
-        if axis.parts is not None:
-            outer, inner = axis.parts
-            pending += [(outer, stride * inner.size), (inner, stride)]
-            continue
-        if axis.size == 1:
-            continue
-        place = _place(axis, stride, new_sizes, strides)
+        digit, stride = pending.pop()
+        place = _place(digit, stride, new_sizes, strides)
         if place is None:
             return None
-        dim, inner_size = place
-        if inner_size is None:
-            terms[dim].append((axis, ratio(stride, strides[dim])))
+        dim, inner = place
+        if inner is None:
+            terms[dim].append((digit, ratio(stride, strides[dim])))
             continue
-        axis.split(ratio(axis.size, inner_size), inner_size)
-        pending.append((axis, stride))
+        upper, lower = digit.split(inner)
+        pending += [(upper, plain(stride * inner)), (lower, stride)]
 
     offsets = _digits(offset, strides, new_sizes)
     if offsets is None:
         return None
     out = tuple(combine(start, dim_terms) for start, dim_terms in zip(offsets, terms, strict=True))
-    within = all(_within(index, size) for index, size in zip(out, new_sizes, strict=True))
-    return out if within else None
+    return out if all(_within(index, size) for index, size in zip(out, new_sizes, strict=True)) else None
 
 
-def _place(axis: Axis, stride: Size, sizes: Sequence[Size], strides: Sequence[Size]) -> tuple[int, Size | None] | None:
-    """The dimension that a term belongs to, and the inner size at which its axis must be split first, if it must."""
+def _place(
+    digit: Digit, stride: Size, sizes: Sequence[Size], strides: Sequence[Size]
+) -> tuple[int, Size | None] | None:
+    """The dimension that a term belongs to, and the inner size at which its digit must be split first, if it must."""
     for dim in range(len(sizes) - 1, -1, -1):
         if sizes[dim] == 1 or ratio(stride, strides[dim]) is None:
             continue
         above = strides[dim] * sizes[dim]  # the first stride that belongs to a slower dimension
-        if _is_whole(stride, above):
+        is_outermost = all(size == 1 for size in sizes[:dim])
+        if ratio(stride, above) is not None and not is_outermost:
             continue
-        if at_most(stride * axis.size, above) or _outermost(dim, sizes):
+        if at_most(stride * digit.size, above) or is_outermost:
             return dim, None
         inner = ratio(above, stride)
-        if inner is None or ratio(axis.size, inner) is None:
+        if inner is None or ratio(digit.size, inner) is None:
             return None
         return dim, inner
     return None
 
 
-def _is_whole(stride: Size, above: Size) -> bool:
-    return ratio(stride, above) is not None
-
-
-def _outermost(dim: int, sizes: Sequence[Size]) -> bool:
-    return all(size == 1 for size in sizes[:dim])
-
-
 def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> list[Size] | None:
     """`offset` written in the mixed radix of the shape."""
     digits: list[Size] = []
-    for dim, stride in enumerate(strides):
+    for stride in strides:
         if offset == 0:
             digits.append(0)
         elif isinstance(offset, int) and isinstance(stride, int):
             digits.append(offset // stride)
             offset %= stride
-        elif (whole := ratio(offset, stride)) is not None:
-            digits.append(whole)
+        elif (times := ratio(offset, stride)) is not None:
+            digits.append(times)
             offset = 0
-        elif isinstance(offset, int) and 0 < offset < _least(stride) and dim < len(strides) - 1:
+        elif at_most(0, offset) and at_most(offset + 1, stride):
             digits.append(0)
         else:
             return None
     return digits
 
 
-def _least(stride: Size) -> int:
-    """The least value of a symbolic stride: sizes that are symbols are at least two, zero and one being special."""
-    smallest = sympy.sympify(stride).subs(dict.fromkeys(sympy.sympify(stride).free_symbols, 2))
-    return int(smallest) if smallest.is_Integer else 0
-
-
 def _within(index: Index, size: Size) -> bool:
-    last = index.offset + extent(index)
-    if isinstance(last, int) and isinstance(size, int):
-        return last <= size
-    return True  # symbolic terms were placed by exact division, so they carry nothing over
+    """Provably the index never reaches `size`, so that nothing is carried into the next dimension."""
+    return at_most(index.offset + extent(index), size)
+
+

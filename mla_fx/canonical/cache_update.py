@@ -9,10 +9,11 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .axes import ZERO, Index, Size, fresh
-from .contraction import name_of
+from .axes import ZERO, Index, fresh
 from .element import Element, operand, resolve
-from .views import args_of, argument, cat_dim, shape_of, slice_bounds
+from .reading import Reading
+from .sizes import Size
+from .views import args_of, argument, cat_dim, fresh_index, name_of, pieces, shape_of, written_slice
 
 aten = torch.ops.aten
 
@@ -24,13 +25,13 @@ WRITES = frozenset({*POSITIONED, aten.slice_scatter.default})
 
 
 @dataclass(frozen=True)
-class CacheUpdate:
-    """Rows of a value written into it along dimension `dim`.
+class CacheUpdate(Reading):
+    """Rows of a value written into it along dimension `dim`; `index` are indices of its own for the whole value.
 
     `row` is an element of the new rows, `token` the index along which they are counted. `position` says where a row
-    goes: an element of the index tensor, or a number for the first row; None where rows are appended by `cat`."""
+    goes: an element of the index tensor, or a number for the first row; None where rows are appended by `cat`. With
+    `wraps` a negative position counts from the end."""
 
-    node: Node
     index: tuple[Index, ...]
     dim: int
     old: Node
@@ -38,12 +39,13 @@ class CacheUpdate:
     row: Element
     token: Index
     position: Element | int | None
+    wraps: bool = False
 
 
 def cache_update(element: Element) -> CacheUpdate:
     """Reads the value that `element` is part of as an updated cache. Raises NoMatch if it is none."""
     node = element.node
-    index = tuple(fresh(size) for size in shape_of(node))
+    index = fresh_index(node)
     if node.target is aten.cat.default:
         return _appended(node, index)
     if node.target is aten.slice_scatter.default:
@@ -64,22 +66,21 @@ def _rows(index: tuple[Index, ...], dim: int, rows: Node) -> tuple[Index, tuple[
 
 
 def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
-    dim, pieces = cat_dim(node), args_of(node)[0]
-    if len(pieces) != 2 or dim == len(index) - 1:
+    dim, joined = cat_dim(node), pieces(node)
+    if len(joined) != 2 or dim == len(index) - 1:
         raise NoMatch("expected the old rows and the new ones in one cat", node)
-    old, rows = pieces
+    (old, _, _), (rows, _, _) = joined
     token, row = _rows(index, dim, rows)
     return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, None)
 
 
 def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     old, rows = args_of(node)[:2]
-    dim = argument(node, 2, "dim", 0) % len(index)
-    bounds = slice_bounds(node, 2, shape_of(old)[dim])
-    if bounds is None or bounds[3] != 1 or not isinstance(bounds[1], int):
+    dim, bounds = written_slice(node)
+    if bounds is None or bounds[2] != 1 or not isinstance(bounds[0], int):
         raise NoMatch("the cache is overwritten from a position that is no compile-time number", node)
     token, row = _rows(index, dim, rows)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, bounds[1])
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, bounds[0])
 
 
 def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -104,7 +105,8 @@ def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, r
     token = fresh(shape_of(where)[0])
     row = (*index[:dim], token, *index[dim + 1 :])
     _require_rows(node, rows, (*shape_of(old)[:dim], shape_of(where)[0], *shape_of(old)[dim + 1 :]))
-    return CacheUpdate(node, index, dim, old, rows, operand(rows, row), token, resolve(where, (token,)))
+    wraps = node.target is not aten.index_copy.default
+    return CacheUpdate(node, index, dim, old, rows, operand(rows, row), token, resolve(where, (token,)), wraps)
 
 
 def _require_rows(node: Node, rows: Node, expected: tuple[Size, ...]) -> None:
@@ -125,13 +127,13 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
         token = fresh(shape_of(positions)[-1])
         lead = (sequence, token)
     counted = operand(batch_places, lead)
-    if not _counts_from_zero(counted.node) or counted.index != (sequence,):
+    if not _counts_from_zero(counted.node) or counted.index != (sequence,) or shape_of(counted.node) != shape_of(old)[:1]:
         raise NoMatch("the cache is written at sequences that are not simply counted", node)
     sizes = shape_of(old)
     written = sizes[:1] if len(lead) == 1 else (sizes[0], shape_of(positions)[-1])
     _require_rows(node, rows, (*written, *sizes[2:]))
     row = operand(rows, (*lead, *index[2:]))
-    return CacheUpdate(node, index, 1, old, rows, row, token, operand(positions, lead))
+    return CacheUpdate(node, index, 1, old, rows, row, token, operand(positions, lead), wraps=True)
 
 
 def _counts_from_zero(node: Node) -> bool:
@@ -153,7 +155,7 @@ def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     if shape_of(where) != shape_of(rows) or _without(shape_of(rows), dim) != _without(shape_of(old), dim):
         raise NoMatch("only a part of the rows is scattered into the cache", node)
     position = resolve(where, row)
-    if not position.settled().axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
+    if not position.axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
         raise NoMatch("the elements of one row are scattered to different positions", node)
     return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, position)
 

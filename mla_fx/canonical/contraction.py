@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
 from .algebra import as_sum
-from .axes import Axis, Index, fresh, leaves
+from .axes import Axis, Index, axes_of, extent, fresh, shifted
 from .element import Element, operand, resolve
-from .views import args_of, argument, cuts, pads_with_zero, shape_of
+from .reading import Reading
+from .sizes import product
+from .views import args_of, argument, cuts, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
+PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})
 
 
 @dataclass(frozen=True)
-class Contraction:
-    """`scale * sum over axes of left * right`; the operands carry no scale."""
+class Contraction(Reading):
+    """`factor * sum over the axes of over of left * right`; the operands carry no factor."""
 
     left: Element
     right: Element
-    over: tuple[Axis, ...]
-    scale: float
-    node: Node
+    over: tuple[Index, ...]
+    factor: float
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        return (self.factor,)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        return leaves(self.over)
+        """The axes summed over."""
+        return tuple(axis for part in self.over for axis in axes_of(part) or ())
+
+    @property
+    def swapped(self) -> Contraction:
+        return replace(self, left=self.right, right=self.left)
 
 
 def contraction(element: Element) -> Contraction:
     """Reads `element` as one contraction of two values. Raises NoMatch if it is computed otherwise."""
-    node, index = element.node, element.index
+    node, index = element.origin, element.index
     target = node.target
-    if target in (aten.mm.default, aten.bmm.default, aten.matmul.default) and len(index) >= 2:
+    if target in PRODUCTS and all(len(shape_of(factor)) >= 2 for factor in args_of(node)[:2]):
         return _matmul(element, args_of(node)[0], args_of(node)[1])
     if target in (aten.mv.default, aten.dot.default):
         return _vector(element)
@@ -72,108 +83,104 @@ def _ranges(found: Contraction) -> tuple[Contraction, ...]:
 def _padded_terms(found: Contraction) -> tuple[Contraction, ...]:
     """The contraction multiplied out, if its right or left side is a sum of padded values."""
     for side, other in ((found.left, found.right), (found.right, found.left)):
-        terms = as_sum(side)
-        if not terms.constant and all(term.node.target is aten.constant_pad_nd.default for term in terms.terms):
-            return tuple(
-                replace(found, left=term.unscaled(), right=other, scale=found.scale * term.scale)
-                for term in terms.terms
-            )
+        total = as_sum(side)
+        if total.constant or any(term.origin.target is not aten.constant_pad_nd.default for term in total.terms):
+            continue
+        parts = (term.apart() for term in total.terms)
+        return tuple(scaled_product(found.node, found.factor * factor, term, other, found.over) for factor, term in parts)
     return (found,)
 
 
 def _is_zero(found: Contraction) -> bool:
-    sides = (side.settled() for side in (found.left, found.right))
-    return any(pads_with_zero(side.node, side.index) for side in sides)
+    return any(pads_with_zero(side.node, side.index) for side in (found.left, found.right))
 
 
 def _range(found: Contraction, axis: Axis, start: int, stop: int) -> Contraction:
     part = fresh(stop - start)
-    moved = {axis: Index(start, part.terms)}
-    left, right = found.left.at(moved), found.right.at(moved)
-    rest = tuple(other for other in found.axes if other is not axis)
-    scale = found.scale * left.scale * right.scale
-    return Contraction(left.unscaled(), right.unscaled(), rest + part.axes, scale, found.node)
+    moved = {axis: shifted(part, start)}
+    rest = tuple(other for other in found.over if other.axis is not axis)
+    return scaled_product(found.node, found.factor, found.left.at(moved), found.right.at(moved), (*rest, part))
 
 
 def cuts_of(element: Element) -> list[tuple[Axis, int]]:
-    element = element.settled()
-    return cuts(element.node, element.index)
+    return cuts(element.origin, element.index)
 
 
-def _contraction(element: Element, left: Element, right: Element, over: tuple[Index, ...]) -> Contraction:
-    axes = tuple(axis for part in over for axis in part.axes)
-    scale = element.scale * left.scale * right.scale
-    return Contraction(left.unscaled(), right.unscaled(), leaves(axes), scale, element.node)
+def scaled_product(node: Node, factor: float, left: Element, right: Element, over: tuple[Index, ...]) -> Contraction:
+    """The contraction with the factors of its operands taken out of them."""
+    (left_factor, left), (right_factor, right) = left.apart(), right.apart()
+    factor = factor * left_factor * right_factor
+    if factor == 0 or not math.isfinite(factor):
+        raise NoMatch(f"a matrix product is multiplied by {factor:.6g}", node)
+    return Contraction(node, left, right, over, factor)
 
 
 def _matmul(element: Element, left: Node, right: Node) -> Contraction:
     *batch, row, column = element.index
     inner = fresh(shape_of(left)[-1])
     rows, columns = operand(left, (*batch, row, inner)), operand(right, (*batch, inner, column))
-    return _contraction(element, rows, columns, (inner,))
+    return scaled_product(element.origin, element.factor, rows, columns, (inner,))
 
 
 def _vector(element: Element) -> Contraction:
-    left, right = args_of(element.node)[:2]
+    left, right = args_of(element.origin)[:2]
     inner = fresh(shape_of(right)[0])
-    return _contraction(element, resolve(left, (*element.index, inner)), resolve(right, (inner,)), (inner,))
+    rows = resolve(left, (*element.index, inner))
+    return scaled_product(element.origin, element.factor, rows, resolve(right, (inner,)), (inner,))
 
 
 def _linear(element: Element) -> Contraction:
-    value, weight = args_of(element.node)[:2]
+    value, weight = args_of(element.origin)[:2]
     inner = fresh(shape_of(weight)[-1])
     *rows, column = element.index
-    return _contraction(element, resolve(value, (*rows, inner)), resolve(weight, (column, inner)), (inner,))
+    row = resolve(value, (*rows, inner))
+    return scaled_product(element.origin, element.factor, row, resolve(weight, (column, inner)), (inner,))
 
 
 def _product_summed(element: Element) -> Contraction:
     """`(a * b).sum(dims)`: Inductor's and some authors' way to write a thin product."""
-    node = element.node
+    node = element.origin
     if node.target is aten.mul.Tensor:
         raise NoMatch("expected a matrix product, found an elementwise mul", node)
     inner, over = summed(element)
-    product = inner.node
-    if product.target is not aten.mul.Tensor:
-        raise NoMatch(f"expected a matrix product, found a sum of {name_of(product)}", node)
-    left, right = (operand(value, inner.index) for value in args_of(product)[:2])
-    scaled = Element(node, element.index, element.scale * inner.scale)
-    return _contraction(scaled, left, right, over)
+    multiplied = inner.origin
+    if multiplied.target is not aten.mul.Tensor:
+        raise NoMatch(f"expected a matrix product, found a sum of {name_of(multiplied)}", node)
+    left, right = (operand(value, inner.index) for value in args_of(multiplied)[:2])
+    return scaled_product(node, inner.factor, left, right, over)
 
 
 def summed(element: Element, dim_at: int = 1) -> tuple[Element, tuple[Index, ...]]:
-    """The summand of a sum or mean over dimensions, and the indices summed over; the scale holds 1/n of a mean.
+    """The summand of a sum or mean over dimensions, and the indices summed over; the factor holds 1/n of a mean.
 
     The dimensions are argument number `dim_at` of the reduction, `keepdim` the next."""
-    node = element.node
+    factor, element = element.apart()
+    source, index, over = reduced(element.node, element.index, dim_at)
+    if element.node.target is aten.mean.dim:
+        length = product(extent(part) for part in over)
+        if not isinstance(length, int):
+            raise NoMatch("the mean is taken over a dimension of unknown size", element.node)
+        factor /= length
+    return resolve(source, index, factor), over
+
+
+def reduced(node: Node, index: tuple[Index, ...], dim_at: int = 1) -> tuple[Node, tuple[Index, ...], tuple[Index, ...]]:
+    """What a reduction reduces, where it reads it, and the new indices that it reduces over."""
     source = args_of(node)[0]
     sizes = shape_of(source)
-    named = argument(node, dim_at, "dim") or range(len(sizes))
+    named = argument(node, dim_at, "dim")
+    named = range(len(sizes)) if named is None or named == [] else named
     dims = {dim % len(sizes) for dim in ([named] if isinstance(named, int) else named)}
     keep = bool(argument(node, dim_at + 1, "keepdim", False))
-    rest = iter(element.index)
-    index: list[Index] = []
+    rest = iter(index)
+    read: list[Index] = []
     over: list[Index] = []
     for dim, size in enumerate(sizes):
         if dim not in dims:
-            index.append(next(rest))
+            read.append(next(rest))
             continue
         if keep:
             next(rest)
         over.append(fresh(size))
-        index.append(over[-1])
-    scale = 1.0
-    if node.target is aten.mean.dim:
-        for dim in dims:
-            if not isinstance(sizes[dim], int):
-                raise NoMatch("the mean is taken over a dimension of unknown size", node)
-            scale /= sizes[dim]
-    return resolve(source, tuple(index), element.scale * scale), tuple(over)
-
-
-def name_of(node: Node) -> str:
-    """How a message names the operation of a node."""
-    if node.op in ("placeholder", "get_attr"):
-        return f"the graph input {node.name}" if node.op == "placeholder" else f"the attribute {node.target}"
-    if isinstance(node.target, OpOverload):
-        return str(node.target._opname)
-    return str(getattr(node.target, "__name__", node.target))
+        read.append(over[-1])
+    return source, tuple(read), tuple(over)

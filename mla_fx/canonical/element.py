@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,13 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from .axes import Axis, Index, settle, substitute
-from .views import Place, args_of, argument, broadcast, fresh_index, move
+from mla_fx.errors import NoMatch
+
+from .axes import Axis, Index, substitute
+from .views import Place, args_of, argument, broadcast, fresh_index, move, name_of
 
 aten = torch.ops.aten
 
 Step = tuple[Place, float]
-FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 CASTS = frozenset(
     {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout}
 )
@@ -25,67 +28,106 @@ CASTS = frozenset(
 
 @dataclass(frozen=True)
 class Element:
-    """`scale * node[index]`, with `node` the operation that computes it.
+    """`factor * origin[index]`, with `origin` the operation that computes it.
 
-    `top` is the same value before casts and constant factors were looked through: `top_scale * top[0][top[1]]`. It is
-    what a rewrite reads, so that no rounding of the user's is lost; two elements are equal if what computes them is."""
+    The operation is reached in two ways only, so that no factor is ever lost: `node`, which refuses an element that
+    has one, and `apart()`, which hands the factor over. (`origin` is for messages, and for asking what kind of
+    operation it is.)
 
-    node: Node
+    `top` is the same value before casts and constant factors were looked through: `top_factor * top[0][top[1]]`. It is
+    what a rewrite reads, so that no rounding of the user's is lost; two elements are equal if what computes them is.
+    `coarsest` is the least precise type in which the value was held between the two."""
+
+    origin: Node
     index: tuple[Index, ...]
-    scale: float = 1.0
+    factor: float = 1.0
     top: Place | None = field(default=None, compare=False, repr=False)
-    top_scale: float = field(default=1.0, compare=False, repr=False)
+    top_factor: float = field(default=1.0, compare=False, repr=False)
+    coarsest: torch.dtype | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def node(self) -> Node:
+        """The operation that computes the element. Raises NoMatch if its result is multiplied by a number."""
+        if self.factor != 1.0:
+            raise NoMatch(f"{name_of(self.origin)} is multiplied by a number, {self.factor:.6g}", self.origin)
+        return self.origin
+
+    def apart(self) -> tuple[float, Element]:
+        """The constant factor, and the element without it."""
+        if self.factor == 1.0:
+            return 1.0, self
+        return self.factor, replace(self, factor=1.0, top=(self.origin, self.index), top_factor=1.0)
+
+    def times(self, number: float) -> Element:
+        return replace(self, factor=self.factor * number, top_factor=self.top_factor * number)
 
     @property
     def axes(self) -> frozenset[Axis]:
-        return frozenset(axis for part in self.index for axis in settle(part).axes)
+        return frozenset(axis for part in self.index for axis in part.axes)
+
+    @property
+    def seen(self) -> Place:
+        """Where the program reads the value, before anything but views was looked through."""
+        return (self.origin, self.index) if self.top is None else self.top
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which the program holds this value."""
-        node, index = (self.node, self.index) if self.top is None else self.top
-        value = node.meta["val"]
-        is_part = len(index) > value.ndim  # the real or imaginary part of a complex value
-        dtype = value.dtype.to_real() if is_part else value.dtype
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        """The type in which the program reads this value."""
+        return _dtype(*self.seen)
 
     @property
     def held(self) -> tuple[Node, tuple[Index, ...], float]:
         """Where a rewrite reads the value: before casts, unless what they were applied to had been repeated first."""
-        if self.top is None or {axis for part in self.top[1] for axis in part.axes} != self.axes:
-            return self.node, self.index, self.scale
-        return *self.top, self.top_scale
+        node, index = self.seen
+        if {axis for part in index for axis in part.axes} != self.axes:
+            return self.origin, self.index, self.factor
+        return node, index, self.factor if self.top is None else self.top_factor
 
-    def settled(self) -> Element:
-        """The same element after axes were split: every comparison starts here."""
-        parts = self.index if self.top is None else (*self.index, *self.top[1])
-        if not any(axis.parts for part in parts for axis, _ in part.terms):
-            return self
-        top = self.top and (self.top[0], tuple(map(settle, self.top[1])))
-        return replace(self, index=tuple(map(settle, self.index)), top=top)
+    def is_exact_in(self, dtype: torch.dtype) -> bool:
+        """Holding the value in `dtype` rounds it no further than the program does."""
+        node, index, _ = self.held
+        return not is_coarser(dtype, _dtype(node, index)) or not is_coarser(dtype, self.coarsest or self.dtype)
 
-    def unscaled(self) -> Element:
-        """The element without its constant factor."""
-        if self.scale == 1.0:
-            return self
-        return replace(self, scale=1.0, top=(self.node, self.index), top_scale=1.0)
+    def at(self, replacements: Mapping[Axis, Index]) -> Element:
+        """The element read elsewhere, which may lead through further views. Raises NoMatch if it cannot be."""
+        node, index = self.seen
+        moved = _substituted(node, index, replacements)
+        return resolve(node, moved, self.factor if self.top is None else self.top_factor)
 
-    def at(self, replacements: dict[Axis, Index]) -> Element:
-        """The element read elsewhere, which may lead through further views."""
-        node, index = (self.node, self.index) if self.top is None else self.top
-        moved = tuple(substitute(settle(part), replacements) for part in index)
-        return resolve(node, moved, self.top_scale)
-
-    def same_as(self, other: Element) -> bool:
-        return self.settled() == other.settled()
+    def renamed(self, replacements: Mapping[Axis, Index]) -> Element:
+        """The same element with other names for its axes: followed no further."""
+        top = self.top and (self.top[0], _substituted(*self.top, replacements))
+        return replace(self, index=_substituted(self.origin, self.index, replacements), top=top)
 
 
-def resolve(node: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element:
-    """The element `scale * node[index]`, followed to where it is computed."""
+def _substituted(node: Node, index: tuple[Index, ...], replacements: Mapping[Axis, Index]) -> tuple[Index, ...]:
+    moved = [substitute(part, replacements) for part in index]
+    if None in moved:
+        raise NoMatch("a dimension is read across the boundary at which a view parts it", node)
+    return tuple(part for part in moved if part is not None)
+
+
+def _dtype(node: Node, index: tuple[Index, ...]) -> torch.dtype:
+    value = node.meta["val"]
+    is_part = len(index) > value.ndim  # the real or imaginary part of a complex value
+    dtype = value.dtype.to_real() if is_part else value.dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def is_coarser(one: torch.dtype, other: torch.dtype) -> bool:
+    """A value of the type `other` may change when it is rounded to `one`."""
+    if one == other or not (one.is_floating_point and other.is_floating_point):
+        return False
+    return torch.promote_types(one, other) != one
+
+
+def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Element:
+    """The element `factor * node[index]`, followed to where it is computed."""
     top: Place | None = None
-    top_scale = scale
-    index = tuple(map(settle, index))
+    top_factor = factor
+    coarsest: torch.dtype | None = None
+    is_rounded_last = True  # no factor has been applied since the value was held in `coarsest`
     while True:
         place = move(node, index)
         if place is not None:
@@ -93,12 +135,16 @@ def resolve(node: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element
             continue
         if top is None:
             top = (node, index)
+        held = _dtype(node, index)
+        if is_rounded_last and (coarsest is None or is_coarser(held, coarsest)):
+            coarsest = held
         look_through = TRANSPARENT.get(node.target)
         step = None if look_through is None else look_through(node, index)
         if step is None:
-            return Element(node, index, scale, top, top_scale)
-        (node, index), factor = step
-        scale *= factor
+            return Element(node, index, factor, top, top_factor, coarsest)
+        (node, index), number = step
+        factor *= number
+        is_rounded_last = is_rounded_last and abs(number) == 1.0
 
 
 def element_of(node: Node) -> Element:
@@ -106,44 +152,62 @@ def element_of(node: Node) -> Element:
     return resolve(node, fresh_index(node))
 
 
-def operand(value: Node, index: tuple[Index, ...], scale: float = 1.0) -> Element:
+def operand(value: Node, index: tuple[Index, ...], factor: float = 1.0) -> Element:
     """The element of a pointwise operand that goes into the result at `index`."""
-    return resolve(value, broadcast(value, index), scale)
+    return resolve(value, broadcast(value, index), factor)
 
 
 def _cast(node: Node, index: tuple[Index, ...]) -> Step | None:
     source = args_of(node)[0]
-    both = {node.meta["val"].dtype, source.meta["val"].dtype}
-    return ((source, index), 1.0) if both <= FLOATS or len(both) == 1 else None
+    return ((source, index), 1.0) if _both_real(node, source) else None
 
 
-def _negated(node: Node, index: tuple[Index, ...]) -> Step:
-    return (args_of(node)[0], index), -1.0
+def _copied(node: Node, index: tuple[Index, ...]) -> Step | None:
+    """`copy` to another type."""
+    source = args_of(node)[1]
+    return ((source, broadcast(source, index)), 1.0) if _both_real(node, source) else None
+
+
+def _both_real(node: Node, source: Node) -> bool:
+    kinds = node.meta["val"].dtype, source.meta["val"].dtype
+    return kinds[0] == kinds[1] or all(kind.is_floating_point for kind in kinds)
+
+
+def _negated(node: Node, index: tuple[Index, ...]) -> Step | None:
+    return _scaled(node, args_of(node)[0], index, -1.0)
 
 
 def _multiplied(node: Node, index: tuple[Index, ...]) -> Step | None:
     left, right = args_of(node)[:2]
-    if (factor := constant(right)) is not None and isinstance(left, Node):
-        return (left, broadcast(left, index)), factor
-    if (factor := constant(left)) is not None:
-        return (right, broadcast(right, index)), factor
-    return None
+    if (factor := constant(right)) is not None:
+        return _scaled(node, left, index, factor)
+    return _scaled(node, right, index, constant(left))
 
 
 def _divided(node: Node, index: tuple[Index, ...]) -> Step | None:
-    value, divisor = args_of(node)[0], constant(args_of(node)[1])
-    return ((value, broadcast(value, index)), 1.0 / divisor) if divisor else None
+    divisor = constant(args_of(node)[1])
+    return _scaled(node, args_of(node)[0], index, 1.0 / divisor if divisor else None)
 
 
 def _added(node: Node, index: tuple[Index, ...]) -> Step | None:
-    value = args_of(node)[0]
-    is_nothing = len(args_of(node)) == 2 and constant(args_of(node)[1]) == 0
-    return ((value, broadcast(value, index)), 1.0) if is_nothing else None
+    is_nothing = len(args_of(node)) == 2 and not node.kwargs and constant(args_of(node)[1]) == 0
+    return _scaled(node, args_of(node)[0], index, 1.0 if is_nothing else None)
+
+
+def _scaled(node: Node, value: Any, index: tuple[Index, ...], factor: float | None) -> Step | None:
+    """A constant factor is looked through where it is a number that can be taken back, and the type stays real or
+    complex as it is: integers round, and nothing comes back from zero."""
+    if not isinstance(value, Node) or factor is None or factor == 0 or not math.isfinite(factor):
+        return None
+    kinds = node.meta["val"].dtype, value.meta["val"].dtype
+    is_kept = all(kind.is_floating_point for kind in kinds) or all(kind.is_complex for kind in kinds)
+    return ((value, broadcast(value, index)), factor) if is_kept else None
 
 
 # Casts between floating types and constant factors: what is looked through, to the operand and its factor.
 TRANSPARENT: dict[Any, Callable[[Node, tuple[Index, ...]], Step | None]] = {
     **dict.fromkeys(CASTS, _cast),
+    aten.copy.default: _copied,
     aten.neg.default: _negated,
     aten.mul.Tensor: _multiplied,
     aten.mul.Scalar: _multiplied,
@@ -155,23 +219,39 @@ TRANSPARENT: dict[Any, Callable[[Node, tuple[Index, ...]], Step | None]] = {
 
 
 def constant(value: Any) -> float | None:
-    """The number that `value` is known to hold at compile time, or None."""
+    """The number that `value` is known to hold at compile time, as its type holds it, or None."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
         return float(value)
-    if not isinstance(value, Node):
+    held = value.meta.get("val") if isinstance(value, Node) else None
+    if not isinstance(held, torch.Tensor) or held.dtype == torch.bool or held.is_complex():
         return None
-    if value.target in (aten.full.default, aten.scalar_tensor.default):
-        filled = argument(value, 1 if value.target is aten.full.default else 0, "fill_value")
+    number = _filled(value)
+    return number if number is None or not held.is_floating_point() else _rounded(number, held.dtype)
+
+
+def _filled(node: Node) -> float | None:
+    """What every element of a tensor was filled with."""
+    if node.target in (aten.full.default, aten.scalar_tensor.default):
+        filled = argument(node, 1 if node.target is aten.full.default else 0, "fill_value")
         return constant(filled) if not isinstance(filled, Node) else None
-    if value.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
         return 0.0
-    if value.target in (aten.full_like.default,):
-        return constant(value.args[1])
-    if value.target in CASTS or value.target in (aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default):
-        return constant(value.args[0])
-    return _attribute(value)
+    if node.target is aten.full_like.default:
+        return constant(args_of(node)[1])
+    if node.target in CASTS or node.target in COPIES:
+        return constant(args_of(node)[0])
+    return _attribute(node)
+
+
+COPIES = frozenset({aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default})
+
+
+@functools.lru_cache(maxsize=256)
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    with unset_fake_temporarily():
+        return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
 def _attribute(node: Node) -> float | None:
@@ -181,7 +261,7 @@ def _attribute(node: Node) -> float | None:
         return None
     held = operator.attrgetter(str(node.target))(module)
     plain = isinstance(held, torch.Tensor) and type(held) in (torch.Tensor, torch.nn.Parameter)
-    if not plain or held.ndim or held.is_complex() or held.device.type == "meta":
+    if not plain or held.ndim or held.device.type == "meta":
         return None
     with unset_fake_temporarily():
         return float(held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -11,10 +11,12 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .algebra import as_product, as_sum
-from .axes import Index, leaves, product
-from .contraction import name_of, summed
+from .axes import Axis, Digit, Index, combine, difference, digits_of, extent
+from .contraction import summed
 from .element import CASTS, Element
-from .views import args_of, argument
+from .reading import Reading
+from .sizes import product, ratio
+from .views import args_of, argument, name_of
 
 aten = torch.ops.aten
 LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}
@@ -22,98 +24,136 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    """What is normalised, by what, and whether it was rounded to 16 bits before gamma was multiplied in."""
+class RmsNorm(Reading):
+    """What is normalised and along which of its indices, by what, and whether it was rounded to 16 bits before gamma
+    was multiplied in."""
 
     value: Element
     gamma: Element
+    over: tuple[Index, ...]
     epsilon: float
     gamma_after_cast: bool
+
+    @property
+    def constants(self) -> tuple[float, bool]:
+        return self.epsilon, self.gamma_after_cast
 
 
 def rms_norm(element: Element) -> RmsNorm:
     """Reads `element` as an RMSNorm with a weight. Raises NoMatch if it is none."""
-    if LAYER_NORMS & {element.node.target, *(source.target for source in element.node.all_input_nodes)}:
-        raise NoMatch("a LayerNorm stands where an RMSNorm is expected", element.node)
+    node = element.origin
+    if LAYER_NORMS & {node.target, *(source.target for source in node.all_input_nodes)}:
+        raise NoMatch("a LayerNorm stands where an RMSNorm is expected", node)
     whole = as_product(element)
     roots = [factor for factor, power in whole.factors if power == -0.5]
     if not roots:
-        raise NoMatch(f"expected an RMSNorm, found {name_of(element.node)}", element.node)
-    root = roots[0]
-    value, mean_scale, epsilon, over = _mean_square(root)
-    rest = [(factor, power) for factor, power in whole.factors if factor is not root]
+        raise NoMatch(f"expected an RMSNorm, found {name_of(node)}", node)
+    mean = _mean_square(roots[0])
+    rest = [(factor, power) for factor, power in whole.factors if factor is not roots[0]]
 
-    normalised = [factor for factor, power in rest if power == 1.0 and _same_but(factor, value, over)]
-    if not normalised:
-        raise NoMatch("the value that is normalised is not the one whose mean square is taken", element.node)
-    value = normalised[0]
+    found = [(factor, over) for factor, power in rest if power == 1.0 and (over := _same_but(factor, mean))]
+    if not found:
+        raise NoMatch("the value that is normalised is not the one whose mean square is taken", node)
+    value, over = found[0]
     weights = [(factor, power) for factor, power in rest if factor is not value]
     if len(weights) != 1 or weights[0][1] != 1.0:
-        found = ", ".join(name_of(factor.node) for factor, _ in weights) or "nothing"
-        raise NoMatch(f"an RMSNorm is multiplied by one weight, found {found}", element.node)
+        names = ", ".join(name_of(factor.node) for factor, _ in weights) or "nothing"
+        raise NoMatch(f"an RMSNorm is multiplied by one weight, found {names}", node)
     gamma = weights[0][0]
 
-    axes = value.settled().axes - root.settled().axes
-    length = product(axis.size for axis in axes)
-    if gamma.settled().axes != axes or not axes:
+    if _digits(gamma.index) != _digits(over):
         raise NoMatch("the norm's weight does not run along the normalised dimension", gamma.node)
+    length = product(extent(part) for part in over)
+    if not isinstance(length, int):
+        raise NoMatch("the norm is taken over a dimension of unknown size", node)
     if whole.number < 0:
-        raise NoMatch("the norm is multiplied by a negative number", element.node)
-    if not math.isclose(whole.number**2, mean_scale * float(length), rel_tol=1e-6):
-        factor = whole.number / math.sqrt(mean_scale * float(length))
-        raise NoMatch(f"the norm is multiplied by a number, {factor:.6g}", element.node)
-    return RmsNorm(value, gamma, epsilon / (mean_scale * float(length)), _rounds_first(gamma, element))
+        raise NoMatch("the norm is multiplied by a negative number", node)
+    if not math.isclose(whole.number**2, mean.number * length, rel_tol=1e-6):
+        factor = whole.number / math.sqrt(mean.number * length)
+        raise NoMatch(f"the norm is multiplied by a number, {factor:.6g}", node)
+    return RmsNorm(node, value, gamma, over, mean.epsilon / (mean.number * length), _rounds_first(gamma, element))
 
 
-def _mean_square(root: Element) -> tuple[Element, float, float, tuple[Index, ...]]:
-    """`scale * sum(x^2) + epsilon`: x under the sum, scale, epsilon and the indices summed over."""
+@dataclass(frozen=True)
+class _MeanSquare:
+    """`number * sum over the indices over of value^2, plus epsilon`."""
+
+    value: Element
+    number: float
+    over: tuple[Index, ...]
+    epsilon: float = 0.0
+
+
+def _digits(indices: tuple[Index, ...]) -> frozenset[Digit]:
+    return frozenset().union(*(index.digits for index in indices))
+
+
+def _mean_square(root: Element) -> _MeanSquare:
     radicand = as_sum(root)
-    if len(radicand.terms) != 1 or radicand.constant < 0:
+    if len(radicand.terms) != 1 or not 0 <= radicand.constant < math.inf:
         raise NoMatch("the norm's epsilon is not a compile-time number", root.node)
-    mean = radicand.terms[0]
-    value, number, over = _sum_of_squares(mean)
-    return value, number, radicand.constant, over
+    mean = _sum_of_squares(radicand.terms[0])
+    if not 0 < mean.number < math.inf:
+        raise NoMatch(f"the squares under the norm's root are multiplied by {mean.number:.6g}", root.node)
+    return replace(mean, epsilon=radicand.constant)
 
 
-def _sum_of_squares(mean: Element) -> tuple[Element, float, tuple[Index, ...]]:
-    """`number * sum(value^2)`, spelled as a sum or mean of squares or as the square of a vector norm."""
+def _sum_of_squares(mean: Element) -> _MeanSquare:
+    """Spelled as a sum or mean of squares or as the square of a vector norm."""
     whole = as_product(mean)
     if len(whole.factors) == 1 and whole.factors[0][0].node.target is aten.linalg_vector_norm.default:
         norm, power = whole.factors[0]
         if power != 2.0 or argument(norm.node, 1, "ord", 2) != 2:
             raise NoMatch("expected the square of a Euclidean norm under the root", norm.node)
         value, over = summed(norm, dim_at=2)
-        return value, whole.number, over
-    if mean.node.target not in (aten.mean.dim, aten.sum.dim_IntList):
-        raise NoMatch(f"expected a mean of squares under the root, found {name_of(mean.node)}", mean.node)
+        factor, value = value.apart()
+        return _MeanSquare(value, whole.number * factor**2, over)
+    if mean.origin.target not in (aten.mean.dim, aten.sum.dim_IntList):
+        raise NoMatch(f"expected a mean of squares under the root, found {name_of(mean.origin)}", mean.origin)
     square, over = summed(mean)
     inner = as_product(square)
     if [power for _, power in inner.factors] != [2.0]:
-        raise NoMatch("expected the mean of one value squared under the root", mean.node)
-    return inner.factors[0][0], inner.number, over
+        raise NoMatch("expected the mean of one value squared under the root", mean.origin)
+    return _MeanSquare(inner.factors[0][0], inner.number, over)
 
 
-def _same_but(outside: Element, inside: Element, over: tuple[Index, ...]) -> bool:
-    """`outside` is `inside` with the summed axes read by axes of its own."""
-    outside, inside = outside.settled(), inside.settled()
+def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:
+    """What `outside` reads where the mean runs, if it is otherwise the value whose squares are summed; None if not."""
+    inside = mean.value
     if outside.node is not inside.node:
-        return False
-    summed_axes = set(leaves(axis for part in over for axis in part.axes))
+        return None
+    runs = [part.axis for part in mean.over if part.axis is not None]
+    read: dict[Axis, Index] = {}
     for mine, theirs in zip(outside.index, inside.index, strict=True):
-        if mine == theirs:
-            continue
-        shape = [(axis.size, stride) for axis, stride in mine.terms]
-        if shape != [(axis.size, stride) for axis, stride in theirs.terms] or mine.offset != theirs.offset:
-            return False
-        pairs = zip(mine.axes, theirs.axes, strict=True)
-        if not all(own is other or other in summed_axes for own, other in pairs):
-            return False
-    return True
+        here = [axis for axis in runs if axis in theirs.axes]
+        place = _solved(mine, theirs, here[0]) if len(here) == 1 and here[0] not in read else None
+        if place is not None:
+            read[here[0]] = place
+        elif mine != theirs:
+            return None
+    fixed = [digit for part in inside.index for digit in part.digits if digit.axis not in runs]
+    if len(read) != len(runs) or any(d.overlaps(other) for place in read.values() for d in place.digits for other in fixed):
+        return None
+    return tuple(read[axis] for axis in runs)
+
+
+def _solved(mine: Index, theirs: Index, axis: Axis) -> Index | None:
+    """What stands in `mine` where `axis` stands in `theirs`: something that counts just as it does. None if nothing."""
+    terms = [(digit, stride) for digit, stride in theirs.terms if digit.axis is axis]
+    rest = combine(theirs.offset, [term for term in theirs.terms if term not in terms])
+    left = difference(mine, rest)
+    if left is None or len(terms) != 1 or not terms[0][0].is_whole:
+        return None
+    strides = [ratio(stride, terms[0][1]) for _, stride in left.terms]
+    if left.offset != 0 or None in strides:
+        return None
+    place = combine(0, [(digit, stride) for (digit, _), stride in zip(left.terms, strides, strict=True)])
+    return place if digits_of(place) is not None and extent(place) == axis.size else None
 
 
 def _rounds_first(gamma: Element, element: Element) -> bool:
     """Gamma is multiplied in by an operation of a 16-bit type: what it multiplies was rounded before."""
-    product_node = _multiplying(element.node, gamma.node)
+    product_node = _multiplying(element.origin, gamma.origin)
     return product_node is not None and product_node.meta["val"].dtype in HALF_TYPES
 
 

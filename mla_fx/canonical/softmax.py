@@ -15,14 +15,15 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .algebra import as_sum
-from .axes import Axis, Index, fresh, leaves, settle, shifted
-from .contraction import Contraction, contraction, name_of, summed
+from .axes import Axis, Index, fresh, of_axis, shifted
+from .contraction import Contraction, contraction, reduced, scaled_product, summed
 from .element import CASTS, Element, constant, operand, resolve
-from .views import MOVERS, args_of, argument, cuts, fresh_index, pads_with_zero, shape_of
+from .reading import Reading
+from .sizes import Size
+from .views import MOVERS, args_of, argument, cuts, fresh_index, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 
-MASKED = -1e4  # logits at or below this are meant to be minus infinity
 SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
 FUSED_ATTENTION = frozenset(
     {
@@ -42,9 +43,9 @@ STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
 
 
 @dataclass(frozen=True)
-class Mask:
-    """A term of the logits that no query or key enters. With `fill` the element is a condition, and the logits are
-    `fill` wherever it is not `keep_where`."""
+class Mask(Reading):
+    """A term of the logits that no query or key enters: a number that is added, or, with `fill`, a condition: where it
+    is not `keep_where` the logits *are* `fill`, whatever stood there."""
 
     element: Element
     fill: float | None = None
@@ -52,18 +53,30 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """`sum over axis of softmax(logits) * value`; the logits are a sum of `scores` and masks."""
+class Causal(Reading):
+    """Row number `rows` attends to the keys up to its own number."""
 
-    node: Node
+    rows: Index
+
+
+@dataclass(frozen=True)
+class Attention(Reading):
+    """`sum over keys of softmax(logits) * value`, read at `index` of `node`; the logits are the sum of `scores` and
+    added masks, then filled by the others. Behind `index` the output has `padding` zeros, as padded values leave it."""
+
     index: tuple[Index, ...]
     scores: tuple[Contraction, ...]
     masks: tuple[Mask, ...]
-    is_causal: bool
+    causal: Causal | None
     value: Element
-    axis: Axis
+    value_factor: float
+    keys: Index
     padding: int = 0
-    """How many zeros the output has behind what `index` reads, because the values were padded."""
+
+    @property
+    def fill(self) -> float:
+        """What the logits are where a condition masks them; minus infinity, and so no part of the sum, by default."""
+        return next((mask.fill for mask in self.masks if mask.fill is not None), -math.inf)
 
 
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
@@ -82,8 +95,6 @@ def _is_softmax(node: Node) -> bool:
 def softmax(element: Element) -> tuple[Element, Axis]:
     """The logits and the axis of a softmax. Raises NoMatch if `element` is none."""
     node, index = element.node, element.index
-    if element.scale != 1.0:
-        raise NoMatch("the attention probabilities are multiplied by a number", node)
     if node.target in SOFTMAX:
         return operand(args_of(node)[0], index), _axis(index, args_of(node)[1], node)
     if node.target is aten.where.self:
@@ -94,10 +105,10 @@ def softmax(element: Element) -> tuple[Element, Axis]:
 
 
 def _axis(index: tuple[Index, ...], dim: int, node: Node) -> Axis:
-    where = index[dim]
-    if len(where.terms) != 1 or where.offset != 0 or where.axes[0].size != shape_of(node)[dim]:
+    axis = index[dim].axis
+    if axis is None or axis.size != shape_of(node)[dim] or sum(axis in part.axes for part in index) != 1:
         raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
-    return where.axes[0]
+    return axis
 
 
 def _exponential(value: object) -> Node | None:
@@ -117,19 +128,21 @@ def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
     """`exp(x - max) / sum(exp(x - max))`."""
     node = element.node
     numerator, denominator = (operand(value, element.index) for value in args_of(node)[:2])
-    if denominator.node.target is not aten.sum.dim_IntList or numerator.node is not exponential:
+    if denominator.origin.target is not aten.sum.dim_IntList or numerator.origin is not exponential:
         raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
     summand, over = summed(denominator)
-    axes = leaves(axis for part in over for axis in part.axes)
-    if summand.node is not exponential or len(axes) != 1:
+    dims = [dim for dim, part in enumerate(summand.index) if part in over]
+    if summand.node is not numerator.node or len(over) != 1 or len(dims) != 1:
         raise NoMatch("what divides the exponentials is not their sum", node)
-    dims = [dim for dim, part in enumerate(summand.index) if axes[0] in part.axes]
     axis = _axis(numerator.index, dims[0], exponential)
+    rest = [(mine, theirs) for dim, (mine, theirs) in enumerate(zip(numerator.index, summand.index, strict=True)) if dim != dims[0]]
+    if any(mine != theirs for mine, theirs in rest):
+        raise NoMatch("what divides the exponentials is the sum of others", node)
     inner = operand(args_of(exponential)[0], numerator.index)
-    if inner.node.target is not aten.sub.Tensor:
+    if inner.origin.target is not aten.sub.Tensor:
         return inner, axis
-    logits, peak = (operand(value, inner.index, inner.scale) for value in args_of(inner.node)[:2])
-    if axis in peak.settled().axes:
+    logits, peak = (operand(value, inner.index, inner.factor) for value in args_of(inner.origin)[:2])
+    if axis in peak.axes:
         raise NoMatch("what is subtracted before the exponential differs along the softmax axis", node)
     return logits, axis
 
@@ -140,25 +153,29 @@ def _guarded(element: Element) -> tuple[Element, Axis]:
     if constant(zero) != 0:
         raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
     logits, axis = softmax(operand(probability, element.index))
-    if not _tests_for_masked_rows(operand(condition, element.index), logits):
+    if not _tests_for_masked_rows(operand(condition, element.index), logits, axis):
         raise NoMatch("the attention probabilities are masked after the softmax", element.node)
     return logits, axis
 
 
-def _tests_for_masked_rows(condition: Element, logits: Element) -> bool:
-    """The condition is `not any(logits != -inf)`."""
+def _tests_for_masked_rows(condition: Element, logits: Element, axis: Axis) -> bool:
+    """The condition is `not any(logits != -inf)` along the softmax axis."""
     if condition.node.target not in NOT:
         return False
     some = operand(args_of(condition.node)[0], condition.index)
     if some.node.target not in (aten.any.dim, aten.any.dims):
         return False
-    tested, is_negated = args_of(some.node)[0], False
-    while tested.target in NOT:
-        tested, is_negated = args_of(tested)[0], not is_negated
-    if tested.target is not (aten.eq.Scalar if is_negated else aten.ne.Scalar):
+    source, index, over = reduced(some.node, some.index)
+    if len(over) != 1:
         return False
-    value, number = args_of(tested)[:2]
-    return number == -math.inf and resolve(value, fresh_index(value)).node is logits.node
+    tested = operand(source, tuple(of_axis(axis) if part == over[0] else part for part in index))
+    is_negated = False
+    while tested.node.target in NOT:
+        tested, is_negated = operand(args_of(tested.node)[0], tested.index), not is_negated
+    if tested.node.target is not (aten.eq.Scalar if is_negated else aten.ne.Scalar):
+        return False
+    value, number = args_of(tested.node)[:2]
+    return number == -math.inf and operand(value, tested.index) == logits
 
 
 def attention(node: Node) -> Attention:
@@ -169,27 +186,28 @@ def attention(node: Node) -> Attention:
     assert output is not None, "an anchor enters a product"
     index = fresh_index(output)
     weighted = contraction(resolve(output, index))
-    is_left = weighted.left.node in (node, *_guards(node))
+    is_left = weighted.left.origin in (node, *_guards(node))
     probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
     logits, axis = softmax(probability)
-    if weighted.axes != leaves([axis]):
+    if weighted.over != (of_axis(axis),):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
-    if weighted.scale != 1.0:
-        raise NoMatch(f"the attention's result is multiplied by a number, {weighted.scale:.6g}", output)
     scores, masks = _logits(logits)
-    return _unpadded(Attention(output, index, scores, masks, False, value, axis))
+    return _unpadded(Attention(output, index, scores, masks, None, value, weighted.factor, of_axis(axis)))
 
 
 def _unpadded(found: Attention) -> Attention:
     """Attention over the values without the zeros that were put behind them to make them as wide as the keys."""
-    value, last = found.value.settled(), settle(found.index[-1])
+    value, last = found.value, found.index[-1]
     for axis, cut in cuts(value.node, value.index):
-        if value.node.target is not aten.constant_pad_nd.default or not last.is_axis(axis):
+        if value.node.target is not aten.constant_pad_nd.default or last.axis is not axis:
             continue
         kept = fresh(cut)
         narrow, rest = value.at({axis: kept}), value.at({axis: shifted(fresh(axis.size - cut), cut)})
         if pads_with_zero(rest.node, rest.index):
-            return replace(found, index=(*found.index[:-1], kept), value=narrow, padding=axis.size - cut)
+            factor, narrow = narrow.apart()
+            factor *= found.value_factor
+            index = (*found.index[:-1], kept)
+            return replace(found, index=index, value=narrow, value_factor=factor, padding=axis.size - cut)
     return found
 
 
@@ -213,41 +231,71 @@ def weighted_sum(node: Node) -> Node | None:
 
 
 def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
-    """The additive terms of the logits: products of queries and keys, and masks."""
+    """The logits as products of queries and keys and masks: first all numbers that are added, then the fills."""
     total = as_sum(element)
     if total.constant:
-        raise NoMatch("a number is added to the attention scores", element.node)
+        raise NoMatch("a number is added to the attention scores", element.origin)
     scores: list[Contraction] = []
     masks: list[Mask] = []
     for term in total.terms:
-        if (filled := _filled(term)) is not None:
-            kept, mask = filled
-            inner_scores, inner_masks = _logits(kept)
-            scores += inner_scores
-            masks += [mask, *inner_masks] if inner_scores else [Mask(term)]
+        filled = _filled(term)
+        inner = None if filled is None else _masked_scores(filled[0])
+        if filled is not None and inner is not None:
+            scores += inner[0]
+            masks += [*inner[1], filled[1]]
             continue
         try:
             scores.append(contraction(term))
         except NoMatch:
-            masks.append(Mask(term))
-    return tuple(scores), tuple(masks)
+            masks.append(_added(term))
+    return tuple(scores), _in_order(masks)
+
+
+def _masked_scores(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
+    """The logits under a fill; None if it is a mask, with no scores in it, that is filled."""
+    try:
+        found = _logits(element)
+    except NoMatch:
+        return None
+    return found if found[0] else None
+
+
+def _added(term: Element) -> Mask:
+    if not term.dtype.is_floating_point:
+        raise NoMatch(f"{name_of(term.origin)} adds values of {term.dtype} to the attention scores", term.origin)
+    return Mask(term.origin, term)
+
+
+def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
+    """Where logits are filled with minus infinity nothing that is added changes them; where they are filled with a
+    number they are that number, and everything else would have to come before."""
+    fills = {mask.fill for mask in masks if mask.fill is not None}
+    if fills <= {-math.inf}:
+        return tuple(masks)
+    node = next(mask.node for mask in masks if mask.fill is not None)
+    if len(fills) > 1:
+        raise NoMatch("the attention scores are filled with different numbers", node)
+    if any(mask.fill is None for mask in masks):
+        raise NoMatch("the attention scores are filled with a number, and a mask is added to them as well", node)
+    return tuple(masks)
 
 
 def _filled(element: Element) -> tuple[Element, Mask] | None:
-    """`where(condition, scores, -inf)` either way around, as masked_fill leaves it: the scores and the mask."""
-    if element.node.target in MASKED_FILL:
-        kept, condition, fill = args_of(element.node)
-        number = constant(fill)
-        if number is None or number > MASKED:
-            return None
-        return operand(kept, element.index, element.scale), Mask(operand(condition, element.index), number, False)
-    if element.node.target is not aten.where.self:
+    """`where(condition, scores, fill)` either way around, as masked_fill leaves it: the scores and the mask."""
+    factor, element = element.apart()
+    node = element.node
+    if node.target in MASKED_FILL:
+        kept, condition, fill = args_of(node)
+        ways = ((kept, constant(fill), False),)
+    elif node.target is aten.where.self:
+        condition, chosen, other = args_of(node)
+        ways = ((chosen, constant(other), True), (other, constant(chosen), False))
+    else:
         return None
-    condition, chosen, other = args_of(element.node)
-    for kept, fill, keep_where in ((chosen, constant(other), True), (other, constant(chosen), False)):
-        if fill is not None and fill <= MASKED and constant(kept) is None:
-            mask = Mask(operand(condition, element.index), fill, keep_where)
-            return operand(kept, element.index, element.scale), mask
+    for kept, fill, keep_where in ways:
+        if fill is not None and constant(kept) is None and -math.inf <= fill * factor < math.inf:
+            mask = Mask(node, operand(condition, element.index), fill * factor, keep_where)
+            return operand(kept, element.index, factor), mask
     return None
 
 
@@ -265,19 +313,32 @@ def _fused(node: Node) -> Attention:
     index = fresh_index(output)
     *batch, row, column = index
     keys, inner = fresh(shape_of(key)[-2]), fresh(shape_of(query)[-1])
-    scale = option("scale")
-    if scale is None:
-        scale = float(shape_of(query)[-1]) ** -0.5
+    if keys.axis is None:
+        raise NoMatch("attention over a single key", node)
+    _check_one_head_each(node, query, key, value)
+    scale = _scale(node, option("scale"), shape_of(query)[-1])
     left, right = operand(query, (*batch, row, inner)), operand(key, (*batch, keys, inner))
-    axes = (*inner.axes,)
-    score = Contraction(left.unscaled(), right.unscaled(), axes, scale * left.scale * right.scale, node)
+    score = scaled_product(node, scale, left, right, (inner,))
     mask = option("attn_mask") if "attn_mask" in named else option("attn_bias")
     masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
-    if not keys.terms:
-        raise NoMatch("attention over a single key", node)
-    values = operand(value, (*batch, keys, column))
-    is_causal = bool(option("is_causal", False))
-    return _unpadded(Attention(output, index, (score,), masks, is_causal, values, keys.axes[0]))
+    causal = Causal(node, row) if option("is_causal", False) else None
+    factor, values = operand(value, (*batch, keys, column)).apart()
+    return _unpadded(Attention(output, index, (score,), masks, causal, values, factor, keys))
+
+
+def _check_one_head_each(node: Node, query: Node, key: Node, value: Node) -> None:
+    for name, operand_node in (("key", key), ("value", value)):
+        if shape_of(operand_node)[:-2] != shape_of(query)[:-2]:
+            raise NoMatch(f"several heads of the query share one {name}, which no latent attention has", node)
+
+
+def _scale(node: Node, given: Any, width: Size) -> float:
+    if given is None and isinstance(width, int):
+        return float(width**-0.5)
+    scale = constant(given)
+    if scale is None:
+        raise NoMatch("the softmax scale is not a compile-time number", node)
+    return scale
 
 
 def _schema(node: Node) -> Any:
@@ -286,9 +347,8 @@ def _schema(node: Node) -> Any:
 
 
 def _given_mask(mask: Node, index: tuple[Index, ...]) -> Mask:
-    if mask.meta["val"].dtype is torch.bool:
-        return Mask(operand(mask, index), float("-inf"), True)
-    return Mask(operand(mask, index))
+    element = operand(mask, index)
+    return Mask(mask, element, -math.inf) if mask.meta["val"].dtype is torch.bool else _added(element)
 
 
 def _first_result(node: Node) -> Node:

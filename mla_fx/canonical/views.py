@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
-from .axes import ZERO, Index, Size, at_most, extent, fresh, ratio, reshape, shifted, size_of
+from .axes import ZERO, Axis, Index, extent, fresh, reshape, shifted
+from .sizes import Size, at_most, plain, size_of
 
 aten = torch.ops.aten
 
@@ -24,6 +26,15 @@ Mover = Callable[[Node, tuple[Index, ...]], "Place | None"]
 def args_of(node: Node) -> tuple[Any, ...]:
     """The arguments of a node; torch types them as anything that a graph may hold."""
     return node.args
+
+
+def name_of(node: Node) -> str:
+    """How a message names the operation of a node."""
+    if node.op in ("placeholder", "get_attr"):
+        return f"the graph input {node.name}" if node.op == "placeholder" else f"the attribute {node.target}"
+    if isinstance(node.target, OpOverload):
+        return str(node.target._opname)
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def shape_of(node: Node) -> tuple[Size, ...]:
@@ -45,28 +56,36 @@ def number(value: Any) -> Size | None:
     return value if value is None or isinstance(value, int) else None
 
 
-def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    return args_of(node)[position] if len(args_of(node)) > position else node.kwargs.get(name, default)
+def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
+    """An argument by place or name; an operator's own schema knows the name."""
+    if len(args_of(node)) > position:
+        return args_of(node)[position]
+    if not name and isinstance(node.target, OpOverload):
+        name = node.target._schema.arguments[position].name
+    return node.kwargs.get(name, default)
 
 
-def slice_bounds(node: Node, first: int, size: Size) -> tuple[int, Size, Size, int] | None:
-    """(dim, start, end, step) of a slice whose `dim` argument is number `first`, negatives and overflow resolved."""
-    dim = argument(node, first, "dim", 0) % len(shape_of(args_of(node)[0]))
-    start_argument, end_argument = argument(node, first + 1, "start"), argument(node, first + 2, "end")
-    start = 0 if start_argument is None else number(start_argument)
-    end = size if end_argument is None else number(end_argument)
-    if start is None or end is None:
-        return None
-    start, end = _wrapped(start, size), _wrapped(end, size)
-    return dim, start, end, argument(node, first + 3, "step", 1)
+def slice_bounds(node: Node, first: int, length: Size, size: Size) -> tuple[Size, Size, int] | None:
+    """(start, stop, step) of a slice that reads or writes `length` of `size` positions; `start` is argument number
+    `first`. None if it is not known where it starts."""
+    start_argument, end_argument = argument(node, first), argument(node, first + 1)
+    step = argument(node, first + 2, default=1)
+    start = 0 if start_argument is None else _wrapped(number(start_argument), size)
+    is_open = end_argument is None or (isinstance(end_argument, int) and end_argument > 2**62)
+    if start is None and is_open and step == 1:
+        start = size - length
+    return None if start is None else (plain(start), plain(start + step * (length - 1) + 1), step)
 
 
-def _wrapped(position: Size, size: Size) -> Size:
-    if isinstance(position, int) and position < 0:
-        return position + size
+def _wrapped(position: Size | None, size: Size) -> Size | None:
+    """A position counted from the end as one from the start; None if it is not known from where it counts.
+
+    Past the end there is nothing to read, so a position need not be held against that."""
+    if position is None or at_most(0, position):
+        return position
     if isinstance(position, int) and isinstance(size, int):
-        return min(position, size)
-    return size if isinstance(position, int) and position > 2**62 else position
+        return max(position + size, 0)
+    return plain(position + size) if at_most(position, -1) and at_most(0, position + size) else None
 
 
 def _same(node: Node, index: tuple[Index, ...]) -> Place:
@@ -129,19 +148,18 @@ def _repeat(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 def _slice(node: Node, index: tuple[Index, ...]) -> Place | None:
     dim = argument(node, 1, "dim", 0) % len(index)
-    bounds = slice_bounds(node, 1, shape_of(args_of(node)[0])[dim])
+    bounds = slice_bounds(node, 2, shape_of(node)[dim], shape_of(args_of(node)[0])[dim])
     if bounds is None:
         return None
-    _, start, _, step = bounds
+    start, _, step = bounds
     return args_of(node)[0], _replaced(index, dim, shifted(index[dim], start, step))
 
 
 def _select(node: Node, index: tuple[Index, ...]) -> Place | None:
     sizes = shape_of(args_of(node)[0])
     dim, position = args_of(node)[1] % len(sizes), number(args_of(node)[2])
-    if position is None:
-        return None
-    return args_of(node)[0], (*index[:dim], Index(_wrapped(position, sizes[dim])), *index[dim:])
+    position = _wrapped(position, sizes[dim])
+    return None if position is None else (args_of(node)[0], (*index[:dim], Index(position), *index[dim:]))
 
 
 def _piece(node: Node, index: tuple[Index, ...]) -> Place | None:
@@ -153,8 +171,10 @@ def _piece(node: Node, index: tuple[Index, ...]) -> Place | None:
     position = _SPLITS[whole.target]
     dim = argument(whole, position, "dim", 0) % len(shape_of(source))
     if whole.target is aten.unbind.int:
-        return source, (*index[:dim], Index(args_of(node)[1]), *index[dim:])
-    start = sum((size_of(piece.shape[dim]) for piece in whole.meta["val"][: args_of(node)[1]]), 0)
+        number = args_of(node)[1] % len(whole.meta["val"])
+        return source, (*index[:dim], Index(number), *index[dim:])
+    number = args_of(node)[1] % len(whole.meta["val"])
+    start = plain(sum((size_of(piece.shape[dim]) for piece in whole.meta["val"][:number]), 0))
     return source, _replaced(index, dim, shifted(index[dim], start))
 
 
@@ -167,16 +187,27 @@ _SPLITS = {
 
 
 def _cat(node: Node, index: tuple[Index, ...]) -> Place | None:
-    dim, start = cat_dim(node), 0
-    for piece in args_of(node)[0]:
-        size = shape_of(piece)[dim] if len(shape_of(piece)) == len(index) else 0
-        if covers(index[dim], start, start + size):
+    dim = cat_dim(node)
+    for piece, start, stop in pieces(node):
+        if covers(index[dim], start, stop):
             return piece, _replaced(index, dim, shifted(index[dim], -start))
-        start = start + size
     return None
 
 
+def pieces(node: Node) -> list[tuple[Node, Size, Size]]:
+    """The operands of a cat with where each begins and ends; those without elements have no place in it."""
+    dim, stop = cat_dim(node), 0
+    out: list[tuple[Node, Size, Size]] = []
+    for piece in args_of(node)[0]:
+        if 0 in shape_of(piece):
+            continue
+        start, stop = stop, plain(stop + shape_of(piece)[dim])
+        out.append((piece, start, stop))
+    return out
+
+
 def cat_dim(node: Node) -> int:
+    """The dimension along which a cat joins its operands."""
     return int(argument(node, 1, "dim", 0)) % len(shape_of(node))
 
 
@@ -190,16 +221,22 @@ def _stack(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 def _slice_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
     base, source = args_of(node)[:2]
-    dim = argument(node, 2, "dim", 0) % len(index)
-    bounds = slice_bounds(node, 2, shape_of(base)[dim])
+    dim, bounds = written_slice(node)
     if bounds is None:
         return None
-    _, start, end, step = bounds
+    start, stop, step = bounds
     if step != 1:
         return _every(node, index, dim, start, step)
-    if covers(index[dim], start, end):
+    if covers(index[dim], start, stop):
         return source, _replaced(index, dim, shifted(index[dim], -start))
-    return (base, index) if misses(index[dim], start, end) else None
+    return (base, index) if misses(index[dim], start, stop) else None
+
+
+def written_slice(node: Node) -> tuple[int, tuple[Size, Size, int] | None]:
+    """The dimension along which a slice_scatter writes, and its (start, stop, step) where they are known."""
+    base, source = args_of(node)[:2]
+    dim = argument(node, 2, "dim", 0) % len(shape_of(base))
+    return dim, slice_bounds(node, 3, shape_of(source)[dim], shape_of(base)[dim])
 
 
 def _every(node: Node, index: tuple[Index, ...], dim: int, start: Size, step: int) -> Place | None:
@@ -211,18 +248,17 @@ def _every(node: Node, index: tuple[Index, ...], dim: int, start: Size, step: in
         return None
     if (where.offset - start) % step:
         return base, index
-    if where.offset < start:
-        return None
-    terms = tuple((axis, stride // step) for axis, stride in where.terms)
-    return source, _replaced(index, dim, Index((where.offset - start) // step, terms))
+    terms = tuple((digit, stride // step) for digit, stride in where.terms)
+    written = Index((where.offset - start) // step, terms)
+    return (source, _replaced(index, dim, written)) if covers(written, 0, shape_of(source)[dim]) else None
 
 
 def _select_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
     base, source, dim, position = args_of(node)[:4]
-    dim, position = dim % len(index), number(position)
+    dim = dim % len(index)
+    position = _wrapped(number(position), shape_of(base)[dim])
     if position is None:
         return None
-    position = _wrapped(position, shape_of(base)[dim])
     if index[dim] == Index(position):
         return source, index[:dim] + index[dim + 1 :]
     return (base, index) if misses(index[dim], position, position + 1) else None
@@ -257,17 +293,12 @@ def pads_with_zero(node: Node, index: tuple[Index, ...]) -> bool:
 
 def covers(index: Index, start: Size, stop: Size) -> bool:
     """Provably every position of `index` lies in [start, stop)."""
-    first, last = index.offset, index.offset + extent(index)
-    if all(isinstance(bound, int) for bound in (first, last, start, stop)):
-        return bool(start <= first and last <= stop)
-    return bool(first == start and (last == stop or (ratio(stop - start, extent(index)) is not None)))
+    return at_most(start, index.offset) and at_most(index.offset + extent(index), stop)
 
 
 def misses(index: Index, start: Size, stop: Size) -> bool:
     """Provably no position of `index` lies in [start, stop)."""
-    return at_most(index.offset + extent(index), start) or (
-        isinstance(stop, int) and isinstance(index.offset, int) and stop <= index.offset
-    )
+    return at_most(index.offset + extent(index), start) or at_most(stop, index.offset)
 
 
 def _replaced(index: tuple[Index, ...], dim: int, part: Index) -> tuple[Index, ...]:
@@ -305,29 +336,32 @@ MOVERS: dict[Any, Mover] = {
 
 
 def move(node: Node, index: tuple[Index, ...]) -> Place | None:
-    """One step through a view, or None where the element is computed."""
+    """One step through a view, or None where the element is computed, a change of type included."""
     mover = MOVERS.get(node.target)
-    return None if mover is None else mover(node, index)
+    place = None if mover is None else mover(node, index)
+    return place if place is None or place[0].meta["val"].dtype == node.meta["val"].dtype else None
 
 
-def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Any, Size]]:
+def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Axis, int]]:
     """Where the axes that read a cat or a partly overwritten tensor would have to be cut: (axis, position) pairs."""
-    if node.target is aten.cat.default:
-        dim, bounds = cat_dim(node), [0]
-        for piece in args_of(node)[0]:
-            bounds.append(bounds[-1] + shape_of(piece)[dim])
-    elif node.target is aten.slice_scatter.default:
-        dim = argument(node, 2, "dim", 0) % len(index)
-        found = slice_bounds(node, 2, shape_of(args_of(node)[0])[dim])
-        bounds = [] if found is None else [found[1], found[2]]
-    elif node.target is aten.constant_pad_nd.default:
-        dim, before = len(index) - 1, args_of(node)[1][0]
-        bounds = [before, before + shape_of(args_of(node)[0])[dim]]
-    else:
-        return []
-    where = index[dim]
+    dim, bounds = _seams(node, len(index))
+    where = index[dim] if bounds else ZERO
     if len(where.terms) != 1 or where.terms[0][1] != 1 or not isinstance(where.offset, int):
         return []
-    axis = where.terms[0][0]
+    digit = where.terms[0][0]
     inside = [bound - where.offset for bound in bounds if isinstance(bound, int)]
-    return [(axis, cut) for cut in inside if isinstance(axis.size, int) and 0 < cut < axis.size]
+    is_known = digit.is_whole and isinstance(digit.size, int)
+    return [(digit.axis, cut) for cut in inside if is_known and 0 < cut < digit.size]
+
+
+def _seams(node: Node, rank: int) -> tuple[int, list[Size]]:
+    """The dimension along which a value was put together, and the positions at which its parts meet."""
+    if node.target is aten.cat.default:
+        return cat_dim(node), [stop for _, _, stop in pieces(node)]
+    if node.target is aten.slice_scatter.default:
+        dim, bounds = written_slice(node)
+        return dim, [] if bounds is None or bounds[2] != 1 else list(bounds[:2])
+    if node.target is aten.constant_pad_nd.default:
+        dim, before = rank - 1, args_of(node)[1][0]
+        return dim, [before, before + shape_of(args_of(node)[0])[dim]]
+    return 0, []

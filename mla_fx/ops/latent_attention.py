@@ -1,5 +1,6 @@
 """latent_attention: attention of absorbed queries over the compressed latents themselves."""
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ def body(
     *,
     scale: float,
     is_causal: bool = False,
+    fill: float = -math.inf,
 ) -> Tensor:
     """Attention in which all heads share one latent key, which is the value too::
 
@@ -38,7 +40,7 @@ def body(
     grouped = (batch, steps, heads, kv_cache.shape[1])
     latent = torch.bmm(query.flatten(1, 2), kv_cache.mT).view(grouped)
     rotated = torch.bmm(query_rope.flatten(1, 2), kr_cache.mT).view(grouped)
-    weights = probabilities(latent, rotated, mask, scale, is_causal, rows_first=True)
+    weights = probabilities(latent, rotated, mask, scale, is_causal, fill, rows_first=True)
     return torch.bmm(weights.flatten(1, 2), kv_cache).view(batch, steps, heads, rank)
 
 
@@ -52,7 +54,7 @@ def check(**arguments: Any) -> None:
     check_shape("query_rope", a.query_rope, "B, S, N, Dr", (batch, steps, heads, None))
     check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, rank))
     check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.query_rope.shape[-1]))
-    check_mask(a.mask, a.is_causal, (batch, heads, steps, context))
+    check_mask(a.mask, a.is_causal, a.fill, (batch, heads, steps, context))
 
 
 def fake(*, query: Tensor, **_: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ def body(
     *,
     scale: float,
     is_causal: bool = False,
+    fill: float = -math.inf,
     max_absorbed_tokens: int = 0,
 ) -> Tensor:
     """Attention of N heads whose keys and values are expanded from one latent::
@@ -46,7 +48,7 @@ def body(
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
     form = absorbed if q_nope.shape[1] <= max_absorbed_tokens else expanded
-    return form(q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask, scale=scale, is_causal=is_causal)
+    return form(q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask, scale=scale, is_causal=is_causal, fill=fill)
 
 
 def absorbed(
@@ -60,10 +62,11 @@ def absorbed(
     *,
     scale: float,
     is_causal: bool = False,
+    fill: float = -math.inf,
 ) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
     query = torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
-    latent = latent_attention.body(query, q_rope, kv_cache, kr_cache, mask, scale=scale, is_causal=is_causal)
+    latent = latent_attention.body(query, q_rope, kv_cache, kr_cache, mask, scale=scale, is_causal=is_causal, fill=fill)
     return torch.einsum("bsnr,nvr->bsnv", latent, weight_uv).contiguous()
 
 
@@ -78,6 +81,7 @@ def expanded(
     *,
     scale: float,
     is_causal: bool = False,
+    fill: float = -math.inf,
 ) -> Tensor:
     """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
     k_nope = torch.einsum("btr,ndr->bndt", kv_cache, weight_uk)
@@ -85,7 +89,7 @@ def expanded(
     latent = q_nope.transpose(1, 2) @ k_nope
     # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
     rotated = torch.bmm(q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
-    weights = probabilities(latent, rotated, mask, scale, is_causal)
+    weights = probabilities(latent, rotated, mask, scale, is_causal, fill)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
@@ -101,7 +105,7 @@ def check(**arguments: Any) -> None:
     check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.q_rope.shape[-1]))
     check_shape("weight_uk", a.weight_uk, "N, D, Hckv", (heads, nope, rank))
     check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
-    check_mask(a.mask, a.is_causal, (batch, heads, steps, context))
+    check_mask(a.mask, a.is_causal, a.fill, (batch, heads, steps, context))
     if statically_known_true(a.max_absorbed_tokens < 0):
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 

@@ -1,0 +1,144 @@
+"""What a pattern bound, and which axes turned out to be the same on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from .canonical.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
+from .canonical.element import Element
+from .canonical.reading import Reading, renamed
+from .canonical.sizes import product
+from .errors import NoMatch
+
+Same = Mapping[Axis, Index]
+
+
+@dataclass(frozen=True)
+class Match:
+    """Elements by variable, readings by name, alternatives by tag.
+
+    A name that is bound twice is one tensor, read index for index alike: an axis of one reading may stand for an axis
+    of the other, as the two that two products are summed over do, but one of the `fixed` axes is never another.
+    `same` says which axis stands for what."""
+
+    elements: Mapping[str, Element] = field(default_factory=dict)
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+    same: Same = field(default_factory=dict)
+    fixed: frozenset[Axis] = frozenset()
+
+    @property
+    def depth(self) -> int:
+        return len(self.elements) + len(self.readings)
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The operations that compute what was bound or read, and those that the program reads them from."""
+        parts = (element for reading in self.readings.values() for element in reading.elements)
+        found = {node for element in (*self.elements.values(), *parts) for node in (element.origin, element.seen[0])}
+        return found | {reading.node for reading in self.readings.values()}
+
+    def bind(self, name: str, element: Element) -> Match:
+        before = self.elements.get(name)
+        if before is None:
+            return replace(self, elements={**self.elements, name: element})
+        if before.origin is not element.origin:
+            places = f"{before.origin.name} in one place, {element.origin.name} in the other"
+            raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
+        same = self._unified(before, element) if before.factor == element.factor else None
+        if same is None:
+            raise NoMatch(f"{name} is read in two different ways", element.origin)
+        return replace(self, same=same)
+
+    def read(self, name: str, reading: Reading) -> Match:
+        """Keeps a reading; a pattern that occurs twice keeps its first, with which the second must agree."""
+        before = self.readings.get(name)
+        if before is None:
+            return replace(self, readings={**self.readings, name: reading})
+        if before.constants != reading.constants:
+            raise NoMatch(f"{name} is computed in two different ways", reading.node)
+        return self
+
+    def choose(self, tag: str, choice: str) -> Match:
+        return replace(self, choices={**self.choices, tag: choice})
+
+    def __getitem__(self, name: str) -> Element:
+        return self.elements[name]
+
+    def settled(self) -> Match:
+        """The match with one name for each axis, and every axis parted wherever something reads only a part of it.
+
+        Raises NoMatch if two readings part one axis at places that do not go together."""
+        named = self._renamed(self.same)
+        replacements = cuts(index for held in (*named.elements.values(), *named.readings.values()) for index in _all(held))
+        if replacements is None:
+            raise NoMatch("two readings part one dimension in ways that do not go together")
+        return named._renamed(replacements)
+
+    def _renamed(self, replacements: Same) -> Match:
+        if not replacements:
+            return self
+        elements = {name: renamed(element, replacements) for name, element in self.elements.items()}
+        readings = {name: renamed(reading, replacements) for name, reading in self.readings.items()}
+        return replace(self, elements=elements, readings=readings)
+
+    # --- one element twice ---------------------------------------------------------------------------------------
+
+    def _unified(self, one: Element, other: Element) -> Same | None:
+        """What axes must be the same for two elements to be one; None if they are not."""
+        same: Same | None = self.same
+        for mine, theirs in zip(one.index, other.index, strict=True):
+            same = None if same is None else self._equated(mine, theirs, same)
+        return same if same is not None and _keeps_apart(one, same) and _keeps_apart(other, same) else None
+
+    def _equated(self, mine: Index, theirs: Index, same: Same) -> Same | None:
+        left, right = substitute(mine, same), substitute(theirs, same)
+        if left is None or right is None or left == right:
+            return same if left == right and left is not None else None
+        for axis, stands_for in ((right.axis, left), (left.axis, right)):
+            if axis is not None and self._may_stand_for(axis, stands_for):
+                return _extended(same, axis, stands_for)
+        return self._equated_by_term(left, right, same)
+
+    def _equated_by_term(self, left: Index, right: Index, same: Same) -> Same | None:
+        """Both read several axes: those with equal strides are the same, one by one."""
+        mine, theirs = slowest_first(left.terms), slowest_first(right.terms)
+        if mine is None or theirs is None or left.offset != right.offset or len(mine) != len(theirs):
+            return None
+        for (digit, stride), (other, other_stride) in zip(mine, theirs, strict=True):
+            if stride != other_stride or (digit.below, digit.size) != (other.below, other.size):
+                return None
+            if digit.axis is other.axis:
+                continue
+            pairs = ((other.axis, digit.axis), (digit.axis, other.axis))
+            pair = next((pair for pair in pairs if self._may_stand_for(pair[0], of_axis(pair[1]))), None)
+            if pair is None:
+                return None
+            same = _extended(same, pair[0], of_axis(pair[1]))
+            left, right = substitute(left, same) or left, substitute(right, same) or right
+        return same if left == right else None
+
+    def _may_stand_for(self, axis: Axis, index: Index) -> bool:
+        digits = digits_of(index)
+        if axis in self.fixed or axis in index.axes or digits is None:
+            return False
+        return bool(product(digit.size for digit in digits) == axis.size)
+
+
+def _extended(same: Same, axis: Axis, index: Index) -> Same:
+    earlier = {other: substitute(place, {axis: index}) or place for other, place in same.items()}
+    return {**earlier, axis: index}
+
+
+def _keeps_apart(element: Element, same: Same) -> bool:
+    """No two axes of one element became one."""
+    images = [substitute(of_axis(axis), same) for axis in element.axes]
+    digits = [digit for image in images if image is not None for digit in image.digits]
+    return not any(one.overlaps(other) for place, one in enumerate(digits) for other in digits[:place])
+
+
+def _all(held: Element | Reading) -> Iterable[Index]:
+    return held.indices if isinstance(held, Reading) else (*held.index, *held.seen[1])

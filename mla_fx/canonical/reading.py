@@ -1,0 +1,68 @@
+"""What every reading has: where it begins, what it is made of, and the numbers that two of one computation share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+
+from .axes import Axis, Index, substitute
+from .element import Element
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A computation as it was read from `node`. Its parts are elements, indices, other readings, and tuples of them."""
+
+    node: Node
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """What must be equal in two readings for them to be the same computation, besides their operands."""
+        return ()
+
+    @property
+    def elements(self) -> Iterator[Element]:
+        return (part for part in _parts(self) if isinstance(part, Element))
+
+    @property
+    def indices(self) -> Iterator[Index]:
+        """Every index that the reading speaks of, those of its elements included."""
+        for part in _parts(self):
+            yield from (part,) if isinstance(part, Index) else (*part.index, *part.seen[1])
+
+
+def _parts(value: Any) -> Iterator[Element | Index]:
+    if isinstance(value, (Element, Index)):
+        yield value
+    elif isinstance(value, tuple):
+        yield from itertools.chain.from_iterable(map(_parts, value))
+    elif isinstance(value, Reading):
+        yield from _parts(tuple(getattr(value, part.name) for part in fields(value)))
+
+
+def renamed(value: Value, replacements: Mapping[Axis, Index]) -> Value:
+    """A reading, an element or an index with some axes replaced by others."""
+    return _renamed(value, replacements)  # type: ignore[no-any-return]  # what is not renamed is returned as it came
+
+
+def _renamed(value: Any, replacements: Mapping[Axis, Index]) -> Any:
+    if isinstance(value, Index):
+        index = substitute(value, replacements)
+        if index is None:
+            raise NoMatch("a dimension is read across the boundary at which a view parts it")
+        return index
+    if isinstance(value, Element):
+        return value.renamed(replacements)
+    if isinstance(value, tuple):
+        return tuple(_renamed(item, replacements) for item in value)
+    if isinstance(value, Reading):
+        return replace(value, **{part.name: _renamed(getattr(value, part.name), replacements) for part in fields(value)})
+    return value

@@ -1,0 +1,87 @@
+"""Applying the rules: every rule of a stage at every anchor, and the nearest miss where it does not fire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from .binding import Match
+from .canonical.views import name_of
+from .debug.report import Miss, fused_name, module_of, source_of
+from .emitter import Emitter
+from .errors import NoMatch
+from .match import Trail
+from .replacement import Replacement, apply, check_nothing_is_lost
+from .rule import Rule
+
+if TYPE_CHECKING:
+    from .pipeline import Run
+
+
+def recognise(stage: str) -> Callable[[Run], None]:
+    """Applies the rules of one stage at all their anchors."""
+
+    def apply_rules(run: Run) -> None:
+        for rule in run.rules:
+            if rule.stage == stage and rule.name not in run.options.disable:
+                _apply_rule(run, rule)
+
+    return apply_rules
+
+
+def _apply_rule(run: Run, rule: Rule[Any]) -> None:
+    for anchor in list(rule.anchors(run.graph)):
+        trail = Trail()
+        if anchor._erased:
+            continue
+        if _try_at(run, rule, anchor, trail):
+            run.record.fired[rule.name] += 1
+        elif trail.miss is not None:
+            node = trail.miss.node if trail.miss.node is not None else anchor
+            suspicious = rule.suspicious(anchor)
+            run.report.misses.append(
+                Miss(rule.name, trail.miss.reason, node.name, source_of(node), module_of(node), trail.depth, suspicious)
+            )
+
+
+def _try_at(run: Run, rule: Rule[Any], anchor: Node, trail: Trail) -> bool:
+    try:
+        for match in rule.bindings(anchor, trail):
+            if _rewrite(run, rule, anchor, match, trail):
+                return True
+    except NoMatch as miss:
+        trail.fail(Match(), miss)
+    return False
+
+
+def _rewrite(run: Run, rule: Rule[Any], anchor: Node, match: Match, trail: Trail) -> bool:
+    """Adds the new nodes and puts them in the place of the old ones; a refusal on the way takes all of it back."""
+    try:
+        facts = rule.check(match.settled())
+        with run.emit.at(anchor, rule.name):
+            replacements = list(rule.rewrite(run.emit, facts))
+            _check(run.emit, replacements)
+            erased = apply(run.emit, replacements)
+    except NoMatch as miss:
+        trail.fail(match, miss)
+        return False
+    origins = [(node.name, name_of(node), source_of(node)) for node in erased]
+    for node in run.emit.added:
+        if fused_name(node) is not None:
+            node.meta["mla_fx_replaced"] = origins
+    return True
+
+
+def _check(emit: Emitter, replacements: Sequence[Replacement]) -> None:
+    for node in emit.added:
+        if fused_name(node) is not None:
+            check_nothing_is_lost(replacements, emit.sources, _first_dtype(node.meta["val"]))
+
+
+def _first_dtype(value: Any) -> torch.dtype:
+    dtype = value.dtype if isinstance(value, torch.Tensor) else value[0].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,115 @@
+"""Values for values: what a rewrite returns, and applying all of it or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from .canonical.axes import Index
+from .canonical.element import Element, constant, is_coarser
+from .canonical.views import name_of
+from .emitter import Emitter
+from .errors import NoMatch
+from .layout import axes, laid_out_as, tensor
+
+aten = torch.ops.aten
+
+# What takes no more than shape and type from a tensor.
+LIKE = frozenset(
+    {
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+        aten.new_empty_strided.default, aten.sym_size.int, aten.sym_numel.default,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`new` is used wherever `old` was: the same values in the same layout."""
+
+    old: Node
+    new: Node
+
+
+def replaced(emit: Emitter, old: Node, index: Sequence[Index], element: Element, *, padding: int = 0) -> Replacement:
+    """`element` in the place of `old` read at `index`; behind it come `padding` zeros."""
+    dims = [axes(part, f"a dimension of {old.name}", old) for part in index]
+    new = tensor(emit, element, dims, dtype=element.dtype, expand=True)
+    new = emit.cast(new, old.meta["val"].dtype)
+    if padding:
+        new = emit.call(aten.constant_pad_nd.default, new, [0, padding])
+    return Replacement(old, laid_out_as(emit, old, new))
+
+
+def apply(emit: Emitter, replacements: Sequence[Replacement]) -> list[Node]:
+    """Uses every new value for its old one, and erases what nobody reads any more; returns what was erased.
+
+    Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one is used."""
+    added = set(emit.added)
+    olds = {replacement.old for replacement in replacements}
+    first = min(olds)
+    for node in (*_needed(added, olds, first), *emit.added):
+        first.prepend(node)
+    for replacement in replacements:
+        replacement.old.replace_all_uses_with(replacement.new, delete_user_cb=lambda user: user not in added)
+    return _erased(olds)
+
+
+def _needed(added: set[Node], olds: set[Node], first: Node) -> list[Node]:
+    """The operands, at first and second hand, that stand behind `first`, in order."""
+    pending = [operand for node in added for operand in node.all_input_nodes]
+    found: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in added or node in found or node < first:
+            continue
+        if node in olds:
+            raise NoMatch("the operator would need a value that it computes itself", node)
+        found.add(node)
+        pending += node.all_input_nodes
+    return sorted(found)
+
+
+def _erased(unused: Iterable[Node]) -> list[Node]:
+    pending, erased = sorted(unused), []
+    while pending:
+        node = pending.pop()
+        if node._erased or node.users or node.op != "call_function" or is_mutable(node):
+            continue
+        pending += node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.append(node)
+    return erased
+
+
+def is_mutable(node: Node) -> bool:
+    """The node calls an operator that writes into its arguments."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node], dtype: torch.dtype) -> None:
+    """All that the old values are computed from enters the new ones, and nothing on the way is rounded coarser than
+    the operator rounds, which computes in `dtype`. Raises NoMatch.
+
+    `sources` are the operations from which the operator's operands are read. Between them and the old values lies what
+    the patterns have read; this holds whatever they may have overlooked."""
+    pending = [replacement.old for replacement in replacements]
+    seen = set(sources)
+    while pending:
+        node = pending.pop()
+        value = node.meta.get("val")
+        if node in seen or not isinstance(value, (torch.Tensor, tuple, list)) or node.target in LIKE:
+            continue
+        seen.add(node)
+        if node.op in ("placeholder", "get_attr"):
+            if constant(node) is None:
+                raise NoMatch(f"{name_of(node)} enters the result, and would not enter the operator", node)
+            continue
+        if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and constant(node) is None:
+            raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
+        pending += node.all_input_nodes
