@@ -13,12 +13,10 @@ from torch.fx import Graph
 
 from . import ops as _ops  # noqa: F401  registers torch.ops.mla_fx
 from .absorb import absorb
-from .canonical.contraction import name_of
 from .canonical.softmax import anchors
-from .debug.report import Miss, PassRecord, Report, count_fused, fused_name, module_of, source_of
-from .errors import NoMatch
-from .match import Match, Trail
+from .debug.report import PassRecord, Report, count_fused
 from .options import Options
+from .recognise import recognise
 from .rewrite import Emitter
 from .rule import Rule
 from .surgery import Snapshot, erase_orphans, sort_nodes
@@ -58,61 +56,6 @@ class Run:
 class Pass:
     name: str
     apply: Callable[[Run], None]
-
-
-def recognise(stage: str) -> Callable[[Run], None]:
-    """Applies the rules of one stage at all their anchors."""
-
-    def apply(run: Run) -> None:
-        for rule in run.rules:
-            if rule.stage == stage and rule.name not in run.options.disable:
-                _apply_rule(run, rule)
-
-    return apply
-
-
-def _apply_rule(run: Run, rule: Rule[Any]) -> None:
-    for anchor in list(rule.anchors(run.graph)):
-        trail = Trail()
-        if _try_at(run, rule, anchor, trail):
-            run.record.fired[rule.name] += 1
-        elif trail.miss is not None:
-            node = trail.miss.node if trail.miss.node is not None else anchor
-            suspicious = rule.suspicious(anchor)
-            run.report.misses.append(
-                Miss(rule.name, trail.miss.reason, node.name, source_of(node), module_of(node), trail.depth, suspicious)
-            )
-
-
-def _try_at(run: Run, rule: Rule[Any], anchor: Any, trail: Trail) -> bool:
-    try:
-        bindings = rule.bindings(anchor, trail)
-        while (match := next(bindings, None)) is not None:
-            if _rewrite(run, rule, anchor, match, trail):
-                return True
-    except NoMatch as miss:
-        trail.fail(Match(), miss)
-    return False
-
-
-def _rewrite(run: Run, rule: Rule[Any], anchor: Any, match: Match, trail: Trail) -> bool:
-    try:
-        facts = rule.check(match)
-    except NoMatch as miss:
-        trail.fail(match, miss)
-        return False
-    mark = len(run.emit.added)
-    try:
-        with run.emit.at(anchor, rule.name):
-            rule.rewrite(run.emit, facts)
-    except NoMatch as miss:
-        run.emit.roll_back(mark)
-        trail.fail(match, miss)
-        return False
-    for node in run.emit.added[mark:]:
-        if fused_name(node) is not None:
-            node.meta["mla_fx_replaced"] = [(source.name, name_of(source), source_of(source)) for source in match.nodes]
-    return True
 
 
 def choose_absorbed(run: Run) -> None:
