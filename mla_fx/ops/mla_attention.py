@@ -138,4 +138,10 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
     )
 
 
-operator = define("mla_attention", body, returns=("out",), check=check, fake=fake, samples=samples)
+def stays(q_nope: Tensor, *_: Any, **__: Any) -> str | None:
+    """Traced with an S that is no number, the body would guard on it and be compiled again for the other side."""
+    is_known = isinstance(q_nope.shape[1], int)
+    return None if is_known else "it chooses its form by the number of query tokens of each call"
+
+
+operator = define("mla_attention", body, returns=("out",), check=check, fake=fake, samples=samples, stays=stays)

@@ -1,0 +1,46 @@
+"""Handing the fused operators of a graph to a target, each as the plain function that the target has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from .canonical.views import args_of
+from .rewrite import Emitter
+from .target import Compiled, Lowering
+from .torch_private import OpOverload
+
+
+def lower(graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any) -> dict[str, int]:
+    """Puts plain functions in the place of calls. Returns why calls stay, where there is something to tell, and how
+    many."""
+    emit = Emitter(graph, decompositions)
+    stay: dict[str, int] = {}
+    for operator, lowering in lowerings.items():
+        for node in graph.find_nodes(op="call_function", target=operator):
+            options = {name: _known(value) for name, value in node.kwargs.items()}
+            found = lowering(*map(_known, args_of(node)), **options)
+            if isinstance(found, str):
+                sentence = f"{operator._opname} stays a call: {found}"
+                stay[sentence] = stay.get(sentence, 0) + 1
+            elif found is not None:
+                _replace(emit, node, found)
+    return stay
+
+
+def _known(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, Node) else value
+
+
+def _replace(emit: Emitter, node: Node, function: Compiled) -> None:
+    with emit.at(node, "lower"):
+        results = emit.inline(function, *args_of(node), **node.kwargs)
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(results[args_of(user)[1]])
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
