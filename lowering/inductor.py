@@ -3,125 +3,86 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from mla_fx.canonical.views import shape_of
-from mla_fx.ops import Operator, catalogue
-from mla_fx.ops.mla_attention import expanded
-from mla_fx.options import Options
-from mla_fx.rewrite import Emitter
-from mla_fx.target import Compiled, Rewrite, Target
+from mla_fx.errors import OptionError
+from mla_fx.ops import catalogue
+from mla_fx.target import Compiled, Compiler, Lowering, Target
+from mla_fx.torch_private import (
+    OpOverload,
+    compile_fx,
+    compile_fx_inner,
+    inductor_decompositions,
+    inductor_modes,
+    inductor_options,
+)
 
 aten = torch.ops.aten
 
 
 class Inductor(Target):
     name = "inductor"
+    writes_in_place = False  # it does so itself, and fuses what is still functional better
+    is_fallback = True
+
+    def serves(self, example_inputs: Sequence[Any]) -> bool:
+        return True
 
     def accepts(self) -> frozenset[str]:
-        from torch._inductor import config
+        return inductor_options()
 
-        return frozenset(config.get_config_copy())
+    def mode_options(self, mode: str) -> Mapping[str, Any]:
+        modes = inductor_modes()
+        if mode not in modes:
+            raise OptionError(f"mode is {mode!r}; target {self.name!r} has {', '.join(map(repr, modes))}")
+        return modes[mode]
 
-    def mode_options(self, mode: str) -> dict[str, Any]:
-        from torch._inductor import list_mode_options
+    def lowerings(self) -> Mapping[OpOverload, Lowering]:
+        """Whatever the operators can be traced as, and after that single rows times weights, theirs among them."""
+        return {**{entry.overload: entry.decomposition for entry in catalogue().values()}, aten.mm.default: _single_row}
 
-        return list_mode_options(mode)
+    def decompositions(self) -> Mapping[Any, Compiled]:
+        """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""
+        table = inductor_decompositions()
+        batched = table.get(aten.bmm.default)
 
-    def compile(self, gm: GraphModule, example_inputs: Sequence[Any], rewrite: Rewrite, options: Options) -> Compiled:
-        """One AOTAutograd pass: compile_fx traces, and the graph is rewritten on its way into the inner compiler.
+        def bmm(left: Tensor, right: Tensor) -> Tensor:
+            if isinstance(left.shape[0], int) and left.shape[0] == 1:
+                return torch.mm(left[0], right[0]).unsqueeze(0)
+            return NotImplemented if batched is None else batched(left, right)
 
-        AOTAutograd's own cache would answer for a graph before it is rewritten, so it is off; Inductor's cache is keyed
-        by the rewritten graph."""
-        from torch._functorch import config as functorch_config
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        return {**table, aten.bmm.default: bmm}
 
-        def inner(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            return compile_fx_inner(rewrite(graph_module), inputs, **kwargs)
+    def compile(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        fusing: Callable[[Compiler], Compiler],
+        options: Mapping[str, Any],
+    ) -> Compiled:
+        """One AOTAutograd pass: Inductor traces, and the graph is rewritten on its way into the inner compiler, whose
+        cache is so keyed by the rewritten graph."""
+        fused = fusing(compile_fx_inner)
 
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=dict(options.extra) or None)
+        def inner(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
+            compiler = compile_fx_inner if given.get("is_backward") else fused
+            return compiler(graph_module, inputs, **given)
 
-    def lower(self, gm: GraphModule) -> None:
-        """Replaces the fused operators of a graph by their decompositions."""
-        operators = {entry.overload: entry for entry in catalogue().values()}
-        fused = [
-            (node, function)
-            for node in gm.graph.nodes
-            if node.target in operators and (function := _decomposition(node, operators[node.target])) is not None
-        ]
-        if not fused:
-            return
-        emit = Emitter(gm.graph, _decompositions())
-        for node, function in fused:
-            _replace(emit, node, function, *node.args, **_options(node, function))
-        for node in gm.graph.find_nodes(op="call_function", target=aten.mm.default):
-            if _is_single_row(node):
-                _replace(emit, node, single_row, *node.args)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-
-
-def _decomposition(node: Node, operator: Operator) -> Callable[..., Any] | None:
-    """The plain function that a fused node stands for; None for what must be called at run time.
-
-    That is a choice by sizes, and whatever is quantised: compilers do not keep the roundings in between."""
-    if not operator.traceable or any(operand.meta["val"].dtype == torch.int8 for operand in _tensors(node)):
-        return None
-    if operator.name != "mla_attention":
-        return operator.body
-    return expanded if isinstance(shape_of(node.args[0])[1], int) else None
+        compiled: Compiled = compile_fx(gm, example_inputs, inner, options)
+        return compiled
 
 
-def _tensors(node: Node) -> list[Node]:
-    return [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), Tensor)]
-
-
-def _options(node: Node, function: Callable[..., Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in node.kwargs.items() if function is not expanded or name != "max_absorbed_tokens"
-    }
-
-
-def _replace(emit: Emitter, node: Node, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    with emit.at(node, "lower"):
-        results = emit.inline(function, *arguments, **options)
-    if isinstance(results, Node):
-        node.replace_all_uses_with(results)
-    else:
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            node.graph.erase_node(user)
-    node.graph.erase_node(node)
-
-
-def _decompositions() -> dict[Any, Any]:
-    """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = dict(select_decomp_table())
-    batched = table.get(aten.bmm.default)
-
-    def bmm(left: Tensor, right: Tensor) -> Tensor:
-        if isinstance(left.shape[0], int) and left.shape[0] == 1:
-            return torch.mm(left[0], right[0]).unsqueeze(0)
-        return NotImplemented if batched is None else batched(left, right)
-
-    table[aten.bmm.default] = bmm
-    return table
-
-
-def _is_single_row(node: Node) -> bool:
-    """One row times a weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it, on a CPU."""
-    row, weight = (operand.meta["val"] for operand in node.args[:2])
+def _single_row(row: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+    """For one row times a weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it, on a CPU."""
     is_row = isinstance(row.shape[0], int) and row.shape[0] == 1
     is_half = weight.dtype in (torch.bfloat16, torch.float16) and row.dtype == weight.dtype
-    return is_row and is_half and weight.device.type == "cpu" and weight.stride(0) == 1
+    is_transposed = weight.device.type == "cpu" and weight.stride(0) == 1
+    return single_row if is_row and is_half and is_transposed else None
 
 
 def single_row(row: Tensor, weight: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import ops
-from .backend import explain, get_backend, last_report, mla_backend
+from .backend import explain, get_backend, mla_backend
 from .errors import FusionError, MlaWarning, NoMatch, OptionError, VerificationError
+from .expect import expecting
+from .ledger import last_report
 
 if TYPE_CHECKING:
     from .cases import Case
@@ -31,6 +33,7 @@ __all__ = [
     "Rule",
     "Target",
     "VerificationError",
+    "expecting",
     "explain",
     "get_backend",
     "last_report",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from .debug.report import Report
-
-_last: list[Report] = []
 
 
 def mla_backend(
@@ -28,14 +27,31 @@ def mla_backend(
     return _compile(gm, example_inputs, mode, options, None)
 
 
-def get_backend(**options: Any) -> Callable[..., Any]:
-    """A backend with options bound: `torch.compile(model, backend=get_backend(target="reference"))`."""
+def get_backend(**options: Any) -> Backend:
+    """A backend with options bound: `torch.compile(model, backend=get_backend(target="reference"))`.
 
-    def backend(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
-        merged = {**options, **(given.get("options") or {})}
-        return _compile(gm, example_inputs, given.get("mode"), merged, None)
+    Raises OptionError at once for options that no graph could make good."""
+    from .compilation import checked
 
-    return backend
+    checked(options)
+    return Backend(options)
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """What `get_backend` returns. A call's own options come before the bound ones."""
+
+    bound: Mapping[str, Any]
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        return _compile(gm, example_inputs, mode, {**self.bound, **(options or {})}, None)
 
 
 def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Report]:
@@ -54,20 +70,15 @@ def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Repor
         def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return _compile(gm, example_inputs, None, options, reports.append)
 
-        torch._dynamo.reset()
+        torch.compiler.reset()
         try:
             with torch.no_grad():
                 torch.compile(function, backend=backend)(*args, **kwargs)
         finally:
-            torch._dynamo.reset()
+            torch.compiler.reset()
         return Report.merged(reports)
 
     return explained
-
-
-def last_report() -> Report | None:
-    """The report of the last compilation in this process, or None before the first."""
-    return _last[-1] if _last else None
 
 
 def _compile(
@@ -80,8 +91,7 @@ def _compile(
     from .compilation import Compilation, through_dynamo
 
     try:
-        compilation = Compilation.prepare(example_inputs, mode, given, keep_text=sink is not None)
-        _last[:] = [compilation.report]
+        compilation = Compilation.prepare(example_inputs, mode, given or {}, keep_text=sink is not None)
         if sink is not None:
             sink(compilation.report)
         return compilation.compile(gm, example_inputs)

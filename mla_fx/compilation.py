@@ -1,25 +1,36 @@
-"""One compilation: options, target, report, and what happens when a pass fails."""
+"""The driver of one compilation: options, target, passes, judgement, and the fence around all that is ours."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
-from . import discover
+from . import discover, ledger
 from .capture import recover_floats
-from .debug.dump import Dump, graph_text
-from .debug.report import PassRecord, Report, count_fused
+from .debug.recorder import Recorder
+from .debug.report import Report
 from .errors import FusionError, MlaWarning, OptionError, VerificationError
-from .options import Options, parse
+from .options import AUTO, Options, parse
 from .pipeline import PIPELINE, Pass, Run, run_pipeline
-from .target import Target
+from .survey import survey
+from .target import Compiled, Compiler, Target
+from .torch_private import passing_dynamo
 from .verify import verified
+
+
+def checked(given: Mapping[str, Any]) -> Options:
+    """Options as far as they can be known before there is a graph. Raises OptionError."""
+    options = parse(given, discover.targets(), frozenset(rule.name for rule in discover.rules()))
+    if options.target != AUTO:
+        _require(discover.targets()[options.target])
+    return options
 
 
 @dataclass
@@ -31,132 +42,136 @@ class Compilation:
     report: Report
     keep_text: bool = False
     passes: tuple[Pass, ...] = PIPELINE
+    is_broken: bool = False
+    is_training: bool = False
 
     @classmethod
     def prepare(
-        cls, example_inputs: Sequence[Any], mode: str | None, given: Mapping[str, Any] | None, *, keep_text: bool
+        cls, example_inputs: Sequence[Any], mode: str | None, given: Mapping[str, Any], *, keep_text: bool = False
     ) -> Compilation:
         """Checks the options and chooses the target. Raises OptionError."""
-        targets = discover.targets()
-        given = dict(given or {})
-        if given.get("target", "auto") == "auto":
-            given["target"] = automatic_target(targets, example_inputs)
-        patterns = frozenset(rule.name for rule in discover.rules())
-        options = parse(given, targets, patterns)
+        targets, given = discover.targets(), dict(given)
+        if given.get("target", AUTO) == AUTO:
+            given["target"] = automatic_target(targets, example_inputs).name
+        options = checked(given)
         target = targets[options.target]
-        reason = target.missing()
-        if reason is not None:
-            raise OptionError(f"target {target.name!r} cannot be used here: {reason}")
         extra = dict(options.extra)
         if mode not in (None, "default"):
             extra.update(target.mode_options(str(mode)))
-        return cls(replace(options, extra=extra), target, Report(target=target.name), keep_text)
+        compilation = cls(replace(options, extra=extra), target, Report(target=target.name), keep_text)
+        ledger.remember(compilation.report)
+        return compilation
 
-    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if needs_gradients(example_inputs):
-            self.report.notes.append("training graph: left alone, mla_fx fuses inference only")
-            warnings.warn(
-                "mla_fx fuses inference only; a graph that needs gradients is left alone", MlaWarning, stacklevel=2
-            )
-            return self.target.compile(gm, example_inputs, lambda graph_module: graph_module, self.options)
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         original = gm if self.options.verify == "off" else _copy(gm)
-        recover_floats(gm)
-        compiled = self.target.compile(gm, example_inputs, self.rewrite, self.options)
-        if self.options.verify == "off":
+        try:
+            recover_floats(gm)
+        except Exception as error:
+            self._fail("recovering lifted floats", error)
+        compiled = self.target.compile(gm, example_inputs, self.fusing, self.options.extra)
+        if self.options.verify == "off" or self.is_training:
             return compiled
         return verified(compiled, original, once=self.options.verify == "first")
 
-    def rewrite(self, gm: GraphModule) -> GraphModule:
+    def fusing(self, compiler: Compiler) -> Compiler:
+        """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
+
+        def compile_fused(gm: GraphModule, inputs: Sequence[Any], *, is_inference: bool, **given: Any) -> Compiled:
+            compile_graph = functools.partial(compiler, gm, inputs, is_inference=is_inference, **given)
+            if not is_inference:
+                self.leave_alone(gm.graph)
+                return compile_graph()
+            run = self.rewrite(gm)
+            try:
+                return compile_graph()
+            except Exception as error:
+                if not run.is_changed:
+                    raise
+                run.restore(gm)
+                self._fail(f"compiling the fused graph for {self.target.name}", error)
+                self._judge()
+            return compile_graph()
+
+        return compile_fused
+
+    def rewrite(self, gm: GraphModule) -> Run:
         """Runs the passes over an operator graph. Whatever fails in them, the user gets a graph that runs."""
-        dump = Dump(self.options.dump) if self.options.dump else None
-        run = Run(gm.graph, self.options, discover.rules(), self.report, on_stage=self._recorder(dump))
+        recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
+        run = Run(gm.graph, self.options, discover.rules(), self.report, self.target, on_stage=recorder.stage)
         try:
             with torch.no_grad():
-                run_pipeline(run, self.passes)
-                self._lower(gm, run)
+                run_pipeline(run, () if self.is_broken else self.passes)
         except Exception as error:
-            self._fall_back(gm, run, error)
+            run.restore(gm)
+            self._fail(f"pass {run.record.name!r}", error)
         if run.is_changed:
             gm.recompile()
-        if dump is not None:
-            dump.finish(self.report)
+        recorder.finish()
         self._judge()
-        return gm
+        return run
 
-    def _lower(self, gm: GraphModule, run: Run) -> None:
-        """Hands a graph with fused operators, be they the user's own calls, to the target.
+    def leave_alone(self, graph: Graph) -> None:
+        """What is said of a forward graph that needs gradients."""
+        self.is_training = True
+        survey(graph, self.report, is_inference=False)
+        self._judge()
 
-        What the target cannot do leaves the user's graph as it came, too."""
-        if count_fused(run.graph):
-            run.record = PassRecord(f"lower to {self.target.name}")
-            run.keep_original()
-            self.target.lower(gm)
+    # --- the fence ---------------------------------------------------------------------------------------------------
 
-    def _recorder(self, dump: Dump | None) -> Callable[[str, torch.fx.Graph], None] | None:
-        if dump is None and not self.keep_text:
-            return None
-
-        def record(name: str, graph: torch.fx.Graph) -> None:
-            if dump is not None:
-                dump.stage(name, graph)
-            if self.keep_text:
-                self.report.graphs[name] = graph_text(graph)
-
-        return record
-
-    def _fall_back(self, gm: GraphModule, run: Run, error: Exception) -> None:
-        name = run.record.name
+    def _fail(self, what: str, error: Exception) -> None:
+        """Something of ours failed: one warning, and nothing more is tried."""
+        told = f"{what} failed with {type(error).__name__}: {error}"
         if self.options.strict:
-            raise FusionError(f"pass {name!r} failed: {type(error).__name__}: {error}") from error
-        if run.original is not None:
-            gm.graph = run.original.restore()
-            gm.recompile()
+            raise FusionError(told.replace(" failed with ", " failed: ", 1)) from error
+        self.is_broken = True
         self.report.fused.clear()
-        self.report.notes.append(
-            f"pass {name!r} failed, the graph was left as it came: {type(error).__name__}: {error}"
-        )
-        warnings.warn(
-            f"mla_fx: pass {name!r} failed with {type(error).__name__}: {error}; the model runs unfused",
-            MlaWarning,
-            stacklevel=2,
-        )
+        self.report.notes.append(f"{told}; the graph was left as it came")
+        self._warn(f"mla_fx: {told}; the model runs unfused")
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, MlaWarning, stacklevel=3)
+
+    # --- judgement ---------------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Holds the result against `strict` and `expect`, and tells the user of the nearest miss."""
+        """Holds the result against `expect` and `strict`, and tells the user of what stands in the way."""
         expected = self.options.expect
-        if expected is not None and dict(expected) != self.report.fused and (self.report.fused or self.report.passes):
-            raise FusionError(f"expected {dict(expected)}, fused {self.report.fused}\n{self.report}")
+        if expected is not None and self.report.has_attention and not expected.is_met(self.report.fused):
+            raise FusionError(f"expected {expected}, fused {self.report.fused}\n{self.report}")
+        reason = self._looks_unfused()
+        if reason and self.options.strict:
+            raise FusionError(f"attention that looks like MLA stays unfused: {reason}")
+        if self.is_training:
+            self._warn("mla_fx fuses inference only; a graph that needs gradients is left alone")
+        elif reason and not self.is_broken:
+            self._warn(f"mla_fx: attention that looks like MLA stays unfused: {reason}")
+
+    def _looks_unfused(self) -> str:
+        """Why a layer that looks like MLA stays unfused, or an empty string."""
         near = [miss for miss in self.report.misses if miss.suspicious]
-        if not near:
-            return
-        nearest = max(near, key=lambda miss: miss.depth)
-        if self.options.strict:
-            raise FusionError(f"attention that looks like MLA stays unfused: {nearest}")
-        warnings.warn(f"mla_fx: attention that looks like MLA stays unfused: {nearest}", MlaWarning, stacklevel=2)
+        if near:
+            return str(max(near, key=lambda miss: miss.depth))
+        return "; ".join(self.report.hindrances)
 
 
-def automatic_target(targets: Mapping[str, Target], example_inputs: Sequence[Any]) -> str:
-    """GE where the inputs live on an NPU and torchair is there, Inductor everywhere else."""
-    on_npu = any(isinstance(value, torch.Tensor) and value.device.type == "npu" for value in example_inputs)
-    is_ge_here = "ge" in targets and targets["ge"].missing() is None
-    return "ge" if on_npu and is_ge_here else "inductor"
+def automatic_target(targets: Mapping[str, Target], example_inputs: Sequence[Any]) -> Target:
+    """The target that serves such inputs; one that serves any only where there is no other."""
+    able = [target for target in targets.values() if target.serves(example_inputs) and target.missing() is None]
+    if not able:
+        raise OptionError(f"no target serves these inputs; known targets are {', '.join(map(repr, targets))}")
+    return min(able, key=lambda target: target.is_fallback)
 
 
-def needs_gradients(example_inputs: Sequence[Any]) -> bool:
-    tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _require(target: Target) -> None:
+    reason = target.missing()
+    if reason is not None:
+        raise OptionError(f"target {target.name!r} cannot be used here: {reason}")
 
 
 def through_dynamo(error: Exception) -> Exception:
     """Our own errors reach the user as what they are, not wrapped in BackendCompilerFailed."""
-    from torch._dynamo.exc import ShortenTraceback
-
-    if not isinstance(error, (OptionError, FusionError, VerificationError)) or isinstance(error, ShortenTraceback):
-        return error
-    kind = type(error)
-    passing = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
-    wrapped: Exception = passing(*error.args, first_useful_frame=None)
-    return wrapped
+    is_ours = isinstance(error, (OptionError, FusionError, VerificationError))
+    return passing_dynamo(error) if is_ours else error
 
 
 def _copy(gm: GraphModule) -> GraphModule:

@@ -4,38 +4,68 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from . import discover
-from .compilation import Compilation
+from . import discover, ledger
+from .compilation import Compilation, checked, through_dynamo
+from .debug.report import Report
+from .errors import OptionError
+from .torch_private import GraphPass
 
 
-class MlaPass(CustomGraphPass):
+class MlaPass(GraphPass):
     """Fuses MLA in an operator graph, in place.
 
     `torch._inductor.config.post_grad_custom_pre_pass = mla_fx.MlaPass()`, or as torchair's
     `CompilerConfig().post_grad_custom_pre_pass`, which calls it with `(gm, example_inputs, config)`. Takes the options
-    of `mla_backend`; the target says for whom the operators are lowered, Inductor unless named."""
+    of `mla_backend`, but not `verify`, and none of a target's own: what compiles the graph is not the pass's. The
+    target says for whom the operators are lowered, Inductor unless named. `report` is that of the last graph."""
 
     def __init__(self, **options: Any) -> None:
         self.given = {"target": "inductor", **options}
-        self.report: Any = None
+        self.report: Report | None = None
+        self._options = checked(self.given)
+        if self._options.verify != "off":
+            raise OptionError("option verify does not apply to MlaPass, which has no unfused graph to run")
+        if self._options.extra:
+            names = ", ".join(map(repr, self._options.extra))
+            raise OptionError(f"option {names} does not apply to MlaPass; give it to what compiles the graph")
 
-    def __call__(self, graph: Graph | GraphModule, example_inputs: Sequence[Any] = (), config: Any = None) -> None:
+    def __call__(self, graph: Graph | GraphModule, *rest: Any, is_inference: bool | None = None) -> None:
         gm = graph if isinstance(graph, GraphModule) else _module_of(graph)
-        compilation = Compilation.prepare(example_inputs, None, self.given, keep_text=False)
+        inputs = {node.name for node in gm.graph.find_nodes(op="placeholder")}
+        if any(name.startswith("tangents_") for name in inputs):
+            return  # a backward graph; its forward graph was spoken of
+        if is_inference is None:
+            is_inference = not any(name.startswith("primals_") for name in inputs)
+        compilation = Compilation.prepare(rest[0] if rest else (), None, self.given)
         self.report = compilation.report
-        compilation.rewrite(gm)
+        try:
+            if is_inference:
+                compilation.rewrite(gm)
+            else:
+                compilation.leave_alone(gm.graph)
+        except Exception as error:
+            raise through_dynamo(error) from error.__cause__
 
-    def uuid(self) -> str:
-        """Changes with the options and with the source of every rule, operator and lowering."""
-        options = repr(sorted(self.given.items()))
-        return hashlib.sha256((source_hash() + options).encode()).hexdigest()
+    def uuid(self) -> str | None:
+        """Changes with the options and with the source of every rule, operator and lowering.
+
+        Since `strict` and `expect` are among the options, a graph from the cache has met them. None, which keeps
+        Inductor from its cache, where a graph from there would not be dumped, or not be counted."""
+        if self._options.dump or ledger.is_anyone_listening():
+            return None
+        return hashlib.sha256(f"{source_hash()}{self._options}".encode()).hexdigest()
+
+    def __deepcopy__(self, memo: Any) -> MlaPass:
+        """Itself: Inductor runs copies of its configuration, and the user reads the report of the pass at hand."""
+        return self
+
+    def __copy__(self) -> MlaPass:
+        return self
 
 
 @functools.cache

@@ -1,27 +1,28 @@
-"""The passes, in order, on one screen; after each, one hook checks, times and records the graph."""
+"""The passes, in order, on one screen; after each, one hook checks, times, records and dumps the graph."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
-from . import ops as _ops  # noqa: F401  registers torch.ops.mla_fx
 from .absorb import absorb
-from .canonical.contraction import name_of
-from .canonical.softmax import anchors
-from .debug.report import Miss, PassRecord, Report, count_fused, fused_name, module_of, source_of
-from .errors import NoMatch
-from .match import Match, Trail
+from .check import Held, check, held_values
+from .emitter import Emitter
+from .debug.report import PassRecord, Report, count_fused
+from .lower import lower
 from .options import Options
-from .rewrite import Emitter
+from .recognise import recognise
+from .reinplace import reinplace
 from .rule import Rule
 from .surgery import Snapshot, erase_orphans, sort_nodes
+from .survey import survey
+from .target import Target
 
 
 @dataclass
@@ -32,26 +33,37 @@ class Run:
     options: Options
     rules: tuple[Rule[Any], ...]
     report: Report
-    record: PassRecord = field(default_factory=lambda: PassRecord("start"))
+    target: Target = field(default_factory=Target)
+    record: PassRecord = field(default_factory=lambda: PassRecord("survey"))
     original: Snapshot | None = None
-    on_stage: Callable[[str, Graph], None] | None = None
+    on_stage: Callable[[str, Graph], None] = lambda name, graph: None
+    held: Held = field(default_factory=dict)
     _emit: Emitter | None = None
 
     @property
     def emit(self) -> Emitter:
         """What adds nodes. The untouched graph is kept from the moment the first one is added."""
         if self._emit is None:
-            self.original = Snapshot(self.graph)
+            self.keep_original()
             self._emit = Emitter(self.graph)
         return self._emit
 
     def keep_original(self) -> None:
-        """Has the untouched graph kept without adding a node."""
-        _ = self.emit
+        """Has the untouched graph kept, before anything else is changed."""
+        if self.original is None:
+            self.original = Snapshot(self.graph)
+            self.held = held_values(self.graph)
 
     @property
     def is_changed(self) -> bool:
-        return self._emit is not None
+        return self.original is not None
+
+    def restore(self, gm: GraphModule) -> None:
+        """Gives a module the untouched graph back."""
+        if self.original is not None:
+            self.graph = gm.graph = self.original.restore()
+            self.original = self._emit = None
+            gm.recompile()
 
 
 @dataclass(frozen=True)
@@ -60,59 +72,16 @@ class Pass:
     apply: Callable[[Run], None]
 
 
-def recognise(stage: str) -> Callable[[Run], None]:
-    """Applies the rules of one stage at all their anchors."""
+def recognised(stage: str) -> Callable[[Run], None]:
+    """Applies the rules of a stage; what they added may stand behind what reads it."""
+    apply = recognise(stage)
 
-    def apply(run: Run) -> None:
-        for rule in run.rules:
-            if rule.stage == stage and rule.name not in run.options.disable:
-                _apply_rule(run, rule)
+    def step(run: Run) -> None:
+        apply(run)
+        if run.record.fired:
+            sort_nodes(run.graph)
 
-    return apply
-
-
-def _apply_rule(run: Run, rule: Rule[Any]) -> None:
-    for anchor in list(rule.anchors(run.graph)):
-        trail = Trail()
-        if _try_at(run, rule, anchor, trail):
-            run.record.fired[rule.name] += 1
-        elif trail.miss is not None:
-            node = trail.miss.node if trail.miss.node is not None else anchor
-            suspicious = rule.suspicious(anchor)
-            run.report.misses.append(
-                Miss(rule.name, trail.miss.reason, node.name, source_of(node), module_of(node), trail.depth, suspicious)
-            )
-
-
-def _try_at(run: Run, rule: Rule[Any], anchor: Any, trail: Trail) -> bool:
-    try:
-        bindings = rule.bindings(anchor, trail)
-        while (match := next(bindings, None)) is not None:
-            if _rewrite(run, rule, anchor, match, trail):
-                return True
-    except NoMatch as miss:
-        trail.fail(Match(), miss)
-    return False
-
-
-def _rewrite(run: Run, rule: Rule[Any], anchor: Any, match: Match, trail: Trail) -> bool:
-    try:
-        facts = rule.check(match)
-    except NoMatch as miss:
-        trail.fail(match, miss)
-        return False
-    mark = len(run.emit.added)
-    try:
-        with run.emit.at(anchor, rule.name):
-            rule.rewrite(run.emit, facts)
-    except NoMatch as miss:
-        run.emit.roll_back(mark)
-        trail.fail(match, miss)
-        return False
-    for node in run.emit.added[mark:]:
-        if fused_name(node) is not None:
-            node.meta["mla_fx_replaced"] = [(source.name, name_of(source), source_of(source)) for source in match.nodes]
-    return True
+    return step
 
 
 def choose_absorbed(run: Run) -> None:
@@ -121,43 +90,67 @@ def choose_absorbed(run: Run) -> None:
 
 
 def tidy(run: Run) -> None:
-    """Removes what the fusions left unused and puts every node behind its operands again."""
-    if run.original is None:
-        return
-    sort_nodes(run.graph)
-    erase_orphans(run.graph, run.original)
-    run.graph.lint()
+    """Removes what the fusions left unused. What is fused now is what counts, whatever the target makes of it."""
+    _erase_orphans(run)
+    run.report.fused.update(count_fused(run.graph))
+
+
+def reinplace_caches(run: Run) -> None:
+    if run.report.fused and run.target.writes_in_place:
+        run.keep_original()
+        _note(run.report, reinplace(run.graph))
+
+
+def lower_fused(run: Run) -> None:
+    """Hands the fused operators, be they the user's own calls, to the target."""
+    lowerings = run.target.lowerings() if run.report.fused else {}
+    if lowerings:
+        run.keep_original()
+        _note(run.report, lower(run.graph, lowerings, run.target.decompositions()))
+        _erase_orphans(run)
 
 
 PIPELINE = (
-    Pass("recognise attention", recognise("attention")),
+    Pass("recognise attention", recognised("attention")),
     Pass("choose absorbed or expanded", choose_absorbed),
-    Pass("recognise prolog", recognise("prolog")),
-    Pass("recognise cache", recognise("cache")),
+    Pass("recognise prolog", recognised("prolog")),
+    Pass("recognise cache", recognised("cache")),
     Pass("tidy", tidy),
+    Pass("reinplace", reinplace_caches),
+    Pass("lower", lower_fused),
 )
 
 
 def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
-    """Takes a graph through the passes. A graph without a softmax is not looked at."""
-    _show(run, "captured")
-    if next(anchors(run.graph), None) is None:
+    """Takes a graph through the passes, if there is anything in it that they look at."""
+    run.on_stage("captured", run.graph)
+    if not survey(run.graph, run.report):
         return
     with _collector_paused():
-        _run_passes(run, passes)
-    for name, count in count_fused(run.graph).items():
-        run.report.fused[name] = run.report.fused.get(name, 0) + count
+        for step in passes:
+            _run_pass(run, step)
 
 
-def _run_passes(run: Run, passes: tuple[Pass, ...]) -> None:
-    for step in passes:
-        run.record = PassRecord(step.name, nodes_before=len(run.graph.nodes))
-        start = time.perf_counter()
-        step.apply(run)
-        run.record.milliseconds = (time.perf_counter() - start) * 1e3
-        run.record.nodes_after = len(run.graph.nodes)
-        run.report.passes.append(run.record)
-        _show(run, step.name)
+def _run_pass(run: Run, step: Pass) -> None:
+    run.record = PassRecord(step.name, nodes_before=len(run.graph.nodes))
+    start = time.perf_counter()
+    step.apply(run)
+    if run.original is not None:
+        check(run.graph, run.original.known, run.held)
+        run.held = held_values(run.graph)
+    run.record.milliseconds = (time.perf_counter() - start) * 1e3
+    run.record.nodes_after = len(run.graph.nodes)
+    run.report.passes.append(run.record)
+    run.on_stage(step.name, run.graph)
+
+
+def _erase_orphans(run: Run) -> None:
+    if run.original is not None:
+        erase_orphans(run.graph, run.original)
+
+
+def _note(report: Report, reasons: Mapping[str, int]) -> None:
+    report.notes += [reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons.items()]
 
 
 @contextlib.contextmanager
@@ -170,8 +163,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _show(run: Run, name: str) -> None:
-    if run.on_stage is not None:
-        run.on_stage(name, run.graph)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
+from .aliasing import may_share, owner, readers, surely_shares, writers, written
+from .canonical.sizes import size_of
 from .canonical.element import Element, resolve
-from .canonical.views import MOVERS, args_of, fresh_index
+from .canonical.views import args_of, argument, fresh_index
+from .errors import NoMatch
 from .ops import Operator, catalogue
 
 aten = torch.ops.aten
@@ -21,83 +25,70 @@ class Update:
 
     given: Node
     source: Node
-    result: Node
+    results: tuple[Node, ...]
     copy_back: Node
 
 
-def reinplace(graph: Graph) -> int:
-    """Turns fused operators that update caches into their in-place twins; returns how many.
+def reinplace(graph: Graph) -> Counter[str]:
+    """Turns fused operators that update caches into their in-place twins; returns why others stay, and how many.
 
     An update qualifies if each cache it is given is a view of a graph input, the updated cache is copied back into
     just that view's place, and nothing behind the operator reads the old cache. The copy is then dropped."""
+    refusals: Counter[str] = Counter()
+    if not graph.find_nodes(op="call_function", target=aten.copy_.default):
+        return refusals
     twins = {entry.overload: entry for entry in catalogue().values() if entry.inplace is not None}
     order = {node: position for position, node in enumerate(graph.nodes)}
-    fused = [node for node in graph.nodes if node.target in twins]
-    return sum(_reinplace(node, twins[node.target], order) for node in fused)
+    for node in [node for node in graph.nodes if node.target in twins]:
+        twin = twins[node.target]
+        try:
+            updates = _updates(node, twin, order)
+        except NoMatch as refusal:
+            refusals[f"{twin.name} does not write its caches in place: {refusal.reason}"] += 1
+        except Exception as error:  # nothing was changed yet, so a reading that fails costs this operator's copy only
+            refusals[f"{twin.name} does not write its caches in place: {type(error).__name__}: {error}"] += 1
+        else:
+            order[_write_in_place(node, twin, updates)] = order[node]
+    return refusals
 
 
-def _reinplace(node: Node, twin: Operator, order: dict[Node, int]) -> bool:
-    written = _written_results(twin)
-    found = [_update(node, position, argument, order) for position, argument in written.items()]
-    updates = [update for update in found if update is not None]
-    if not updates or len(updates) != len(found) or len({update.source for update in updates}) != len(updates):
-        return False
-    assert twin.inplace is not None
-    graph = node.graph
-    with graph.inserting_before(node):
-        call = graph.call_function(twin.inplace, args_of(node), node.kwargs)
-        call.meta = dict(node.meta)
-        kept = [position for position in range(len(twin.overload._schema.returns)) if position not in written]
-        call.meta["val"] = tuple(node.meta["val"][position] for position in kept)
-        for place, position in enumerate(kept):
-            for result in _results(node, position):
-                new = graph.call_function(operator.getitem, (call, place))
-                new.meta = dict(result.meta)
-                result.replace_all_uses_with(new)
-    for update in updates:
-        written_back = args_of(update.copy_back)[1]
-        graph.erase_node(update.copy_back)
-        update.result.replace_all_uses_with(update.given)
-        _erase_unread(written_back)
-    for user in list(node.users):
-        graph.erase_node(user)
-    graph.erase_node(node)
-    return True
+# --- may it? ---------------------------------------------------------------------------------------------------------
 
 
-def _erase_unread(node: Node) -> None:
-    """Erases a value, and the views and copies that led to it, as far as nobody reads them."""
-    if node.users or node.target not in MOVERS:
-        return
-    sources = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in sources:
-        _erase_unread(source)
+def _updates(node: Node, twin: Operator, order: dict[Node, int]) -> list[Update]:
+    updates = [_update(node, position, name, order) for position, name in _written_results(twin).items()]
+    if len({update.source for update in updates}) != len(updates):
+        raise NoMatch("its caches lie in one graph input")
+    return updates
 
 
-def _written_results(twin: Operator) -> dict[int, int]:
-    """Which result is the updated form of which argument, by position."""
-    arguments = [argument.name for argument in twin.overload._schema.arguments]
+def _written_results(twin: Operator) -> dict[int, str]:
+    """Which result is the updated form of which argument."""
+    arguments = {argument.name for argument in twin.overload._schema.arguments}
     names = [result.name.removesuffix("_out") for result in twin.overload._schema.returns]
-    return {place: arguments.index(name) for place, name in enumerate(names) if name in arguments}
+    return {place: name for place, name in enumerate(names) if name in arguments}
 
 
-def _update(node: Node, position: int, argument: int, order: dict[Node, int]) -> Update | None:
-    given = args_of(node)[argument]
-    results = _results(node, position)
+def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Update:
+    schema = node.target._schema  # type: ignore[union-attr]  # a fused operator's node, so an overload
+    given = argument(node, [entry.name for entry in schema.arguments].index(name), name)
     source = _viewed_input(given) if isinstance(given, Node) else None
-    if source is None or not isinstance(given, Node) or len(results) != 1:
-        return None
-    copies = [user for user in source.users if user.target is aten.copy_.default and args_of(user)[0] is source]
-    if len(copies) != 1 or not _writes_back(copies[0], results[0], given, source):
-        return None
-    allowed = order[node]
-    for reader in _readers(source):
-        if reader is not node and reader is not copies[0] and order.get(reader, allowed + 1) > allowed:
-            return None
-    if any(reader.op == "output" for reader in _readers(results[0])):
-        return None
-    return Update(given, source, results[0], copies[0])
+    if source is None:
+        raise NoMatch(f"{name} is no view of a graph input")
+    if any(owner(operand) is source for operand in node.all_input_nodes if operand is not given):
+        raise NoMatch(f"another operand lies in the same graph input as {name}")
+    results = tuple(_results(node, position))
+    copies = list(writers(source))
+    if len(copies) != 1 or copies[0].target is not aten.copy_.default or args_of(copies[0])[0] is not source:
+        raise NoMatch(f"the graph input of {name} is not written once and whole")
+    if not _writes_back(copies[0], results, given, source):
+        raise NoMatch(f"the updated {name} is not what the graph input becomes, element for element")
+    for reader in readers(source):
+        if reader is not node and order.get(reader, len(order)) > order[node]:
+            raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
+    if any(reader.op == "output" for result in results for reader in readers(result)):
+        raise NoMatch(f"the updated {name} is an output")
+    return Update(given, source, results, copies[0])
 
 
 def _results(node: Node, position: int) -> list[Node]:
@@ -106,29 +97,81 @@ def _results(node: Node, position: int) -> list[Node]:
 
 def _viewed_input(node: Node) -> Node | None:
     """The graph input of which `node` is a view, or None."""
-    while node.op == "call_function" and node.target in MOVERS:
-        source = args_of(node)[0]
-        if not isinstance(source, Node) or not source.meta["val"].is_contiguous():
-            return None  # a reshape of what is not contiguous may copy
+    while node.op == "call_function":
+        source = surely_shares(node)
+        if source is None:
+            return None
         node = source
     return node if node.op == "placeholder" else None
 
 
-def _writes_back(copy_back: Node, result: Node, given: Node, source: Node) -> bool:
+def _writes_back(copy_back: Node, results: tuple[Node, ...], given: Node, source: Node) -> bool:
     """What is copied back to an element of the input is what the in-place operator would have left there."""
     index = fresh_index(source)
     value = copy_back.args[1]
     if not isinstance(value, Node):
         return False
-    written = resolve(value, index)
-    if written.node is not result or written.scale != 1.0:
+    element = resolve(value, index)
+    if element.node not in results or element.scale != 1.0:
         return False
-    return resolve(given, written.index) == Element(source, index)
+    return resolve(given, element.index) == Element(source, index)
 
 
-def _readers(node: Node) -> list[Node]:
-    """What reads a value, itself or through views."""
-    readers: list[Node] = []
-    for user in node.users:
-        readers += _readers(user) if user.target in MOVERS and user.target is not operator.getitem else [user]
-    return readers
+# --- do it -----------------------------------------------------------------------------------------------------------
+
+
+def _write_in_place(node: Node, twin: Operator, updates: list[Update]) -> Node:
+    assert twin.inplace is not None, "only operators with a twin are looked at"
+    graph, updated = node.graph, _written_results(twin)
+    kept = [position for position in range(len(twin.overload._schema.returns)) if position not in updated]
+    with graph.inserting_before(node):
+        call = graph.call_function(twin.inplace, args_of(node), node.kwargs)
+        call.meta = {**node.meta, "val": tuple(node.meta["val"][position] for position in kept)}
+        for place, position in enumerate(kept):
+            for result in _results(node, position):
+                new = graph.call_function(operator.getitem, (call, place))
+                new.meta = dict(result.meta)
+                result.replace_all_uses_with(new)
+    for update in updates:
+        _read_the_cache_itself(update)
+    for unused in (*node.users, node):
+        if not unused._erased:
+            graph.erase_node(unused)
+    return call
+
+
+def _read_the_cache_itself(update: Update) -> None:
+    """Drops the copy back, and has what read the operator's result read the cache that it wrote."""
+    value = args_of(update.copy_back)[1]
+    update.copy_back.graph.erase_node(update.copy_back)
+    for result in update.results:
+        if not _lie_alike(update.given, result):
+            _view_in_any_layout(result)
+        result.replace_all_uses_with(update.given)
+    _erase_unread(value)
+
+
+def _lie_alike(one: Node, other: Node) -> bool:
+    left, right = one.meta["val"], other.meta["val"]
+    strides = zip(left.shape, left.stride(), right.stride(), strict=True)
+    return all(size_of(size) == 1 or size_of(mine) == size_of(theirs) for size, mine, theirs in strides)
+
+
+def _view_in_any_layout(value: Node) -> None:
+    """Views were traced for the result's own layout; a cache between gaps needs a reshape, which copies if it must."""
+    for user in value.users:
+        if value in may_share(user):
+            _view_in_any_layout(user)
+        if user.target is aten.view.default:
+            user.target = aten.reshape.default
+
+
+def _erase_unread(node: Node) -> None:
+    """Erases a value, and what led to it, as far as nobody reads it."""
+    if node.users or node.op != "call_function" or written(node):
+        return
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        if not operand._erased:
+            _erase_unread(operand)

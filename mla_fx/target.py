@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch.fx import GraphModule
 
 from .errors import OptionError
-from .options import Options
+from .torch_private import OpOverload
 
-Rewrite = Callable[[GraphModule], GraphModule]
 Compiled = Callable[..., Any]
+
+# Asked with what is known of a call's arguments: the plain function to be traced in its place, or a sentence that says
+# why the call stays, which goes to the report; None where it stays and there is nothing to tell.
+Lowering = Callable[..., "Compiled | str | None"]
+
+# A compiler of operator graphs, called as `compiler(gm, inputs, is_inference=..., **whatever the target likes)`.
+Compiler = Callable[..., Compiled]
 
 
 class Target:
     """A place to run a rewritten graph. Its library is imported inside methods, so that the file imports anywhere."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "none"
+    writes_in_place: ClassVar[bool] = True
+    """Whether graphs with operators that write caches in place are welcome; else they come as functional ones."""
+    is_fallback: ClassVar[bool] = False
+    """Whether "auto" asks it only when no other target serves the inputs."""
 
     def missing(self) -> str | None:
         """Why the target cannot be used here, or None."""
         return None
 
+    def serves(self, example_inputs: Sequence[Any]) -> bool:
+        """Whether "auto" may choose it for such inputs."""
+        return False
+
     def accepts(self) -> frozenset[str]:
         """The names of the target's own options."""
         return frozenset()
 
-    def mode_options(self, mode: str) -> dict[str, Any]:
-        """The target's options that torch.compile's `mode` stands for. Raises OptionError if it has no modes."""
+    def mode_options(self, mode: str) -> Mapping[str, Any]:
+        """The target's options that torch.compile's `mode` stands for. Raises OptionError if there is no such mode."""
         raise OptionError(f"target {self.name!r} has no modes, so mode={mode!r} does not apply")
 
-    def lower(self, gm: GraphModule) -> None:
-        """Replaces the fused operators of a graph by what the target has for them; the rest keep their bodies."""
+    def lowerings(self) -> Mapping[OpOverload, Lowering]:
+        """What becomes of which operators, in the order in which they are lowered; the others stay calls."""
+        return {}
 
-    def compile(self, gm: GraphModule, example_inputs: Sequence[Any], rewrite: Rewrite, options: Options) -> Compiled:
-        """Traces a Dynamo graph to operators, has `rewrite` rewrite it once, and compiles the result."""
+    def decompositions(self) -> Mapping[Any, Compiled]:
+        """How operators are taken apart where a lowering is traced."""
+        return {}
+
+    def compile(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        fusing: Callable[[Compiler], Compiler],
+        options: Mapping[str, Any],
+    ) -> Compiled:
+        """Traces a Dynamo graph to operators, and compiles these by a compiler that was handed through `fusing`.
+
+        A forward graph that needs gradients goes there too, with `is_inference=False`; a backward graph does not."""
         raise NotImplementedError

@@ -15,7 +15,6 @@ Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope di
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -200,7 +199,7 @@ class MlaAttention(Rule[Facts]):
         context = operand("q_rope", b, s, n, r), operand("kv_cache", b, t, c), operand("kr_cache", b, t, r)
         mask = emit_mask(emit, found.masks, (b, n, s, t))
         options = {"scale": facts.scale, "is_causal": found.causal is not None}
-        if found.fill != -math.inf:
+        if found.fill is not None:
             options["fill"] = found.fill
         keys, values = match.choices["keys"], match.choices["values"]
         if keys == values == "expanded":

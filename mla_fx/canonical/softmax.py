@@ -74,9 +74,9 @@ class Attention(Reading):
     padding: int = 0
 
     @property
-    def fill(self) -> float:
-        """What the logits are where a condition masks them; minus infinity, and so no part of the sum, by default."""
-        return next((mask.fill for mask in self.masks if mask.fill is not None), -math.inf)
+    def fill(self) -> float | None:
+        """The number that the logits are where a condition masks them; None if that is minus infinity."""
+        return next((mask.fill for mask in self.masks if mask.fill not in (None, -math.inf)), None)
 
 
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:

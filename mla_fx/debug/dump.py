@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
-from torch.utils._dtype_abbrs import dtype_abbrs
+
+from mla_fx.torch_private import OpOverload, dtype_abbrs
 
 from .report import Report, fused_name
 

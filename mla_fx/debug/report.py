@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
+
+from mla_fx.torch_private import OpOverload
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -44,7 +45,10 @@ class PassRecord:
 
 @dataclass
 class Report:
-    """What happened to the graphs of one compilation."""
+    """What happened to the graphs of one compilation.
+
+    `notes` say what was looked at and what was not; `hindrances` are those that kept a graph that may hold MLA from
+    being looked at."""
 
     fused: dict[str, int] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
@@ -52,6 +56,8 @@ class Report:
     graphs: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     target: str = ""
+    hindrances: list[str] = field(default_factory=list)
+    has_attention: bool = False
 
     @property
     def milliseconds(self) -> float:
@@ -67,6 +73,8 @@ class Report:
             whole.misses += report.misses
             whole.passes += report.passes
             whole.notes += report.notes
+            whole.hindrances += report.hindrances
+            whole.has_attention |= report.has_attention
             prefix = f"graph {number}: " if len(reports) > 1 else ""
             whole.graphs.update({prefix + name: text for name, text in report.graphs.items()})
         return whole

@@ -15,13 +15,13 @@ def probabilities(
     mask: Tensor | None,
     scale: float,
     is_causal: bool,
-    fill: float,
+    fill: float | None,
     rows_first: bool = False,
 ) -> Tensor:
     """softmax((latent + rotated) * scale + mask) over the last axis, rounded to the dtype of `latent`.
 
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way. Where
-    a bool mask is False the scores are `fill`.
+    a bool mask is False the scores are `fill`, or minus infinity.
     """
     wide = accumulation_dtype(latent.dtype)
     scores = (latent.to(wide) + rotated) * scale
@@ -33,24 +33,18 @@ def probabilities(
         return scores.softmax(-1).to(latent.dtype)
     mask = mask[(None,) * (4 - mask.dim())]
     mask = mask.transpose(1, 2) if rows_first else mask
-    scores = scores.masked_fill(~mask, _held(fill, wide)) if mask.dtype == torch.bool else scores + mask
+    scores = scores.masked_fill(~mask, -torch.inf if fill is None else fill) if mask.dtype == torch.bool else scores + mask
     # Unlike softmax, this gives zeros where a whole row is masked.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, wide)
     return weights.to(latent.dtype)
 
 
-def _held(fill: float, dtype: torch.dtype) -> float:
-    """`fill` as the type can hold it: a number beyond its range is its largest, which masks as well."""
-    largest = torch.finfo(dtype).max
-    return fill if math.isinf(fill) else min(max(fill, -largest), largest)
-
-
-def check_mask(mask: Tensor | None, is_causal: bool, fill: float, sizes: tuple[int, int, int, int]) -> None:
+def check_mask(mask: Tensor | None, is_causal: bool, fill: float | None, sizes: tuple[int, int, int, int]) -> None:
     """`sizes` is [B, N, S, T], to which the mask must broadcast."""
-    if math.isnan(fill) or fill == math.inf:
-        raise ValueError(f"fill is {fill}; it must be a number, or minus infinity.")
-    if fill != -math.inf and (mask is None or mask.dtype != torch.bool):
-        raise ValueError(f"fill is {fill}; it says what masked scores are, and takes a bool mask.")
+    if fill is not None and not math.isfinite(fill):
+        raise ValueError(f"fill is {fill}; it must be finite, or None for minus infinity.")
+    if fill is not None and (mask is None or mask.dtype != torch.bool):
+        raise ValueError(f"fill is {fill}, but mask is no bool mask; only where one is False are scores filled.")
     if mask is None:
         return
     if is_causal:

@@ -39,8 +39,9 @@ class Operator:
 
     `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
     is `(rtol, atol)`; `inplace` is the twin that writes its caches or outputs and returns the other results, or None;
-    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
-    trace `body` in place of a call if `traceable`; otherwise it reads lengths, or its roundings must stay as they are.
+    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler
+    must always call what is not `traceable`; of all others `stays`, on the same arguments, says why a call with these
+    must stay one, or None.
     """
 
     name: str
@@ -52,6 +53,15 @@ class Operator:
     host: OpOverload | None
     inplace_host: OpOverload | None
     traceable: bool
+    stays: Callable[..., str | None]
+
+    def decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
+        """What a compiler may trace in place of a call with such arguments, or a sentence: why the call must stay."""
+        if not self.traceable:
+            return "it reads lengths, or rounds in places that a compiler would not keep"
+        if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
+            return "it is quantised, and compilers do not keep the roundings in between"
+        return self.stays(*args, **kwargs) or self.body
 
 
 def define(
@@ -66,6 +76,7 @@ def define(
     writes: Mapping[str, str] | None = None,
     lengths: Sequence[str] = (),
     traceable: bool = True,
+    stays: Callable[..., str | None] = lambda *_, **__: None,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `body` and the result names `returns`.
 
@@ -86,7 +97,7 @@ def define(
 
     overload, host = _register(name, signature, run, run_fake, returns, (), lengths)
     if in_place is None or writes is None:
-        return Operator(name, overload, body, samples, TOLERANCE, None, host, None, traceable)
+        return Operator(name, overload, body, samples, TOLERANCE, None, host, None, traceable, stays)
 
     outputs = [argument for argument in writes.values() if argument not in signature.parameters]
     kept = [position for position, result in enumerate(returns) if result not in writes]
@@ -110,7 +121,7 @@ def define(
         tuple(writes.values()),
         lengths,
     )
-    return Operator(name, overload, body, samples, TOLERANCE, twin, host, twin_host, traceable)
+    return Operator(name, overload, body, samples, TOLERANCE, twin, host, twin_host, traceable, stays)
 
 
 def _register(

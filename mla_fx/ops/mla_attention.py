@@ -1,6 +1,5 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
 
-import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ def body(
     *,
     scale: float,
     is_causal: bool = False,
-    fill: float = -math.inf,
+    fill: float | None = None,
     max_absorbed_tokens: int = 0,
 ) -> Tensor:
     """Attention of N heads whose keys and values are expanded from one latent::
@@ -62,7 +61,7 @@ def absorbed(
     *,
     scale: float,
     is_causal: bool = False,
-    fill: float = -math.inf,
+    fill: float | None = None,
 ) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
     query = torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
@@ -81,7 +80,7 @@ def expanded(
     *,
     scale: float,
     is_causal: bool = False,
-    fill: float = -math.inf,
+    fill: float | None = None,
 ) -> Tensor:
     """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
     k_nope = torch.einsum("btr,ndr->bndt", kv_cache, weight_uk)
@@ -142,4 +141,10 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
     )
 
 
-operator = define("mla_attention", body, returns=("out",), check=check, fake=fake, samples=samples)
+def stays(q_nope: Tensor, *_: Any, **__: Any) -> str | None:
+    """Traced with an S that is no number, the body would guard on it and be compiled again for the other side."""
+    is_known = isinstance(q_nope.shape[1], int)
+    return None if is_known else "it chooses its form by the number of query tokens of each call"
+
+
+operator = define("mla_attention", body, returns=("out",), check=check, fake=fake, samples=samples, stays=stays)

@@ -125,9 +125,9 @@ def final_graphs(monkeypatch):
     graphs, rewrite = [], Compilation.rewrite
 
     def kept(self, gm):
-        gm = rewrite(self, gm)
-        graphs.append(gm.graph)
-        return gm
+        run = rewrite(self, gm)
+        graphs.append(run.graph)
+        return run
 
     monkeypatch.setattr(Compilation, "rewrite", kept)
     return graphs

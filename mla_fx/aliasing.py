@@ -1,0 +1,103 @@
+"""Who shares memory with whom: views, asked of the operators' schemas, and what reads or writes through them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .torch_private import OpOverload
+
+aten = torch.ops.aten
+
+Argument = tuple[int, str]  # an operator's, by place and by name
+
+# Views whose schema does not say so.
+UNDECLARED = frozenset({aten._unsafe_view.default, aten.broadcast_tensors.default, aten.meshgrid.default})
+# Views by their schema that copy where the memory does not lie right.
+MAY_COPY = frozenset({"reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as"})
+
+
+def may_share(node: Node) -> list[Node]:
+    """The operands whose memory a node's result may be, or may hold as one of several results."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.all_input_nodes[:1]
+    if not isinstance(node.target, OpOverload):
+        return []
+    if node.target in UNDECLARED:
+        return node.all_input_nodes
+    return [operand for argument in _shared(node.target) for operand in _operands(node, argument)]
+
+
+def surely_shares(node: Node) -> Node | None:
+    """The operand of which a node is a view whatever the layout, or None."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not target.is_view:
+        return None
+    source = next(iter(may_share(node)), None)
+    if source is None or target._opname not in MAY_COPY:
+        return source
+    is_dense = bool(target is aten.reshape.default and source.meta["val"].is_contiguous())
+    return source if is_dense else None
+
+
+def written(node: Node) -> list[Node]:
+    """The operands that a node writes in place."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    return [operand for argument in _overwritten(node.target) for operand in _operands(node, argument)]
+
+
+def owner(node: Node) -> Node:
+    """What a value is a view of, at the end of all views."""
+    while node.op == "call_function" and (shared := may_share(node)):
+        node = shared[0]
+    return node
+
+
+def readers(value: Node) -> Iterator[Node]:
+    """What reads a value, itself or through views. Neither a view reads it, nor what only writes over it."""
+    for user in value.users:
+        if user.target is aten.copy_.default and user.args[0] is value and user.args[1] is not value:
+            continue
+        if value in may_share(user) and value not in written(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
+def writers(value: Node) -> Iterator[Node]:
+    """What writes a value in place, itself or through views."""
+    for user in value.users:
+        if value in written(user):
+            yield user
+        elif value in may_share(user):
+            yield from writers(user)
+
+
+@functools.cache
+def _shared(target: OpOverload) -> tuple[Argument, ...]:
+    if not any(result.alias_info for result in target._schema.returns):
+        return ()
+    return _arguments(target, lambda info: True)
+
+
+@functools.cache
+def _overwritten(target: OpOverload) -> tuple[Argument, ...]:
+    return _arguments(target, lambda info: bool(info.is_write))
+
+
+def _arguments(target: OpOverload, wanted: Callable[[Any], bool]) -> tuple[Argument, ...]:
+    given = enumerate(target._schema.arguments)
+    return tuple((place, one.name) for place, one in given if one.alias_info and wanted(one.alias_info))
+
+
+def _operands(node: Node, argument: Argument) -> list[Node]:
+    place, name = argument
+    value: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in values if isinstance(item, Node)]

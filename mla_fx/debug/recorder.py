@@ -1,0 +1,50 @@
+"""The graph after each pass, kept as text for whoever asked: in the report, in a folder, or in both."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from torch.fx import Graph
+
+from mla_fx.errors import MlaWarning
+
+from .dump import Dump, graph_text
+from .report import Report
+
+
+class Recorder:
+    """Writes the stages of one graph. What fails here is told once and then left be: no compilation depends on it."""
+
+    def __init__(self, report: Report, folder: str | None, *, keep_text: bool) -> None:
+        self._report = report
+        self._keep_text = keep_text
+        self._dump: Dump | None = None
+        self._fenced(lambda: self._open(folder))
+
+    def stage(self, name: str, graph: Graph) -> None:
+        self._fenced(lambda: self._write(name, graph))
+
+    def finish(self) -> None:
+        self._fenced(self._close)
+
+    def _open(self, folder: str | None) -> None:
+        self._dump = Dump(folder) if folder else None
+
+    def _write(self, name: str, graph: Graph) -> None:
+        if self._keep_text:
+            self._report.graphs[name] = graph_text(graph)
+        if self._dump is not None:
+            self._dump.stage(name, graph)
+
+    def _close(self) -> None:
+        if self._dump is not None:
+            self._dump.finish(self._report)
+
+    def _fenced(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            self._dump, self._keep_text = None, False
+            self._report.notes.append(f"the dump is not complete: {error}")
+            warnings.warn(f"mla_fx: the dump is not complete: {error}", MlaWarning, stacklevel=2)

@@ -1,0 +1,181 @@
+"""Every private name of torch that the compiler stands on, each with the reason why no public one will do.
+
+A release of torch may move any of them; `tests/test_torch_private.py` then says which. What is heavy is imported by the
+function that needs it, so that `import mla_fx` stays quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+# The type of what operator graphs call; torch.ops hands out its instances, torch names the class nowhere else.
+from torch._ops import OpOverload
+
+# Short names of dtypes, as torch prints them in its own graphs.
+from torch.utils._dtype_abbrs import dtype_abbrs
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as GraphPass
+    from torch.fx import GraphModule
+
+__all__ = [
+    "GraphPass",
+    "OpOverload",
+    "aot_autograd",
+    "compile_fx",
+    "compile_fx_inner",
+    "detect_fake_mode",
+    "dtype_abbrs",
+    "fake_tensor",
+    "in_kernel_invocation_manager",
+    "inductor_decompositions",
+    "inductor_modes",
+    "inductor_options",
+    "is_fake",
+    "make_fx",
+    "passing_dynamo",
+    "unset_fake_temporarily",
+]
+
+# --- fake tensors ----------------------------------------------------------------------------------------------------
+
+
+def is_fake(value: object) -> bool:
+    """Whether a value is a tensor without data. Its class is no answer: there are several, and more are to come."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return is_fake(value)
+
+
+def detect_fake_mode(values: Any) -> Any:
+    """The mode in which a graph's values were made; new ones must be made in the same."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(values)
+
+
+def fake_tensor(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor around a meta tensor: five times quicker than dispatching through the mode."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, meta, device)
+
+
+def in_kernel_invocation_manager(mode: Any) -> Any:
+    """A context in which fake tensors are the meta tensors behind them."""
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    return in_kernel_invocation_manager(mode)
+
+
+def unset_fake_temporarily() -> Any:
+    """A context in which real tensors can be computed with, also while a compiler is at work."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def make_fx(
+    function: Callable[..., Any],
+    decompositions: Any = None,
+    *,
+    tracing_mode: Literal["real", "fake", "symbolic"] = "real",
+) -> Any:
+    """Traces a function to operators; torch.export would need a module, and guards."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, decompositions, tracing_mode=tracing_mode)
+
+
+# --- Dynamo and AOTAutograd ------------------------------------------------------------------------------------------
+
+
+def passing_dynamo(error: Exception) -> Exception:
+    """`error` as one of the same type that Dynamo and Inductor hand to the user as it is, not wrapped in their own."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    if isinstance(error, ShortenTraceback):
+        return error
+    kind = type(error)
+    passing = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
+    wrapped: Exception = passing(*error.args, first_useful_frame=None)
+    return wrapped
+
+
+def aot_autograd(compiler: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend for operator graphs that writes inputs inside them: the only way to a graph without Inductor.
+
+    Both answer with a function of all inputs; AOTAutograd wants one that may empty its list of them."""
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch ships it without types
+    from torch._dynamo.backends.common import aot_autograd
+
+    def boxed(compile_graph: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return lambda gm, inputs: make_boxed_func(compile_graph(gm, inputs, **options))
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed(compiler, is_inference=False),
+        bw_compiler=boxed(backward),
+        inference_compiler=boxed(compiler, is_inference=True),
+        keep_inference_input_mutations=True,
+    )
+    return backend
+
+
+# --- Inductor --------------------------------------------------------------------------------------------------------
+
+
+def compile_fx(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    options: Mapping[str, Any],
+) -> Any:
+    """Inductor as a backend whose inner compiler is the caller's, so that one trace serves both.
+
+    AOTAutograd's own cache would answer for a graph before the inner compiler sees it, so it is off."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(options) or None)
+
+
+def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Inductor's compiler of operator graphs; torch._inductor.compile would trace again."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    compiled: Callable[..., Any] = compile_fx_inner(gm, inputs, **kwargs)
+    return compiled
+
+
+def inductor_options() -> frozenset[str]:
+    """The names of Inductor's options."""
+    from torch._inductor import list_options
+
+    return frozenset(list_options())
+
+
+def inductor_modes() -> Mapping[str, Mapping[str, Any]]:
+    """What torch.compile's modes stand for."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """How Inductor takes operators apart; graphs that enter it late must have been taken apart the same way."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def __getattr__(name: str) -> Any:
+    """GraphPass, imported when it is asked for: the base class of passes that Inductor's cache can be keyed by, and
+    that are told of training graphs."""
+    if name != "GraphPass":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    return CustomInferenceAwareGraphPass
