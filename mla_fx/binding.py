@@ -89,10 +89,21 @@ class Match:
 
     def _unified(self, one: Element, other: Element) -> Same | None:
         """What axes must be the same for two elements to be one; None if they are not."""
-        same: Same | None = self.same
+        same = self._parted(one, other)
         for mine, theirs in zip(one.index, other.index, strict=True):
             same = None if same is None else self._equated(mine, theirs, same)
         return same if same is not None and _keeps_apart(one, same) and _keeps_apart(other, same) else None
+
+    def _parted(self, one: Element, other: Element) -> Same | None:
+        """`same`, with every axis that may be another parted where either element reads only a part of it."""
+        indices = [substitute(part, self.same) for part in (*one.index, *other.index)]
+        found = cuts(index for index in indices if index is not None)
+        if found is None:
+            return None
+        same = self.same
+        for axis, composite in found.items():
+            same = same if axis in self.fixed else _extended(same, axis, composite)
+        return same
 
     def _equated(self, mine: Index, theirs: Index, same: Same) -> Same | None:
         left, right = substitute(mine, same), substitute(theirs, same)

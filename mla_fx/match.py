@@ -8,7 +8,8 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
     contract(a, b, name="uq")        a matrix product of a and b, in either order
     rms_norm(value, gamma, name=..)  a weighted RMSNorm
     rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
-    stored(row, name=..)             rows that enter a cache, or rows that are used as they are
+    stored(row, name=..)             rows that enter a cache, or rows that are used as they are; with `beside` they are
+                                     the same rows as those of another cache, token for token
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
 
 A new word is a reading and a call of `_Reads`.
@@ -24,7 +25,7 @@ from torch.fx import Node
 
 from .binding import Match
 from .canonical.axes import Axis, Index, fresh
-from .canonical.cache_update import POSITIONED, cache_update
+from .canonical.cache_update import POSITIONED, CacheUpdate, cache_update
 from .canonical.contraction import Contraction, contraction
 from .canonical.element import Element, resolve
 from .canonical.reading import Reading
@@ -127,6 +128,7 @@ def _each(pattern: Pattern, element: Element, before: Iterator[Match], trail: Tr
 class _Stored(Pattern):
     row: Pattern
     name: str
+    beside: str
 
     def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
         try:
@@ -136,6 +138,9 @@ class _Stored(Pattern):
                 raise  # it is a cache, written in a way that is not known
             yield from self.row.bindings(element, match.choose(self.name, "none"), trail)
             return
+        other = match.readings.get(self.beside)
+        if isinstance(other, CacheUpdate):
+            update = update.beside(other)
         written = match.choose(self.name, "append" if update.position is None else "write").read(self.name, update)
         yield from self.row.bindings(update.row, written, trail)
 
@@ -164,8 +169,8 @@ def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
     return _Reads(name, lambda element, match: read_rope(element, along(match)), {"value": value})
 
 
-def stored(row: Pattern, name: str) -> Pattern:
-    return _Stored(row, name)
+def stored(row: Pattern, name: str, beside: str = "") -> Pattern:
+    return _Stored(row, name, beside)
 
 
 def _both_ways(found: Contraction) -> tuple[Contraction, Contraction]:

@@ -175,30 +175,13 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
     return CacheRoles(update, batch, dims[update.dim], dims[last], axes(update.token, "the new rows", update.node))
 
 
-def same_rows(latent: CacheRoles, keys: CacheRoles) -> dict[Axis, Index]:
-    """The axes of the rotary key's rows by those of the latent's, place by place."""
-    names: dict[Axis, Index] = {}
-    for theirs, mine in zip(keys.row, latent.row, strict=True):
-        if [axis.size for axis in theirs] != [axis.size for axis in mine]:
-            raise NoMatch("latent and rotary key are written in rows of different numbers", keys.update.node)
-        names.update(zip(theirs, map(of_axis, mine), strict=True))
-    return names
-
-
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
     if theirs.node is mine.node:
         raise NoMatch("latent and rotary key share one cache tensor", theirs.node)
-    names = same_rows(latent, keys)
-    position = renamed(theirs.position, names) if isinstance(theirs.position, Element) else theirs.position
-    if mine.position != position or mine.wraps != theirs.wraps or _slots(latent) != _slots(keys):
+    if (mine.position, mine.wraps) != (theirs.position, theirs.wraps) or latent.row != keys.row:
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
-
-
-def _slots(cache: CacheRoles) -> list[object]:
-    """How many slots each sequence of a cache has: what a wrapped position is counted from."""
-    return [axis.size for axis in cache.slot]
 
 
 def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:

@@ -28,6 +28,10 @@ LIKE = frozenset(
 )  # fmt: skip
 
 
+# What may leave nothing of its first operand; whether it does, the reading knows.
+OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
+
+
 @dataclass(frozen=True)
 class Replacement:
     """`new` is used wherever `old` was: the same values in the same layout."""
@@ -103,7 +107,7 @@ def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node
     while pending:
         node = pending.pop()
         value = node.meta.get("val")
-        if node in seen or not isinstance(value, (torch.Tensor, tuple, list)) or node.target in LIKE:
+        if node in seen or not _has_elements(value) or node.target in LIKE:
             continue
         seen.add(node)
         if node.op in ("placeholder", "get_attr"):
@@ -112,4 +116,10 @@ def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node
             continue
         if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and constant(node) is None:
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
-        pending += node.all_input_nodes
+        pending += node.all_input_nodes[1:] if node.target in OVERWRITES else node.all_input_nodes
+
+
+def _has_elements(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return 0 not in value.shape
+    return isinstance(value, (tuple, list))

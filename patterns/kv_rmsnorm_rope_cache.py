@@ -18,7 +18,6 @@ from torch.fx import Graph, Node
 
 from mla_fx.canonical.cache_update import WRITES
 from mla_fx.canonical.element import element_of
-from mla_fx.canonical.reading import renamed
 from mla_fx.canonical.rms_norm import RmsNorm
 from mla_fx.canonical.rope import Rope
 from mla_fx.cases import HCKV, Case, Layer, S
@@ -41,7 +40,6 @@ from mla_fx.operands import (
     only,
     replace_cache,
     rotation_of,
-    same_rows,
     written,
 )
 from mla_fx.replacement import Replacement
@@ -61,6 +59,7 @@ PATTERN = CallPattern(
                     none=var("k_rope"),
                 ),
                 name="kr_cache.write",
+                beside="kv_cache.write",
             ),
         ),
     }
@@ -122,7 +121,7 @@ class KvRmsnormRopeCache(Rule[Facts]):
         norm, rotation = norm_of(match, "norm"), rotation_of(match, "rope")
         check_norm_of_rows(norm, latent.width)
         along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
-        k_rope = renamed(match["k_rope"], same_rows(latent, keys))
+        k_rope = match["k_rope"]
         kv = joined(
             match["latent"],
             only(latent.width, "the latent", norm.node),

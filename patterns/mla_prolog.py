@@ -77,7 +77,12 @@ PATTERN = CallPattern(
         "query_rope": Operand("bsnr", _rotated(contract(Q_LATENT, var("weight_qr"), name="qr"), "query_rope")),
         "kv_cache": Operand("atk", stored(KV_LATENT, name="kv_cache.write")),
         "kr_cache": Operand(
-            "atl", stored(_rotated(contract(TOKEN_X, var("weight_kr"), name="kr"), "kr_cache"), name="kr_cache.write")
+            "atl",
+            stored(
+                _rotated(contract(TOKEN_X, var("weight_kr"), name="kr"), "kr_cache"),
+                name="kr_cache.write",
+                beside="kv_cache.write",
+            ),
         ),
     },
     fixed="bsn",

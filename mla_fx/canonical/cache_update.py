@@ -9,9 +9,9 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .axes import ZERO, Index, fresh
+from .axes import ZERO, Axis, Index, extent, fresh
 from .element import Element, operand, resolve
-from .reading import Reading
+from .reading import Reading, renamed
 from .sizes import Size
 from .views import args_of, argument, cat_dim, fresh_index, name_of, pieces, shape_of, written_slice
 
@@ -40,6 +40,18 @@ class CacheUpdate(Reading):
     token: Index
     position: Element | int | None
     wraps: bool = False
+
+    def beside(self, other: CacheUpdate) -> CacheUpdate:
+        """This update with its rows counted as those of another cache. Raises NoMatch if they are not as many."""
+        if len(self.index) != len(other.index) or self.dim != other.dim:
+            raise NoMatch("latent and rotary key are cached in different layouts", self.node)
+        mine, theirs = ((*update.index[:-1], update.token) for update in (self, other))
+        names: dict[Axis, Index] = {}
+        for own, same in zip(mine, theirs, strict=True):
+            if extent(own) != extent(same):
+                raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
+            names.update({axis: same for axis in own.axes})
+        return renamed(self, names)
 
 
 def cache_update(element: Element) -> CacheUpdate:
