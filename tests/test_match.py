@@ -1,17 +1,20 @@
 """The pattern language: every way to match, choices taken back, and the nearest miss."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mla_fx.canonical.reading import Reading
 from mla_fx.canonical.softmax import anchors, attention
 from mla_fx.errors import NoMatch
 from mla_fx.match import (
     AttentionPattern,
     CallPattern,
     Match,
+    Operand,
     Trail,
     bound,
     contract,
@@ -44,7 +47,10 @@ def match_all(operands, function, *shapes):
     results = result if isinstance(result, (list, tuple)) else [result]
     trail = Trail()
     arguments = dict(zip(operands, results, strict=True))
-    return list(CallPattern(operands).bindings(None, arguments, trail)), trail
+    letters = iter("abcdefghijkl")
+    named = {name: Operand("".join(itertools.islice(letters, arguments[name].meta["val"].ndim)), pattern)
+             for name, pattern in operands.items()}
+    return list(CallPattern(named).bindings(None, arguments, trail)), trail
 
 
 def bound_to(found):
@@ -67,7 +73,7 @@ def test_a_variable_is_any_element_seen_through_views():
 def test_a_product_matches_both_ways_around():
     found, _ = match(contract(A, X, name="p"), lambda a, x: a @ x, (3, 4), (4, 5))
     assert [bound_to(way) for way in found] == [{"a": "a", "x": "x"}, {"a": "x", "x": "a"}]
-    assert found[0].readings["p"].scale == 1.0
+    assert found[0].readings["p"].factor == 1.0
 
 
 def test_a_product_of_a_norm_is_found_on_either_side():
@@ -106,7 +112,7 @@ def test_a_rotation_runs_along_the_dimension_that_the_match_names():
         x1, x2 = x.chunk(2, -1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 
-    pattern = rope(X, name="turn", along=lambda match: match.readings["out.axes"][-1])
+    pattern = rope(X, name="turn", along=lambda match: match.readings["out.axes"].dims[-1].axis)
     found, _ = match(pattern, rotated, (3, 8), (3, 4), (3, 4))
     assert {"x": "x"} in [bound_to(way) for way in found]
     assert found[0].readings["turn"].layout == "half_half"
@@ -221,11 +227,11 @@ def test_the_deepest_miss_is_kept():
 
 
 def test_the_first_of_equally_deep_misses_is_kept():
-    trail, match = Trail(), Match()
+    trail, match, reading = Trail(), Match(), Reading(None)
     trail.fail(match, NoMatch("first"))
     trail.fail(match, NoMatch("second"))
     assert trail.miss.reason == "first"
-    trail.fail(match.read("name", None), NoMatch("deeper"))
+    trail.fail(match.read("name", reading), NoMatch("deeper"))
     assert trail.miss.reason == "deeper"
 
 

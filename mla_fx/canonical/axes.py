@@ -250,11 +250,15 @@ def _cut_places(indices: Iterable[Index]) -> dict[Axis, list[Size]] | None:
             for place in (digit.below, plain(digit.below * digit.size)):
                 if place not in (1, digit.axis.size, *found):
                     found.append(place)
-    for axis, found in places.items():
-        found.sort(key=lambda place: sum(ratio(place, other) is not None for other in found))
+    ordered = {axis: _multiples_last(found) for axis, found in places.items() if found}
+    for axis, found in ordered.items():
         if any(ratio(upper, lower) is None for lower, upper in itertools.pairwise([1, *found, axis.size])):
             return None
-    return {axis: found for axis, found in places.items() if found}
+    return ordered
+
+
+def _multiples_last(places: list[Size]) -> list[Size]:
+    return sorted(places, key=lambda place: sum(ratio(place, other) is not None for other in places))
 
 
 # --- the one hard view: reshape ----------------------------------------------------------------------------------
