@@ -202,13 +202,15 @@ class NarrowCaches(Layer):
         return tuple(cache.to(latent.dtype) for cache in super().store(*rows, position, kv_cache, kr_cache))
 
 
+def wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
 class WideNorms(Layer):
     """Norms in float32, with weights of float32, in a model of less."""
 
     def norm(self, x, gamma):
-        return (
-            super().norm(x.float(), gamma.float()).to(x.dtype) if x.dtype != torch.float64 else super().norm(x, gamma)
-        )
+        return super().norm(x.to(wide(x.dtype)), gamma).to(x.dtype)
 
 
 class WideGamma(Layer):
@@ -218,19 +220,17 @@ class WideGamma(Layer):
         return (gamma * super().norm(x, torch.ones_like(gamma)).to(x.dtype)).to(x.dtype)
 
 
-class WideRotation(Layer):
-    def rotate(self, x, cos, sin):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return super().rotate(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)
+class WideRotation(WideNorms):
+    def rotate(self, x, *tables):
+        return super().rotate(x.to(wide(x.dtype)), *tables).to(x.dtype)
 
 
-class WideSoftmax(Layer):
+class WideSoftmax(WideNorms):
     def combine(self, scores, value):
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        return scores.softmax(-1, dtype=wide).to(value.dtype) @ value
+        return scores.softmax(-1, dtype=wide(scores.dtype)).to(value.dtype) @ value
 
 
-class AllWide(WideNorms, WideRotation, WideSoftmax):
+class AllWide(WideRotation, WideSoftmax):
     pass
 
 
