@@ -137,7 +137,7 @@ def model_of(draw: Draw):
         "rope_interleave": draw.interleave,
         "rope_parameters": rope_of(draw, rope_width),
         "max_position_embeddings": 64,
-        **({} if draw.low_rank or draw.family == "minicpm3" else {"q_lora_rank": None}),
+        **({} if draw.low_rank or not draw.family.startswith("deepseek") else {"q_lora_rank": None}),
     }
     model = tiny_model(draw.family, getattr(torch, draw.dtype), **overrides)
     model.set_attn_implementation(draw.attention)
