@@ -10,6 +10,7 @@ import torch
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--sweep", type=int, default=20, help="how many models test_sweep.py draws")
 
 
 def pytest_configure(config):

@@ -1,0 +1,223 @@
+"""A layer of latent attention whose pieces a test writes otherwise, and its comparison with itself compiled."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import mla_fx
+
+FUSED = {"mla_prolog": 1, "latent_attention": 1}
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}  # of float64: a value that went through bfloat16 is not
+QUIET = ("ignore::mla_fx.MlaWarning", "error:.*failed:mla_fx.MlaWarning")
+"""Marks for tests in which nothing may be lost to a failing pass; a layer that is refused may be said so."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    batch: int = 2
+    tokens: int = 3
+    context: int = 16
+    heads: int = 4
+    hidden: int = 32
+    query_rank: int = 24
+    rank: int = 20
+    nope: int = 8
+    rope: int = 6
+    value: int = 10
+
+    @property
+    def query(self) -> int:
+        return self.nope + self.rope
+
+
+class Layer(nn.Module):
+    """Multi-head Latent Attention with caches [B,1,T,width] that it is given, written in place."""
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__()
+        z = self.sizes = sizes or Sizes()
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(out: int, inner: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(out, inner, generator=generator, dtype=torch.float64) * inner**-0.5)
+
+        def gamma(size: int) -> nn.Parameter:
+            return nn.Parameter(1 + 0.3 * torch.randn(size, generator=generator, dtype=torch.float64))
+
+        self.q_a, self.q_b = weight(z.query_rank, z.hidden), weight(z.heads * z.query, z.query_rank)
+        self.kv_a = weight(z.rank + z.rope, z.hidden)
+        self.kv_b = weight(z.heads * (z.nope + z.value), z.rank)
+        self.o = weight(z.hidden, z.heads * z.value)
+        self.q_gamma, self.kv_gamma = gamma(z.query_rank), gamma(z.rank)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, ...], position: Tensor, caches: tuple[Tensor, Tensor]) -> Any:
+        out = self.attended(x, tables, position, caches)
+        return out.transpose(1, 2).flatten(2) @ self.o.T
+
+    def attended(
+        self, x: Tensor, tables: tuple[Tensor, ...], position: Tensor, caches: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        z = self.sizes
+        q_nope, q_rope = self.query(x).split([z.nope, z.rope], dim=-1)
+        latent, k_rope = self.rows(x)
+        q_rope, k_rope = self.rotate(q_rope, *tables), self.rotate_key(k_rope, *tables)
+        latent, k_rope = self.store(latent, k_rope, position, *caches)
+        return self.attend(q_nope, q_rope, latent, k_rope, self.mask(position))
+
+    def query(self, x: Tensor) -> Tensor:
+        """[B,N,S,D+Dr]."""
+        q = self.norm(x @ self.q_a.T, self.q_gamma) @ self.q_b.T
+        return q.unflatten(-1, (self.sizes.heads, self.sizes.query)).transpose(1, 2)
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B,1,S,R] and [B,1,S,Dr]."""
+        latent, k_rope = (x @ self.kv_a.T).split([self.sizes.rank, self.sizes.rope], dim=-1)
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def rotate_key(self, x: Tensor, *tables: Tensor) -> Tensor:
+        return self.rotate(x, *tables)
+
+    def store(
+        self, latent: Tensor, k_rope: Tensor, position: Tensor, kv_cache: Tensor, kr_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        kv_cache.index_copy_(2, position, latent)
+        kr_cache.index_copy_(2, position, k_rope)
+        return kv_cache, kr_cache
+
+    def mask(self, position: Tensor) -> Tensor:
+        """Added to the scores, [S,T]."""
+        later = torch.arange(self.sizes.context) > position[:, None]
+        return torch.zeros(later.shape, dtype=self.o.dtype).masked_fill(later, -torch.inf)
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        return self.combine(self.scores(torch.cat((q_nope, q_rope), dim=-1), key) + mask, value)
+
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.sizes
+        expanded = (latent.squeeze(1) @ self.kv_b.T).unflatten(-1, (z.heads, z.nope + z.value)).transpose(1, 2)
+        k_nope, value = expanded.split([z.nope, z.value], dim=-1)
+        return torch.cat((k_nope, k_rope.expand(-1, z.heads, -1, -1)), dim=-1), value
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.transpose(-1, -2) * self.sizes.query**-0.5
+
+    def combine(self, scores: Tensor, value: Tensor) -> Tensor:
+        return scores.softmax(-1) @ value
+
+
+class Complex(Layer):
+    """DeepSeek's own rotation: tables are complex numbers, pairs are read and written interleaved."""
+
+    def rotate(self, x: Tensor, freqs: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * self.turned(freqs)).flatten(-2)
+
+    def turned(self, freqs: Tensor) -> Tensor:
+        return freqs
+
+
+class Absorbed(Layer):
+    """DeepSeek's inference code: one key and one value for all heads."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        z = self.sizes
+        weight = self.kv_b.unflatten(0, (z.heads, -1))
+        query = torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, : z.nope])
+        out = self.over_latents(torch.cat((query, q_rope), -1), torch.cat((latent, k_rope), -1), latent, mask)
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, z.nope :])
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Tensor) -> Tensor:
+        return self.combine(self.scores(query, key) + mask, latent)
+
+
+def angles(sizes: Sizes) -> Tensor:
+    """[S, Dr / 2]."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.rand(sizes.tokens, sizes.rope // 2, generator=generator, dtype=torch.float64) * 6
+
+
+def arguments(sizes: Sizes | None = None, *, is_complex: bool = False, first: int | None = None) -> tuple[Any, ...]:
+    """x, tables, positions counted from `first`, caches."""
+    z = sizes or Sizes()
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    angle = angles(z)
+    whole = torch.cat((angle, angle), dim=-1)
+    tables = (torch.polar(torch.ones_like(angle), angle),) if is_complex else (whole.cos(), whole.sin())
+    start = z.context - z.tokens - 2 if first is None else first
+    caches = normal(z.batch, 1, z.context, z.rank), normal(z.batch, 1, z.context, z.rope)
+    return normal(z.batch, z.tokens, z.hidden), tables, torch.arange(start, start + z.tokens), caches
+
+
+def arguments_of(layer: Layer) -> tuple[Any, ...]:
+    return arguments(layer.sizes, is_complex=isinstance(layer, Complex))
+
+
+class Reporting:
+    """A backend that keeps the report of each graph that it compiles."""
+
+    def __init__(self, **options: Any) -> None:
+        self.backend = mla_fx.get_backend(**{"target": "reference", **options})
+        self.reports: list[mla_fx.Report] = []
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Any:
+        compiled = self.backend(gm, example_inputs)
+        self.reports.append(mla_fx.last_report())
+        return compiled
+
+    @property
+    def report(self) -> mla_fx.Report:
+        return mla_fx.Report.merged(self.reports)
+
+
+def check(module: nn.Module, given: Any = None, *, dynamic: bool | None = None, **options: Any) -> mla_fx.Report:
+    """Compares outputs and all that was written with eager; returns what happened. Sees to nothing else."""
+    given = arguments_of(module) if given is None else given
+    theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
+    backend = Reporting(**options)
+    with torch.no_grad():
+        expected = module(*theirs)
+        found = torch.compile(module, backend=backend, dynamic=dynamic)(*ours)
+    torch.testing.assert_close((found, ours), (expected, theirs), **CLOSE)
+    return backend.report
+
+
+def in_type(value: Any, dtype: torch.dtype) -> Any:
+    """Arguments with their floating tensors in another type."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
+
+    return tree_map_only(Tensor, cast, value)
+
+
+def check_no_further(module: nn.Module, given: Any, **options: Any) -> mla_fx.Report:
+    """Results and caches are at most twice as far from a float64 run as eager's are."""
+    exact, theirs, ours = in_type(given, torch.float64), copy.deepcopy(given), copy.deepcopy(given)
+    backend = Reporting(**options)
+    with torch.no_grad():
+        truth = tree_leaves((copy.deepcopy(module).double()(*exact), exact))
+        eager = tree_leaves((module(*theirs), theirs))
+        found = tree_leaves((torch.compile(module, backend=backend)(*ours), ours))
+    for true, near, own in zip(truth, eager, found, strict=True):
+        assert own.dtype == near.dtype
+        allowed = 2 * float((near.double() - true).norm()) + 1e-6
+        assert float((own.double() - true).norm()) <= allowed
+    return backend.report
