@@ -18,6 +18,8 @@ Argument = tuple[int, str]  # an operator's, by place and by name
 
 # Views whose schema does not say so.
 UNDECLARED = frozenset({aten._unsafe_view.default, aten.broadcast_tensors.default, aten.meshgrid.default})
+# Their result is the second operand, in the shape of the first.
+COPIES = frozenset({aten.copy_.default, aten.copy.default})
 # Views by their schema that copy where the memory does not lie right.
 MAY_COPY = frozenset({"reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as"})
 
@@ -60,9 +62,9 @@ def owner(node: Node) -> Node:
 
 
 def readers(value: Node) -> Iterator[Node]:
-    """What reads a value, itself or through views. Neither a view reads it, nor what only writes over it."""
+    """What reads a value, itself or through views. Neither a view reads it, nor what only copies over it."""
     for user in value.users:
-        if user.target is aten.copy_.default and user.args[0] is value and user.args[1] is not value:
+        if user.target in COPIES and user.args[0] is value and user.args[1] is not value:
             continue
         if value in may_share(user) and value not in written(user):
             yield from readers(user)

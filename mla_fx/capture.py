@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .survey import PRODUCTS, joins_cut_products
+from .survey import joins_cut_products
 
 
 def recover_floats(gm: GraphModule) -> None:
@@ -14,7 +14,7 @@ def recover_floats(gm: GraphModule) -> None:
     Only where the graph may hold MLA: a piece cut out of one product that enters another. A shape change then
     recompiles nothing, a changed number exactly once. If anything fails, the graph is as it was."""
     items = [node for node in gm.graph.nodes if _is_lifted_float(node)]
-    if not items or not joins_cut_products(gm.graph, PRODUCTS):
+    if not items or not joins_cut_products(gm.graph):
         return
     numbers = {node: node.meta["example_value"].node.guard_float(__file__, 0) for node in items}
     for node, number in numbers.items():

@@ -120,13 +120,13 @@ class Compilation:
 
     def _fail(self, what: str, error: Exception) -> None:
         """Something of ours failed: one warning, and nothing more is tried."""
-        told = f"{what} failed with {type(error).__name__}: {error}"
-        if self.options.strict:
-            raise FusionError(told.replace(" failed with ", " failed: ", 1)) from error
+        cause = f"{type(error).__name__}: {error}"
         self.is_broken = True
         self.report.fused.clear()
-        self.report.notes.append(f"{told}; the graph was left as it came")
-        self._warn(f"mla_fx: {told}; the model runs unfused")
+        self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
+        if self.options.strict:
+            raise FusionError(f"{what} failed: {cause}") from error
+        self._warn(f"mla_fx: {what} failed with {cause}; the model runs unfused")
 
     def _warn(self, message: str) -> None:
         warnings.warn(message, MlaWarning, stacklevel=3)

@@ -5,18 +5,21 @@ but what is said of a graph, and whether one in which nothing could be recognise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from .canonical.softmax import SOFTMAX, anchors
+from .canonical.softmax import anchors
 from .debug.report import Report, count_fused
 from .torch_private import OpOverload
 
 PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 PRODUCTS = PROJECTIONS | {"scaled_dot_product_attention"}
 CUTS = frozenset({"getitem", "__getitem__", "narrow", "slice", "select", "index_select"})
+NORMS = frozenset({"rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_norm", "rsqrt", "pow"})
+ADDITIONS = frozenset({"add", "__add__", "iadd", "add_"})
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 RANDOM = frozenset({"native_dropout", "dropout", "bernoulli", "rand", "rand_like", "inductor_random"})
 STEPS_BACK = 48
 
@@ -36,7 +39,7 @@ def survey(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     has_own_calls = bool(count_fused(graph))
     hindrances = [] if is_inference else [TRAINING]
     hindrances += [FLEX] if any(called(node) == "flex_attention" for node in graph.nodes) else []
-    hindrances += [DROPOUT] if any(map(_is_dropped, _softmaxes(graph))) else []
+    hindrances += [DROPOUT] if any(called(node) in RANDOM and _is_dropped(node) for node in graph.nodes) else []
     report.has_attention = bool(first or has_own_calls or {FLEX, DROPOUT} & set(hindrances))
     if not report.has_attention and not hindrances:
         hindrances += [CUT_BEHIND] if has_bottleneck(graph) else []
@@ -58,76 +61,103 @@ def called(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def joins_cut_products(graph: Graph, products: frozenset[str], joins: Callable[[Node], bool] = lambda _: True) -> bool:
-    """Whether a piece cut out of the result of one product enters another that `joins`, through a few operations."""
-    candidates = (node for node in graph.nodes if called(node) in products and joins(node))
-    return any(_is_from_cut_product(node, products) for node in candidates)
+def joins_cut_products(graph: Graph) -> bool:
+    """Whether a piece cut out of the result of one product enters another, through a few operations."""
+    products = (node for node in graph.nodes if called(node) in PRODUCTS)
+    return any(way.is_cut for product in products for way in _ways(product, PRODUCTS))
 
 
 def has_bottleneck(graph: Graph) -> bool:
-    """Whether a piece of a projection is projected up again, as latents are."""
-    return joins_cut_products(graph, PROJECTIONS, _projects_up)
+    """Whether latents are projected up: what a projection makes narrow, or is cut out of its result, normalised."""
+    ups = (node for node in graph.nodes if called(node) in PROJECTIONS and _projects_up(node))
+    ways = (way for up in ups for way in _ways(up, PROJECTIONS))
+    return any(way.is_normed and (way.is_cut or _projects_down(way.node)) for way in ways)
 
 
-def _is_from_cut_product(product: Node, products: frozenset[str]) -> bool:
-    pending, seen = [(product, False)], set[tuple[Node, bool]]()
+class _Way(NamedTuple):
+    """A node from which a product was reached, and what happened to its result in between."""
+
+    node: Node
+    is_cut: bool = False
+    is_normed: bool = False
+
+
+def _ways(product: Node, products: frozenset[str]) -> Iterator[_Way]:
+    """The products whose results enter another."""
+    pending, seen = [_Way(product)], set[_Way]()
     while pending and len(seen) < STEPS_BACK:
-        node, is_cut = pending.pop()
+        node, is_cut, is_normed = pending.pop()
         for operand in node.all_input_nodes:
-            if operand.op in ("placeholder", "get_attr") or (operand, is_cut) in seen:
+            name = called(operand)
+            way = _Way(operand, is_cut or name in CUTS, is_normed or name in NORMS)
+            if operand.op in ("placeholder", "get_attr") or way in seen or _is_residual(operand):
                 continue
-            seen.add((operand, is_cut))
-            if called(operand) not in products:
-                pending.append((operand, is_cut or called(operand) in CUTS))
-            elif is_cut:
-                return True
-    return False
+            seen.add(way)
+            if name in products:
+                yield way
+            else:
+                pending.append(way)
+
+
+def _is_residual(node: Node) -> bool:
+    return called(node) in ADDITIONS and len(node.all_input_nodes) == 2
 
 
 def _projects_up(product: Node) -> bool:
-    """One operand is a weight, and what comes out is wider than what goes in."""
+    data = _data(product)
+    return data is not None and _width(product) > _width(data)
+
+
+def _projects_down(product: Node) -> bool:
+    data = _data(product)
+    return data is not None and _width(product) < _width(data)
+
+
+def _data(product: Node) -> Node | None:
+    """What a weight is multiplied with; None in a product without a weight."""
     weights = [operand for operand in product.all_input_nodes if _is_weight(operand)]
-    data = [operand for operand in product.all_input_nodes if operand not in weights]
-    return bool(weights and data) and _width(product) > _width(data[-1])
+    rest = [operand for operand in product.all_input_nodes if operand not in weights]
+    return next(iter(rest or weights), None) if weights else None
 
 
 def _is_weight(node: Node) -> bool:
-    """A graph input, perhaps through views and casts, which have one operand."""
+    """A graph input, perhaps through views and casts, which have one operand; activations have more dimensions."""
     while node.op not in ("placeholder", "get_attr"):
         if len(node.all_input_nodes) != 1:
             return False
         node = node.all_input_nodes[0]
-    return True
+    return getattr(_value(node), "ndim", 0) <= 3
 
 
 def _width(node: Node) -> int:
-    value: Any = node.meta.get("val", node.meta.get("example_value"))
+    value = _value(node)
     width = value.shape[-1] if getattr(value, "ndim", 0) else 0
     return width if isinstance(width, int) else 0
 
 
-def _softmaxes(graph: Graph) -> Iterator[Node]:
-    for target in SOFTMAX:
-        yield from graph.find_nodes(op="call_function", target=target)
+def _value(node: Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
-def _is_dropped(softmax: Node) -> bool:
-    """What is multiplied with the probabilities, or made of them, is random."""
-    reached = [softmax]
-    for _ in range(3):
+def _is_dropped(random: Node) -> bool:
+    """Probabilities are multiplied with something random."""
+    reached = [random]
+    for _ in range(5):
         reached = [user for node in reached for user in node.users]
-        if any(called(node) in RANDOM or any(map(_is_random, node.all_input_nodes)) for node in reached):
+        if any(_is_softmax(operand) for node in reached for operand in (node, *node.all_input_nodes)):
             return True
     return False
 
 
-def _is_random(node: Node) -> bool:
+def _is_softmax(node: Node) -> bool:
+    """A softmax or a quotient of an exponential, perhaps cast or expanded since."""
     for _ in range(4):
-        if called(node) in RANDOM:
+        operands = node.all_input_nodes
+        if called(node) in SOFTMAX or (called(node) == "div" and operands and called(operands[0]) == "exp"):
             return True
-        if len(node.all_input_nodes) != 1:
+        if len(operands) != 1:
             return False
-        node = node.all_input_nodes[0]
+        node = operands[0]
     return False
 
 
@@ -136,6 +166,6 @@ def _is_fed(graph: Graph, attention: Node) -> bool:
     for node in graph.nodes:
         if node is attention:
             return False
-        if called(node) in PROJECTIONS and any(map(_is_weight, node.all_input_nodes)):
+        if called(node) in PROJECTIONS and _data(node) is not None:
             return True
     return False

@@ -1,0 +1,443 @@
+"""Caches written in place, and left alone wherever somebody still needs what they held."""
+
+from __future__ import annotations
+
+import copy
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+import mla_fx
+from mla_fx import cases
+from mla_fx.aliasing import may_share, owner, readers, surely_shares, written
+from mla_fx.cases import HCKV, B, Layer, T
+from mla_fx.check import check, held_values
+from mla_fx.surgery import sort_nodes
+from mla_fx.torch_private import make_fx
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Functional(Layer):
+    """Caches updated out of place and copied back at the end; `late` is what is made of old and new ones before that."""
+
+    def late(self, new):
+        return ()
+
+    def forward(self, x, cos, sin, position):
+        q_nope, q_rope = self.query(x).view(B, S, N, D + DR).transpose(1, 2).split([D, DR], dim=-1)
+        latent, k_rope = self.rows(x)
+        new = (
+            self.kv_cache.index_copy(2, position, latent),
+            self.kr_cache.index_copy(2, position, self.rotate(k_rope, cos, sin)),
+        )
+        mask = torch.zeros(S, T).masked_fill(torch.arange(T) > position[:, None], -torch.inf)
+        out = self.attend(q_nope, self.rotate(q_rope, cos, sin), *new, mask)
+        late = self.late(new)
+        self.kv_cache.copy_(new[0])
+        self.kr_cache.copy_(new[1])
+        return (out, *late)
+
+
+class LateSplit(Functional):
+    def late(self, new):
+        return self.kv_cache.split(4, dim=2)[1].sum((1, 2)), *(part + 1 for part in self.kr_cache.chunk(3, dim=-1))
+
+
+class LateUnbind(Functional):
+    def late(self, new):
+        return (self.kv_cache.unbind(2)[T - 4].exp(),)
+
+
+class LateUnfold(Functional):
+    def late(self, new):
+        return (self.kv_cache.unfold(2, 4, 4).amax(-1),)
+
+
+class LateView(Functional):
+    def late(self, new):
+        return (self.kr_cache.squeeze(1).transpose(1, 2)[:, 1:].cos(),)
+
+
+class LateStrides(Functional):
+    def late(self, new):
+        return (self.kv_cache.as_strided((T, HCKV), (HCKV, 1)) * 3,)
+
+
+class ReturnsOld(Functional):
+    def late(self, new):
+        return (self.kv_cache.clone(),)
+
+
+class ReturnsNew(Functional):
+    def late(self, new):
+        return (new[0],)
+
+
+class ReturnsViewOfNew(Functional):
+    def late(self, new):
+        return (new[1][:, 0, 3:],)
+
+
+class ComparesBoth(Functional):
+    def late(self, new):
+        return ((new[0] - self.kv_cache).abs().sum(),)
+
+
+class Cloned(Layer):
+    """A cache that is cloned, written and copied back."""
+
+    def store(self, latent, k_rope, position):
+        caches = self.kv_cache.clone(), self.kr_cache.clone()
+        caches[0].index_copy_(2, position, latent)
+        caches[1].index_copy_(2, position, k_rope)
+        self.kv_cache.copy_(caches[0])
+        self.kr_cache.copy_(caches[1])
+        return caches
+
+
+class OneBuffer(Layer):
+    """Both caches are pieces of one buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("both", torch.cat((self.kv_cache, self.kr_cache), dim=-1))
+        del self.kv_cache, self.kr_cache
+
+    @property
+    def caches(self):
+        return self.both[..., :HCKV], self.both[..., HCKV:]
+
+    def store(self, latent, k_rope, position):
+        for cache, rows in zip(self.caches, (latent, k_rope), strict=True):
+            cache.index_copy_(2, position, rows)
+        return self.caches
+
+
+class TwoSteps(Layer):
+    """Two steps of one layer over one cache, in one graph."""
+
+    def forward(self, x, cos, sin, position):
+        first = super().forward(x, cos, sin, position)
+        return super().forward(first, cos, sin, position + 2)
+
+
+class TwoLayers(nn.Module):
+    """Two layers that share their caches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+        self.second.kv_cache, self.second.kr_cache = self.first.kv_cache, self.first.kr_cache
+
+    def forward(self, x, cos, sin, position):
+        return self.second(self.first(x, cos, sin, position), cos, sin, position - 3)
+
+
+class LongSlice(Layer):
+    """The last 32 of 16 slots are all of them."""
+
+    def store(self, latent, k_rope, position):
+        kv_cache, kr_cache = super().store(latent, k_rope, position)
+        return kv_cache[:, :, -2 * T :], kr_cache[:, :, -2 * T :]
+
+
+class WrittenTwice(Layer):
+    def store(self, latent, k_rope, position):
+        caches = super().store(latent, k_rope, position)
+        self.kv_cache[:, :, 0] = 0
+        return caches
+
+
+class Gaps(Layer):
+    """Caches that are slices of longer ones, so that the memory of one has gaps."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv_cache = torch.cat((self.kv_cache, self.kv_cache), dim=0)
+        self.kr_cache = torch.cat((self.kr_cache, self.kr_cache), dim=0)
+
+    def store(self, latent, k_rope, position):
+        kv_cache, kr_cache = self.kv_cache[:B], self.kr_cache[:B]
+        kv_cache.index_copy_(2, position, latent)
+        kr_cache.index_copy_(2, position, k_rope)
+        return kv_cache, kr_cache
+
+
+class Transposed(Layer):
+    """Caches that lie [B, 1, width, T] in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv_cache = self.kv_cache.transpose(2, 3).contiguous().transpose(2, 3)
+        self.kr_cache = self.kr_cache.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+KEPT = "does not write its caches in place"
+REFUSED = {
+    LateSplit: "reads the kv_cache from before",
+    LateUnbind: "reads the kv_cache from before",
+    LateUnfold: "reads the kv_cache from before",
+    LateView: "reads the kr_cache from before",
+    LateStrides: "reads the kv_cache from before",
+    ReturnsOld: "reads the kv_cache from before",
+    ReturnsNew: "the updated kv_cache is an output",
+    ReturnsViewOfNew: "the updated kr_cache is an output",
+    ComparesBoth: "reads the kv_cache from before",
+    Cloned: "kv_cache is no view of a graph input",
+    Gaps: "the updated kv_cache is not what the graph input becomes",
+    TwoSteps: KEPT,
+    TwoLayers: KEPT,
+}
+
+
+def run_both(module, target="reference"):
+    """The report of a module whose outputs and buffers are those of the eager one."""
+    eager = module.eval()
+    fused = copy.deepcopy(eager)
+    inputs = cases.inputs()
+    expected = eager(*copy.deepcopy(inputs))
+    report = None
+
+    def backend(gm, example_inputs):
+        nonlocal report
+        compiled = mla_fx.get_backend(target=target)(gm, example_inputs)
+        report = mla_fx.last_report()
+        return compiled
+
+    found = torch.compile(fused, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(fused.get_buffer(name), buffer, rtol=1e-4, atol=1e-5)
+    return report
+
+
+def stages(module):
+    return mla_fx.explain(module.eval(), target="reference")(*cases.inputs()).graphs
+
+
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_is_still_needed_is_kept(kind, target):
+    report = run_both(kind(), target)
+    assert report.fused, report
+    notes = [note for note in report.notes if KEPT in note]
+    assert bool(notes) == (target == "reference")
+    assert all(REFUSED[kind] in note for note in notes), notes
+
+
+@pytest.mark.parametrize("kind", [Layer, Functional, Transposed], ids=lambda kind: kind.__name__)
+def test_a_cache_that_nobody_needs_is_written_in_place(kind):
+    report = run_both(kind())
+    assert "mla_prolog" in report.fused
+    assert report.notes == []
+    graphs = stages(kind())
+    assert "mla_fx.mla_prolog_(" in graphs["reinplace"] and "copy_(" not in graphs["reinplace"]
+    assert "mla_fx.mla_prolog(" in graphs["tidy"] and "copy_(" in graphs["tidy"]
+
+
+def test_a_cache_that_is_written_again_keeps_both_writes():
+    run_both(WrittenTwice())
+
+
+@pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+@pytest.mark.parametrize("kind", [OneBuffer, LongSlice], ids=lambda kind: kind.__name__)
+def test_caches_that_lie_oddly_keep_their_answers(kind, target):
+    run_both(kind(), target)
+
+
+def test_one_refusal_does_not_keep_the_other_layers_from_it():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = LateSplit(), Layer()
+
+        def forward(self, *inputs):
+            first, *late = self.first(*inputs)
+            return self.second(first, *inputs[1:]), *late
+
+    report = run_both(Two())
+    assert report.fused == {"mla_prolog": 2, "latent_attention": 2}
+    assert len([note for note in report.notes if KEPT in note]) == 1
+    assert stages(Two())["reinplace"].count("mla_fx.mla_prolog_(") == 1
+
+
+def test_a_reading_that_fails_costs_one_operator_its_place(monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("mla_fx.reinplace.resolve", fail)
+    report = run_both(Layer())
+    assert report.fused == {"mla_prolog": 1, "latent_attention": 1}
+    assert report.notes == ["mla_prolog does not write its caches in place: ZeroDivisionError: a bug"]
+
+
+def test_inputs_that_share_memory():
+    class Peeking(Layer):
+        def forward(self, x, cos, sin, position, kv_cache, peek):
+            kv_cache.index_copy_(2, position, self.rows(x)[0])
+            old = peek * 2
+            self.kv_cache = kv_cache
+            return old, super().forward(x, cos, sin, position), peek + 1
+
+    def call(run):
+        buffer = torch.randn(B, 1, T, HCKV, generator=torch.Generator().manual_seed(3))
+        return run(*cases.inputs(), buffer, buffer[:, :, T - 5 :]), buffer
+
+    module = Peeking().eval()
+    expected = call(copy.deepcopy(module))
+    found = call(torch.compile(module, backend=mla_fx.get_backend(target="reference")))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- who shares memory with whom -------------------------------------------------------------------------------------
+
+
+def node_of(function, *shapes):
+    """The graph of a function, and the node that it returns."""
+    graph = make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph
+    return graph, graph.output_node().args[0]
+
+
+VIEWS = {
+    "split": lambda x: x.split(2, 0)[1],
+    "unbind": lambda x: x.unbind(1)[0],
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "as_strided": lambda x: x.as_strided((2, 2), (1, 2)),
+    "transpose": lambda x: x.transpose(0, 1)[1:],
+    "expand": lambda x: x.unsqueeze(0).expand(3, -1, -1),
+    "detach": lambda x: x.detach(),
+    "_unsafe_view": lambda x: aten._unsafe_view(x, [6, 4]),
+}
+COPIES = {
+    "clone": lambda x: x.clone(),
+    "cat": lambda x: torch.cat((x, x)),
+    "repeat": lambda x: x.repeat(2, 1),
+    "pad": lambda x: nn.functional.pad(x, (1, 1)),
+    "slice_scatter": lambda x: torch.slice_scatter(x, x[:1], 0, 0, 1),
+    "stack": lambda x: torch.stack((x, x)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_followed(name):
+    graph, node = node_of(VIEWS[name], (4, 6))
+    (source,) = graph.find_nodes(op="placeholder")
+    assert owner(node) is source
+    assert [reader.op for reader in readers(source)] == ["output"]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_no_views(name):
+    graph, node = node_of(COPIES[name], (4, 6))
+    (source,) = graph.find_nodes(op="placeholder")
+    assert owner(node) is node
+    assert surely_shares(node) is None
+    assert node in set(readers(source))
+
+
+def test_what_may_copy_is_no_sure_view():
+    _, node = node_of(lambda x: aten.reshape.default(x.t(), [24]), (4, 6))
+    assert owner(node).op == "placeholder" or node.target is not aten.reshape.default
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = torch.empty(4, 6).t()
+    reshaped = graph.call_function(aten.reshape.default, (source, [24]))
+    assert may_share(reshaped) == [source]
+    assert surely_shares(reshaped) is None
+
+
+# --- what is checked after every pass --------------------------------------------------------------------------------
+
+
+def chain():
+    """x, its copy back, a view and something that reads it late: as a graph, by name."""
+    graph = torch.fx.Graph()
+    nodes = {"x": graph.placeholder("x")}
+    nodes["parts"] = graph.call_function(aten.unbind.int, (nodes["x"],))
+    nodes["part"] = graph.call_function(operator.getitem, (nodes["parts"], 0))
+    nodes["new"] = graph.call_function(aten.add.Tensor, (nodes["x"], 1))
+    nodes["late"] = graph.call_function(aten.exp.default, (nodes["part"],))
+    nodes["copy"] = graph.call_function(aten.copy_.default, (nodes["x"], nodes["new"]))
+    graph.output((nodes["late"],))
+    return graph, nodes
+
+
+def test_a_node_before_its_operand_is_found():
+    graph, nodes = chain()
+    nodes["late"].append(nodes["part"])  # behind what reads it
+    with pytest.raises(RuntimeError, match=f"{nodes['late'].name} stands before its operand {nodes['part'].name}"):
+        check(graph, set(graph.nodes), {})
+
+
+def test_a_node_without_metadata_is_found():
+    graph, nodes = chain()
+    with pytest.raises(RuntimeError, match=f"{nodes['late'].name} was added without metadata"):
+        check(graph, set(graph.nodes) - {nodes["late"]}, {})
+
+
+def test_a_write_over_what_is_read_later_through_views_is_found():
+    graph, nodes = chain()
+    held, known = held_values(graph), set(graph.nodes)
+    with graph.inserting_before(nodes["late"]):
+        write = graph.call_function(aten.add_.Tensor, (nodes["x"], 1))
+    write.meta["val"] = None
+    with pytest.raises(RuntimeError, match=f"{write.name} writes x, of which {nodes['late'].name} reads"):
+        check(graph, known, held)
+    nodes["late"].append(write)
+    check(graph, known, held)
+
+
+def test_written_is_what_the_schema_says():
+    _, nodes = chain()
+    assert written(nodes["copy"]) == [nodes["x"]]
+    assert written(nodes["new"]) == []
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+def names(graph):
+    return [node.name for node in graph.nodes]
+
+
+def test_sorted_nodes_keep_their_order():
+    graph, _ = chain()
+    before = names(graph)
+    sort_nodes(graph)
+    assert names(graph) == before
+
+
+def test_siblings_that_wait_are_no_cycle():
+    """Both operands of one node stand behind it, and one of them waits for the other."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    total = graph.call_function(aten.add.Tensor, (x, x))
+    second = graph.call_function(aten.exp.default, (x,))
+    first = graph.call_function(aten.mul.Tensor, (second, x))
+    graph.output(total)
+    total.args = (first, second)
+    sort_nodes(graph)
+    graph.lint()
+    assert names(graph) == ["x", second.name, first.name, total.name, "output"]
+
+
+def test_a_real_cycle_is_named():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(aten.exp.default, (x,))
+    second = graph.call_function(aten.cos.default, (first,))
+    graph.output(second)
+    first.args = (second,)
+    with pytest.raises(RuntimeError, match="the rewritten graph has a cycle: ") as found:
+        sort_nodes(graph)
+    assert f"{first.name} -> {second.name}" in str(found.value)
