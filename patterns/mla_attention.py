@@ -170,6 +170,8 @@ class MlaAttention(Rule[Facts]):
         n = _ordered(weight_uk.axes - {*c, *e}, outer)
         s = _ordered(match["q_nope"].axes - {*b, *n, *e}, outer)
         v = tuple(axis for axis in outer if axis not in {*b, *s, *n})
+        if match.choices["values"] == "absorbed":
+            v = _same_columns(v, c, found.node)
         _check_shared(latent, "the latent", {*b, *t, *c}, n, t)
         _check_shared(keys, "k_rope", {*b, *t, *r}, n, t)
         _check_axes(match["q_nope"], "q_nope", {*b, *s, *n, *e})
@@ -243,6 +245,13 @@ def _dtype(match: Match) -> torch.dtype:
     if all(query.is_exact_in(dtype) for query in queries):
         return dtype
     return functools.reduce(torch.promote_types, (query.dtype for query in queries), dtype)
+
+
+def _same_columns(out: Axes, latent: Axes, node: Node) -> Axes:
+    """The columns of the result, which are those of the latents and come in their order."""
+    if set(out) != set(latent):
+        raise NoMatch("the result of the attention has other columns than the latents", node)
+    return latent
 
 
 def _ordered(found: frozenset[Axis], outer: Axes) -> Axes:

@@ -92,7 +92,7 @@ class HeldByGroups(Layer):
 class HeldInThree(Layer):
     def query(self, x):
         q = self.norm(x @ self.q_a.T, self.q_gamma) @ self.q_b.T
-        return q.unflatten(-1, (2, 2, 2, self.sizes.query)).permute(0, 3, 4, 2, 1, 5).flatten(2, 4).transpose(1, 2)
+        return q.unflatten(-1, (2, 2, 2, self.sizes.query)).permute(0, 1, 3, 4, 2, 5).flatten(2, 4).transpose(1, 2)
 
 
 @pytest.mark.parametrize("kind", [HeldByGroups, HeldInThree])
