@@ -1,7 +1,7 @@
 """A fuzzer: small layers of latent attention, mutated as operator graphs, run before and after the rewrite.
 
     bases.py        the layers that mutants start from, along the axes of the zoo and with sizes that coincide
-    layers.py       what the zoo lacks: other masks, caches, softmaxes, two steps, two layers
+    layers/         what the zoo lacks: other masks, caches, softmaxes, two steps, two layers
     capture.py      a layer as the graph that a backend gets, and the tensors it is run on
     bench.py        a copy of such a graph that is edited, with `meta["val"]` kept true
     insertions.py   mutations that put something behind a value: factors, casts, reversals; and identities

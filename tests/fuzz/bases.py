@@ -1,4 +1,4 @@
-"""The layers that mutants start from: the zoo's along its axes, with sizes that coincide, and those of layers.py."""
+"""The layers that mutants start from: the zoo's along its axes, with sizes that coincide, and those of layers/."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ class Bench:
             self.replace_operand(node, operand, emit(value))
             return
         users = [user for user in value.users if user.target is not aten.copy_.default or user.args[1] is value]
-        self.place = self._after(value)
+        self.place = self.after(value)
         new = emit(value)
         for user in users:
             for number, used in enumerate(operands(user)):
                 if used is value and not (user.target is aten.copy_.default and number == 0):
                     self.replace_operand(user, number, new)
 
-    def _after(self, value: Node) -> Node:
+    def after(self, value: Node) -> Node:
         node = value.next
         while node.op == "placeholder":
             node = node.next

@@ -35,11 +35,12 @@ def mutants(base: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[Muta
 
 
 def campaign(base: str, seed: int, numbers: Iterable[int], *, reducing: bool = True) -> Iterator[Result]:
-    """Judges mutants. What already fails without a mutation is judged once, as the mutant without any."""
+    """Judges mutants. Where the base fails by itself, that is the one result: its mutants would say no more."""
     plain = Mutant(base)
     untouched = plain.judge()
     if untouched.is_failure:
         yield Result(plain, untouched, True, False)
+        return
     for mutant, preserving in mutants(base, seed, numbers):
         outcome = mutant.judge()
         keeps = outcome.verdict == "fused" and outcome.fused == untouched.fused
@@ -92,12 +93,14 @@ class Tally:
             self.lost[kind] += not result.keeps_fusing
 
     @property
-    def distinct(self) -> list[Result]:
-        """Failures that differ after reduction."""
-        kept: dict[str, Result] = {}
+    def distinct(self) -> dict[str, dict[str, Result]]:
+        """Failures that differ after reduction, by verdict and kinds of mutations."""
+        kept: dict[str, dict[str, Result]] = {}
         for result in self.failures:
-            kept.setdefault(str(result.reduced or result.mutant), result)
-        return list(kept.values())
+            mutant = result.reduced or result.mutant
+            kinds = ", ".join(sorted(mutation[0] for mutation in mutant.mutations))
+            kept.setdefault(f"{result.outcome.verdict}: {kinds or 'no mutation'}", {})[str(mutant)] = result
+        return kept
 
 
 def quiet() -> None:

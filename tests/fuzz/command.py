@@ -20,6 +20,7 @@ from .judge import FAILURES, SAME
 from .reduce import Mutant
 
 BATCH = 100
+SHOWN = 8  # failures of one kind
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,11 +80,11 @@ def _replay(line: str) -> int:
 def show(console: Console, tally: Tally) -> None:
     console.print(_verdicts(tally))
     console.print(_kinds(tally))
-    for result in tally.distinct:
-        outcome = result.reduced_outcome or result.outcome
-        console.print(f"[b]{outcome.verdict}[/b]: ", end="")
-        console.print(f"{outcome.detail}", markup=False, highlight=False)
-        console.print(f"    {result.reduced or result.mutant}", markup=False, highlight=False, soft_wrap=True)
+    for name, failures in sorted(tally.distinct.items()):
+        console.print(f"[b]{name}[/b] ({len(failures)})")
+        for line, result in list(failures.items())[:SHOWN]:
+            outcome = result.reduced_outcome or result.outcome
+            console.print(f"    {outcome.detail}\n        {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _share(part: int, whole: int) -> str:

@@ -122,6 +122,40 @@ def _replace_leaves(bench: Bench, node: Node, new: dict[int, Any]) -> None:
     bench.changed.add(node)
 
 
+def _draw_wrapped(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | None:
+    node = random.choice(calls(graph))
+    wrapped = WRAPPED.get(node.target)
+    if wrapped is None or len(node.args) <= wrapped[-1]:
+        return None
+    number = random.choice(wrapped)
+    return (node.name, number) if isinstance(node.args[number], int) and 0 <= node.args[number] < 2**40 else None
+
+
+# Where the dimension stands among the arguments, and positions along it.
+WRAPPED = {
+    aten.slice.Tensor: (1, 2, 3),
+    aten.select.int: (1, 2),
+    aten.slice_scatter.default: (2, 3, 4),
+    aten.select_scatter.default: (2, 3),
+    aten.index_copy.default: (1,),
+    aten.cat.default: (1,),
+    aten.transpose.int: (1,),
+    aten._softmax.default: (1,),
+}
+
+
+@edit(PRESERVING, _draw_wrapped)
+def count_from_the_end(bench: Bench, name: str, number: int) -> None:
+    """A dimension or a position as a negative number."""
+    node = bench.node(name)
+    sizes, dim = shape(operands(node)[0]), node.args[WRAPPED[node.target][0]]
+    whole = len(sizes) if number == WRAPPED[node.target][0] else sizes[dim]
+    if not 0 <= node.args[number] < whole:
+        raise InvalidError("no position inside")
+    node.args = (*node.args[:number], node.args[number] - whole, *node.args[number + 1 :])
+    bench.changed.add(node)
+
+
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +221,7 @@ def duplicate(bench: Bench, name: str) -> None:
     """The last to read a value reads one computed once more."""
     node = bench.node(name)
     user = list(node.users)[-1]
-    bench.place = bench._after(node)
+    bench.place = bench.after(node)
     again = bench.call(node.target, *node.args, **node.kwargs)
     for number, value in enumerate(operands(user)):
         if value is node:
@@ -220,15 +254,17 @@ def _draw_late_read(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | 
         return None
     cache = random.choice(caches)
     dims = [dim for dim, size in enumerate(shape(cache)) if size > 2]
-    return (cache.name, random.choice(READS), random.choice(dims)) if dims else None
+    return (cache.name, random.choice(READS), random.choice(dims), random.random() < 0.5) if dims else None
 
 
 @edit(CHANGES, _draw_late_read)
-def late_read(bench: Bench, name: str, spelling: str, dim: int) -> None:
-    """What a cache held before is read when everything else is done."""
+def late_read(bench: Bench, name: str, spelling: str, dim: int, is_viewed_early: bool) -> None:
+    """What a cache held before is read when everything else is done, perhaps through a view made first of all."""
     cache = bench.node(name)
+    bench.place = bench.after(cache) if is_viewed_early else bench.end()
+    view = _read(bench, cache, spelling, dim)
     bench.place = bench.end()
-    bench.output(bench.call(aten.mul.Tensor, _read(bench, cache, spelling, dim), 1.5))
+    bench.output(bench.call(aten.mul.Tensor, view, 1.5))
 
 
 def _read(bench: Bench, cache: Node, spelling: str, dim: int) -> Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .bases import BASES, captured
+from .bases import captured
 from .draw import Mutation
 from .judge import Outcome, judge
 
@@ -26,13 +26,12 @@ class Mutant:
 
 
 def reduce(mutant: Mutant, verdict: str) -> Mutant:
-    """The same verdict from less."""
+    """The same verdict from less. A hang is not waited for on base after base."""
     mutant = _fewer(mutant, verdict)
-    for base in PLAIN:
-        simpler = Mutant(base, mutant.mutations)
-        if base in BASES and mutant.mutations and base != mutant.base and _still(simpler, verdict):
-            return simpler if mutant.base not in PLAIN or PLAIN.index(base) < PLAIN.index(mutant.base) else mutant
-    return mutant
+    if not mutant.mutations or verdict == "hang" or mutant.base in PLAIN:
+        return mutant
+    plainer = (Mutant(base, mutant.mutations) for base in PLAIN)
+    return next((other for other in plainer if _still(other, verdict)), mutant)
 
 
 def _fewer(mutant: Mutant, verdict: str) -> Mutant:
