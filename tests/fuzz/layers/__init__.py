@@ -7,6 +7,7 @@ from .plain import Layer, Sizes
 
 S = Sizes()
 EVEN = Sizes(batch=3, tokens=3, context=8, heads=4, hidden=8, q_rank=8, rank=8, nope=4, rope=4, value=4)
+SAME = Sizes(batch=2, tokens=6, context=6, heads=3, hidden=6, q_rank=6, rank=6, nope=6, rope=2, value=6, start=0)
 LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4, nope=4, rope=4, value=4, start=0)
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
@@ -14,6 +15,8 @@ SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
 LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "plain": (Layer, S),
     "plain even": (Layer, EVEN),
+    "plain same": (Layer, SAME),
+    "causal same": (heads.Causal, SAME),
     "plain level": (Layer, LEVEL),
     "bool added": (masks.BoolAdded, S),
     "flags written": (masks.FlagsWritten, EVEN),
@@ -40,6 +43,8 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "at number": (caches.AtNumber, SINGLE),
     "at last": (caches.AtLast, SINGLE),
     "at last slice": (caches.AtLastSlice, S),
+    "at index": (caches.AtIndex, EVEN),
+    "at index from the end": (caches.AtIndexFromTheEnd, S),
     "read from the end": (caches.ReadFromTheEnd, S),
     "cloned and copied": (caches.ClonedAndCopied, S),
     "old and new": (caches.OldAndNew, S),
@@ -52,6 +57,10 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "grouped queries": (heads.GroupedQueries, S),
     "two ups": (heads.TwoUps, S),
     "two ups even": (heads.TwoUps, EVEN),
+    "order of keys": (heads.OrderOfKeys, EVEN),
+    "two orders": (heads.TwoOrders, EVEN),
+    "order of values": (heads.OrderOfValues, EVEN),
+    "riffled query": (heads.RiffledQuery, EVEN),
     "flat cache": (caches.FlatCache, SINGLE),
     "flat cache, last": (caches.FlatCacheLast, SINGLE),
 }

@@ -43,6 +43,20 @@ class AtLastSlice(AtSlice):
         return caches
 
 
+class AtIndex(Layer):
+    """Positions are an index tensor."""
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache[:, :, place] = rows
+        return caches
+
+
+class AtIndexFromTheEnd(AtIndex):
+    def place(self) -> Tensor:
+        return super().place() - self.sizes.context
+
+
 class ReadFromTheEnd(Layer):
     """The newest 32 of fewer tokens."""
 

@@ -126,11 +126,49 @@ class GroupedQueries(Groups):
 class TwoUps(Layer):
     """Keys and values come from the latents by a projection each."""
 
+    def orders(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents as keys are made of them, and as values are."""
+        return latent, latent
+
     def expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.sizes.heads
         weights = self.kv_b.unflatten(0, (heads, -1)).split([self.sizes.nope, self.sizes.value], dim=1)
         k_nope, value = (
-            (latent.squeeze(1) @ weight.flatten(0, 1).T).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for weight in weights
+            (rows.squeeze(1) @ weight.flatten(0, 1).T).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for rows, weight in zip(self.orders(latent), weights, strict=True)
         )
         return torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), dim=-1), value
+
+
+def riffled(value: Tensor, pieces: int) -> Tensor:
+    """The last dimension in another order: every first element of each piece, then every second."""
+    return value.unflatten(-1, (pieces, -1)).transpose(-1, -2).flatten(-2)
+
+
+class OrderOfKeys(TwoUps):
+    """Keys are made of latents in another order of columns than values are."""
+
+    def orders(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        return riffled(latent, 2), latent
+
+
+class TwoOrders(TwoUps):
+    def orders(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        return riffled(latent, 2), riffled(latent, 4)
+
+
+class OrderOfValues(Absorbed):
+    """What is summed up are latents in another order than those that make the scores."""
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
+        return super().over_latents(query, key, riffled(latent, 2), mask)
+
+
+class RiffledQuery(Absorbed):
+    """The scores take query and latents in one other order, so that they stay; values are natural."""
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
+        rank = self.sizes.rank
+        (q_nope, q_rope), (k_nope, k_rope) = (item.split([rank, self.sizes.rope], dim=-1) for item in (query, key))
+        scores = riffled(q_nope, 2) @ riffled(k_nope, 2).mT + q_rope @ k_rope.mT
+        return self.probabilities(scores * 0.4, mask) @ latent
