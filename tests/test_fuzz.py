@@ -1,6 +1,7 @@
 """Mutated layers give the same answers and leave the same caches, fused or not (see fuzz/__init__.py)."""
 
 import pytest
+from fuzz.bases import MAY_STAY_UNFUSED
 from fuzz.campaign import batches, campaign
 from fuzz.found import FOUND
 
@@ -20,6 +21,8 @@ def pytest_generate_tests(metafunc):
 def test_mutants(base, numbers, request):
     seed = request.config.getoption("--fuzz-seed")
     results = list(campaign(base, seed, numbers))
+    untouched = results[0].outcome
+    assert untouched.is_failure or untouched.fused or base in MAY_STAY_UNFUSED, untouched
     failures = [
         f"{(result.reduced_outcome or result.outcome).verdict}: {(result.reduced_outcome or result.outcome).detail}\n"
         f"    {result.reduced or result.mutant}"

@@ -35,11 +35,11 @@ def mutants(base: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[Muta
 
 
 def campaign(base: str, seed: int, numbers: Iterable[int], *, reducing: bool = True) -> Iterator[Result]:
-    """Judges mutants. Where the base fails by itself, that is the one result: its mutants would say no more."""
+    """Judges a base and mutants of it. Where the base fails by itself, its mutants would say no more."""
     plain = Mutant(base)
     untouched = plain.judge()
+    yield Result(plain, untouched, True, True)
     if untouched.is_failure:
-        yield Result(plain, untouched, True, False)
         return
     for mutant, preserving in mutants(base, seed, numbers):
         outcome = mutant.judge()

@@ -7,7 +7,7 @@ from .plain import Layer, Sizes
 
 S = Sizes()
 EVEN = Sizes(batch=3, tokens=3, context=8, heads=4, hidden=8, q_rank=8, rank=8, nope=4, rope=4, value=4)
-SAME = Sizes(batch=2, tokens=6, context=6, heads=3, hidden=6, q_rank=6, rank=6, nope=6, rope=2, value=6, start=0)
+SAME = Sizes(batch=2, tokens=6, context=6, heads=3, hidden=6, q_rank=6, rank=6, nope=6, rope=4, value=6, start=0)
 LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4, nope=4, rope=4, value=4, start=0)
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
