@@ -93,8 +93,8 @@ class Scratch:
     """A copy of the repository. The two packages that lie outside mla_fx are linked into it, so that an installed
     mla_fx is not asked for them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, tests: list[str]) -> None:
+        self.folder, self.tests = folder, tests
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -117,7 +117,7 @@ class Scratch:
         return None if code == 0 else failed[0] if failed else f"pytest ended with {code}"
 
     def pytest(self, *options: str) -> tuple[int, str]:
-        tests = [f"tests/{name}.py" for name in TESTS if (self.folder / f"tests/{name}.py").exists()]
+        tests = [f"tests/{name}.py" for name in self.tests if (self.folder / f"tests/{name}.py").exists()]
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
         process = subprocess.Popen(
@@ -147,6 +147,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose file and text contain this")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="files in tests/, quick ones first")
     parser.add_argument("--list", action="store_true", help="show what would be removed, and stop")
     given = parser.parse_args()
     chosen = [refusal for refusal in refusals() if given.only in str(refusal)]
@@ -157,17 +158,19 @@ def main() -> int:
         print(*chosen, f"{total} refusals", sep="\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="refusals") as folder:
-        unnoticed = _remove_each(chosen, Path(folder), given.workers)
+        unnoticed = _remove_each(
+            chosen, [Scratch(Path(folder) / str(number), given.tests) for number in range(given.workers)]
+        )
     print(f"\n{len(chosen) - len(unnoticed)} of {len(chosen)} removed refusals were noticed ({total} in all)")
     print(*(f"nobody noticed {refusal}" for refusal in unnoticed), sep="\n")
     return bool(unnoticed)
 
 
-def _remove_each(chosen: list[Refusal], folder: Path, workers: int) -> list[Refusal]:
+def _remove_each(chosen: list[Refusal], scratches: list[Scratch]) -> list[Refusal]:
     copies: queue.Queue[Scratch] = queue.Queue()
-    for number in range(workers):
-        copies.put(Scratch(folder / str(number)))
-    left_out = _failing_anyway(copies)
+    for scratch in scratches:
+        copies.put(scratch)
+    left_out = _failing_anyway(scratches[0])
 
     def judge(refusal: Refusal) -> str | None:
         scratch = copies.get()
@@ -177,7 +180,7 @@ def _remove_each(chosen: list[Refusal], folder: Path, workers: int) -> list[Refu
             copies.put(scratch)
 
     unnoticed = []
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(len(scratches)) as pool:
         for refusal, test in zip(chosen, pool.map(judge, chosen), strict=True):
             print(f"{'noticed' if test else 'NOBODY '} {refusal}" + (f"   by {test}" if test else ""), flush=True)
             if test is None:
@@ -185,11 +188,9 @@ def _remove_each(chosen: list[Refusal], folder: Path, workers: int) -> list[Refu
     return unnoticed
 
 
-def _failing_anyway(copies: queue.Queue[Scratch]) -> list[str]:
+def _failing_anyway(scratch: Scratch) -> list[str]:
     """Tests that fail with every refusal in place say nothing about any."""
-    scratch = copies.get()
     code, output = scratch.pytest()
-    copies.put(scratch)
     failing = failures(output)
     if code not in (0, 1) or (code and not failing):
         raise SystemExit(f"the tests do not run: pytest ended with {code}\n{output[-2000:]}")
