@@ -36,9 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
         return _replay(given.replay)
     start = time.perf_counter()
     tally = Tally()
+    console = Console(width=200)
     for result in _results(given):
         tally.add(result)
-    console = Console(width=200)
+        if result.outcome.is_failure:
+            line = f"{result.outcome.verdict}: {result.reduced or result.mutant}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     show(console, tally)
     seconds = time.perf_counter() - start
     console.print(f"{given.number} mutants, seed {given.seed}, {seconds:.0f} s, {given.number / seconds:.1f} a second")
