@@ -1,0 +1,138 @@
+"""The layers that mutants start from: the zoo's along its axes, with sizes that coincide, and those of layers/."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from zoo.entries import Entry
+from zoo.mla import Spelling
+from zoo.scores import ATTEND
+from zoo.sizes import Sizes, Step
+
+from . import layers
+from .capture import Captured, capture
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+APART = Sizes(hidden=11, heads=3, nope=5, rope=4, value=7, q_rank=9, kv_rank=6, context=10, block=5)
+
+SIZES = {
+    "apart": (APART, Step("apart", 2, 3, batch=4)),
+    "B=S": (replace(APART, nope=4), Step("B=S", 2, 3, batch=2)),
+    "S=N": (APART, Step("S=N", 3, 4, batch=2)),
+    "N=B": (APART, Step("N=B", 2, 3, batch=3)),
+    "T=D": (replace(APART, nope=8, context=8, block=4), Step("T=D", 2, 3)),
+    "S=R": (APART, Step("S=R", 6, 3)),
+    "R=ND": (replace(APART, heads=2, nope=4, value=4, kv_rank=8), Step("R=ND", 3, 2)),
+    "He=Hcq=R": (replace(APART, hidden=6, q_rank=6), Step("He=Hcq=R", 2, 3, batch=3)),
+    "equal": (Sizes(4, 4, 4, 4, 4, 4, 4, 4, 2), Step("equal", 4, 0, batch=4)),
+    "twos": (Sizes(2, 2, 2, 2, 2, 2, 2, 4, 2), Step("twos", 2, 1, batch=2)),
+    "one token": (replace(APART, heads=4, nope=4), Step("one token", 1, 4, batch=3)),
+    "one head": (replace(APART, heads=1), Step("one head", 3, 2, batch=2)),
+    "one of all": (replace(APART, heads=1), Step("one of all", 1, 3, batch=1)),
+    "one sequence": (APART, Step("one sequence", 4, 3, batch=1)),
+    "cold": (APART, Step("cold", 9, 0, batch=2)),
+    "cold S=T=D": (replace(APART, nope=9, heads=4), Step("cold S=T=D", 9, 0, batch=4)),
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    name: str
+    build: Callable[[], torch.nn.Module]
+    arguments: Callable[[], tuple[Any, ...]]
+
+
+# --- from the zoo ----------------------------------------------------------------------------------------------------
+
+SPELLINGS = (
+    ("apart", {}),
+    ("B=S", {}),
+    ("S=N", {"attend": "eager"}),
+    ("N=B", {"attend": "by_hand"}),
+    ("T=D", {"cache": "index_put", "rope": "rotate_half"}),
+    ("S=R", {"attend": "masked_fill", "norm": "sum_over_n"}),
+    ("R=ND", {"keys": "new_empty", "attend": "where"}),
+    ("He=Hcq=R", {"norm": "vector_norm", "query": "low_returned"}),
+    ("equal", {"attend": "eager"}),
+    ("twos", {"attend": "by_hand", "cache": "batched"}),
+    ("one token", {"cache": "batched_one", "rope": "stack_flatten", "attend": "masked_fill"}),
+    ("one head", {"attend": "eager", "rope": "view_transpose"}),
+    ("one of all", {"attend": "sdpa_bool"}),
+    ("one sequence", {"cache": "slots", "layout": "tokens", "keys": "absorbed_bmm", "attend": "eager"}),
+    ("cold", {"cache": "none", "attend": "sdpa_causal"}),
+    ("cold S=T=D", {"cache": "none", "attend": "eager", "scale": "query"}),
+    ("S=N", {"cache": "none", "attend": "by_hand", "keys": "absorbed_einsum"}),
+    ("B=S", {"cache": "batched", "rope": "complex", "layout": "bshd", "attend": "einsum", "keys": "two_products"}),
+    ("N=B", {"cache": "scattered", "rope": "complex", "norm": "fused", "attend": "sdpa_bool"}),
+    ("apart", {"cache": "slice", "rope": "complex", "norm": "fused", "layout": "bshd", "query": "direct"}),
+    ("N=B", {"cache": "roomy_slice", "rope": "chunks", "keys": "absorbed_matmul", "attend": "masked_fill"}),
+    ("B=S", {"cache": "appended", "layout": "sbhd", "rope": "cat_of_strides", "keys": "absorbed_einsum",
+             "attend": "einsum", "multiply": "transposed"}),
+    ("He=Hcq=R", {"cache": "slots", "down": "fused_once", "rope": "rotate_every_two", "keys": "pad_add"}),
+    ("one token", {"cache": "slice_read_whole", "query": "direct", "rope": "none", "keys": "absorbed_cat"}),
+    ("apart", {"cache": "narrow_copy", "rope": "slice_assigned", "norm": "unit_offset", "keys": "two_projections"}),
+    ("R=ND", {"cache": "appended", "norm": "one_over_sqrt", "multiply": "weight_first", "attend": "sdpa_bool"}),
+    ("S=N", {"tables": "indexed", "part": "narrow", "down": "in_first", "keys": "rope_first", "scale": "divided",
+             "attend": "where"}),
+)  # fmt: skip
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_double(item) for item in value)
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def zoo_arguments(spelling: Spelling, step: Step) -> tuple[Any, ...]:
+    """The zoo's, with tables of any numbers and, where something is seen, a mask of any numbers."""
+    x, tables, positions, mask, caches, place = _double(Entry(spelling).arguments(step))
+    draw = torch.Generator().manual_seed(3)
+    tables = tuple(torch.randn(table.shape, generator=draw, dtype=table.dtype) for table in tables)
+    if ATTEND[spelling.attend].mask == "added":
+        mask = mask + torch.randn(mask.shape, generator=draw, dtype=mask.dtype)
+    return x, tables, positions, mask, caches, place
+
+
+def _from_zoo(sizes: str, axes: dict[str, str]) -> Base:
+    dimensions, step = SIZES[sizes]
+    spelling = replace(Spelling(), sizes=dimensions, **axes)
+    name = "-".join([sizes, *axes.values()])
+    return Base(name, lambda: Entry(spelling).build().double(), lambda: zoo_arguments(spelling, step))
+
+
+def _own(name: str, layer: type[layers.Layer], sizes: layers.Sizes) -> Base:
+    return Base(name, lambda: layer(sizes), lambda: layer(sizes).arguments())
+
+
+ALL = (
+    *(_from_zoo(sizes, axes) for sizes, axes in SPELLINGS),
+    *(_own(name, layer, sizes) for name, (layer, sizes) in layers.LAYERS.items()),
+)
+BASES = {base.name: base for base in ALL}
+assert len(BASES) == len(ALL)
+
+
+# What is fused elsewhere is not tested by a graph in which nothing is: only these may have nothing fused.
+MAY_STAY_UNFUSED = frozenset(
+    {
+        *("bool added", "flags written", "bool and flags", "minus ten thousand", "smallest number"),
+        *("heads as rows", "one context", "one context causal", "complex factor", "conjugated table"),
+        *("order of keys", "two orders", "order of values", "riffled query"),
+        *("read from the end", "cloned and copied", "at index from the end"),
+        *("one buffer", "one buffer by layer", "two steps"),
+    }
+)
+
+
+@functools.cache
+def captured(name: str) -> Captured:
+    base = BASES[name]
+    return capture(base.build(), base.arguments())

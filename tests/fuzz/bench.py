@@ -1,0 +1,139 @@
+"""A copy of a captured graph that is edited: nodes put in, operands replaced, fake values kept true."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from .capture import Captured, evaluate
+
+aten = torch.ops.aten
+ALL_USERS = -1
+
+
+class InvalidError(Exception):
+    """A mutation does not apply, or what results is no program."""
+
+
+class Bench:
+    """`site` is the name of a node and the number of one of its operands, or ALL_USERS for its result."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.graph = copy.deepcopy(captured.gm.graph)
+        self.nodes = {node.name: node for node in self.graph.nodes}
+        self.changed: set[Node] = set()
+        self.place: Node | None = None
+
+    def module(self) -> GraphModule:
+        return GraphModule(self.captured.gm, self.graph)
+
+    def node(self, name: str) -> Node:
+        if name not in self.nodes:
+            raise InvalidError(f"no node is called {name}")
+        return self.nodes[name]
+
+    def value(self, name: str, operand: int) -> Node:
+        node = self.node(name)
+        return node if operand == ALL_USERS else operands(node)[operand]
+
+    def insert(self, name: str, operand: int, emit: Callable[[Node], Node]) -> None:
+        """Whoever reads at this site reads what `emit` makes of the value."""
+        node, value = self.node(name), self.value(name, operand)
+        if operand != ALL_USERS:
+            self.place = node
+            self.replace_operand(node, operand, emit(value))
+            return
+        users = [user for user in value.users if user.target is not aten.copy_.default or user.args[1] is value]
+        self.place = self.after(value)
+        new = emit(value)
+        for user in users:
+            for number, used in enumerate(operands(user)):
+                if used is value and not (user.target is aten.copy_.default and number == 0):
+                    self.replace_operand(user, number, new)
+
+    def after(self, value: Node) -> Node:
+        node = value.next
+        while node.op == "placeholder":
+            node = node.next
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node before the current place."""
+        assert self.place is not None, "something is being inserted"
+        with self.graph.inserting_before(self.place):
+            node = self.graph.call_function(target, args, kwargs)
+        try:
+            evaluate(node, self.captured)
+        except Exception:
+            self.graph.erase_node(node)
+            raise
+        return node
+
+    def view(self, value: Node, shape: list[int]) -> Node:
+        """A view, of a copy where the value does not lie so that it can be one, as tracing a reshape leaves it."""
+        try:
+            return self.call(aten.view.default, value, shape)
+        except (RuntimeError, ValueError):
+            value = self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+            return self.call(aten._unsafe_view.default, value, shape)
+
+    def replace_operand(self, node: Node, operand: int, new: Node) -> None:
+        numbers = iter(range(len(operands(node))))
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda old: new if next(numbers) == operand else old)
+        self.changed.add(node)
+
+    def output(self, value: Node) -> None:
+        """Returns a value on top of what is returned."""
+        end = self.graph.output_node()
+        end.args = ((*end.args[0], value),)
+
+    def end(self) -> Node:
+        """Where what is read last is read: before the writes back into the inputs."""
+        for node in self.graph.nodes:
+            if node.op == "output" or node.target is aten.copy_.default:
+                return node
+        raise InvalidError("a graph ends with its output")
+
+    def settle(self) -> None:
+        """Brings the fake values up to date behind everything that was changed."""
+        stale = set(self.changed)
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and (node in stale or any(value in stale for value in node.all_input_nodes)):
+                self._evaluate(node)
+                stale.add(node)
+        self.changed.clear()
+        self.graph.lint()
+
+    def _evaluate(self, node: Node) -> None:
+        try:
+            evaluate(node, self.captured)
+        except (RuntimeError, ValueError):
+            if node.target is not aten.view.default:
+                raise
+            self.place = node
+            copied = self.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
+            node.args = (copied, *node.args[1:])
+            evaluate(node, self.captured)
+
+
+def operands(node: Node) -> list[Node]:
+    """The operands of a node in the order of its arguments, one as often as it is used."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def tensor(node: Node) -> Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+def shape(node: Node) -> list[int]:
+    return list(node.meta["val"].shape)

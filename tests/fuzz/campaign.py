@@ -1,0 +1,111 @@
+"""Many mutants of one base, or of all, and the counts of what became of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from .bases import BASES, captured
+from .draw import draw
+from .judge import Outcome
+from .reduce import Mutant, reduce
+
+PRESERVING_SHARE = 0.3  # of the mutants drawn
+
+
+@dataclass(frozen=True)
+class Result:
+    mutant: Mutant
+    outcome: Outcome
+    preserving: bool
+    keeps_fusing: bool
+    reduced: Mutant | None = None
+    reduced_outcome: Outcome | None = None
+
+
+def mutants(base: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[Mutant, bool]]:
+    """Mutants of a base and whether they preserve meaning. Number by number, each from a sequence of its own."""
+    for number in numbers:
+        random = Random(f"{seed}/{base}/{number}")
+        preserving = random.random() < PRESERVING_SHARE
+        yield Mutant(base, tuple(draw(random, captured(base), preserving=preserving))), preserving
+
+
+def campaign(base: str, seed: int, numbers: Iterable[int], *, reducing: bool = True) -> Iterator[Result]:
+    """Judges a base and mutants of it. Where the base fails by itself, its mutants would say no more."""
+    plain = Mutant(base)
+    untouched = plain.judge()
+    yield Result(plain, untouched, True, True)
+    if untouched.is_failure:
+        return
+    for mutant, preserving in mutants(base, seed, numbers):
+        outcome = mutant.judge()
+        keeps = outcome.verdict == "fused" and outcome.fused == untouched.fused
+        if not outcome.is_failure or not reducing:
+            yield Result(mutant, outcome, preserving, keeps)
+            continue
+        reduced = reduce(mutant, outcome.verdict)
+        yield Result(mutant, outcome, preserving, keeps, reduced, reduced.judge())
+
+
+def batches(total: int, size: int) -> Iterator[tuple[str, range]]:
+    """`total` mutants as evenly as possible over all bases, in pieces of at most `size` numbers of one base."""
+    share, more = divmod(total, len(BASES))
+    for place, base in enumerate(BASES):
+        numbers = range(share + (place < more))
+        for first in range(0, len(numbers), size):
+            yield base, numbers[first : first + size]
+
+
+@dataclass
+class Tally:
+    """Counts over results."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, Counter[str]] = field(default_factory=dict)
+    preserving: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    alone: Counter[str] = field(default_factory=Counter)
+    changing: Counter[str] = field(default_factory=Counter)
+    strides: int = 0
+    failures: list[Result] = field(default_factory=list)
+
+    def add(self, result: Result) -> None:
+        verdict = result.outcome.verdict
+        self.verdicts[verdict] += 1
+        for mutation in result.mutant.mutations:
+            self.kinds.setdefault(mutation[0], Counter())[verdict] += 1
+        self.strides += result.outcome.strides_differ
+        if result.outcome.is_failure:
+            self.failures.append(result)
+        if verdict == "invalid" or not result.mutant.mutations:
+            return
+        if not result.preserving:
+            self.changing[verdict] += 1
+            return
+        self.preserving["kept" if result.keeps_fusing else "lost"] += 1
+        if len(result.mutant.mutations) == 1:
+            kind = result.mutant.mutations[0][0]
+            self.alone[kind] += 1
+            self.lost[kind] += not result.keeps_fusing
+
+    @property
+    def distinct(self) -> dict[str, dict[str, Result]]:
+        """Failures that differ after reduction, by verdict and kinds of mutations."""
+        kept: dict[str, dict[str, Result]] = {}
+        for result in self.failures:
+            mutant = result.reduced or result.mutant
+            kinds = ", ".join(sorted(mutation[0] for mutation in mutant.mutations))
+            kept.setdefault(f"{result.outcome.verdict}: {kinds or 'no mutation'}", {})[str(mutant)] = result
+        return kept
+
+
+def quiet() -> None:
+    """Warnings about single graphs are what is being provoked here."""
+    import logging
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -1,0 +1,94 @@
+"""A layer as the operator graph that a backend gets, all in float64, and the tensors it is run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
+
+WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+@dataclass(frozen=True)
+class Captured:
+    gm: GraphModule
+    inputs: tuple[Any, ...]
+    mode: FakeTensorMode
+
+
+def capture(module: torch.nn.Module, arguments: tuple[Any, ...]) -> Captured:
+    """AOTAutograd's inference graph of a layer, mutations of inputs kept in it as copies."""
+    graphs: list[GraphModule] = []
+    inputs: list[tuple[Any, ...]] = []
+
+    def inference(gm: GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+
+        def forward(*given: Any) -> Any:
+            inputs.append(copies(given))
+            return gm(*given)
+
+        return make_boxed_func(forward)
+
+    backend = aot_autograd(fw_compiler=inference, inference_compiler=inference, keep_inference_input_mutations=True)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*arguments)
+    (gm,), (given,) = graphs, inputs
+    mode = next(node.meta["val"].fake_mode for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+    captured = Captured(gm, given, mode)
+    _widen(captured)
+    return captured
+
+
+def _widen(captured: Captured) -> None:
+    """Casts to float32 become casts to float64: a narrowing one is a mutation, not part of a spelling."""
+    for node in captured.gm.graph.nodes:
+        if node.op == "get_attr":
+            attribute = getattr(captured.gm, node.target)
+            setattr(captured.gm, node.target, attribute.to(WIDER.get(attribute.dtype, attribute.dtype)))
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _wider)
+        evaluate(node, captured)
+
+
+def _wider(value: Any) -> Any:
+    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def evaluate(node: Node, captured: Captured) -> None:
+    """Gives a node the fake value that its operator makes of its operands' fake values."""
+    if node.op == "get_attr":
+        node.meta["val"] = captured.mode.from_tensor(getattr(captured.gm, node.target))
+    if node.op != "call_function":
+        return
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    with captured.mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in inputs)
+
+
+def run(gm: GraphModule, inputs: tuple[Any, ...], instead: dict[Any, Any] | None = None) -> tuple[Any, ...]:
+    """Runs a graph node by node, without compiling it to Python first; other functions `instead` of some operators."""
+    values: dict[Node, Any] = {}
+    given = iter(inputs)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = getattr(gm, node.target)
+        elif node.op == "output":
+            return tuple(map_arg(node.args[0], values.__getitem__))
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = (instead or {}).get(node.target, node.target)(*args, **kwargs)
+    raise ValueError("a graph ends with its output")

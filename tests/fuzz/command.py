@@ -1,0 +1,119 @@
+"""`python -m tests.fuzz --number 2000 --seed 0 --processes 2`: a campaign, and a table of what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .bases import BASES
+from .campaign import Result, Tally, batches, campaign, quiet
+from .judge import FAILURES, SAME
+from .reduce import Mutant
+
+BATCH = 100
+SHOWN = 8  # failures of one kind
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--number", type=int, default=1000, help="how many mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--base", choices=sorted(BASES), help="mutants of this one only")
+    parser.add_argument("--replay", help="judge one mutant again: the line that was printed for it")
+    given = parser.parse_args(arguments)
+    _start()
+    if given.replay:
+        return _replay(given.replay)
+    start = time.perf_counter()
+    tally = Tally()
+    console = Console(width=200)
+    for result in _results(given):
+        tally.add(result)
+        if result.outcome.is_failure:
+            line = f"{result.outcome.verdict}: {result.reduced or result.mutant}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show(console, tally)
+    seconds = time.perf_counter() - start
+    console.print(f"{given.number} mutants, seed {given.seed}, {seconds:.0f} s, {given.number / seconds:.1f} a second")
+    return bool(tally.failures)
+
+
+def _start() -> None:
+    torch.set_num_threads(1)
+    quiet()
+
+
+def _results(given: argparse.Namespace) -> Iterator[Result]:
+    pieces = [(given.base, range(given.number))] if given.base else list(batches(given.number, BATCH))
+    if given.processes == 1:
+        for base, numbers in pieces:
+            yield from campaign(base, given.seed, numbers)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.processes, mp_context=context, initializer=_start) as pool:
+        pending = [pool.submit(_piece, base, given.seed, numbers) for base, numbers in pieces]
+        for done in as_completed(pending):
+            yield from done.result()
+
+
+def _piece(base: str, seed: int, numbers: range) -> list[Result]:
+    return list(campaign(base, seed, numbers))
+
+
+def _replay(line: str) -> int:
+    base, mutations = ast.literal_eval(line)
+    outcome = Mutant(base, tuple(tuple(mutation) for mutation in mutations)).judge()
+    print(outcome.verdict, outcome.detail, outcome.fused)
+    return outcome.is_failure
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def show(console: Console, tally: Tally) -> None:
+    console.print(_verdicts(tally))
+    console.print(_kinds(tally))
+    for name, failures in sorted(tally.distinct.items()):
+        console.print(f"[b]{name}[/b] ({len(failures)})")
+        for line, result in list(failures.items())[:SHOWN]:
+            outcome = result.reduced_outcome or result.outcome
+            console.print(f"    {outcome.detail}\n        {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _verdicts(tally: Tally) -> Table:
+    table = Table("verdict", "mutants", "share", title="What became of the mutants")
+    total = sum(tally.verdicts.values())
+    for verdict in (*SAME, *FAILURES, "invalid"):
+        table.add_row(verdict, str(tally.verdicts[verdict]), _share(tally.verdicts[verdict], total))
+    table.add_section()
+    valid, kept = sum(tally.changing.values()), tally.preserving["kept"]
+    fused = tally.changing["fused"]
+    table.add_row("changing, valid, fused", f"{fused} of {valid}", _share(fused, valid))
+    preserving = kept + tally.preserving["lost"]
+    table.add_row("preserving, fused as before", f"{kept} of {preserving}", _share(kept, preserving))
+    table.add_row("strides of an output differ", str(tally.strides), "")
+    return table
+
+
+def _kinds(tally: Tally) -> Table:
+    table = Table("mutation", *SAME, *FAILURES, "invalid", "alone it keeps what fuses", title="By kind")
+    for kind in sorted(tally.kinds):
+        counts: Counter[str] = tally.kinds[kind]
+        whole = tally.alone[kind]
+        kept = f"{whole - tally.lost[kind]} of {whole}" if whole else ""
+        table.add_row(kind, *(str(counts[verdict] or "") for verdict in (*SAME, *FAILURES, "invalid")), kept)
+    return table

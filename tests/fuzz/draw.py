@@ -1,0 +1,88 @@
+"""Mutants as data: a list of mutations for a captured graph, drawn at random, and the graph that they make of it."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from random import Random
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from . import edits, insertions
+from .bench import ALL_USERS, Bench, InvalidError, operands, tensor
+from .capture import Captured
+
+aten = torch.ops.aten
+
+Mutation = tuple[Any, ...]
+Site = tuple[Node, int]
+
+INSERTIONS = {**insertions.CHANGES, **insertions.IDENTITIES}
+EDITS = {**edits.CHANGES, **edits.PRESERVING}
+CHANGING = (*insertions.CHANGES, *edits.CHANGES)
+PRESERVING = (*insertions.IDENTITIES, *edits.PRESERVING)
+OFTEN = {"scale": 3, "exchange_dims": 3, "riffle": 2, "late_read": 2, "operand": 2, "argument": 2, "two_arguments": 2}
+KINDS_TRIED, SITES_TRIED = 10, 30
+
+
+@functools.cache
+def sites(graph: Graph) -> dict[str, list[Site]]:
+    """Where something can be put in, by the operator there: rare operators are to be met as often as views."""
+    found: dict[str, list[Site]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "call_function") and tensor(node) is not None and node.users:
+            found[f"{node.op if node.op != 'call_function' else node.target}"].append((node, ALL_USERS))
+        for number, operand in enumerate(operands(node) if node.op == "call_function" else ()):
+            if tensor(operand) is not None and (node.target is not aten.copy_.default or number == 1):
+                found[f"into {node.target}"].append((node, number))
+    return dict(sorted(found.items()))
+
+
+def draw(random: Random, captured: Captured, *, preserving: bool) -> list[Mutation]:
+    """One to three mutations. A mutant that changes meaning may have identities among them."""
+    number = random.choice((1, 1, 1, 2, 2, 3))
+    kinds = [PRESERVING if preserving or (place and random.random() < 0.4) else CHANGING for place in range(number)]
+    return [_draw_one(random, captured.gm.graph, kind) for kind in kinds]
+
+
+def _draw_one(random: Random, graph: Graph, kinds: tuple[str, ...]) -> Mutation:
+    for _ in range(KINDS_TRIED):
+        (kind,) = random.choices(kinds, [OFTEN.get(kind, 1) for kind in kinds])
+        for _ in range(SITES_TRIED):
+            parameters = EDITS[kind].draw(random, graph) if kind in EDITS else _draw_insertion(random, graph, kind)
+            if parameters is not None:
+                return (kind, *parameters)
+    raise InvalidError("no mutation applies")
+
+
+def _draw_insertion(random: Random, graph: Graph, kind: str) -> Mutation | None:
+    groups = sites(graph)
+    node, operand = random.choice(groups[random.choice(list(groups))])
+    value = tensor(node if operand == ALL_USERS else operands(node)[operand])
+    parameters = INSERTIONS[kind].draw(random, value)
+    return None if parameters is None else (node.name, operand, *parameters)
+
+
+def mutate(captured: Captured, mutations: list[Mutation]) -> GraphModule:
+    """The graph with mutations applied one after the other. Raises InvalidError where that gives no program."""
+    bench = Bench(captured)
+    for mutation in mutations:
+        try:
+            _apply(bench, mutation)
+            bench.settle()
+        except InvalidError:
+            raise
+        except Exception as error:
+            raise InvalidError(f"{mutation}: {type(error).__name__}: {error}") from error
+    return bench.module()
+
+
+def _apply(bench: Bench, mutation: Mutation) -> None:
+    kind, *parameters = mutation
+    if kind in EDITS:
+        EDITS[kind].apply(bench, *parameters)
+        return
+    name, operand, *rest = parameters
+    bench.insert(name, operand, lambda value: INSERTIONS[kind].emit(bench, value, *rest))

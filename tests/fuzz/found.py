@@ -1,0 +1,40 @@
+"""Failures that were found once: a base and the mutations that made it fail, as data."""
+
+from __future__ import annotations
+
+from .reduce import Mutant
+
+FOUND = (
+    # factors and signs that are dropped
+    Mutant("plain", (("argument", "mul_8", 1, 0.0),)),
+    Mutant("equal-eager", (("scale", "_unsafe_view_1", -1, 0.0, "div"),)),
+    Mutant("B=S-batched-complex-bshd-einsum-two_products", (("scale", "squeeze", 0, -1.0, "first"),)),
+    Mutant("He=Hcq=R-vector_norm-low_returned", (("scale", "linalg_vector_norm", 0, 3.0, "mul"),)),
+    Mutant("exp over sum", (("scale", "sum_1", -1, 3.0, "mul"),)),
+    Mutant("exp over sum unsqueezed", (("negate", "sum_1", -1),)),
+    # dimensions that are taken for others of the same size
+    Mutant("exp over sum", (("exchange_dims", "sum_1", -1, 1, 2),)),
+    Mutant("plain even", (("exchange_dims", "_softmax", 0, 0, 2),)),
+    Mutant("blind row", (("exchange_dims", "masked_fill", -1, 0, 2),)),
+    Mutant("complex", (("exchange_dims", "view_as_complex", -1, 0, 2),)),
+    Mutant("complex", (("exchange_dims", "cat_1", 0, 0, 2), ("exchange_dims", "mul_3", -1, 0, 1))),
+    Mutant("batched", (("exchange_dims", "getitem_1", -1, 0, 2),)),
+    Mutant("batched", (("scale", "arange", -1, -1, "mul"),)),
+    # orders that are lost in a view
+    Mutant("plain level", (("riffle", "transpose_1", -1, 0, 2),)),
+    Mutant("absorbed", (("riffle", "bmm_2", 0, 0, 2),)),
+    Mutant("plain level", (("chunk_and_stack", "transpose", -1, 0, 2),)),
+    Mutant("apart-slice-complex-fused-bshd-direct", (("split_dim", "view_as_real", -1, 0, 2),)),
+    Mutant("apart-narrow_copy-slice_assigned-unit_offset-two_projections", (("split_dim", "mul_13", -1, 0, 2),)),
+    # the old cache, read after it was written
+    Mutant("plain", (("late_read", "arg10_1", "unbind", 3, True),)),
+    Mutant("plain", (("late_read", "arg8_1", "unbind", 2, True),)),
+    Mutant("apart-slice-complex-fused-bshd-direct", (("late_read", "arg6_1", "split", 2, True),)),
+    # casts that round
+    Mutant("plain", (("narrow", "mm", 0, "bfloat16"),)),
+    Mutant("plain", (("narrow", "expand_4", 0, "float32"),)),
+    Mutant("plain", (("narrow", "rsqrt", -1, "float16"),)),
+    Mutant("plain", (("narrow", "_softmax", 0, "float16"),)),
+    # more terms than can be counted
+    Mutant("plain", (("pile", "add_4", 0, 24),)),
+)

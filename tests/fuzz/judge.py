@@ -1,0 +1,171 @@
+"""What becomes of a mutant: it is run before and after the rewrite, and everything that can be seen is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import mla_fx
+
+from .bench import InvalidError
+from .capture import Captured, copies, run
+from .draw import Mutation, mutate
+
+aten = torch.ops.aten
+
+TOLERANCE = 1e-9  # of the largest element; everything runs in float64
+SECONDS = 20
+
+SAME = ("fused", "unfused")
+FAILURES = ("wrong", "fallback", "error", "hang")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    verdict: str  # one of SAME, FAILURES, or "invalid"
+    detail: str = ""
+    fused: dict[str, int] = field(default_factory=dict)
+    strides_differ: bool = False
+
+    @property
+    def is_failure(self) -> bool:
+        return self.verdict in FAILURES
+
+
+class Hang(BaseException):
+    """No Exception, so that nothing on the way takes it for an ordinary failure."""
+
+
+def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
+    try:
+        gm = mutate(captured, mutations)
+        references = [_run(gm, captured)]
+        _check_meaningful(references[0][0])
+        if any(isinstance(value, Tensor) and value.isnan().any() for value in references[0][0]):
+            references.append(_run(gm, captured, BLIND_GIVES_ZEROS))
+    except InvalidError as error:
+        return Outcome("invalid", str(error))
+    except Exception as error:
+        return Outcome("invalid", f"{type(error).__name__}: {error}")
+    try:
+        with time_limit(SECONDS):
+            return _rewritten(gm, captured, references)
+    except Hang:
+        return Outcome("hang", f"no answer within {SECONDS} seconds")
+
+
+def _check_meaningful(expected: tuple[Any, ...]) -> None:
+    for value in expected:
+        if isinstance(value, Tensor) and value.numel() and not value.is_complex() and not value.isfinite().any():
+            raise InvalidError("a result is nowhere finite")
+
+
+# A query that may attend to nothing gives NaN in PyTorch's softmax and zeros in the operators, which is their contract.
+# So a result is right, too, if it is just that of the same graph with softmaxes that give zeros there.
+BLIND_GIVES_ZEROS = {aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim)}
+
+
+def _run(gm: GraphModule, captured: Captured, instead: Any = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What a graph gives, and what it leaves of its inputs."""
+    inputs = copies(captured.inputs)
+    with torch.no_grad():
+        return run(gm, inputs, instead), inputs
+
+
+def _rewritten(gm: GraphModule, captured: Captured, references: list[Any]) -> Outcome:
+    compiler = mla_fx.MlaPass(target="reference")
+    before = _text(gm)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        try:
+            compiler(gm)
+        except Exception as error:
+            return Outcome("error", f"the pass raised {type(error).__name__}: {error}")
+    failed = [note for note in compiler.report.notes if "failed" in note]
+    if failed:
+        return Outcome("fallback", failed[0])
+    fused = dict(compiler.report.fused)
+    if not fused:
+        return Outcome("unfused") if _text(gm) == before else Outcome("wrong", "nothing fused, yet the graph changed")
+    try:
+        found, ours = _run(gm, captured)
+    except Exception as error:
+        return Outcome("error", f"the rewritten graph raised {type(error).__name__}: {error}", fused)
+    differences = [compare(expected, theirs, found, ours) for expected, theirs in references]
+    if all(differences):
+        return Outcome("wrong", differences[0], fused)
+    return Outcome("fused", "", fused, _strides(references[0][0]) != _strides(found))
+
+
+def _text(gm: GraphModule) -> list[Any]:
+    return [(node.name, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
+
+
+def _strides(values: tuple[Any, ...]) -> list[Any]:
+    return [value.stride() for value in values if isinstance(value, Tensor)]
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def expire(*_: Any) -> None:
+        raise Hang
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+
+def compare(expected: Any, theirs: Any, found: Any, ours: Any) -> str:
+    """In what the rewritten program differs; empty if in nothing."""
+    if len(expected) != len(found):
+        return f"{len(found)} outputs instead of {len(expected)}"
+    for kind, values, others in (("output", expected, found), ("input", theirs, ours)):
+        for number, (one, other) in enumerate(zip(values, others, strict=True)):
+            difference = _differ(one, other)
+            if difference:
+                return f"{kind} {number} {difference}"
+    if _shared(expected, theirs) != _shared(found, ours):
+        return "outputs share memory with others than before"
+    return ""
+
+
+def _differ(one: Any, other: Any) -> str:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return "" if one == other else f"is {other} instead of {one}"
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"is {other.dtype} {list(other.shape)} instead of {one.dtype} {list(one.shape)}"
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    if not one.is_floating_point():
+        return "" if torch.equal(one, other) else "differs"
+    if not torch.equal(one.isnan(), other.isnan()) or not torch.equal(one.isinf(), other.isinf()):
+        return "is not finite where it was, or the other way around"
+    one, other = one.nan_to_num(0, 1, -1).double(), other.nan_to_num(0, 1, -1).double()
+    if not one.numel():
+        return ""
+    error = float((one - other).abs().max() / one.abs().max().clamp(min=1e-3))
+    return f"is {error:.2g} off" if error > TOLERANCE else ""
+
+
+def _shared(outputs: Any, inputs: Any) -> list[int]:
+    """For each output the first input or output that lies in the same memory."""
+    places = [
+        value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else -1 - number
+        for number, value in enumerate((*inputs, *outputs))
+    ]
+    return [places.index(place) for place in places[len(inputs) :]]

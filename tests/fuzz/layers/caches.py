@@ -1,0 +1,156 @@
+"""Caches: where rows go, what is read, and how many share a buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .plain import Layer
+
+
+class AtSlice(Layer):
+    """A Python number says where the rows go."""
+
+    def place(self) -> int:
+        return self.sizes.start
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache[:, :, place : place + self.sizes.tokens] = rows
+        return caches
+
+
+class AtNumber(AtSlice):
+    """One token, at a number."""
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache[:, :, place] = rows[:, :, 0]
+        return caches
+
+
+class AtLast(AtNumber):
+    def place(self) -> int:
+        return -1
+
+
+class AtLastSlice(AtSlice):
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache[:, :, -self.sizes.tokens :] = rows
+        return caches
+
+
+class AtIndex(Layer):
+    """Positions are an index tensor."""
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache[:, :, place] = rows
+        return caches
+
+
+class AtIndexFromTheEnd(AtIndex):
+    def place(self) -> Tensor:
+        return super().place() - self.sizes.context
+
+
+class ReadFromTheEnd(Layer):
+    """The newest 32 of fewer tokens."""
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        latents, keys = super().store(caches, latent, k_rope, place)
+        return latents[:, :, -32:], keys[:, :, -32:]
+
+
+class ClonedAndCopied(Layer):
+    """The cache is written in a copy, and that copied back."""
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        copied = super().store(tuple(cache.clone() for cache in caches), latent, k_rope, place)
+        for cache, written in zip(caches, copied, strict=True):
+            cache.copy_(written)
+        return copied
+
+
+class OldAndNew(Layer):
+    """What the cache held before is returned."""
+
+    def forward(self, x: Tensor, tables: Any, place: Any, mask: Tensor | None, caches: tuple[Tensor, ...]) -> Any:
+        old = caches[0][:, :, 2:5] * 2.0
+        return super().forward(x, tables, place, mask, caches), old
+
+
+class Batched(Layer):
+    """Each sequence at its own positions, in a cache with a dimension of sequences."""
+
+    def place(self) -> Tensor:
+        return super().place() + torch.arange(self.sizes.batch).unsqueeze(-1) % 2
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        sequences = torch.arange(self.sizes.batch).unsqueeze(-1)
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache[sequences, 0, place] = rows.squeeze(1)
+        return caches
+
+
+class OneBuffer(AtSlice):
+    """Both caches are slices of one buffer."""
+
+    def caches(self) -> tuple[Tensor, ...]:
+        sizes = self.sizes
+        return (self.random(sizes.batch, 1, sizes.context, sizes.rank + sizes.rope),)
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        halves = caches[0][..., : self.sizes.rank], caches[0][..., self.sizes.rank :]
+        return super().store(halves, latent, k_rope, place)
+
+
+class OneBufferByLayer(Layer):
+    """Both caches are parts of one buffer of all layers."""
+
+    def caches(self) -> tuple[Tensor, ...]:
+        sizes = self.sizes
+        return (self.random(3, sizes.batch, 1, sizes.context, sizes.rank + 2),)
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        halves = caches[0][0][..., : self.sizes.rank], caches[0][1][..., : self.sizes.rope]
+        return super().store(halves, latent, k_rope, place)
+
+
+class FlatCache(AtNumber):
+    """[B, T, R], one token at a number."""
+
+    def caches(self) -> tuple[Tensor, ...]:
+        return tuple(cache.squeeze(1).clone() for cache in super().caches())
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache[:, place] = rows[:, 0, 0]
+        return caches[0].unsqueeze(1), caches[1].unsqueeze(1)
+
+
+class FlatCacheLast(FlatCache):
+    def place(self) -> int:
+        return -2
+
+
+class TwoSteps(Layer):
+    """The same layer twice over one pair of caches, at positions that follow each other."""
+
+    def forward(self, x: Tensor, tables: Any, place: Any, mask: Tensor | None, caches: tuple[Tensor, ...]) -> Any:
+        first = super().forward(x, tables, place, mask, caches)
+        return first, super().forward(first, tables, place - 2, mask, caches)
+
+
+class TwoLayers(Layer):
+    """Two layers with a cache of their own each."""
+
+    def caches(self) -> tuple[Tensor, ...]:
+        return (*super().caches(), *super().caches())
+
+    def forward(self, x: Tensor, tables: Any, place: Any, mask: Tensor | None, caches: tuple[Tensor, ...]) -> Any:
+        x = x + super().forward(x, tables, place, mask, caches[:2])
+        return x + super().forward(x, tables, place, mask, caches[2:])

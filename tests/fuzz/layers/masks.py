@@ -1,0 +1,88 @@
+"""Masks and softmaxes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from .plain import Layer
+
+
+class BoolAdded(Layer):
+    """Flags added to scores count as 0 and 1; they forbid nothing."""
+
+    def mask(self) -> Tensor:
+        return self.allowed()
+
+
+class FlagsWritten(BoolAdded):
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        bias = torch.zeros(mask.shape, dtype=scores.dtype)
+        bias[:] = mask
+        return (scores + bias).softmax(-1)
+
+
+class BoolAsFill(BoolAdded):
+    """vLLM, LLaMA: a bias made of a condition."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        return (scores + bias).softmax(-1)
+
+
+class BoolAndFlags(BoolAdded):
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return (scores.masked_fill(~mask, float("-inf")) + mask).softmax(-1)
+
+
+class MinusTenThousand(BoolAdded):
+    """A fill that is small, not infinite: a row that sees nothing is uniform, not zero."""
+
+    def allowed(self) -> Tensor:
+        allowed = super().allowed()
+        allowed[0] = False
+        return allowed
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return scores.masked_fill(~mask, -1e4).softmax(-1)
+
+
+class SmallestNumber(MinusTenThousand):
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+
+
+class BlindRow(MinusTenThousand):
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+class BlindAdded(Layer):
+    def allowed(self) -> Tensor:
+        allowed = super().allowed()
+        allowed[-1] = False
+        return allowed
+
+
+class ExpOverSum(Layer):
+    """No peak is subtracted before the exponential."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        exponential = torch.exp(scores + mask)
+        return exponential / exponential.sum(-1, keepdim=True)
+
+
+class ExpOverSumUnsqueezed(Layer):
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        exponential = torch.exp(scores + mask - (scores + mask).amax(-1, keepdim=True))
+        return exponential / exponential.sum(-1).unsqueeze(-1)
+
+
+class SafeSoftmax(Layer):
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        key, value = self.expanded(latent, k_rope)
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.4)
