@@ -9,6 +9,7 @@
     draw.py         mutants drawn at random, as data
     judge.py        what became of a mutant: same, wrong, an error, a hang
     reduce.py       a failing mutant made small
+    campaign.py     many mutants, and counts of what became of them
     found.py        failures that were found once, replayed by every test run
     command.py      `python -m tests.fuzz`
     refusals.py     `python -m tests.fuzz.refusals`: which refusal of the compiler does no test notice?

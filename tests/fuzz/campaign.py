@@ -21,7 +21,8 @@ class Result:
     mutant: Mutant
     outcome: Outcome
     preserving: bool
-    keeps_fusing: bool
+    can_fuse: bool  # something fuses in the base
+    keeps_fusing: bool  # the same as there
     reduced: Mutant | None = None
     reduced_outcome: Outcome | None = None
 
@@ -38,17 +39,19 @@ def campaign(base: str, seed: int, numbers: Iterable[int], *, reducing: bool = T
     """Judges a base and mutants of it. Where the base fails by itself, its mutants would say no more."""
     plain = Mutant(base)
     untouched = plain.judge()
-    yield Result(plain, untouched, True, True)
+    can_fuse = bool(untouched.fused)
+    yield Result(plain, untouched, True, can_fuse, True)
     if untouched.is_failure:
         return
     for mutant, preserving in mutants(base, seed, numbers):
         outcome = mutant.judge()
-        keeps = outcome.verdict == "fused" and outcome.fused == untouched.fused
+        keeps = outcome.fused == untouched.fused and not outcome.is_failure
         if not outcome.is_failure or not reducing:
-            yield Result(mutant, outcome, preserving, keeps)
+            yield Result(mutant, outcome, preserving, can_fuse, keeps)
             continue
         reduced = reduce(mutant, outcome.verdict)
-        yield Result(mutant, outcome, preserving, keeps, reduced, reduced.judge())
+        seen = outcome if reduced == mutant else reduced.judge()
+        yield Result(mutant, outcome, preserving, can_fuse, keeps, reduced, seen)
 
 
 def batches(total: int, size: int) -> Iterator[tuple[str, range]]:
@@ -85,6 +88,8 @@ class Tally:
             return
         if not result.preserving:
             self.changing[verdict] += 1
+            return
+        if not result.can_fuse:
             return
         self.preserving["kept" if result.keeps_fusing else "lost"] += 1
         if len(result.mutant.mutations) == 1:
