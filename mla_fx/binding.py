@@ -48,7 +48,8 @@ class Match:
         if before.origin is not element.origin:
             places = f"{before.origin.name} in one place, {element.origin.name} in the other"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
-        same = self._unified(before, element) if before.factor == element.factor else None
+        is_alike = (before.factor, before.roundings) == (element.factor, element.roundings)
+        same = self._unified(before, element) if is_alike else None
         if same is None:
             raise NoMatch(f"{name} is read in two different ways", element.origin)
         return replace(self, same=same)

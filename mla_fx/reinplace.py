@@ -112,7 +112,7 @@ def _writes_back(copy_back: Node, results: tuple[Node, ...], given: Node, source
     if not isinstance(value, Node):
         return False
     element = resolve(value, index)
-    if element.node not in results or element.factor != 1.0:
+    if element.origin not in results or element.factor != 1.0 or element.roundings:
         return False
     return resolve(given, element.index) == Element(source, index)
 

@@ -35,12 +35,14 @@ class Element:
     operation it is.)
 
     `top` is the same value before casts and constant factors were looked through: `top_factor * top[0][top[1]]`. It is
-    what a rewrite reads, so that no rounding of the user's is lost; two elements are equal if what computes them is.
-    `coarsest` is the least precise type in which the value was held between the two."""
+    what a rewrite reads, so that no rounding of the user's is lost. `roundings` are the types to which it was rounded
+    in between, the last one first, and `coarsest` the least precise of all in which it was held since it last was
+    multiplied. Two elements are equal if the same operation computes them and they were rounded alike."""
 
     origin: Node
     index: tuple[Index, ...]
     factor: float = 1.0
+    roundings: tuple[torch.dtype, ...] = ()
     top: Place | None = field(default=None, compare=False, repr=False)
     top_factor: float = field(default=1.0, compare=False, repr=False)
     coarsest: torch.dtype | None = field(default=None, compare=False, repr=False)
@@ -126,8 +128,8 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
     """The element `factor * node[index]`, followed to where it is computed."""
     top: Place | None = None
     top_factor = factor
-    coarsest: torch.dtype | None = None
-    is_rounded_last = True  # no factor has been applied since the value was held in `coarsest`
+    held: list[torch.dtype] = []
+    since_factor: int | None = None
     while True:
         place = move(node, index)
         if place is not None:
@@ -135,16 +137,30 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
             continue
         if top is None:
             top = (node, index)
-        held = _dtype(node, index)
-        if is_rounded_last and (coarsest is None or is_coarser(held, coarsest)):
-            coarsest = held
+        held.append(_dtype(node, index))
         look_through = TRANSPARENT.get(node.target)
         step = None if look_through is None else look_through(node, index)
         if step is None:
-            return Element(node, index, factor, top, top_factor, coarsest)
+            coarsest = functools.reduce(_coarser, held[:since_factor])
+            return Element(node, index, factor, _roundings(held), top, top_factor, coarsest)
         (node, index), number = step
         factor *= number
-        is_rounded_last = is_rounded_last and abs(number) == 1.0
+        since_factor = len(held) if since_factor is None and abs(number) != 1.0 else since_factor
+
+
+def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return one if is_coarser(one, other) else other
+
+
+def _roundings(held: list[torch.dtype]) -> tuple[torch.dtype, ...]:
+    """The types, of those in which a value was held, that may have changed it; the first one it was computed in."""
+    rounded: list[torch.dtype] = []
+    finest = held[-1]
+    for dtype in reversed(held):
+        if is_coarser(dtype, finest):
+            rounded.insert(0, dtype)
+            finest = dtype
+    return tuple(rounded)
 
 
 def element_of(node: Node) -> Element:

@@ -120,7 +120,7 @@ def _sum_of_squares(mean: Element) -> _MeanSquare:
 def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:
     """What `outside` reads where the mean runs, if it is otherwise the value whose squares are summed; None if not."""
     inside = mean.value
-    if outside.node is not inside.node:
+    if outside.node is not inside.node or outside.roundings != inside.roundings:
         return None
     runs = [part.axis for part in mean.over if part.axis is not None]
     read: dict[Axis, Index] = {}

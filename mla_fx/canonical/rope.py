@@ -169,7 +169,7 @@ def _rotations(
 
 def _layout_read(x1: Element, x2: Element, pair: Axis) -> str | None:
     """How the two elements of a pair lie to each other in the value that is rotated."""
-    if x1.node is not x2.node:
+    if x1.node is not x2.node or x1.roundings != x2.roundings:
         return None
     apart = [(mine, theirs) for mine, theirs in zip(x1.index, x2.index, strict=True) if mine != theirs]
     if len(apart) != 1 or apart[0][0].terms != apart[0][1].terms:
@@ -190,8 +190,7 @@ def _along(x1: Element, x2: Element, layout: str, along: Axis, pair: Axis) -> El
     value = replace(x1, index=_runs(x1.index, layout, along, pair))
     (node, mine), (other, theirs) = x1.seen, x2.seen
     places = Element(node, mine), Element(other, theirs)
-    is_alike = x1.coarsest == x2.coarsest and x1.top_factor == x2.top_factor
-    if not is_alike or _layout_read(*places, pair) != layout:
+    if x1.top_factor != x2.top_factor or _layout_read(*places, pair) != layout:
         return replace(value, top=None)
     return replace(value, top=(node, _runs(mine, layout, along, pair)))
 
