@@ -154,14 +154,16 @@ def graph(
     unsqueeze_2 = aten.unsqueeze(arg9_1, 1)  # i64[3, 1]
     gt = aten.gt.Tensor(arange, unsqueeze_2)  # b8[3, 16]
     masked_fill = aten.masked_fill.Scalar(zeros, gt, -inf)  # f32[3, 16]
-    reshape_default_8 = aten.reshape(arg9_1, [1, 3])  # i64[1, 3]
-    reshape_default_7 = aten.reshape(arg6_1, [1, 3, 6])  # f32[1, 3, 6]
-    reshape_default_6 = aten.reshape(arg7_1, [1, 3, 6])  # f32[1, 3, 6]
-    permute_default_3 = aten.permute(arg4_1, [1, 0])  # f32[32, 26]
+    reshape_default_2 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
     reshape_default_3 = aten.reshape(arg11_1, [4, 18, 20])  # f32[4, 18, 20]
+    slice_tensor = aten.slice.Tensor(reshape_default_3, 1, 8, 18)  # f32[4, 10, 20]
     slice_tensor_2 = aten.slice.Tensor(reshape_default_3, 1, 0, 8)  # f32[4, 8, 20]
     permute_default_2 = aten.permute(arg3_1, [1, 0])  # f32[24, 56]
+    permute_default_3 = aten.permute(arg4_1, [1, 0])  # f32[32, 26]
     permute_default_4 = aten.permute(arg0_1, [1, 0])  # f32[32, 24]
+    reshape_default_6 = aten.reshape(arg7_1, [1, 3, 6])  # f32[1, 3, 6]
+    reshape_default_7 = aten.reshape(arg6_1, [1, 3, 6])  # f32[1, 3, 6]
+    reshape_default_8 = aten.reshape(arg9_1, [1, 3])  # i64[1, 3]
     # mla_fx.mla_prolog, by rule mla_prolog, replaces 6 nodes
     #   cases.py: mm x2
     #   cases.py: mm
@@ -169,14 +171,12 @@ def graph(
     #   cases.py: index_copy
     #   cases.py: bmm
     mla_prolog_default = mla_fx.mla_prolog(arg1_1, permute_default_4, permute_default_2, slice_tensor_2, permute_default_3, arg2_1, arg5_1, reshape_default_6, reshape_default_7, reshape_default_8, arg8_1, arg10_1, rmsnorm_epsilon_ckv=1e-06, gamma_after_cast=False, rmsnorm_epsilon_cq=1e-06, rope_layout='half_half', cache_mode='Norm')  # (f32[2, 3, 4, 20], f32[2, 3, 4, 6], f32[2, 1, 16, 20], f32[2, 1, 16, 6])
-    getitem_12 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
-    getitem_13 = mla_prolog_default[3]  # f32[2, 1, 16, 6]
-    reshape_default = aten.reshape(getitem_12, [2, 16, 20])  # f32[2, 16, 20]
-    reshape_default_1 = aten.reshape(getitem_13, [2, 16, 6])  # f32[2, 16, 6]
-    reshape_default_2 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
-    slice_tensor = aten.slice.Tensor(reshape_default_3, 1, 8, 18)  # f32[4, 10, 20]
     getitem_10 = mla_prolog_default[0]  # f32[2, 3, 4, 20]
     getitem_11 = mla_prolog_default[1]  # f32[2, 3, 4, 6]
+    getitem_12 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
+    reshape_default = aten.reshape(getitem_12, [2, 16, 20])  # f32[2, 16, 20]
+    getitem_13 = mla_prolog_default[3]  # f32[2, 1, 16, 6]
+    reshape_default_1 = aten.reshape(getitem_13, [2, 16, 6])  # f32[2, 16, 6]
     # mla_fx.latent_attention, by rule absorb, replaces 7 nodes
     #   cases.py: mm
     #   cases.py: add

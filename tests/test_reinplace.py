@@ -12,7 +12,7 @@ from torch import nn
 import mla_fx
 from mla_fx import cases
 from mla_fx.aliasing import may_share, owner, readers, surely_shares, written
-from mla_fx.cases import HCKV, B, Layer, T
+from mla_fx.cases import DR, HCKV, B, D, Layer, N, S, T
 from mla_fx.check import check, held_values
 from mla_fx.surgery import sort_nodes
 from mla_fx.torch_private import make_fx
@@ -27,7 +27,7 @@ def no_gradients():
 
 
 class Functional(Layer):
-    """Caches updated out of place and copied back at the end; `late` is what is made of old and new ones before that."""
+    """Caches updated out of place and copied back at the end; `late` is made of old and new ones."""
 
     def late(self, new):
         return ()
@@ -44,7 +44,7 @@ class Functional(Layer):
         late = self.late(new)
         self.kv_cache.copy_(new[0])
         self.kr_cache.copy_(new[1])
-        return (out, *late)
+        return (out.transpose(1, 2).reshape(B, S, -1) @ self.o.T, *late)
 
 
 class LateSplit(Functional):

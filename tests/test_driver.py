@@ -1,0 +1,303 @@
+"""The driver of a compilation: its fence, its passes and dumps, floats that are recovered, and the pass in Inductor."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from zoo.entries import DEFAULT, Entry
+from zoo.sizes import DECODE, PREFILL
+
+import mla_fx
+from mla_fx import cases, compilation, discover
+from mla_fx.debug.recorder import Recorder
+from mla_fx.options import Options
+from mla_fx.pipeline import PIPELINE, Pass, Run, run_pipeline
+
+EXACT = {"rtol": 1e-4, "atol": 1e-5}
+ALL = {"mla_prolog": 1, "latent_attention": 1}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def decode():
+    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
+
+
+def compiled(module, **options):
+    return torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference", **options}))
+
+
+def check_same(module, arguments, run):
+    theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
+    expected = module(*theirs)
+    torch.testing.assert_close((run(*ours), ours), (expected, theirs), **EXACT)
+
+
+def told(module, arguments, run):
+    """The warnings of a run that must give what the module does."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_same(module, arguments, run)
+    return [str(warning.message) for warning in caught if issubclass(warning.category, mla_fx.MlaWarning)]
+
+
+def fail(*_, **__):
+    raise ZeroDivisionError("a bug")
+
+
+# --- the fence -------------------------------------------------------------------------------------------------------
+
+
+def test_floats_that_cannot_be_recovered_break_no_model(decode, monkeypatch):
+    module, arguments = decode
+    monkeypatch.setattr(compilation, "recover_floats", fail)
+    (message,) = told(module, arguments, compiled(module))
+    assert "recovering lifted floats failed with ZeroDivisionError: a bug; the model runs unfused" in message
+    assert mla_fx.last_report().fused == {}
+
+
+def test_floats_that_cannot_be_recovered_are_an_error_when_strict(decode, monkeypatch):
+    module, arguments = decode
+    monkeypatch.setattr(compilation, "recover_floats", fail)
+    with pytest.raises(mla_fx.FusionError, match="recovering lifted floats failed: ZeroDivisionError: a bug"):
+        compiled(module, strict=True)(*arguments)
+
+
+@pytest.fixture
+def moody_inductor(monkeypatch):
+    """Inductor that spoils the first graph it is given, and then fails."""
+    import torch._inductor.compile_fx as inductor
+
+    compile_graph, seen = inductor.compile_fx_inner, []
+
+    def moody(gm, inputs, **given):
+        seen.append(gm)
+        if len(seen) == 1:
+            for node in gm.graph.nodes:
+                node.meta.clear()
+            raise ZeroDivisionError("a bug")
+        return compile_graph(gm, inputs, **given)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", moody)
+
+
+@pytest.mark.usefixtures("moody_inductor")
+def test_a_graph_that_inductor_cannot_compile_once_it_is_fused_is_compiled_as_it_came(decode):
+    module, arguments = decode
+    (message,) = told(module, arguments, compiled(module, target="inductor"))
+    assert "compiling the fused graph for inductor failed with ZeroDivisionError: a bug; the model runs unf" in message
+    assert mla_fx.last_report().fused == {}
+
+
+@pytest.mark.usefixtures("moody_inductor")
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [({"strict": True}, "compiling the fused graph .* failed: Zero"), ({"expect": ALL}, r"expected .*, fused {}")],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+def test_who_insists_on_fusion_is_told(decode, options, complaint):
+    module, arguments = decode
+    with pytest.raises(mla_fx.FusionError, match=complaint):
+        compiled(module, target="inductor", **options)(*arguments)
+
+
+def test_an_error_of_the_users_own_stays_what_it_is(monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a bug"):
+        compiled(nn.Linear(3, 3), target="inductor")(torch.ones(1, 3))
+
+
+# --- what every pass is held to --------------------------------------------------------------------------------------
+
+
+def forget_metadata(run):
+    next(node for node in run.emit.added if not node._erased).meta.pop("val")
+
+
+def write_too_early(run):
+    """Copies a cache back before it is read."""
+    copy_back = run.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)[0]
+    first = next(node for node in run.graph.nodes if node.op == "call_function")
+    with run.graph.inserting_before(first):
+        zeros = run.graph.call_function(torch.ops.aten.zero_.default, (copy_back.args[0],))
+    zeros.meta["val"] = copy_back.meta["val"]
+
+
+def turn_round(run):
+    *_, node = (node for node in run.graph.nodes if node.op == "call_function" and node.users)
+    next(iter(node.users)).append(node)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (forget_metadata, "was added without metadata"),
+        (write_too_early, "reads the old value"),
+        (turn_round, "stands before its operand"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_pass_that_spoils_the_graph_is_caught(decode, monkeypatch, spoil, complaint):
+    module, arguments = decode
+    passes = (*PIPELINE[:5], Pass("spoil", spoil), *PIPELINE[5:])
+    monkeypatch.setattr(compilation, "run_pipeline", lambda run, _: run_pipeline(run, passes))
+    (message,) = told(module, arguments, compiled(module))
+    assert "pass 'spoil' failed with RuntimeError: " in message and complaint in message
+
+
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
+    module, arguments = decode
+    compiled(module, target=target, dump=str(tmp_path))(*arguments)
+    report = mla_fx.last_report()
+    assert [record.name for record in report.passes] == [step.name for step in PIPELINE]
+    assert [step.name for step in PIPELINE[-2:]] == ["reinplace", "lower"]
+    assert all(record.milliseconds > 0 for record in report.passes)
+    files = sorted(path.name for path in (tmp_path / "graph_000").glob("*.py"))
+    assert (files[0], files[-1], len(files)) == ("00_captured.py", "07_lower.py", len(PIPELINE) + 1)
+    lowered = (tmp_path / "graph_000" / files[-1]).read_text()
+    assert ("mla_fx.mla_prolog_(" in lowered) == (target == "reference")
+    assert ("aten.mm" in lowered) == (target == "inductor") or target == "reference"
+
+
+# --- dumps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_folder_that_cannot_be_written_costs_a_warning(decode, tmp_path, strict):
+    module, arguments = decode
+    (tmp_path / "file").write_text("")
+    (message,) = told(module, arguments, compiled(module, dump=str(tmp_path / "file"), strict=strict))
+    assert "the dump is not complete: The dump folder" in message
+    assert mla_fx.last_report().fused == ALL
+
+
+def test_a_dump_that_breaks_off_is_told_once(tmp_path, monkeypatch):
+    report = mla_fx.Report()
+    recorder = Recorder(report, str(tmp_path), keep_text=True)
+    monkeypatch.setattr("mla_fx.debug.recorder.graph_text", fail)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            recorder.stage("captured", torch.fx.Graph())
+        recorder.finish()
+    assert [str(warning.message) for warning in caught] == ["mla_fx: the dump is not complete: a bug"]
+
+
+# --- floats that `dynamic=True` lifted -------------------------------------------------------------------------------
+
+PRODUCTS = {
+    "at": lambda x, weight: x @ weight.T,
+    "matmul": lambda x, weight: torch.matmul(x, weight.T),
+    "method": lambda x, weight: x.matmul(weight.T),
+    "linear": lambda x, weight: nn.functional.linear(x, weight),
+    "einsum": lambda x, weight: torch.einsum("bsi,oi->bso", x, weight),
+    "addmm": lambda x, weight: torch.addmm(
+        torch.zeros(weight.shape[0]), x.reshape(-1, x.shape[-1]), weight.T
+    ).unflatten(0, x.shape[:2]),
+}
+
+
+class Spelled(cases.Layer):
+    """Projections in one spelling, and an epsilon that Dynamo takes for an input."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.product, self.epsilon = product, 1e-6
+
+    def query(self, x):
+        return self.product(self.norm(self.product(x, self.q_a), self.q_gamma), self.q_b)
+
+    def rows(self, x):
+        latent, k_rope = self.product(x, self.kv_a).split([cases.HCKV, cases.DR], dim=-1)
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+    def norm(self, x, gamma):
+        return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_lifted_floats_are_recovered_in_any_spelling(name):
+    module = Spelled(PRODUCTS[name]).eval()
+    fused = copy.deepcopy(module)
+    run = torch.compile(fused, backend=mla_fx.get_backend(target="reference"), dynamic=True)
+    torch.testing.assert_close(run(*cases.inputs()), module(*cases.inputs()), **EXACT)
+    assert "latent_attention" in mla_fx.last_report().fused, mla_fx.last_report()
+    torch.testing.assert_close(fused.kv_cache, module.kv_cache, **EXACT)
+
+
+# --- as a pass in Inductor -------------------------------------------------------------------------------------------
+
+
+def with_pass(module, graph_pass):
+    return torch.compile(module, options={"post_grad_custom_pre_pass": graph_pass})
+
+
+def test_the_report_is_that_of_the_users_own_pass(decode):
+    """Inductor runs a copy of its configuration."""
+    module, arguments = decode
+    graph_pass = mla_fx.MlaPass(absorb="always")
+    check_same(module, arguments, with_pass(module, graph_pass))
+    assert graph_pass.report.fused == ALL
+    assert mla_fx.last_report() is graph_pass.report
+
+
+def gradients(module, run):
+    out, *_ = run(*Entry(DEFAULT).arguments(PREFILL))
+    out.square().sum().backward()
+    return [weight.grad for weight in module.parameters()]
+
+
+def test_a_pass_leaves_training_graphs_alone():
+    module, other, graph_pass = Entry(DEFAULT).build(), Entry(DEFAULT).build(), mla_fx.MlaPass()
+    with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="fuses inference only") as caught:
+        torch.testing.assert_close(gradients(other, with_pass(other, graph_pass)), gradients(module, module), **EXACT)
+    assert len([warning for warning in caught if issubclass(warning.category, mla_fx.MlaWarning)]) == 1
+    assert graph_pass.report.fused == {}
+    assert graph_pass.report.notes == ["training graph: left alone, mla_fx fuses inference only"]
+
+
+def test_a_pass_called_without_a_word_knows_training_graphs_by_their_inputs():
+    graph = torch.fx.Graph()
+    graph.output(graph.placeholder("primals_1"))
+    graph_pass = mla_fx.MlaPass()
+    with pytest.warns(mla_fx.MlaWarning, match="fuses inference only"):
+        graph_pass(torch.fx.GraphModule({}, graph))
+    assert graph_pass.report.notes[0].startswith("training graph")
+
+
+def test_a_pass_that_fails_in_inductor_breaks_no_model(decode, monkeypatch):
+    module, arguments = decode
+    monkeypatch.setattr("mla_fx.pipeline.erase_orphans", fail)
+    graph_pass = mla_fx.MlaPass(dump=None, absorb="never")
+    (message,) = told(module, arguments, with_pass(module, graph_pass))
+    assert "pass 'tidy' failed with ZeroDivisionError" in message
+    assert graph_pass.report.fused == {}
+
+
+def test_nothing_comes_from_a_cache_that_is_to_be_counted_or_dumped(tmp_path):
+    assert mla_fx.MlaPass(dump=str(tmp_path)).uuid() is None
+    graph_pass = mla_fx.MlaPass()
+    with pytest.raises(mla_fx.FusionError), mla_fx.expecting(mla_prolog=1):
+        assert graph_pass.uuid() is None
+    assert graph_pass.uuid() is not None
+
+
+# --- what the checks cost --------------------------------------------------------------------------------------------
+
+
+def test_a_graph_without_softmax_or_calls_of_ours_goes_through_no_pass():
+    graph = torch.fx.symbolic_trace(nn.Linear(3, 3)).graph
+    run = Run(graph, Options(), discover.rules(), mla_fx.Report())
+    run_pipeline(run)
+    assert run.report.passes == [] and run.report.notes == ["no attention in this graph: there is nothing to fuse"]

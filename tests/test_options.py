@@ -1,0 +1,302 @@
+"""Options: what is taken, what is refused and in which words, at every door; strict, expect and expecting."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zoo.entries import DEFAULT, Entry
+from zoo.negatives import expanded_cache
+from zoo.sizes import DECODE, PREFILL
+
+import mla_fx
+from mla_fx import cases
+from mla_fx.expect import expectation
+
+ALL = {"mla_prolog": 1, "latent_attention": 1}
+WRONG = {
+    "strict, as text": ({"strict": "False"}, "option strict is 'False'; it takes False, True"),
+    "strict, as a number": ({"strict": 1}, "option strict is 1; it takes False, True"),
+    "strict, as nothing": ({"strict": None}, "option strict is None; it takes False, True"),
+    "dump": ({"dump": 3}, "option dump is 3; it takes a folder, as a string or a path, or None"),
+    "disable": ({"disable": None}, "option disable is None; it takes the name of a pattern, or several"),
+    "disable, a number in it": ({"disable": [3]}, r"option disable is \[3\]; it takes the name"),
+    "verify": ({"verify": ["first"]}, r"option verify is \['first'\]; it takes 'off', 'first', 'always'"),
+    "target": ({"target": 3}, "unknown target 3; known targets are 'auto'"),
+    "expect": ({"expect": 3}, "option expect is 3; it takes operators, or a mapping"),
+    "expect, misspelt": ({"expect": {"mla_prologue": 1}}, "expect names 'mla_prologue'; known operators are 'kv_"),
+    "expect, misspelt in a list": ({"expect": ["mla_prologue"]}, "expect names 'mla_prologue'; known operators are"),
+    "expect, a word for a number": ({"expect": {"mla_prolog": "1"}}, "expect holds the number '1'; it takes operators"),
+    "expect, a truth for a number": ({"expect": {"mla_prolog": True}}, "expect holds the number True"),
+    "expect, no number": ({"expect": {"mla_prolog": ()}}, r"expect holds the number \(\)"),
+    "expect, less than nothing": ({"expect": {"mla_prolog": -1}}, "expect holds the number -1"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def decode():
+    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
+
+
+def compiled(module, **options):
+    return torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference", **options}))
+
+
+@pytest.mark.parametrize("make", [mla_fx.get_backend, mla_fx.MlaPass], ids=["get_backend", "MlaPass"])
+@pytest.mark.parametrize(("options", "complaint"), WRONG.values(), ids=WRONG)
+def test_wrong_options_are_refused_when_they_are_bound(make, options, complaint):
+    with pytest.raises(mla_fx.OptionError, match=complaint):
+        make(**options)
+
+
+def test_wrong_options_of_a_call_are_refused(decode):
+    module, arguments = decode
+    with pytest.raises(mla_fx.OptionError, match="option strict is 'no'"):
+        torch.compile(module, backend="mla", options={"strict": "no"})(*arguments)
+
+
+def test_an_unknown_mode_is_refused(decode):
+    module, arguments = decode
+    with pytest.raises(mla_fx.OptionError, match="mode is 'max-speed'; target 'inductor' has 'default', "):
+        torch.compile(module, backend="mla", mode="max-speed")(*arguments)
+
+
+def test_a_path_is_a_folder(decode, tmp_path):
+    module, arguments = decode
+    compiled(module, dump=Path(tmp_path))(*arguments)
+    assert (tmp_path / "graph_000" / "index.md").exists()
+
+
+def test_options_of_any_target_will_do_for_auto():
+    mla_fx.get_backend(freezing=True)
+    with pytest.raises(mla_fx.OptionError, match="unknown option 'colour' for target 'auto'"):
+        mla_fx.get_backend(colour="red")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"verify": "first"}, "option verify does not apply to MlaPass"),
+        ({"freezing": True}, "option 'freezing' does not apply to MlaPass; give it to what compiles the graph"),
+    ],
+    ids=str,
+)
+def test_a_pass_refuses_what_cannot_apply(options, complaint):
+    with pytest.raises(mla_fx.OptionError, match=complaint):
+        mla_fx.MlaPass(**options)
+
+
+def test_a_backend_takes_no_other_keywords():
+    with pytest.raises(TypeError, match="colour"):
+        mla_fx.get_backend()(None, (), colour="red")
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
+def test_a_backend_can_be_copied(decode, copied):
+    module, arguments = decode
+    backend = copied(mla_fx.get_backend(target="reference", expect=ALL))
+    torch.compile(module, backend=backend)(*arguments)
+    assert mla_fx.last_report().fused == ALL
+
+
+def test_a_pass_can_be_pickled():
+    graph_pass = mla_fx.MlaPass(strict=True, expect=("mla_prolog",))
+    assert pickle.loads(pickle.dumps(graph_pass)).uuid() == graph_pass.uuid()
+
+
+# --- expect ----------------------------------------------------------------------------------------------------------
+
+MET = ["mla_prolog", ["latent_attention"], {"mla_prolog", "latent_attention"}, ALL, {**ALL, "mla_attention": (0, 1)}]
+UNMET = ["mla_attention", ["mla_prolog", "mla_attention"], {"mla_prolog": 1}, {**ALL, "mla_prolog": (0, 2)}, {}]
+
+
+@pytest.mark.parametrize("expect", MET, ids=str)
+def test_met(expect):
+    assert expectation(expect).is_met(ALL)
+
+
+@pytest.mark.parametrize("expect", UNMET, ids=str)
+def test_unmet(decode, expect):
+    module, arguments = decode
+    with pytest.raises(mla_fx.FusionError, match=r"expected .*, fused {'mla_prolog': 1, 'latent_attention': 1}"):
+        compiled(module, expect=expect)(*arguments)
+
+
+class Broken(nn.Module):
+    """An embedding and two layers, each in a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, cases.HE)
+        self.layers = nn.ModuleList([cases.Layer(), cases.Layer()])
+
+    def forward(self, tokens, cos, sin, position):
+        x = self.embed(tokens)
+        torch._dynamo.graph_break()
+        x = self.layers[0](x, cos, sin, position)
+        torch._dynamo.graph_break()
+        return self.layers[1](x, cos, sin, position)
+
+
+def broken_call():
+    _, *rest = cases.inputs()
+    return torch.randint(8, (cases.B, cases.S)), *rest
+
+
+def test_a_graph_without_attention_is_held_to_nothing():
+    compiled(Broken().eval(), expect=ALL, strict=True)(*broken_call())
+
+
+def test_one_expectation_for_every_prompt_length():
+    entry = Entry(replace(DEFAULT, cache="appended"))
+    run = compiled(entry.build(), expect={"mla_prolog": (0, 1), "latent_attention": (0, 1), "mla_attention": (0, 1)})
+    with mla_fx.expecting(mla_prolog=1, mla_attention=1, latent_attention=1):
+        run(*entry.arguments(DECODE))
+        torch._dynamo.reset()
+        run(*entry.arguments(PREFILL))
+
+
+@pytest.mark.parametrize("backend", ["reference", "pass"])
+def test_expecting_counts_over_all_graphs(backend):
+    module = Broken().eval()
+    if backend == "pass":
+        run = torch.compile(module, options={"post_grad_custom_pre_pass": mla_fx.MlaPass()})
+    else:
+        run = compiled(module)
+    with mla_fx.expecting(mla_prolog=2, latent_attention=2):
+        run(*broken_call())
+
+
+def test_expecting_tells_both_counts(decode):
+    module, arguments = decode
+    with (
+        pytest.raises(mla_fx.FusionError, match=r"expected {'mla_prolog': 2}, fused {'mla_prolog': 1, 'latent_att"),
+        mla_fx.expecting(mla_prolog=2),
+    ):
+        compiled(module)(*arguments)
+
+
+def test_expecting_without_a_compilation():
+    with pytest.raises(mla_fx.FusionError, match="nothing was compiled"), mla_fx.expecting(mla_prolog=1):
+        pass
+
+
+def test_expecting_lets_errors_through():
+    with pytest.raises(ZeroDivisionError), mla_fx.expecting(mla_prolog=1):
+        raise ZeroDivisionError
+
+
+def test_expecting_refuses_operators_that_do_not_exist():
+    with pytest.raises(mla_fx.OptionError, match="known operators are"), mla_fx.expecting(mla_prologue=1):
+        pass
+
+
+# --- strict, wherever something stands in the way --------------------------------------------------------------------
+
+
+class Dropped(cases.Layer):
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) + mask
+        return nn.functional.dropout(scores.softmax(-1), 0.1) @ value
+
+
+class DroppedInside(cases.Layer):
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        key, value = self.keys(latent, k_rope)
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.1)
+
+
+class Flexible(cases.Layer):
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        key, value = self.keys(latent, k_rope)
+        return flex_attention(torch.cat((q_nope, q_rope), dim=-1), key, value)
+
+
+class Cut(cases.Layer):
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        key, value = self.keys(latent, k_rope)
+        torch._dynamo.graph_break()
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) + mask
+        return scores.softmax(-1) @ value
+
+
+HINDERED = {
+    Dropped: "attention with dropout is left alone",
+    DroppedInside: "attention with dropout is left alone",
+    Flexible: "flex_attention is not read",
+    Cut: "no attention follows; a graph break may cut the layer",
+}
+
+
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+@pytest.mark.parametrize("kind", HINDERED, ids=lambda kind: kind.__name__)
+def test_strict_refuses_what_could_not_be_looked_at(kind, target):
+    with pytest.raises(mla_fx.FusionError, match=f"looks like MLA stays unfused: .*{HINDERED[kind]}"):
+        compiled(kind(), strict=True, target=target)(*cases.inputs())
+
+
+@pytest.mark.parametrize("kind", [Dropped, DroppedInside, Flexible], ids=lambda kind: kind.__name__)
+def test_expect_holds_what_could_not_be_looked_at(kind):
+    with pytest.raises(mla_fx.FusionError, match=r"expected 'mla_prolog', fused {}"):
+        compiled(kind(), expect="mla_prolog")(*cases.inputs())
+
+
+@pytest.mark.parametrize("kind", HINDERED, ids=lambda kind: kind.__name__)
+def test_otherwise_it_is_told_once_and_noted(kind):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = mla_fx.explain(kind(), target="reference")(*cases.inputs())
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, mla_fx.MlaWarning)]
+    assert len(told) == 1 and HINDERED[kind] in told[0]
+    assert HINDERED[kind] in str(report)
+
+
+def test_a_graph_after_the_break_says_what_it_lacks():
+    with pytest.warns(mla_fx.MlaWarning):
+        report = mla_fx.explain(Cut(), target="reference")(*cases.inputs())
+    assert "attention without the projections that feed it; a graph break may cut the layer" in report.notes
+    assert "no attention in this graph: there is nothing to fuse" in report.notes
+
+
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+def test_strict_and_expect_in_training(target):
+    module = Entry(DEFAULT).build()
+    with torch.enable_grad():
+        with pytest.raises(mla_fx.FusionError, match="stays unfused: training graph: left alone"):
+            compiled(module, strict=True, target=target)(*Entry(DEFAULT).arguments(PREFILL))
+        torch._dynamo.reset()
+        with pytest.raises(mla_fx.FusionError, match=r"expected 'mla_prolog', fused {}"):
+            compiled(module, expect="mla_prolog", target=target)(*Entry(DEFAULT).arguments(PREFILL))
+
+
+def test_strict_has_nothing_against_training_something_else():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="fuses inference only"):
+        compiled(model, strict=True, expect=ALL)(torch.randn(2, 8)).sum().backward()
+
+
+def test_a_pass_is_as_strict_with_a_warm_cache():
+    module, arguments = expanded_cache(DECODE)
+    for _ in range(2):
+        torch._dynamo.reset()
+        graph_pass = mla_fx.MlaPass(strict=True)
+        with pytest.raises(mla_fx.FusionError, match="looks like MLA stays unfused"):
+            torch.compile(module, options={"post_grad_custom_pre_pass": graph_pass})(*copy.deepcopy(arguments))

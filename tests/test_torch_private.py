@@ -1,0 +1,116 @@
+"""One try of every private name of torch that the compiler stands on: what a new release moved fails here by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mla_fx import torch_private
+
+aten = torch.ops.aten
+FakeTensorMode = torch._subclasses.FakeTensorMode
+
+
+def plus_one(x):
+    return (x + 1,)
+
+
+def graph_of(function, *inputs):
+    return torch_private.make_fx(function)(*inputs)
+
+
+def test_every_name_is_tried_here():
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in torch_private.__all__ if f"torch_private.{name}" not in source] == []
+
+
+def test_overloads_have_schemas():
+    assert isinstance(aten.add.Tensor, torch_private.OpOverload)
+    assert aten.add.Tensor._opname == "add" and aten.add.Tensor.namespace == "aten"
+    assert aten.view.default.is_view and not aten.clone.default.is_view
+    assert aten.copy_.default._schema.is_mutable
+
+
+def test_dtypes_have_short_names():
+    assert torch_private.dtype_abbrs[torch.bfloat16] == "bf16"
+
+
+def test_fake_tensors_know_their_mode():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.ones(2, 3))
+    assert torch_private.is_fake(fake) and not torch_private.is_fake(torch.ones(2))
+    assert torch_private.detect_fake_mode([fake]) is mode
+    with torch_private.in_kernel_invocation_manager(mode):
+        view = aten.permute.default(fake, [1, 0])
+    made = torch_private.fake_tensor(mode, view, fake.device)
+    assert torch_private.is_fake(made) and made.shape == (3, 2) and made.device == fake.device
+    with mode, torch_private.unset_fake_temporarily():
+        assert not torch_private.is_fake(torch.ones(2))
+
+
+def test_functions_are_traced():
+    assert [node.target for node in graph_of(plus_one, torch.ones(2)).graph.nodes][1] is aten.add.Tensor
+
+
+def test_an_error_passes_dynamo_as_what_it_is():
+    def backend(gm, example_inputs):
+        raise torch_private.passing_dynamo(KeyError("mine"))
+
+    with pytest.raises(KeyError, match="mine"):
+        torch.compile(plus_one, backend=backend)(torch.ones(2))
+    error = torch_private.passing_dynamo(KeyError("mine"))
+    assert torch_private.passing_dynamo(error) is error
+
+
+@pytest.mark.parametrize("is_inference", [True, False])
+def test_aot_autograd_hands_on_operators(is_inference):
+    seen = []
+
+    def compiler(gm, inputs, is_inference):
+        seen.append(
+            (is_inference, [node.target for node in gm.graph.find_nodes(op="call_function", target=aten.copy_.default)])
+        )
+        return gm.forward
+
+    def step(x, cache):
+        cache.copy_(x.detach())
+        return x * 2
+
+    backend = torch_private.aot_autograd(compiler, lambda gm, inputs: gm.forward)
+    x, cache = torch.ones(2, requires_grad=not is_inference), torch.zeros(2)
+    out = torch.compile(step, backend=backend)(x, cache)
+    if not is_inference:
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((2,), 2.0))
+    assert [kind for kind, _ in seen] == [is_inference]
+    assert cache.tolist() == [1, 1]
+
+
+def test_inductor_compiles_through_the_callers_compiler():
+    seen = []
+
+    def inner(gm, inputs, **given):
+        seen.append(given["is_inference"])
+        return torch_private.compile_fx_inner(gm, inputs, **given)
+
+    def backend(gm, example_inputs):
+        return torch_private.compile_fx(gm, example_inputs, inner, {"max_autotune": False})
+
+    with torch.no_grad():
+        (found,) = torch.compile(plus_one, backend=backend)(torch.ones(3))
+    assert (seen, found.tolist()) == ([True], [2, 2, 2])
+
+
+def test_inductor_tells_of_itself():
+    assert {"freezing", "max_autotune", "triton.cudagraphs"} <= torch_private.inductor_options()
+    assert "max-autotune" in torch_private.inductor_modes()
+    assert aten.silu.default in torch_private.inductor_decompositions()
+
+
+def test_graph_passes_are_told_of_training():
+    assert issubclass(torch_private.GraphPass, torch._inductor.custom_graph_pass.CustomGraphPass)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        torch_private.nothing  # noqa: B018  the attempt is the test
