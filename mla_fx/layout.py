@@ -33,7 +33,7 @@ def tensor(
     if dtype is not None and not element.is_exact_in(dtype):
         held = element.dtype
         raise NoMatch(f"a value is held in {held}, which the operator would round to {dtype}", element.origin)
-    emit.sources.update((element.origin, element.seen[0]))
+    emit.sources.add(element.origin)
     node, index, factor = element.held
     index, wanted = _parted(node, index, dims)
     if len(index) == len(shape_of(node)) + 1:
