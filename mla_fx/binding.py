@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch.fx import Node
 
@@ -14,6 +15,7 @@ from .canonical.sizes import product
 from .errors import NoMatch
 
 Same = Mapping[Axis, Index]
+Kind = TypeVar("Kind", bound=Reading)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,15 @@ class Match:
     def choose(self, tag: str, choice: str) -> Match:
         return replace(self, choices={**self.choices, tag: choice})
 
+    def reading(self, kind: type[Kind], name: str) -> Kind:
+        found = self.readings[name]
+        assert isinstance(found, kind), f"{name} names a {kind.__name__} in every pattern that has it"
+        return found
+
+    def get(self, kind: type[Kind], name: str) -> Kind | None:
+        """The reading of a name, if what the pattern chose has it."""
+        return self.reading(kind, name) if name in self.readings else None
+
     def __getitem__(self, name: str) -> Element:
         return self.elements[name]
 
@@ -74,7 +85,9 @@ class Match:
 
         Raises NoMatch if two readings part one axis at places that do not go together."""
         named = self._renamed(self.same)
-        replacements = cuts(index for held in (*named.elements.values(), *named.readings.values()) for index in _all(held))
+        elements = (index for element in named.elements.values() for index in (*element.index, *element.seen[1]))
+        readings = (index for reading in named.readings.values() for index in reading.indices)
+        replacements = cuts((*elements, *readings))
         if replacements is None:
             raise NoMatch("two readings part one dimension in ways that do not go together")
         return named._renamed(replacements)
@@ -150,7 +163,3 @@ def _keeps_apart(element: Element, same: Same) -> bool:
     images = [substitute(of_axis(axis), same) for axis in element.axes]
     digits = [digit for image in images if image is not None for digit in image.digits]
     return not any(one.overlaps(other) for place, one in enumerate(digits) for other in digits[:place])
-
-
-def _all(held: Element | Reading) -> Iterable[Index]:
-    return held.indices if isinstance(held, Reading) else (*held.index, *held.seen[1])

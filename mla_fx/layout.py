@@ -79,9 +79,7 @@ def _leaves(dim: Sequence[Axis], replacements: dict[Axis, Index]) -> Axes:
     return tuple(axis for part in parts for axis in part if axis.size != 1)
 
 
-def _spread(
-    emit: Emitter, node: Node, index: tuple[Index, ...], wanted: list[Axes]
-) -> tuple[Node, list[Axes]]:
+def _spread(emit: Emitter, node: Node, index: tuple[Index, ...], wanted: list[Axes]) -> tuple[Node, list[Axes]]:
     """`node` with what is fixed selected away, and the groups of axes that its dimensions then run over.
 
     The node may have other dimensions than the groups say, if a reshape leads from one to the other."""

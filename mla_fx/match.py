@@ -203,9 +203,7 @@ class AttentionPattern:
             yield from _each(self.value, found.value, partial, trail)
 
 
-def _each_score(
-    pattern: Pattern, product: Contraction, before: Iterator[Match], trail: Trail
-) -> Iterator[Match]:
+def _each_score(pattern: Pattern, product: Contraction, before: Iterator[Match], trail: Trail) -> Iterator[Match]:
     for match in before:
         if isinstance(pattern, _Either):
             for alternative, chosen in pattern.chosen(match):

@@ -28,24 +28,15 @@ aten = torch.ops.aten
 
 def roles(match: Match, operand: str) -> tuple[Axes, ...]:
     """The axes of each dimension of an operand of the call."""
-    found = match.readings[f"{operand}.axes"]
-    assert isinstance(found, AxesOf)
+    found = match.reading(AxesOf, f"{operand}.axes")
     return tuple(axes(part, operand, found.node) for part in found.dims)
-
-
-def written(match: Match, operand: str) -> CacheUpdate | None:
-    """The update of a cache that the call reads, if the pattern found one."""
-    update = match.readings.get(f"{operand}.write")
-    assert update is None or isinstance(update, CacheUpdate)
-    return update
 
 
 def last_dimension(operand: str) -> Callable[[Match], Axis]:
     """For `rope(along=...)`: the last dimension of an operand of the call, or of the row that is stored in it."""
 
     def along(match: Match) -> Axis:
-        update, found = written(match, operand), match.readings[f"{operand}.axes"]
-        assert isinstance(found, AxesOf)
+        update, found = match.get(CacheUpdate, f"{operand}.write"), match.reading(AxesOf, f"{operand}.axes")
         axis = (found.dims if update is None else update.index)[-1].axis
         if axis is None:
             raise NoMatch("a rotary dimension of one element", found.node)
@@ -88,20 +79,7 @@ def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis)
     return Joined(Element(first.origin, tuple(index)), axis) if is_read else None
 
 
-# --- norms and rotary tables -----------------------------------------------------------------------------------------------
-
-
-def norm_of(match: Match, name: str) -> RmsNorm:
-    norm = match.readings[name]
-    assert isinstance(norm, RmsNorm)
-    return norm
-
-
-def rotation_of(match: Match, name: str) -> Rope | None:
-    """A rotation, where the pattern found one."""
-    rotation = match.readings.get(name)
-    assert rotation is None or isinstance(rotation, Rope)
-    return rotation
+# --- norms and rotary tables -----------------------------------------------------------------------------------------
 
 
 def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:

@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule
 
 from .absorb import absorb
 from .check import Held, check, held_values
-from .emitter import Emitter
 from .debug.report import PassRecord, Report, count_fused
+from .emitter import Emitter
 from .lower import lower
 from .options import Options
 from .recognise import recognise

@@ -7,9 +7,10 @@ from typing import ClassVar, Generic, TypeVar
 
 from torch.fx import Graph, Node
 
+from .binding import Match
 from .cases import Case
 from .emitter import Emitter
-from .match import Match, Trail
+from .match import Trail
 from .replacement import Replacement
 
 Facts = TypeVar("Facts")

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.canonical.cache_update import WRITES
+from mla_fx.binding import Match
+from mla_fx.canonical.cache_update import WRITES, CacheUpdate
 from mla_fx.canonical.element import element_of
 from mla_fx.canonical.rms_norm import RmsNorm
 from mla_fx.canonical.rope import Rope
@@ -24,7 +25,7 @@ from mla_fx.cases import HCKV, Case, Layer, S
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, tensor
-from mla_fx.match import CallPattern, Match, Operand, Trail, either, rms_norm, rope, stored, var
+from mla_fx.match import CallPattern, Operand, Trail, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
     Joined,
@@ -36,11 +37,8 @@ from mla_fx.operands import (
     emit_table,
     joined,
     last_dimension,
-    norm_of,
     only,
     replace_cache,
-    rotation_of,
-    written,
 )
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
@@ -113,12 +111,12 @@ class KvRmsnormRopeCache(Rule[Facts]):
 
     def check(self, match: Match) -> Facts:
         """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""
-        updates = written(match, "kv_cache"), written(match, "kr_cache")
+        updates = [match.get(CacheUpdate, f"{cache}.write") for cache in PATTERN.operands]
         if any(update is None or update.position is None for update in updates):
             raise NoMatch("no cache is written in place", match["latent"].origin)
         latent, keys = (cache_roles(update) for update in updates if update is not None)
         check_same_write(latent, keys)
-        norm, rotation = norm_of(match, "norm"), rotation_of(match, "rope")
+        norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
         check_norm_of_rows(norm, latent.width)
         along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
         k_rope = match["k_rope"]

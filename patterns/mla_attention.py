@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.absorb import absorb_query, expand_output
+from mla_fx.binding import Match
 from mla_fx.canonical.axes import Axis
 from mla_fx.canonical.cache_update import cache_update
 from mla_fx.canonical.contraction import Contraction, contraction, segments
@@ -36,7 +37,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.masks import emit_mask
-from mla_fx.match import AttentionPattern, Match, Trail, bound, contract, either, var
+from mla_fx.match import AttentionPattern, Trail, bound, contract, either, var
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
@@ -158,7 +159,8 @@ class MlaAttention(Rule[Facts]):
         yield from PATTERN.bindings(found, products, trail)
 
     def check(self, match: Match) -> Facts:
-        found, nope, up, rotary = _attention(match), _product(match, "nope"), _product(match, "up"), _product(match, "rope")
+        found = match.reading(Attention, "attention")
+        nope, up, rotary = (match.reading(Contraction, name) for name in ("nope", "up", "rope"))
         latent, weight_uk, keys = match["kv_cache"], match["weight_uk"], match["kr_cache"]
         if not is_parameter(weight_uk.node):
             raise NoMatch("weight_uk is computed by the graph, expected a parameter", weight_uk.node)
@@ -182,7 +184,7 @@ class MlaAttention(Rule[Facts]):
             raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
         value_factor = found.value_factor
         if match.choices["values"] == "expanded":
-            value_factor *= _product(match, "down").factor
+            value_factor *= match.reading(Contraction, "down").factor
         # an absorbed query is read as it stands, its own factor included
         nope_factor = nope.factor * up.factor if is_expanded else nope.factor
         query_factor, dtype = nope_factor / rotary.factor, _dtype(match)
@@ -224,18 +226,6 @@ class MlaAttention(Rule[Facts]):
         output = weighted_sum(anchor)
         values = anchor.args[2:3] if output is None else output.args[:2]
         return any(_is_low_rank(element_of(value)) for value in values if isinstance(value, Node))
-
-
-def _attention(match: Match) -> Attention:
-    found = match.readings["attention"]
-    assert isinstance(found, Attention)
-    return found
-
-
-def _product(match: Match, name: str) -> Contraction:
-    found = match.readings[name]
-    assert isinstance(found, Contraction)
-    return found
 
 
 def _dtype(match: Match) -> torch.dtype:

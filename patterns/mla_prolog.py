@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from mla_fx.binding import Match
+from mla_fx.canonical.cache_update import CacheUpdate
 from mla_fx.canonical.contraction import Contraction
 from mla_fx.canonical.element import Element, is_parameter
 from mla_fx.canonical.rms_norm import RmsNorm
@@ -27,7 +29,7 @@ from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import CallPattern, Match, Operand, Pattern, Trail, contract, either, rms_norm, rope, stored, var
+from mla_fx.match import CallPattern, Operand, Pattern, Trail, contract, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
     Joined,
@@ -40,13 +42,10 @@ from mla_fx.operands import (
     emit_table,
     joined,
     last_dimension,
-    norm_of,
     only,
     replace_cache,
     replace_rows,
     roles,
-    rotation_of,
-    written,
 )
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
@@ -71,9 +70,10 @@ def _rotated(value: Pattern, operand: str) -> Pattern:
     )
 
 
+QUERY = contract(Q_LATENT, var("weight_uq"), name="uq")
 PATTERN = CallPattern(
     {
-        "query": Operand("bsnc", contract(contract(Q_LATENT, var("weight_uq"), name="uq"), var("weight_uk"), name="uk")),
+        "query": Operand("bsnc", contract(QUERY, var("weight_uk"), name="uk")),
         "query_rope": Operand("bsnr", _rotated(contract(Q_LATENT, var("weight_qr"), name="qr"), "query_rope")),
         "kv_cache": Operand("atk", stored(KV_LATENT, name="kv_cache.write")),
         "kr_cache": Operand(
@@ -190,19 +190,19 @@ class MlaProlog(Rule[Facts]):
         yield from PATTERN.bindings(anchor, operands, trail)
 
     def check(self, match: Match) -> Facts:
-        """Weights are parts of one matrix each; query and key are made from the same tokens, rotated and written alike."""
+        """Weights are parts of one matrix each; query and key come from the same tokens, rotated and written alike."""
         _check_products(match)
         latent, keys = _caches(match)
         b, s, n, c = roles(match, "query")
         tokens = ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
         _check_rows(match, tokens, latent, keys)
-        norm, query_norm = norm_of(match, "ckv"), _query_norm(match)
+        norm, query_norm = match.reading(RmsNorm, "ckv"), _query_norm(match)
         width = _width(match, "kv_cache", latent)
         check_norm_of_rows(norm, width)
-        rotation = rotation_of(match, "query_rope.rope")
-        check_same_rotation(rotation, rotation_of(match, "kr_cache.rope"))
-        he = _product(match, "dkv").axes
-        a = _product(match, "uq").axes
+        rotation = match.get(Rope, "query_rope.rope")
+        check_same_rotation(rotation, match.get(Rope, "kr_cache.rope"))
+        he = match.reading(Contraction, "dkv").axes
+        a = match.reading(Contraction, "uq").axes
         if query_norm is not None:
             check_norm_of_rows(query_norm, a)
         uq_qr, dkv_kr = _weight_uq_qr(match, rotation), _weight_dkv_kr(match, width, keys)
@@ -224,7 +224,7 @@ class MlaProlog(Rule[Facts]):
             x,
             weight(match["weight_dq"], facts.he, facts.a) if facts.query_norm else None,
             weight(facts.weight_uq_qr.element, facts.a, (*n, facts.weight_uq_qr.axis)),
-            weight(match["weight_uk"], n, _product(match, "uk").axes, c),
+            weight(match["weight_uk"], n, match.reading(Contraction, "uk").axes, c),
             weight(facts.weight_dkv_kr.element, facts.he, (facts.weight_dkv_kr.axis,)),
             tensor(emit, match["gamma_cq"], (facts.a,)) if facts.query_norm else None,
             tensor(emit, match["gamma_ckv"], (_width(match, "kv_cache", facts.latent),)),
@@ -253,16 +253,10 @@ def _as_given(emit: Emitter, old: Node, new: Node, made: tuple[Axes, ...], wante
     return tensor(emit, result(new, made), wanted, dtype=old.meta["val"].dtype)
 
 
-def _product(match: Match, name: str) -> Contraction:
-    found = match.readings[name]
-    assert isinstance(found, Contraction)
-    return found
-
-
 def _check_products(match: Match) -> None:
     for name in ("dq", "uq", "uk", "qr", "dkv", "kr"):
-        if name in match.readings and _product(match, name).factor != 1.0:
-            found = _product(match, name)
+        found = match.get(Contraction, name)
+        if found is not None and found.factor != 1.0:
             raise NoMatch(f"a projection of the prolog is multiplied by {found.factor:.6g}", found.node)
     for name in ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr"):
         if name in match.elements and not is_parameter(match[name].node):
@@ -270,7 +264,7 @@ def _check_products(match: Match) -> None:
 
 
 def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:
-    latent, keys = written(match, "kv_cache"), written(match, "kr_cache")
+    latent, keys = match.get(CacheUpdate, "kv_cache.write"), match.get(CacheUpdate, "kr_cache.write")
     if match.choices["kv_cache.write"] != match.choices["kr_cache.write"]:
         raise NoMatch("latent and rotary key are not cached in the same way", match.readings["kr_cache.axes"].node)
     if latent is None or keys is None:
@@ -280,13 +274,10 @@ def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:
     return found
 
 
-def _check_rows(
-    match: Match, tokens: tuple[Axes, Axes], latent: CacheRoles | None, keys: CacheRoles | None
-) -> None:
+def _check_rows(match: Match, tokens: tuple[Axes, Axes], latent: CacheRoles | None, keys: CacheRoles | None) -> None:
     """The hidden states that make the query are those that make the rows, token by token."""
-    b, s, n, _ = roles(match, "query")
-    rows = [cache.row if cache else roles(match, name)[:2] for name, cache in (("kv_cache", latent), ("kr_cache", keys))]
-    if any(row != tokens for row in rows) or roles(match, "query_rope")[:3] != (b, s, n):
+    caches = (("kv_cache", latent), ("kr_cache", keys))
+    if any((cache.row if cache else roles(match, name)[:2]) != tokens for name, cache in caches):
         raise NoMatch("query and cached rows are not made from the same tokens", match["token_x"].origin)
 
 
@@ -297,7 +288,7 @@ def _width(match: Match, operand: str, cache: CacheRoles | None) -> Axes:
 def _query_norm(match: Match) -> RmsNorm | None:
     if match.choices["query_rank"] == "full":
         return None
-    norm, query_norm = norm_of(match, "ckv"), norm_of(match, "cq")
+    norm, query_norm = match.reading(RmsNorm, "ckv"), match.reading(RmsNorm, "cq")
     if query_norm.gamma_after_cast != norm.gamma_after_cast:
         raise NoMatch("the two norms of the prolog round at different places", query_norm.gamma.origin)
     return query_norm
@@ -305,7 +296,7 @@ def _query_norm(match: Match) -> RmsNorm | None:
 
 def _weight_uq_qr(match: Match, rotation: Rope | None) -> Joined:
     uq, qr = match["weight_uq"], match["weight_qr"]
-    e = only(_product(match, "uk").axes, "the nope dimension", uq.node)
+    e = only(match.reading(Contraction, "uk").axes, "the nope dimension", uq.node)
     r = axes(rotation.along, "the rotary query", rotation.node) if rotation else roles(match, "query_rope")[3]
     whole = joined(uq, e, qr, only(r, "the rotary dimension", qr.node))
     if whole is None:
@@ -315,7 +306,7 @@ def _weight_uq_qr(match: Match, rotation: Rope | None) -> Joined:
 
 def _weight_dkv_kr(match: Match, width: Axes, keys: CacheRoles | None) -> Joined:
     dkv, kr = match["weight_dkv"], match["weight_kr"]
-    rotation = rotation_of(match, "kr_cache.rope")
+    rotation = match.get(Rope, "kr_cache.rope")
     r = axes(rotation.along, "the rotary key", rotation.node) if rotation else _width(match, "kr_cache", keys)
     whole = joined(dkv, only(width, "the latent", dkv.node), kr, only(r, "the rotary key", kr.node))
     if whole is None:
@@ -331,9 +322,7 @@ def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
     return sin, cos
 
 
-def _cache_operands(
-    emit: Emitter, facts: Facts, x: Node, given: list[Node]
-) -> tuple[Node | None, Node, Node, str]:
+def _cache_operands(emit: Emitter, facts: Facts, x: Node, given: list[Node]) -> tuple[Node | None, Node, Node, str]:
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
         return emit_positions(emit, facts.latent), *caches, "Norm"

@@ -15,7 +15,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
 from mla_fx.canonical.algebra import as_product, as_sum
-from mla_fx.canonical.axes import Axis, Digit, Index, combine, composite, cuts, fresh, of_axis, reshape, substitute, whole
+from mla_fx.canonical.axes import (
+    Axis,
+    Digit,
+    Index,
+    combine,
+    composite,
+    cuts,
+    fresh,
+    of_axis,
+    reshape,
+    substitute,
+    whole,
+)
 from mla_fx.canonical.cache_update import cache_update
 from mla_fx.canonical.contraction import contraction, segments
 from mla_fx.canonical.element import Element, element_of, resolve

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mla_fx.binding import Match
 from mla_fx.canonical.reading import Reading
 from mla_fx.canonical.softmax import anchors, attention
 from mla_fx.errors import NoMatch
 from mla_fx.match import (
     AttentionPattern,
     CallPattern,
-    Match,
     Operand,
     Trail,
     bound,
@@ -48,8 +48,10 @@ def match_all(operands, function, *shapes):
     trail = Trail()
     arguments = dict(zip(operands, results, strict=True))
     letters = iter("abcdefghijkl")
-    named = {name: Operand("".join(itertools.islice(letters, arguments[name].meta["val"].ndim)), pattern)
-             for name, pattern in operands.items()}
+    named = {
+        name: Operand("".join(itertools.islice(letters, arguments[name].meta["val"].ndim)), pattern)
+        for name, pattern in operands.items()
+    }
     return list(CallPattern(named).bindings(None, arguments, trail)), trail
 
 

@@ -50,7 +50,8 @@ def _spend(budget: Budget, node: Node) -> None:
         raise NoMatch(f"a sum or product of more than {MOST_OPERATIONS} operations", node)
 
 
-_ADDS = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten.sub.Scalar: -1.0}
+_SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
+_ADDS = frozenset({aten.add.Tensor, aten.add.Scalar, *_SUBTRACTS})
 
 
 def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
@@ -60,8 +61,9 @@ def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
         terms.append(element)
         return 0.0
     total = 0.0
-    alpha = constant(argument(node, 2, "alpha", 1))
-    for value, sign in ((args_of(node)[0], 1.0), (args_of(node)[1], _ADDS[node.target] * (alpha or 0.0))):
+    alpha = constant(argument(node, 2, "alpha", 1)) or 0.0
+    second = -alpha if node.target in _SUBTRACTS else alpha
+    for value, sign in ((args_of(node)[0], 1.0), (args_of(node)[1], second)):
         if (number := constant(value)) is not None:
             total += element.factor * sign * number
         else:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .sizes import Size, at_most, plain, product, ratio, strides_of
+from .sizes import Size, at_most, plain, ratio, strides_of
 
 _serial = itertools.count()
 
@@ -336,5 +336,3 @@ def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> lis
 def _within(index: Index, size: Size) -> bool:
     """Provably the index never reaches `size`, so that nothing is carried into the next dimension."""
     return at_most(index.offset + extent(index), size)
-
-

@@ -50,7 +50,7 @@ class CacheUpdate(Reading):
         for own, same in zip(mine, theirs, strict=True):
             if extent(own) != extent(same):
                 raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
-            names.update({axis: same for axis in own.axes})
+            names.update(dict.fromkeys(own.axes, same))
         return renamed(self, names)
 
 
@@ -139,7 +139,8 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
         token = fresh(shape_of(positions)[-1])
         lead = (sequence, token)
     counted = operand(batch_places, lead)
-    if not _counts_from_zero(counted.node) or counted.index != (sequence,) or shape_of(counted.node) != shape_of(old)[:1]:
+    counts_all = _counts_from_zero(counted.node) and shape_of(counted.node) == shape_of(old)[:1]
+    if not counts_all or counted.index != (sequence,):
         raise NoMatch("the cache is written at sequences that are not simply counted", node)
     sizes = shape_of(old)
     written = sizes[:1] if len(lead) == 1 else (sizes[0], shape_of(positions)[-1])

@@ -47,7 +47,7 @@ class Contraction(Reading):
 
 def contraction(element: Element) -> Contraction:
     """Reads `element` as one contraction of two values. Raises NoMatch if it is computed otherwise."""
-    node, index = element.origin, element.index
+    node = element.origin
     target = node.target
     if target in PRODUCTS and all(len(shape_of(factor)) >= 2 for factor in args_of(node)[:2]):
         return _matmul(element, args_of(node)[0], args_of(node)[1])
@@ -86,8 +86,7 @@ def _padded_terms(found: Contraction) -> tuple[Contraction, ...]:
         total = as_sum(side)
         if total.constant or any(term.origin.target is not aten.constant_pad_nd.default for term in total.terms):
             continue
-        parts = (term.apart() for term in total.terms)
-        return tuple(scaled_product(found.node, found.factor * factor, term, other, found.over) for factor, term in parts)
+        return tuple(scaled_product(found.node, found.factor, term, other, found.over) for term in total.terms)
     return (found,)
 
 

@@ -64,5 +64,6 @@ def _renamed(value: Any, replacements: Mapping[Axis, Index]) -> Any:
     if isinstance(value, tuple):
         return tuple(_renamed(item, replacements) for item in value)
     if isinstance(value, Reading):
-        return replace(value, **{part.name: _renamed(getattr(value, part.name), replacements) for part in fields(value)})
+        parts = {part.name: getattr(value, part.name) for part in fields(value)}
+        return replace(value, **{name: _renamed(part, replacements) for name, part in parts.items()})
     return value

@@ -132,7 +132,8 @@ def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:
         elif mine != theirs:
             return None
     fixed = [digit for part in inside.index for digit in part.digits if digit.axis not in runs]
-    if len(read) != len(runs) or any(d.overlaps(other) for place in read.values() for d in place.digits for other in fixed):
+    moving = [digit for place in read.values() for digit in place.digits]
+    if len(read) != len(runs) or any(digit.overlaps(other) for digit in moving for other in fixed):
         return None
     return tuple(read[axis] for axis in runs)
 

@@ -199,6 +199,7 @@ def _runs(index: tuple[Index, ...], layout: str, along: Axis, pair: Axis) -> tup
     step = 2 if layout == "interleave" else 1
     moved: list[Index] = []
     for part in index:
-        terms = [(whole(along), stride // step) if digit.axis is pair else (digit, stride) for digit, stride in part.terms]
-        moved.append(combine(part.offset, terms))
+        rest = [term for term in part.terms if term[0].axis is not pair]
+        turned = [(whole(along), stride // step) for digit, stride in part.terms if digit.axis is pair]
+        moved.append(combine(part.offset, [*rest, *turned]))
     return tuple(moved)

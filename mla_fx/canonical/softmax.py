@@ -135,8 +135,7 @@ def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
     if summand.node is not numerator.node or len(over) != 1 or len(dims) != 1:
         raise NoMatch("what divides the exponentials is not their sum", node)
     axis = _axis(numerator.index, dims[0], exponential)
-    rest = [(mine, theirs) for dim, (mine, theirs) in enumerate(zip(numerator.index, summand.index, strict=True)) if dim != dims[0]]
-    if any(mine != theirs for mine, theirs in rest):
+    if [dim for dim, part in enumerate(summand.index) if part != numerator.index[dim]] != dims:
         raise NoMatch("what divides the exponentials is the sum of others", node)
     inner = operand(args_of(exponential)[0], numerator.index)
     if inner.origin.target is not aten.sub.Tensor:
@@ -286,10 +285,10 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
     node = element.node
     if node.target in MASKED_FILL:
         kept, condition, fill = args_of(node)
-        ways = ((kept, constant(fill), False),)
+        ways = [(kept, constant(fill), False)]
     elif node.target is aten.where.self:
         condition, chosen, other = args_of(node)
-        ways = ((chosen, constant(other), True), (other, constant(chosen), False))
+        ways = [(chosen, constant(other), True), (other, constant(chosen), False)]
     else:
         return None
     for kept, fill, keep_where in ways:

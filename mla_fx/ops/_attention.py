@@ -20,8 +20,8 @@ def probabilities(
 ) -> Tensor:
     """softmax((latent + rotated) * scale + mask) over the last axis, rounded to the dtype of `latent`.
 
-    The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way. Where
-    a bool mask is False the scores are `fill`, or minus infinity.
+    The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
+    Where a bool mask is False the scores are `fill`, or minus infinity.
     """
     wide = accumulation_dtype(latent.dtype)
     scores = (latent.to(wide) + rotated) * scale
@@ -33,7 +33,8 @@ def probabilities(
         return scores.softmax(-1).to(latent.dtype)
     mask = mask[(None,) * (4 - mask.dim())]
     mask = mask.transpose(1, 2) if rows_first else mask
-    scores = scores.masked_fill(~mask, -torch.inf if fill is None else fill) if mask.dtype == torch.bool else scores + mask
+    masked = -torch.inf if fill is None else fill
+    scores = scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
     # Unlike softmax, this gives zeros where a whole row is masked.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, wide)
     return weights.to(latent.dtype)

@@ -30,8 +30,9 @@ def body(
 
     query is [B, S, N, Hckv], query_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], all of one dtype:
     bfloat16, float16, float32 or float64. mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and
-    added. Where a bool mask is False the score is `fill`, minus infinity if that is None. is_causal lets row s attend to keys t <= s, and excludes a mask. A row that may attend to nothing gives
-    zeros. The softmax runs in float32 (float64 for float64); probabilities are rounded to the dtype of query.
+    added. Where a bool mask is False the score is `fill`, minus infinity if that is None. is_causal lets row s attend
+    to keys t <= s, and excludes a mask. A row whose scores are all minus infinity gives zeros. The softmax runs in
+    float32 (float64 for float64); probabilities are rounded to the dtype of query.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """

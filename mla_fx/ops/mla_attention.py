@@ -39,15 +39,17 @@ def body(
 
     q_nope is [B, S, N, D], q_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], weight_uk [N, D, Hckv],
     weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; strides of the weights are free.
-    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. is_causal lets row s attend to
-    keys t <= s, and excludes a mask. A row that may attend to nothing gives zeros. The softmax runs in float32 (float64
+    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. Where a bool mask is False the
+    score is `fill`, minus infinity if that is None. is_causal lets row s attend to keys t <= s, and excludes a mask. A
+    row whose scores are all minus infinity gives zeros. The softmax runs in float32 (float64
     for float64); probabilities are rounded to the dtype of q_nope.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
     form = absorbed if q_nope.shape[1] <= max_absorbed_tokens else expanded
-    return form(q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask, scale=scale, is_causal=is_causal, fill=fill)
+    operands = q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask
+    return form(*operands, scale=scale, is_causal=is_causal, fill=fill)
 
 
 def absorbed(
