@@ -293,7 +293,7 @@ def test_nothing_comes_from_a_cache_that_is_to_be_counted_or_dumped(tmp_path):
     assert graph_pass.uuid() is not None
 
 
-# --- what the checks cost --------------------------------------------------------------------------------------------
+# --- what is not looked at -------------------------------------------------------------------------------------------
 
 
 def test_a_graph_without_softmax_or_calls_of_ours_goes_through_no_pass():
