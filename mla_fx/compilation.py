@@ -113,7 +113,10 @@ class Compilation:
     def leave_alone(self, graph: Graph) -> None:
         """What is said of a forward graph that needs gradients."""
         self.is_training = True
-        survey(graph, self.report, is_inference=False)
+        try:
+            survey(graph, self.report, is_inference=False)
+        except Exception as error:
+            self._fail("looking at a training graph", error)
         self._judge()
 
     # --- the fence ---------------------------------------------------------------------------------------------------
@@ -141,9 +144,11 @@ class Compilation:
         reason = self._looks_unfused()
         if reason and self.options.strict:
             raise FusionError(f"attention that looks like MLA stays unfused: {reason}")
+        if self.is_broken:
+            return  # the user knows
         if self.is_training:
             self._warn("mla_fx fuses inference only; a graph that needs gradients is left alone")
-        elif reason and not self.is_broken:
+        elif reason:
             self._warn(f"mla_fx: attention that looks like MLA stays unfused: {reason}")
 
     def _looks_unfused(self) -> str:

@@ -150,9 +150,9 @@ def _is_dropped(random: Node) -> bool:
 
 
 def _is_softmax(node: Node) -> bool:
-    """A softmax or a quotient of an exponential, perhaps cast or expanded since."""
+    """A softmax or a quotient of an exponential, perhaps cast, expanded, or guarded for rows that see nothing."""
     for _ in range(4):
-        operands = node.all_input_nodes
+        operands = node.all_input_nodes[-1:] if called(node) == "where" else node.all_input_nodes
         if called(node) in SOFTMAX or (called(node) == "div" and operands and called(operands[0]) == "exp"):
             return True
         if len(operands) != 1:

@@ -111,6 +111,14 @@ def test_who_insists_on_fusion_is_told(decode, options, complaint):
         compiled(module, target="inductor", **options)(*arguments)
 
 
+def test_a_training_graph_that_cannot_be_looked_at_trains_on(monkeypatch):
+    monkeypatch.setattr(compilation, "survey", fail)
+    model, x = nn.Linear(3, 3), torch.ones(2, 3)
+    with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="looking at a training graph failed") as caught:
+        compiled(model)(x).sum().backward()
+    assert model.weight.grad is not None and len(caught) == 1
+
+
 def test_an_error_of_the_users_own_stays_what_it_is(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a bug"):
@@ -293,7 +301,7 @@ def test_nothing_comes_from_a_cache_that_is_to_be_counted_or_dumped(tmp_path):
     assert graph_pass.uuid() is not None
 
 
-# --- what the checks cost --------------------------------------------------------------------------------------------
+# --- what is not looked at -------------------------------------------------------------------------------------------
 
 
 def test_a_graph_without_softmax_or_calls_of_ours_goes_through_no_pass():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _ASKED = ContextVar("check_values", default=False)
@@ -134,5 +134,5 @@ def check_values() -> Iterator[None]:
 
 def readable(tensor: Tensor) -> bool:
     """Whether to read the values of a tensor in order to check them: never of one that has none."""
-    has_values = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    has_values = not is_fake(tensor) and not tensor.is_meta
     return has_values and (tensor.device.type == "cpu" or _ASKED.get())

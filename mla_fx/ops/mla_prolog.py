@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from . import _prolog, _prolog_check, _prolog_sample
 from ._cache import like_store, store, store_
@@ -156,7 +156,7 @@ def check(**arguments: Any) -> None:
         check_quantized(arguments)
     else:
         check_unquantized(arguments)
-    if not isinstance(arguments["token_x"], FakeTensor) and any(arguments[name] is not None for name in USED):
+    if not is_fake(arguments["token_x"]) and any(arguments[name] is not None for name in USED):
         warnings.warn(RESERVED, stacklevel=2)
 
 
