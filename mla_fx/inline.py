@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from .emitter import Emitter, hashable
 from .known import signature, unshared
+from .torch_private import make_fx
 
 
 def inline(
@@ -27,7 +28,6 @@ def inline(
 
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
     from torch.func import functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     # new tensors: an argument given twice, or sharing what is known with another, would be traced as one
     given = [unshared(value) for value in values if value is not None]
@@ -37,7 +37,7 @@ def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any)
         return function(*[None if value is None else next(rest) for value in values])
 
     with torch.no_grad():
-        traced = make_fx(functionalize(positional), decompositions, tracing_mode="real")(*given)
+        traced: GraphModule = make_fx(functionalize(positional), decompositions, tracing_mode="real")(*given)
     traced.graph.eliminate_dead_code()
     return traced
 

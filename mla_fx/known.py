@@ -6,13 +6,12 @@ import contextlib
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from .canonical.sizes import size_of
 from .errors import NoMatch
+from .torch_private import detect_fake_mode, fake_tensor, has_symbolic_sizes, in_kernel_invocation_manager, is_fake
 
 aten = torch.ops.aten
 
@@ -44,7 +43,7 @@ class KnownValues:
 
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
         args = _known(args)
-        if self.fake_mode is not None and target in VIEWS and not args[0]._has_symbolic_sizes_strides:
+        if self.fake_mode is not None and target in VIEWS and not has_symbolic_sizes(args[0]):
             return _viewed(self.fake_mode, target, args)
         kwargs = {name: _known(value) for name, value in kwargs.items()}
         try:
@@ -61,11 +60,12 @@ def unshared(value: torch.Tensor) -> torch.Tensor:
 
 def _another(value: torch.Tensor) -> torch.Tensor:
     """A tensor of which the same is known."""
-    if not isinstance(value, FakeTensor) or value._has_symbolic_sizes_strides:
+    mode = detect_fake_mode([value])
+    if not is_fake(value) or has_symbolic_sizes(value):
         return unshared(value)
-    with in_kernel_invocation_manager(value.fake_mode):
+    with in_kernel_invocation_manager(mode):
         plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return FakeTensor(value.fake_mode, plain, value.fake_device)
+    return fake_tensor(mode, plain, value.device)
 
 
 def _viewed(mode: Any, target: Any, args: Any) -> Any:
@@ -73,7 +73,7 @@ def _viewed(mode: Any, target: Any, args: Any) -> Any:
     one is five times quicker than dispatching through fake tensors."""
     with in_kernel_invocation_manager(mode):
         view = target(*args)
-    return FakeTensor(mode, view, args[0].fake_device)
+    return fake_tensor(mode, view, args[0].device)
 
 
 def _known(value: Any) -> Any:

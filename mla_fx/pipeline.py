@@ -20,7 +20,7 @@ from .options import Options
 from .recognise import recognise
 from .reinplace import reinplace
 from .rule import Rule
-from .surgery import Snapshot, erase_orphans, sort_nodes
+from .surgery import Snapshot, erase_orphans
 from .survey import survey
 from .target import Target
 
@@ -72,18 +72,6 @@ class Pass:
     apply: Callable[[Run], None]
 
 
-def recognised(stage: str) -> Callable[[Run], None]:
-    """Applies the rules of a stage; what they added may stand behind what reads it."""
-    apply = recognise(stage)
-
-    def step(run: Run) -> None:
-        apply(run)
-        if run.record.fired:
-            sort_nodes(run.graph)
-
-    return step
-
-
 def choose_absorbed(run: Run) -> None:
     if run.is_changed:
         absorb(run.graph, run.emit, run.options.absorb)
@@ -111,10 +99,10 @@ def lower_fused(run: Run) -> None:
 
 
 PIPELINE = (
-    Pass("recognise attention", recognised("attention")),
+    Pass("recognise attention", recognise("attention")),
     Pass("choose absorbed or expanded", choose_absorbed),
-    Pass("recognise prolog", recognised("prolog")),
-    Pass("recognise cache", recognised("cache")),
+    Pass("recognise prolog", recognise("prolog")),
+    Pass("recognise cache", recognise("cache")),
     Pass("tidy", tidy),
     Pass("reinplace", reinplace_caches),
     Pass("lower", lower_fused),

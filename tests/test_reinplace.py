@@ -14,7 +14,6 @@ from mla_fx import cases
 from mla_fx.aliasing import may_share, owner, readers, surely_shares, written
 from mla_fx.cases import DR, HCKV, B, D, Layer, N, S, T
 from mla_fx.check import check, held_values
-from mla_fx.surgery import sort_nodes
 from mla_fx.torch_private import make_fx
 
 aten = torch.ops.aten
@@ -401,43 +400,3 @@ def test_written_is_what_the_schema_says():
     _, nodes = chain()
     assert written(nodes["copy"]) == [nodes["x"]]
     assert written(nodes["new"]) == []
-
-
-# --- order -----------------------------------------------------------------------------------------------------------
-
-
-def names(graph):
-    return [node.name for node in graph.nodes]
-
-
-def test_sorted_nodes_keep_their_order():
-    graph, _ = chain()
-    before = names(graph)
-    sort_nodes(graph)
-    assert names(graph) == before
-
-
-def test_siblings_that_wait_are_no_cycle():
-    """Both operands of one node stand behind it, and one of them waits for the other."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    total = graph.call_function(aten.add.Tensor, (x, x))
-    second = graph.call_function(aten.exp.default, (x,))
-    first = graph.call_function(aten.mul.Tensor, (second, x))
-    graph.output(total)
-    total.args = (first, second)
-    sort_nodes(graph)
-    graph.lint()
-    assert names(graph) == ["x", second.name, first.name, total.name, "output"]
-
-
-def test_a_real_cycle_is_named():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    first = graph.call_function(aten.exp.default, (x,))
-    second = graph.call_function(aten.cos.default, (first,))
-    graph.output(second)
-    first.args = (second,)
-    with pytest.raises(RuntimeError, match="the rewritten graph has a cycle: ") as found:
-        sort_nodes(graph)
-    assert f"{first.name} -> {second.name}" in str(found.value)

@@ -43,6 +43,7 @@ def test_fake_tensors_know_their_mode():
     fake = mode.from_tensor(torch.ones(2, 3))
     assert torch_private.is_fake(fake) and not torch_private.is_fake(torch.ones(2))
     assert torch_private.detect_fake_mode([fake]) is mode
+    assert torch_private.has_symbolic_sizes(fake) and not torch_private.has_symbolic_sizes(torch.ones(2))
     with torch_private.in_kernel_invocation_manager(mode):
         view = aten.permute.default(fake, [1, 0])
     made = torch_private.fake_tensor(mode, view, fake.device)

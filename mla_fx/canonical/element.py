@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.torch_private import unset_fake_temporarily
 
 from .axes import Axis, Index, substitute
 from .views import Place, args_of, argument, broadcast, fresh_index, move, name_of

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.torch_private import OpOverload
 
 from .algebra import as_sum
 from .axes import Axis, Index, fresh, of_axis, shifted

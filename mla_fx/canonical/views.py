@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
+
+from mla_fx.torch_private import OpOverload, has_symbolic_sizes
 
 from .axes import ZERO, Axis, Index, extent, fresh, reshape, shifted
 from .sizes import Size, at_most, plain, size_of
@@ -39,7 +40,7 @@ def name_of(node: Node) -> str:
 
 def shape_of(node: Node) -> tuple[Size, ...]:
     value = node.meta["val"]
-    if not value._has_symbolic_sizes_strides:
+    if not has_symbolic_sizes(value):
         return tuple(value.shape)
     return tuple(size_of(size) for size in value.shape)
 

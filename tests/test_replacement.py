@@ -1,0 +1,107 @@
+"""Values for values: all of a rewrite or none, in an order that runs, and nothing that the operator does not know of."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.replacement import Replacement, apply, check_nothing_is_lost
+
+aten = torch.ops.aten
+
+
+class Rewritten:
+    """A traced function with nodes by name, and an emitter that adds at its first computation."""
+
+    def __init__(self, function, dtype=torch.float32):
+        names = inspect.signature(function).parameters
+        inputs = [torch.randn(3, 4, dtype=dtype) for _ in names]
+        self.module = make_fx(function, tracing_mode="fake")(*inputs)
+        self.graph = self.module.graph
+        for node, name in zip(self.graph.find_nodes(op="placeholder"), names, strict=True):
+            node._rename(name)
+        self.nodes = {node.name: node for node in self.graph.nodes}
+        self.emit = Emitter(self.graph)
+        self.inputs = inputs
+
+    def __getitem__(self, name):
+        return self.nodes[name]
+
+    @property
+    def anchor(self):
+        return next(node for node in self.graph.nodes if node.op == "call_function")
+
+    def run(self):
+        self.graph.lint()
+        self.module.recompile()
+        return self.module(*self.inputs)
+
+
+def test_new_values_are_used_and_old_ones_erased():
+    graph = Rewritten(lambda x, y: (x.sin() * y).exp() + y)
+    with graph.emit.at(graph.anchor, "test"):
+        new = graph.emit.call(aten.cos.default, graph["x"])
+        erased = apply(graph.emit, [Replacement(graph["exp"], new)])
+    assert {node.name for node in erased} == {"exp", "mul", "sin"}
+    x, y = graph.inputs
+    torch.testing.assert_close(graph.run(), x.cos() + y)
+
+
+def test_what_others_still_read_stays():
+    graph = Rewritten(lambda x: ((shared := x.sin()).exp(), shared))
+    with graph.emit.at(graph.anchor, "test"):
+        new = graph.emit.call(aten.cos.default, graph["x"])
+        erased = apply(graph.emit, [Replacement(graph["exp"], new)])
+    assert [node.name for node in erased] == ["exp"]
+    torch.testing.assert_close(graph.run(), (graph.inputs[0].cos(), graph.inputs[0].sin()))
+
+
+def test_an_operand_that_stands_later_comes_first():
+    """`neg` is computed behind the first value that is replaced, and does not need it."""
+    graph = Rewritten(lambda x, y: (x.sin() + 1, y.neg().exp()))
+    with graph.emit.at(graph.anchor, "test"):
+        new = graph.emit.call(aten.cos.default, graph["exp"])
+        apply(graph.emit, [Replacement(graph["add"], new)])
+    _, y = graph.inputs
+    torch.testing.assert_close(graph.run(), (y.neg().exp().cos(), y.neg().exp()))
+
+
+def test_an_operator_that_would_need_its_own_result_is_refused_and_taken_back():
+    graph = Rewritten(lambda x: x.sin().exp().neg())
+    before = [node.name for node in graph.graph.nodes]
+    refusal = pytest.raises(NoMatch, match="would need a value that it computes itself")
+    with refusal, graph.emit.at(graph.anchor, "test"):
+        new = graph.emit.call(aten.cos.default, graph["exp"])
+        apply(graph.emit, [Replacement(graph["sin"], new), Replacement(graph["neg"], new)])
+    assert [node.name for node in graph.graph.nodes] == before
+    torch.testing.assert_close(graph.run(), graph.inputs[0].sin().exp().neg())
+
+
+def lost(function, old, *sources, dtype=torch.float32):
+    graph = Rewritten(function, dtype)
+    replacements = [Replacement(graph[old], graph[old])]
+    check_nothing_is_lost(replacements, {graph[name] for name in sources}, dtype)
+
+
+def test_an_input_that_no_operand_is_made_from_is_lost():
+    lost(lambda x, y: x.sin() * y, "mul", "x", "y")
+    with pytest.raises(NoMatch, match="the graph input y enters the result, and would not enter the operator"):
+        lost(lambda x, y: x.sin() * y, "mul", "x")
+
+
+def test_what_only_lends_its_shape_is_not_lost():
+    lost(lambda x, y: x.sin() + torch.zeros_like(y), "add", "x")
+    lost(lambda x, y: torch.empty_like(y).copy_(x) + x.new_full((), 2.0), "add", "x")
+
+
+def test_a_rounding_on_the_way_is_lost():
+    lost(lambda x: x.sin().bfloat16().exp(), "exp", "x", dtype=torch.bfloat16)
+    lost(lambda x: x.double().sin(), "sin", "x")
+    with pytest.raises(NoMatch, match=r"rounds to torch\.bfloat16, the operator only to torch\.float32"):
+        lost(lambda x: x.sin().bfloat16().float(), "_to_copy_1", "x")
+    lost(lambda x: x.sin().bfloat16().float(), "_to_copy_1", "_to_copy")
