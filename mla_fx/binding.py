@@ -84,20 +84,19 @@ class Match:
         """The match with one name for each axis, and every axis parted wherever something reads only a part of it.
 
         Raises NoMatch if two readings part one axis at places that do not go together."""
-        named = self._renamed(self.same)
-        elements = (index for element in named.elements.values() for index in (*element.index, *element.seen[1]))
-        readings = (index for reading in named.readings.values() for index in reading.indices)
-        replacements = cuts((*elements, *readings))
-        if replacements is None:
+        elements = (index for element in self.elements.values() for index in (*element.index, *element.seen[1]))
+        readings = (index for reading in self.readings.values() for index in reading.indices)
+        parted = cuts(index for index in (substitute(part, self.same) for part in (*elements, *readings)) if index)
+        if parted is None:
             raise NoMatch("two readings part one dimension in ways that do not go together")
-        return named._renamed(replacements)
-
-    def _renamed(self, replacements: Same) -> Match:
-        if not replacements:
+        names = {**parted, **{axis: substitute(place, parted) or place for axis, place in self.same.items()}}
+        if not names:
             return self
-        elements = {name: renamed(element, replacements) for name, element in self.elements.items()}
-        readings = {name: renamed(reading, replacements) for name, reading in self.readings.items()}
-        return replace(self, elements=elements, readings=readings)
+        return replace(
+            self,
+            elements={name: renamed(element, names) for name, element in self.elements.items()},
+            readings={name: renamed(reading, names) for name, reading in self.readings.items()},
+        )
 
     # --- one element twice ---------------------------------------------------------------------------------------
 

@@ -66,15 +66,19 @@ def _parted(node: Node, index: tuple[Index, ...], dims: Dims) -> tuple[tuple[Ind
     named = [axis for dim in dims for axis in dim]
     if len(set(named)) < len(named):
         raise NoMatch("two dimensions of an operand run over one axis", node)
-    replacements = cuts((*index, *map(composite, dims)))
+    replacements = cuts(index)
     if replacements is None:
         raise NoMatch("a dimension is read in parts that do not go together", node)
     wanted = [_leaves(dim, replacements) for dim in dims]
+    if not replacements:
+        return index, wanted
     moved = (substitute(part, replacements) for part in index)
     return tuple(part for part in moved if part is not None), wanted
 
 
 def _leaves(dim: Sequence[Axis], replacements: dict[Axis, Index]) -> Axes:
+    if not replacements:
+        return tuple(axis for axis in dim if axis.size != 1)
     parts = ((axes_of(replacements[axis]) or ()) if axis in replacements else (axis,) for axis in dim)
     return tuple(axis for part in parts for axis in part if axis.size != 1)
 

@@ -1,4 +1,4 @@
-"""Values for values: all of a rewrite or none, in an order that runs, and nothing that the operator does not know of."""
+"""Values for values: all of a rewrite or none, in an order that runs, and nothing that the operator knows not of."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .sizes import Size, at_most, plain, ratio, strides_of
 
@@ -29,8 +29,7 @@ class Axis:
         return f"a{self.serial}:{self.size}"
 
 
-@dataclass(frozen=True)
-class Digit:
+class Digit(NamedTuple):
     """`axis // below % size`: one place of an axis written as a mixed-radix number."""
 
     axis: Axis
@@ -58,8 +57,7 @@ class Digit:
 Term = tuple[Digit, Size]
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(NamedTuple):
     """`offset + sum(stride * digit)`: where one dimension is read. Made by `combine`, equal if it reads the same."""
 
     offset: Size = 0
@@ -103,17 +101,19 @@ def combine(offset: Size, terms: Iterable[Term]) -> Index:
     total: dict[Digit, Size] = {}
     for digit, stride in terms:
         if digit.size != 1:
-            total[digit] = plain(total.get(digit, 0) + stride)
+            total[digit] = plain(total[digit] + stride) if digit in total else stride
     kept = {digit: stride for digit, stride in total.items() if stride != 0}
+    if len(kept) < 2:
+        return Index(plain(offset), tuple(kept.items()))
     if len({digit.axis for digit in kept}) < len(kept):
         kept = _joined(kept)
-    ordered = sorted(kept.items(), key=_term_order)
-    return Index(plain(offset), tuple(ordered))
+    return Index(plain(offset), tuple(sorted(kept.items(), key=_term_order)))
 
 
-def _term_order(term: Term) -> tuple[int, str, str]:
+def _term_order(term: Term) -> tuple[int, str]:
+    """Any order will do that is the same for equal digits."""
     digit, _ = term
-    return digit.axis.serial, str(digit.below), str(digit.size)
+    return digit.axis.serial, str(digit.below)
 
 
 def _joined(terms: dict[Digit, Size]) -> dict[Digit, Size]:
@@ -200,7 +200,7 @@ def _split_at(digit: Digit, stride: Size, places: Sequence[Size]) -> list[Term]:
 
 def substitute(index: Index, replacements: Mapping[Axis, Index]) -> Index | None:
     """`index` with some axes replaced by other indices; None if a digit of one of these is no index."""
-    if not any(axis in replacements for axis in index.axes):
+    if not any(digit.axis in replacements for digit, _ in index.terms):
         return index
     offset = index.offset
     terms: list[Term] = []
@@ -246,6 +246,8 @@ def _cut_places(indices: Iterable[Index]) -> dict[Axis, list[Size]] | None:
     places: dict[Axis, list[Size]] = {}
     for index in indices:
         for digit, _ in index.terms:
+            if digit.is_whole:
+                continue
             found = places.setdefault(digit.axis, [])
             for place in (digit.below, plain(digit.below * digit.size)):
                 if place not in (1, digit.axis.size, *found):
@@ -266,6 +268,9 @@ def _multiples_last(places: list[Size]) -> list[Size]:
 
 def reshape(indices: Sequence[Index], sizes: Sequence[Size], new_sizes: Sequence[Size]) -> tuple[Index, ...] | None:
     """Where `reshape(x, sizes)` read at `indices` reads `x` of `new_sizes`; None if that is no affine index."""
+    if [size for size in sizes if size != 1] == [size for size in new_sizes if size != 1]:
+        kept = iter([index for index, size in zip(indices, sizes, strict=True) if size != 1])
+        return tuple(ZERO if size == 1 else next(kept) for size in new_sizes)
     offset: Size = 0
     pending: list[Term] = []
     for index, stride in zip(indices, strides_of(sizes), strict=True):

@@ -98,6 +98,8 @@ class Element:
 
     def renamed(self, replacements: Mapping[Axis, Index]) -> Element:
         """The same element with other names for its axes: followed no further."""
+        if not any(digit.axis in replacements for part in (*self.index, *self.seen[1]) for digit, _ in part.terms):
+            return self
         top = self.top and (self.top[0], _substituted(*self.top, replacements))
         return replace(self, index=_substituted(self.origin, self.index, replacements), top=top)
 
@@ -141,6 +143,8 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
         look_through = TRANSPARENT.get(node.target)
         step = None if look_through is None else look_through(node, index)
         if step is None:
+            if len(held) == 1:
+                return Element(node, index, factor, (), top, top_factor, held[0])
             coarsest = functools.reduce(_coarser, held[:since_factor])
             return Element(node, index, factor, _roundings(held), top, top_factor, coarsest)
         (node, index), number = step

@@ -24,7 +24,7 @@ def size_of(value: Any) -> Size:
 
 def plain(size: Size) -> Size:
     """An int where the expression is one: sympy keeps its own integers."""
-    return int(size) if isinstance(size, sympy.Integer) else size
+    return size if type(size) is int or not isinstance(size, sympy.Integer) else int(size)
 
 
 def product(sizes: Iterable[Size]) -> Size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -109,8 +110,12 @@ def fused_name(node: Node) -> str | None:
 
 def source_of(node: Node | None) -> str:
     """`file:line` of the user's code that made a node, or an empty string."""
-    trace = node.meta.get("stack_trace") if node is not None else None
-    frames = _FRAME.findall(trace or "")
+    return _innermost(node.meta.get("stack_trace") or "") if node is not None else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _innermost(trace: str) -> str:
+    frames = _FRAME.findall(trace)
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
