@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from .absorb import absorb
+from .canonical.sizes import known_by
 from .check import Held, check, held_values
 from .debug.report import PassRecord, Report, count_fused
 from .emitter import Emitter
@@ -23,6 +24,7 @@ from .rule import Rule
 from .surgery import Snapshot, erase_orphans
 from .survey import survey
 from .target import Target
+from .torch_private import detect_fake_mode
 
 
 @dataclass
@@ -114,7 +116,8 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
     run.on_stage("captured", run.graph)
     if not survey(run.graph, run.report):
         return
-    with _collector_paused():
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
+    with _collector_paused(), known_by(getattr(fake_mode, "shape_env", None)):
         for step in passes:
             _run_pass(run, step)
 

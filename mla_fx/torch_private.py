@@ -35,6 +35,7 @@ __all__ = [
     "inductor_modes",
     "inductor_options",
     "is_fake",
+    "is_known",
     "make_fx",
     "passing_dynamo",
     "unset_fake_temporarily",
@@ -60,6 +61,13 @@ def detect_fake_mode(values: Any) -> Any:
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(values)
+
+
+def is_known(shape_env: Any, relation: Any) -> bool:
+    """Whether a relation of sizes holds by all that a shape environment knows; asking adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(shape_env.create_symboolnode(relation))
 
 
 def fake_tensor(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -115,3 +116,11 @@ def test_graph_passes_are_told_of_training():
     assert issubclass(torch_private.GraphPass, torch._inductor.custom_graph_pass.CustomGraphPass)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         torch_private.nothing  # noqa: B018  the attempt is the test
+
+
+def test_a_shape_environment_is_asked_what_it_knows():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    size = mode.from_tensor(torch.ones(5)).shape[0]
+    assert torch_private.is_known(mode.shape_env, sympy.Le(2, size.node.expr))
+    assert not torch_private.is_known(mode.shape_env, sympy.Le(3, size.node.expr))
+    assert mode.shape_env.guards == []

@@ -1,17 +1,38 @@
 """Sizes: numbers, or expressions over the symbols of a dynamic shape; and what can be proved about them.
 
-Nothing here adds a guard, and nothing is assumed of a symbol but what its shape environment made it with: sizes that
-guards stand behind are positive, others may be anything."""
+Nothing here adds a guard. Of a symbol nothing is assumed but what it was made with (sizes that guards stand behind are
+positive, others may be anything) and what the shape environment of the graph at hand knows of it: ranges, and relations
+that were established when the graph was traced."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
 
+from mla_fx.torch_private import is_known
+
 Size = Any  # int, or a sympy expression over the symbols of a dynamic shape
+
+Asked = Callable[[Any], bool]
+
+_environment: ContextVar[Asked | None] = ContextVar("what the shape environment of the graph says", default=None)
+
+
+@contextlib.contextmanager
+def known_by(environment: Any) -> Iterator[None]:
+    """Proofs may ask a shape environment, whose symbols the sizes are made of; None has nothing to say. It takes its
+    time, so it is asked everything once."""
+    asked = None if environment is None else functools.cache(functools.partial(is_known, environment))
+    token = _environment.set(asked)
+    try:
+        yield
+    finally:
+        _environment.reset(token)
 
 
 def size_of(value: Any) -> Size:
@@ -60,7 +81,10 @@ def at_most(small: Size, large: Size) -> bool:
     """Provably `small <= large`, whatever the symbols stand for."""
     if isinstance(small, int) and isinstance(large, int):
         return small <= large
-    return _never_negative(sympy.sympify(large) - sympy.sympify(small))
+    if small == large or _never_negative(sympy.sympify(large) - sympy.sympify(small)):
+        return True
+    asked = _environment.get()
+    return asked is not None and asked(sympy.Le(small, large))
 
 
 @functools.lru_cache(maxsize=4096)
