@@ -947,3 +947,33 @@ def test_what_is_no_cache_update_is_refused_with_a_reason(name):
     reason, function = NO_UPDATES[name]
     with pytest.raises(NoMatch, match=reason):
         read_update(function)
+
+
+# --- values joined again -----------------------------------------------------------------------------------------
+
+REJOINED = {
+    "split and joined": lambda x: torch.cat(x.split([2, 4], 1), 1),
+    "chunks stacked": lambda x: torch.stack(x.chunk(3, 1), 1).flatten(1),
+    "rows stacked": lambda x: torch.stack(x.unbind(0)),
+    "rows stacked as columns": lambda x: torch.stack(x.unbind(0), 1),
+    "every other column": lambda x: torch.cat([x[:, 0:1], x[:, 2:3], x[:, 4:5]], 1),
+}
+NOT_REJOINED = {
+    "exchanged": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "overlapping": lambda x: torch.cat([x[:, :4], x[:, 2:4]], 1),
+    "with a gap": lambda x: torch.cat([x[:, 0:2], x[:, 3:6]], 1),
+    "one of them turned": lambda x: torch.cat([x[:2, :2], x[2:4, 2:4].t()], 1),
+    "one of them twice": lambda x: torch.stack([x[0], x[1], x[1]]),
+    "along another dimension": lambda x: torch.cat([x[:, :3], x[:, 3:]], 0),
+}
+
+
+@pytest.mark.parametrize("name", REJOINED)
+def test_neighbours_joined_are_the_whole(name):
+    assert assert_resolves(Traced(lambda x: REJOINED[name](x).clone(), dense(4, 6), decompose=False)).node.name == "x"
+
+
+@pytest.mark.parametrize("name", NOT_REJOINED)
+def test_others_joined_are_no_view(name):
+    element = assert_resolves(Traced(lambda x: NOT_REJOINED[name](x).clone(), dense(4, 6), decompose=False))
+    assert element.node.name.startswith(("cat", "stack"))

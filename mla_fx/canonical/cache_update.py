@@ -135,7 +135,10 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     sequence = index[0]
     lead: tuple[Index, ...] = (sequence,)
     token = ZERO
-    if max(len(shape_of(place)) for place in places[:2]) == 2:
+    rank = max(len(shape_of(place)) for place in places[:2])
+    if rank > 2:
+        raise NoMatch("the cache is written at positions of more than sequences and tokens", node)
+    if rank == 2:
         token = fresh(shape_of(positions)[-1])
         lead = (sequence, token)
     counted = operand(batch_places, lead)

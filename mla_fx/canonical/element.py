@@ -16,6 +16,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.torch_private import unset_fake_temporarily
 
 from .axes import Axis, Index, substitute
+from .joins import rejoined
 from .views import Place, args_of, argument, broadcast, fresh_index, move, name_of
 
 aten = torch.ops.aten
@@ -133,7 +134,7 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
     held: list[torch.dtype] = []
     since_factor: int | None = None
     while True:
-        place = move(node, index)
+        place = move(node, index) or rejoined(node, index)
         if place is not None:
             node, index = place
             continue

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fx.errors import NoMatch
 from mla_fx.torch_private import OpOverload, has_symbolic_sizes
 
 from .axes import ZERO, Axis, Index, extent, fresh, reshape, shifted
@@ -135,6 +136,8 @@ def _expand(node: Node, index: tuple[Index, ...]) -> Place:
 def broadcast(operand: Node, index: tuple[Index, ...]) -> tuple[Index, ...]:
     """Where a result read at `index` reads an operand that was broadcast to it."""
     sizes = shape_of(operand)
+    if len(sizes) > len(index):
+        raise NoMatch(f"{operand.name} has more dimensions than what it is an operand of", operand)
     aligned = index[len(index) - len(sizes) :]
     return tuple(ZERO if size == 1 else part for size, part in zip(sizes, aligned, strict=True))
 
