@@ -25,7 +25,7 @@ class _Part:
 
 
 def rejoined(node: Node, index: tuple[Index, ...]) -> Place | None:
-    """Where a cat or stack read at `index` reads the value whose neighbouring parts it joins; None if it joins others."""
+    """Where a cat or stack at `index` reads the value whose neighbouring parts it joins; None if it joins others."""
     dim, parts = _parts(node, index)
     if len(parts) < 2 or any(part.source is not parts[0].source for part in parts):
         return None
