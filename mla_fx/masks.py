@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -21,25 +21,20 @@ def emit_mask(emit: Emitter, masks: Sequence[Mask], dims: Dims) -> Node | None:
     is kept; else numbers to be added. None without masks."""
     conditions = [_kept(emit, mask, dims) for mask in masks if mask.fill is not None]
     numbers = [tensor(emit, mask.element, dims) for mask in masks if mask.fill is None]
-    if not numbers:
-        return _together(emit, aten.logical_and.default, conditions)
+    kept = _together(emit, aten.logical_and.default, conditions)
     added = _together(emit, aten.add.Tensor, numbers)
-    return added if not conditions else _filled(emit, _together(emit, aten.logical_and.default, conditions), added)
+    if kept is None or added is None:
+        return added if kept is None else kept
+    # where a score is masked, nothing that is added to minus infinity makes a difference
+    value = added.meta["val"]
+    never = emit.call(aten.full.default, [], -math.inf, dtype=value.dtype, device=value.device)
+    return emit.call(aten.where.self, kept, added, never)
 
 
-def _together(emit: Emitter, combine: object, values: Iterable[Node]) -> Node | None:
-    terms = list(values)
-    return functools.reduce(lambda left, right: emit.call(combine, left, right), terms) if terms else None
+def _together(emit: Emitter, combine: object, values: Sequence[Node]) -> Node | None:
+    return functools.reduce(lambda left, right: emit.call(combine, left, right), values) if values else None
 
 
 def _kept(emit: Emitter, mask: Mask, dims: Dims) -> Node:
     condition = tensor(emit, mask.element, dims)
     return condition if mask.keep_where else emit.call(aten.logical_not.default, condition)
-
-
-def _filled(emit: Emitter, kept: Node | None, added: Node | None) -> Node:
-    """Where a score is masked, minus infinity is added: whatever else is, makes no difference."""
-    assert kept is not None and added is not None
-    value = added.meta["val"]
-    never = emit.call(aten.full.default, [], -math.inf, dtype=value.dtype, device=value.device)
-    return emit.call(aten.where.self, kept, added, never)

@@ -215,7 +215,7 @@ def _each_score(pattern: Pattern, product: Contraction, before: Iterator[Match],
 
 
 @dataclass(frozen=True)
-class Axes(Reading):
+class OperandAxes(Reading):
     """The axes of an operand, one index for each of its dimensions."""
 
     dims: tuple[Index, ...]
@@ -247,7 +247,7 @@ class CallPattern:
         partial: Iterator[Match] = iter((Match(fixed=fixed),))
         for name, operand in self.operands.items():
             dims = tuple(letters[letter] for letter in operand.letters)
-            axes = Axes(arguments[name], dims)
+            axes = OperandAxes(arguments[name], dims)
             partial = _each_read(f"{name}.axes", axes, partial)
             partial = _each(operand.pattern, resolve(arguments[name], dims), partial, trail)
         return partial

@@ -20,7 +20,7 @@ from .canonical.views import shape_of
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
-from .match import Axes as AxesOf
+from .match import OperandAxes
 from .replacement import Replacement, replaced
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 def roles(match: Match, operand: str) -> tuple[Axes, ...]:
     """The axes of each dimension of an operand of the call."""
-    found = match.reading(AxesOf, f"{operand}.axes")
+    found = match.reading(OperandAxes, f"{operand}.axes")
     return tuple(axes(part, operand, found.node) for part in found.dims)
 
 
@@ -36,7 +36,7 @@ def last_dimension(operand: str) -> Callable[[Match], Axis]:
     """For `rope(along=...)`: the last dimension of an operand of the call, or of the row that is stored in it."""
 
     def along(match: Match) -> Axis:
-        update, found = match.get(CacheUpdate, f"{operand}.write"), match.reading(AxesOf, f"{operand}.axes")
+        update, found = match.get(CacheUpdate, f"{operand}.write"), match.reading(OperandAxes, f"{operand}.axes")
         axis = (found.dims if update is None else update.index)[-1].axis
         if axis is None:
             raise NoMatch("a rotary dimension of one element", found.node)
