@@ -31,6 +31,14 @@ def test_where_some_keys_are_seen_a_low_fill_is_minus_infinity():
         torch.testing.assert_close(attend(fill=-1e4), attend(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fill", [-1e300, 1e300])
+def test_a_fill_beyond_the_type_of_the_scores_is_the_nearest_number_that_it_has(fill):
+    lowest = math.copysign(torch.finfo(torch.float32).max, fill)
+    args = latent_attention.sample(torch.float16, 0, 3, torch.tensor([[False] * 5, [False] * 4 + [True], [True] * 5]))
+    attend = latent_attention.operator.overload
+    torch.testing.assert_close(attend(*args, scale=0.3, fill=fill), attend(*args, scale=0.3, fill=lowest))
+
+
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 def test_a_row_with_minus_infinity_added_to_every_score_gives_zeros(value):
     """NaN is no mask: it stays."""
