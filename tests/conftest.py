@@ -1,8 +1,8 @@
-"""What every test starts from: few threads, nothing compiled before it, caches of its own; slow tests on request."""
+"""What every test starts from: one thread, nothing compiled before it, caches of its own; slow tests on request."""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def inductor_cache(tmp_path_factory):
-    """One cache folder for this session: nothing compiled earlier by other code can be found in it."""
+    """A cache folder for each process of this session: nothing compiled earlier by other code can be found in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield

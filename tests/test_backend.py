@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -506,3 +509,11 @@ def test_uuid_changes_with_the_sources(monkeypatch):
     before = mla_fx.MlaPass().uuid()
     monkeypatch.setattr(graph_pass, "source_hash", lambda: "other sources")
     assert mla_fx.MlaPass().uuid() != before
+
+
+def test_uuid_knows_the_sources_of_every_package():
+    from mla_fx import graph_pass
+
+    project = (Path(mla_fx.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    (packages,) = re.findall(r"^packages = (\[.*\])$", project, re.MULTILINE)
+    assert list(graph_pass.PACKAGES) == ast.literal_eval(packages)
