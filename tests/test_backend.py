@@ -257,7 +257,7 @@ def wrong_norm(_):
 
 @pytest.mark.parametrize(
     "sabotaged, wrong",
-    [("mla_fx.absorb.absorb_query", wrong_query), ("mla_fx.patterns.mla_prolog._norm_options", wrong_norm)],
+    [("mla_fx.absorb.absorb_query", wrong_query), ("mla_fx.patterns.mla_prolog._options", wrong_norm)],
     ids=["query", "norm"],
 )
 def test_verify_finds_a_wrong_rewrite(decode, monkeypatch, sabotaged, wrong):
