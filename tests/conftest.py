@@ -6,6 +6,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from zoo.entries import DEFAULT, Entry
+from zoo.sizes import DECODE
 
 
 def pytest_addoption(parser):
@@ -39,3 +41,15 @@ def inductor_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def decode():
+    """A layer of latent attention and the arguments of a decode step."""
+    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
