@@ -15,6 +15,8 @@ from .debug.report import Report
 from .errors import OptionError
 from .torch_private import GraphPass
 
+PACKAGES = ("mla_fx", "mla_fx.canonical", "mla_fx.ops", "mla_fx.debug", "mla_fx.patterns", "mla_fx.lowering")
+
 
 class MlaPass(GraphPass):
     """Fuses MLA in an operator graph, in place.
@@ -72,9 +74,9 @@ class MlaPass(GraphPass):
 def source_hash() -> str:
     """A hash of the sources that decide what a graph is rewritten to."""
     digest = hashlib.sha256()
-    for package in ("mla_fx", "mla_fx.canonical", "mla_fx.ops", "mla_fx.patterns", "mla_fx.lowering"):
+    for package in PACKAGES:
         for path in sorted(Path(discover.folder(package)).glob("*.py")):
-            digest.update(path.name.encode())
+            digest.update(f"{package}/{path.name}".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

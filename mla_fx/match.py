@@ -12,7 +12,14 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
                                      the same rows as those of another cache, token for token
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
 
-A new word is a reading and a call of `_Reads`.
+A match starts from a root, which gives the words their first elements:
+
+    AttentionPattern(scores, value)  softmax attention whose logits are a sum of products, and its values
+    CallPattern({name: Operand(letters, pattern)})
+                                     an operator's operands, with a letter for each dimension: one letter, one axis
+
+`name` keeps a reading for the rule: `match.reading(RmsNorm, "norm")`. A new word is a reader of a `Reading` and a call
+of `_Reads`, which matches the reading's parts in turn.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def replaced(emit: Emitter, old: Node, index: Sequence[Index], element: Element,
 
 
 def apply(emit: Emitter, replacements: Sequence[Replacement]) -> list[Node]:
-    """Uses every new value for its old one, and erases what nobody reads any more; returns what was erased.
+    """Uses every new value for its old one, and erases what nobody reads any more; returns what was erased, in order.
 
     Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one is used."""
     added = set(emit.added)
@@ -88,7 +88,7 @@ def _erased(unused: Iterable[Node]) -> list[Node]:
         pending += node.all_input_nodes
         node.graph.erase_node(node)
         erased.append(node)
-    return erased
+    return sorted(erased)
 
 
 def is_mutable(node: Node) -> bool:

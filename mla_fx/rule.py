@@ -1,4 +1,10 @@
-"""What a file in `patterns/` holds: a rule, with its own cases."""
+"""What a file in `patterns/` holds: a rule, with its own cases.
+
+For each anchor the engine asks for matches, one after the other, and takes the first that gets through: `check` turns
+it into facts, `rewrite` adds the fused operator and says which old values its results replace. Either may refuse with
+`NoMatch`; what was added is then taken back, and the next match is tried. The engine refuses too: if a value that the
+old results are computed from would not enter the operator, or if the program rounds coarser than it on the way.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +46,7 @@ class Rule(Generic[Facts]):
         raise NotImplementedError
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterable[Replacement]:
-        """Adds the fused operator and says what its results replace: all of that is done, or none."""
+        """Adds the fused operator and yields what its results replace, by `replaced`: all of that is done, or none."""
         raise NotImplementedError
 
     def suspicious(self, anchor: Node) -> bool:

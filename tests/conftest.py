@@ -1,11 +1,13 @@
-"""What every test starts from: few threads, nothing compiled before it, caches of its own; slow tests on request."""
+"""What every test starts from: one thread, nothing compiled before it, caches of its own; slow tests on request."""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from zoo.entries import DEFAULT, Entry
+from zoo.sizes import DECODE
 
 
 def pytest_addoption(parser):
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def inductor_cache(tmp_path_factory):
-    """One cache folder for this session: nothing compiled earlier by other code can be found in it."""
+    """A cache folder for each process of this session: nothing compiled earlier by other code can be found in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
@@ -39,3 +41,15 @@ def inductor_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def decode():
+    """A layer of latent attention and the arguments of a decode step."""
+    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)

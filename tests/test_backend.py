@@ -8,8 +8,9 @@ import warnings
 
 import pytest
 import torch
-from families import Recorder, cache_tensors, empty_cache, tiny_model, tokens
+from families import Recorder
 from functorch.compile import make_boxed_func
+from stepping import ALL, EXACT, check_same, compiled, mla_warnings
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -18,49 +19,11 @@ from zoo.negatives import expanded_cache
 from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
-from mla_fx import compilation, discover
+from mla_fx import discover
 from mla_fx.options import Options
-from mla_fx.pipeline import PIPELINE, Pass, Run, run_pipeline
-from mla_fx.verify import verified
+from mla_fx.pipeline import Run, run_pipeline
 
-EXACT = {"rtol": 1e-4, "atol": 1e-5}
-ALL = {"mla_prolog": 1, "latent_attention": 1}
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def decode():
-    """A layer of latent attention and the arguments of a decode step."""
-    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
-
-
-def compiled(module, **options):
-    return torch.compile(module, backend=mla_fx.mla_backend, options={"target": "reference", **options})
-
-
-def check_same(module, arguments, run):
-    """What `run` returns, and what it leaves in the caches, is what the module does."""
-    theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    expected = module(*theirs)
-    torch.testing.assert_close((run(*ours), ours), (expected, theirs), **EXACT)
-
-
-def check_runs_as_it_came(module, arguments, run):
-    """Not only the same answer: bit for bit, with no fused operator."""
-    theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    expected = torch.compile(module, backend="aot_eager")(*theirs)
-    torch._dynamo.reset()
-    torch.testing.assert_close((run(*ours), ours), (expected, theirs), rtol=0, atol=0)
-    assert mla_fx.last_report().fused == {}
-
-
-def mla_warnings(caught):
-    return [str(warning.message) for warning in caught if issubclass(warning.category, mla_fx.MlaWarning)]
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 # --- the entry -------------------------------------------------------------------------------------------------------
@@ -230,131 +193,6 @@ def test_unmet_expectation(decode, expect):
         compiled(module, expect=expect)(*arguments)
 
 
-# --- verify ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verify", ["first", "always"])
-@pytest.mark.parametrize("step", [PREFILL, DECODE], ids=lambda step: step.name)
-def test_verify_takes_a_good_graph(verify, step):
-    entry = Entry(DEFAULT)
-    module = entry.build()
-    run = compiled(module, verify=verify)
-    for _ in range(2):
-        check_same(module, entry.arguments(step), run)
-    assert mla_fx.last_report().fused
-
-
-def wrong_query(q_nope, weight_uk):
-    return torch.einsum("bsnd,ndc->bsnc", q_nope, weight_uk) * 1.1
-
-
-def wrong_norm(_):
-    return {"rmsnorm_epsilon_ckv": 1.0, "rmsnorm_epsilon_cq": 1e-5, "rope_layout": "interleave_half"}
-
-
-@pytest.mark.parametrize(
-    "sabotaged, wrong",
-    [("mla_fx.absorb.absorb_query", wrong_query), ("mla_fx.patterns.mla_prolog._norm_options", wrong_norm)],
-    ids=["query", "norm"],
-)
-def test_verify_finds_a_wrong_rewrite(decode, monkeypatch, sabotaged, wrong):
-    module, arguments = decode
-    monkeypatch.setattr(sabotaged, wrong)
-    with pytest.raises(mla_fx.VerificationError, match=r"put \d+ of the fused graph is .* away from the unfused one"):
-        compiled(module, verify="first")(*arguments)
-
-
-def scaled(factor):
-    def function(value):
-        value.mul_(factor)
-        return (value + 1,)
-
-    return function
-
-
-def test_verify_finds_a_wrong_cache():
-    def wrong(value):
-        value.mul_(2).view(-1)[3] += 1
-        return (torch.ones(5) * 2 + 1,)
-
-    with pytest.raises(mla_fx.VerificationError, match="input 0 of the fused graph"):
-        verified(wrong, scaled(2), once=False)(torch.ones(5))
-
-
-def test_verify_finds_nan():
-    with pytest.raises(mla_fx.VerificationError, match="output 0"):
-        verified(lambda value: (value * float("nan"),), lambda value: (value,), once=False)(torch.ones(5))
-
-
-@pytest.mark.parametrize("once, runs", [(True, 1), (False, 3)])
-def test_how_often_verify_runs_the_unfused_graph(once, runs):
-    calls = []
-
-    def original(value):
-        calls.append(value)
-        return (value,)
-
-    run = verified(lambda value: (value,), original, once=once)
-    for _ in range(3):
-        run(torch.ones(5))
-    assert len(calls) == runs
-
-
-# --- when a pass fails -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=range(len(PIPELINE) + 1))
-def planted(request, monkeypatch):
-    """A pass that fails, at each place in the pipeline."""
-
-    def fail(run):
-        raise ZeroDivisionError("a bug")
-
-    passes = (*PIPELINE[: request.param], Pass("planted", fail), *PIPELINE[request.param :])
-    monkeypatch.setattr(compilation, "run_pipeline", lambda run, _: run_pipeline(run, passes))
-
-
-@pytest.mark.usefixtures("planted")
-def test_failing_pass_breaks_no_model(decode):
-    module, arguments = decode
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_runs_as_it_came(module, arguments, compiled(module))
-    (message,) = mla_warnings(caught)
-    assert "pass 'planted' failed with ZeroDivisionError: a bug; the model runs unfused" in message
-    assert "planted" in str(mla_fx.last_report())
-
-
-@pytest.mark.usefixtures("planted")
-def test_failing_pass_is_an_error_when_strict(decode):
-    module, arguments = decode
-    with pytest.raises(mla_fx.FusionError, match="pass 'planted' failed: ZeroDivisionError: a bug"):
-        compiled(module, strict=True)(*arguments)
-
-
-@pytest.mark.parametrize("step", ["replace_cache", "_cache_operands"])
-def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, step):
-    def fail(*_):
-        raise ZeroDivisionError("a bug")
-
-    module, arguments = decode
-    monkeypatch.setattr(f"mla_fx.patterns.mla_prolog.{step}", fail)
-    with pytest.warns(mla_fx.MlaWarning, match="pass 'recognise prolog' failed with ZeroDivisionError: a bug"):
-        check_runs_as_it_came(module, arguments, compiled(module))
-
-
-def test_refusal_in_the_midst_of_a_rewrite_takes_back_what_was_added(decode, monkeypatch):
-    def refuse(*_):
-        raise mla_fx.NoMatch("not like this")
-
-    module, arguments = decode
-    monkeypatch.setattr("mla_fx.patterns.mla_prolog._cache_operands", refuse)
-    check_same(module, arguments, compiled(module))
-    report = mla_fx.last_report()
-    assert report.fused == {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
-    assert [miss.reason for miss in report.misses] == ["not like this"]
-
-
 # --- what is left alone ----------------------------------------------------------------------------------------------
 
 
@@ -476,33 +314,3 @@ def test_threads_do_not_see_each_other():
     for thread in threads:
         thread.join()
     assert fused == {disable: [counts] for disable, counts in expected.items()}
-
-
-# --- as a pass in a pipeline that is there already -------------------------------------------------------------------
-
-
-def test_pass_in_inductor():
-    """A plain `torch.compile(model)`; nothing of this project stands before the pass."""
-    model = tiny_model("deepseek_v3", num_hidden_layers=1)
-    theirs = empty_cache(model, "static")
-    model(tokens(2, 6), past_key_values=theirs)
-    ours, step, graph_pass = copy.deepcopy(theirs), tokens(2, 1), mla_fx.MlaPass()
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=graph_pass):
-        found = torch.compile(model)(step, past_key_values=ours).logits
-    torch.testing.assert_close(found, model(step, past_key_values=theirs).logits, **EXACT)
-    torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)
-    assert graph_pass.report.fused == ALL
-
-
-def test_uuid_tells_passes_apart():
-    assert mla_fx.MlaPass(strict=True).uuid() == mla_fx.MlaPass(strict=True).uuid()
-    kinds = [{}, {"strict": True}, {"disable": "mla_prolog"}, {"absorb": "never"}, {"target": "reference"}]
-    assert len({mla_fx.MlaPass(**options).uuid() for options in kinds}) == len(kinds)
-
-
-def test_uuid_changes_with_the_sources(monkeypatch):
-    from mla_fx import graph_pass
-
-    before = mla_fx.MlaPass().uuid()
-    monkeypatch.setattr(graph_pass, "source_hash", lambda: "other sources")
-    assert mla_fx.MlaPass().uuid() != before

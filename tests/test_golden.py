@@ -149,44 +149,48 @@ def graph(
     arg11_1,  # f32[72, 20]
     arg12_1,  # f32[32, 40]
 ):
+    reshape_default_3 = aten.reshape(arg11_1, [4, 18, 20])  # f32[4, 18, 20]
+    slice_tensor = aten.slice.Tensor(reshape_default_3, 1, 0, 8)  # f32[4, 8, 20]
+    reshape_default_6 = aten.reshape(arg9_1, [1, 3])  # i64[1, 3]
+    permute_default_2 = aten.permute(arg0_1, [1, 0])  # f32[32, 24]
+    permute_default_3 = aten.permute(arg3_1, [1, 0])  # f32[24, 56]
+    permute_default_4 = aten.permute(arg4_1, [1, 0])  # f32[32, 26]
+    reshape_default_7 = aten.reshape(arg7_1, [1, 3, 6])  # f32[1, 3, 6]
+    reshape_default_8 = aten.reshape(arg6_1, [1, 3, 6])  # f32[1, 3, 6]
+    # mla_fx.mla_prolog, by rule mla_prolog, replaces 59 nodes
+    #   cases.py: permute x2, view x2, mm x2, _unsafe_view x2
+    #   cases.py: pow x2, mean x2, add x2, rsqrt x2, mul x4
+    #   cases.py: view, transpose, split_with_sizes, getitem
+    #   cases.py: permute, view, mm, _unsafe_view, split_with_sizes, getitem x2
+    #   cases.py: unsqueeze x2
+    #   cases.py: split x2, getitem x4
+    #   cases.py: mul x4, neg x2, cat x2, add x2
+    #   cases.py: index_copy
+    #   cases.py: index_copy
+    #   cases.py: permute x3, reshape, slice, view x2, bmm
+    mla_prolog_default = mla_fx.mla_prolog(arg1_1, permute_default_2, permute_default_3, slice_tensor, permute_default_4, arg2_1, arg5_1, reshape_default_7, reshape_default_8, reshape_default_6, arg8_1, arg10_1, rmsnorm_epsilon_ckv=1e-06, gamma_after_cast=False, rmsnorm_epsilon_cq=1e-06, rope_layout='half_half', cache_mode='Norm')  # (f32[2, 3, 4, 20], f32[2, 3, 4, 6], f32[2, 1, 16, 20], f32[2, 1, 16, 6])
+    getitem_10 = mla_prolog_default[0]  # f32[2, 3, 4, 20]
+    getitem_11 = mla_prolog_default[1]  # f32[2, 3, 4, 6]
+    getitem_12 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
+    getitem_13 = mla_prolog_default[3]  # f32[2, 1, 16, 6]
     zeros = aten.zeros([3, 16], device=device(type='cpu'), pin_memory=False)  # f32[3, 16]
     arange = aten.arange(16, device=device(type='cpu'), pin_memory=False)  # i64[16]
     unsqueeze_2 = aten.unsqueeze(arg9_1, 1)  # i64[3, 1]
     gt = aten.gt.Tensor(arange, unsqueeze_2)  # b8[3, 16]
     masked_fill = aten.masked_fill.Scalar(zeros, gt, -inf)  # f32[3, 16]
-    reshape_default_2 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
-    reshape_default_3 = aten.reshape(arg11_1, [4, 18, 20])  # f32[4, 18, 20]
-    slice_tensor = aten.slice.Tensor(reshape_default_3, 1, 8, 18)  # f32[4, 10, 20]
-    slice_tensor_2 = aten.slice.Tensor(reshape_default_3, 1, 0, 8)  # f32[4, 8, 20]
-    permute_default_2 = aten.permute(arg3_1, [1, 0])  # f32[24, 56]
-    permute_default_3 = aten.permute(arg4_1, [1, 0])  # f32[32, 26]
-    permute_default_4 = aten.permute(arg0_1, [1, 0])  # f32[32, 24]
-    reshape_default_6 = aten.reshape(arg7_1, [1, 3, 6])  # f32[1, 3, 6]
-    reshape_default_7 = aten.reshape(arg6_1, [1, 3, 6])  # f32[1, 3, 6]
-    reshape_default_8 = aten.reshape(arg9_1, [1, 3])  # i64[1, 3]
-    # mla_fx.mla_prolog, by rule mla_prolog, replaces 6 nodes
-    #   cases.py: mm x2
-    #   cases.py: mm
-    #   cases.py: index_copy
-    #   cases.py: index_copy
-    #   cases.py: bmm
-    mla_prolog_default = mla_fx.mla_prolog(arg1_1, permute_default_4, permute_default_2, slice_tensor_2, permute_default_3, arg2_1, arg5_1, reshape_default_6, reshape_default_7, reshape_default_8, arg8_1, arg10_1, rmsnorm_epsilon_ckv=1e-06, gamma_after_cast=False, rmsnorm_epsilon_cq=1e-06, rope_layout='half_half', cache_mode='Norm')  # (f32[2, 3, 4, 20], f32[2, 3, 4, 6], f32[2, 1, 16, 20], f32[2, 1, 16, 6])
-    getitem_10 = mla_prolog_default[0]  # f32[2, 3, 4, 20]
-    getitem_11 = mla_prolog_default[1]  # f32[2, 3, 4, 6]
-    getitem_12 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
     reshape_default = aten.reshape(getitem_12, [2, 16, 20])  # f32[2, 16, 20]
-    getitem_13 = mla_prolog_default[3]  # f32[2, 1, 16, 6]
     reshape_default_1 = aten.reshape(getitem_13, [2, 16, 6])  # f32[2, 16, 6]
-    # mla_fx.latent_attention, by rule absorb, replaces 7 nodes
-    #   cases.py: mm
-    #   cases.py: add
-    #   cases.py: index_copy
-    #   cases.py: index_copy
-    #   cases.py: mm
-    #   cases.py: bmm
-    #   cases.py: bmm
+    reshape_default_2 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
+    slice_tensor_1 = aten.slice.Tensor(reshape_default_3, 1, 8, 18)  # f32[4, 10, 20]
+    # mla_fx.latent_attention, by rule absorb, replaces 29 nodes
+    #   cases.py: getitem
+    #   cases.py: permute, view x2, mm, _unsafe_view, transpose
+    #   cases.py: split_with_sizes, getitem x2
+    #   cases.py: expand, cat
+    #   cases.py: cat, transpose, expand x2, view x3, bmm, mul, add
+    #   cases.py: _softmax, expand x2, view, clone, _unsafe_view, bmm
     latent_attention_default = mla_fx.latent_attention(getitem_10, getitem_11, reshape_default, reshape_default_1, reshape_default_2, scale=0.2672612419124244, is_causal=False)  # f32[2, 3, 4, 20]
-    permute_7 = aten.permute(slice_tensor, [0, 2, 1])  # f32[4, 20, 10]
+    permute_7 = aten.permute(slice_tensor_1, [0, 2, 1])  # f32[4, 20, 10]
     permute_8 = aten.permute(latent_attention_default, [2, 0, 1, 3])  # f32[4, 2, 3, 20]
     view_15 = aten.view(permute_8, [4, 6, 20])  # f32[4, 6, 20]
     bmm_3 = aten.bmm(view_15, permute_7)  # f32[4, 6, 10]

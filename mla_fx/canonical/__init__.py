@@ -4,10 +4,15 @@ A graph is read, never changed, by asking what *one element* of a value is: `res
 down through every view, permute, expand, slice, cat and cast to the operation that really computes the element. View
 noise is gone by construction, and what a pattern sees is the same for every spelling:
 
-    axes.py          index arithmetic: named axes, mixed radix, symbolic sizes
-    element.py       an element of a value, and the walk through views to where it is computed
+    sizes.py         sizes, as numbers or symbols, and what can be proved about them without a guard
+    axes.py          index arithmetic: axes, and the digits of them that a dimension reads
     views.py         how each view operation moves an index
-    algebra.py       sums and products of elements
+    element.py       an element of a value with its factor, and the walk through views and casts to what computes it
+    reading.py       what every reading has: where it begins, its elements and indices, and its constants
+    algebra.py       sums and products of elements, with every factor on the way
     contraction.py   matmul in any spelling; split where its operands were concatenated
     rms_norm.py, rope.py, softmax.py, cache_update.py   the pieces MLA is made of
+
+An axis never changes. What an element carries (factor, types it was rounded to, every axis) is consumed by whoever
+reads it, or the reading refuses with `NoMatch`, the only exception that it raises.
 """

@@ -249,7 +249,7 @@ def constant(value: Any) -> float | None:
     if not isinstance(held, torch.Tensor) or held.dtype == torch.bool or held.is_complex():
         return None
     number = _filled(value)
-    return number if number is None or not held.is_floating_point() else _rounded(number, held.dtype)
+    return number if number is None or not held.is_floating_point() else rounded(number, held.dtype)
 
 
 def _filled(node: Node) -> float | None:
@@ -270,7 +270,7 @@ COPIES = frozenset({aten.expand.default, aten.clone.default, aten.lift_fresh_cop
 
 
 @functools.lru_cache(maxsize=256)
-def _rounded(number: float, dtype: torch.dtype) -> float:
+def rounded(number: float, dtype: torch.dtype) -> float:
     with unset_fake_temporarily():
         return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 

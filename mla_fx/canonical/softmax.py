@@ -17,7 +17,7 @@ from mla_fx.torch_private import OpOverload
 from .algebra import as_sum
 from .axes import Axis, Index, fresh, of_axis, shifted
 from .contraction import Contraction, contraction, reduced, scaled_product, summed
-from .element import CASTS, Element, constant, operand, resolve
+from .element import CASTS, Element, constant, operand, resolve, rounded
 from .reading import Reading
 from .sizes import Size
 from .views import MOVERS, args_of, argument, cuts, fresh_index, name_of, pads_with_zero, shape_of
@@ -247,7 +247,10 @@ def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]
             scores.append(contraction(term))
         except NoMatch:
             masks.append(_added(term))
-    return tuple(scores), _in_order(masks)
+    ordered = _in_order(masks)
+    if len(total.terms) > 1 and any(mask.fill not in (None, -math.inf) for mask in ordered):
+        raise NoMatch("only a part of the attention scores is filled with a number", element.origin)
+    return tuple(scores), ordered
 
 
 def _masked_scores(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
@@ -281,6 +284,7 @@ def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
 
 def _filled(element: Element) -> tuple[Element, Mask] | None:
     """`where(condition, scores, fill)` either way around, as masked_fill leaves it: the scores and the mask."""
+    dtype = element.dtype
     factor, element = element.apart()
     node = element.node
     if node.target in MASKED_FILL:
@@ -291,10 +295,10 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
         ways = [(chosen, constant(other), True), (other, constant(chosen), False)]
     else:
         return None
-    for kept, fill, keep_where in ways:
-        if fill is not None and constant(kept) is None and -math.inf <= fill * factor < math.inf:
-            mask = Mask(node, operand(condition, element.index), fill * factor, keep_where)
-            return operand(kept, element.index, factor), mask
+    for kept, number, keep_where in ways:
+        fill = None if number is None else rounded(number * factor, dtype)
+        if fill is not None and constant(kept) is None and -math.inf <= fill < math.inf:
+            return operand(kept, element.index, factor), Mask(node, operand(condition, element.index), fill, keep_where)
     return None
 
 

@@ -21,7 +21,7 @@ def probabilities(
     """softmax((latent + rotated) * scale + mask) over the last axis, rounded to the dtype of `latent`.
 
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
-    Where a bool mask is False the scores are `fill`, or minus infinity.
+    Where a bool mask is False the scores are `fill`, as near as their type comes to it, or minus infinity.
     """
     wide = accumulation_dtype(latent.dtype)
     scores = (latent.to(wide) + rotated) * scale
@@ -33,7 +33,8 @@ def probabilities(
         return scores.softmax(-1).to(latent.dtype)
     mask = mask[(None,) * (4 - mask.dim())]
     mask = mask.transpose(1, 2) if rows_first else mask
-    masked = -torch.inf if fill is None else fill
+    limits = torch.finfo(wide)
+    masked = -torch.inf if fill is None else min(max(fill, limits.min), limits.max)
     scores = scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
     # Unlike softmax, this gives zeros where a whole row is masked.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, wide)

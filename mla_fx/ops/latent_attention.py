@@ -62,7 +62,7 @@ def fake(*, query: Tensor, **_: Any) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """No mask, causal, bool and additive masks, one query token, and a row that sees nothing."""
+    """No mask, causal, bool and additive masks, one query token, and a row that sees nothing, masked or filled."""
     bias = Sampler(dtype, 9).normal(2, 1, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     blind = allowed.clone()
@@ -73,6 +73,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("additive mask", sample(dtype, 3, 3, bias), {"scale": 0.5})
     yield Sample("no mask", sample(dtype, 4, 1), {"scale": 0.3})
     yield Sample("bool mask", sample(dtype, 5, 3, blind), {"scale": 0.3})
+    yield Sample("bool mask, fill", sample(dtype, 6, 3, blind), {"scale": 0.3, "fill": -1.5})
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:

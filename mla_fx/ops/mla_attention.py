@@ -41,8 +41,8 @@ def body(
     weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; strides of the weights are free.
     mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. Where a bool mask is False the
     score is `fill`, minus infinity if that is None. is_causal lets row s attend to keys t <= s, and excludes a mask. A
-    row whose scores are all minus infinity gives zeros. The softmax runs in float32 (float64
-    for float64); probabilities are rounded to the dtype of q_nope.
+    row whose scores are all minus infinity gives zeros. The softmax runs in float32 (float64 for float64);
+    probabilities are rounded to the dtype of q_nope.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
@@ -126,6 +126,10 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("expanded, bool mask", sample(dtype, 2, mask=allowed), {"scale": 0.5, "max_absorbed_tokens": 2})
     yield Sample("absorbed, additive mask", sample(dtype, 3, mask=bias), {"scale": 0.25, "max_absorbed_tokens": 8})
     yield Sample("absorbed", sample(dtype, 4, steps=1), {"scale": 0.3, "max_absorbed_tokens": 1})
+    blind = allowed & (torch.arange(3) != 1).unsqueeze(-1)
+    filled = {"scale": 0.3, "fill": -1.5}
+    yield Sample("expanded, bool mask, fill", sample(dtype, 5, mask=blind), filled)
+    yield Sample("absorbed, bool mask, fill", sample(dtype, 5, mask=blind), filled | {"max_absorbed_tokens": 3})
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

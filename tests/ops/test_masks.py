@@ -1,0 +1,70 @@
+"""The masks of the two attentions over latents: what is filled, rows that see nothing, and what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from mla_fx.ops import latent_attention, mla_attention
+
+
+def attentions(mask):
+    """Each operator and form: a function of options that attends with `mask`."""
+    for module, options in ((latent_attention, {}), (mla_attention, {}), (mla_attention, {"max_absorbed_tokens": 3})):
+        args = (*module.sample(torch.float64, 0, 3)[:-1], mask)
+        yield lambda args=args, options=options, module=module, **given: module.operator.overload(
+            *args, scale=0.3, **options, **given
+        )
+
+
+@pytest.mark.parametrize("fill", [-1e4, torch.finfo(torch.float32).min])
+def test_a_row_that_is_filled_throughout_sees_all_keys_alike(fill):
+    """Its scores are equal, however low they are: the mean of the values, where minus infinity gives zeros."""
+    for attend in attentions(torch.tensor([[True] * 5, [False] * 5, [True] * 5])):
+        seeing_all_alike = attend(fill=0.0)
+        torch.testing.assert_close(attend(fill=fill)[:, 1], seeing_all_alike[:, 1])
+        assert not attend()[:, 1].any()
+
+
+def test_where_some_keys_are_seen_a_low_fill_is_minus_infinity():
+    for attend in attentions(torch.arange(5) <= torch.arange(3).unsqueeze(-1)):
+        torch.testing.assert_close(attend(fill=-1e4), attend(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fill", [-1e300, 1e300])
+def test_a_fill_beyond_the_type_of_the_scores_is_the_nearest_number_that_it_has(fill):
+    lowest = math.copysign(torch.finfo(torch.float32).max, fill)
+    args = latent_attention.sample(torch.float16, 0, 3, torch.tensor([[False] * 5, [False] * 4 + [True], [True] * 5]))
+    attend = latent_attention.operator.overload
+    torch.testing.assert_close(attend(*args, scale=0.3, fill=fill), attend(*args, scale=0.3, fill=lowest))
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_row_with_minus_infinity_added_to_every_score_gives_zeros(value):
+    """NaN is no mask: it stays."""
+    for attend in attentions(torch.tensor([[0.0] * 5, [value] * 5, [-math.inf] * 4 + [0.0]])):
+        row = attend()[:, 1]
+        assert not row.any() if value == -math.inf else row.isnan().all()
+
+
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_mask_excludes_is_causal(module):
+    args = (*module.sample(torch.float32, 0, 3)[:-1], torch.ones(3, 5).bool())
+    with pytest.raises(ValueError, match="mask is given and is_causal is True"):
+        module.operator.overload(*args, scale=0.3, is_causal=True)
+
+
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+@pytest.mark.parametrize("mask", [None, torch.zeros(3, 5)])
+def test_fill_needs_a_bool_mask(module, mask):
+    args = (*module.sample(torch.float32, 0, 3)[:-1], mask)
+    with pytest.raises(ValueError, match=r"fill is -1\.5, but mask is no bool mask"):
+        module.operator.overload(*args, scale=0.3, fill=-1.5)
+
+
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+@pytest.mark.parametrize("fill", [-math.inf, math.inf, math.nan])
+def test_fill_is_finite(module, fill):
+    args = (*module.sample(torch.float32, 0, 3)[:-1], torch.ones(3, 5).bool())
+    with pytest.raises(ValueError, match=rf"fill is {fill}; it must be finite, or None for minus infinity"):
+        module.operator.overload(*args, scale=0.3, fill=fill)

@@ -1,0 +1,66 @@
+"""Whatever fails or refuses in the passes: the model runs as it came, with one warning, or an error when strict."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from stepping import check_runs_as_it_came, check_same, compiled, mla_warnings
+
+import mla_fx
+from mla_fx import compilation
+from mla_fx.pipeline import PIPELINE, Pass, run_pipeline
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+@pytest.fixture(params=range(len(PIPELINE) + 1))
+def planted(request, monkeypatch):
+    """A pass that fails, at each place in the pipeline."""
+
+    def fail(run):
+        raise ZeroDivisionError("a bug")
+
+    passes = (*PIPELINE[: request.param], Pass("planted", fail), *PIPELINE[request.param :])
+    monkeypatch.setattr(compilation, "run_pipeline", lambda run, _: run_pipeline(run, passes))
+
+
+@pytest.mark.usefixtures("planted")
+def test_failing_pass_breaks_no_model(decode):
+    module, arguments = decode
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_runs_as_it_came(module, arguments, compiled(module))
+    (message,) = mla_warnings(caught)
+    assert "pass 'planted' failed with ZeroDivisionError: a bug; the model runs unfused" in message
+    assert "planted" in str(mla_fx.last_report())
+
+
+@pytest.mark.usefixtures("planted")
+def test_failing_pass_is_an_error_when_strict(decode):
+    module, arguments = decode
+    with pytest.raises(mla_fx.FusionError, match="pass 'planted' failed: ZeroDivisionError: a bug"):
+        compiled(module, strict=True)(*arguments)
+
+
+@pytest.mark.parametrize("step", ["replace_cache", "_cache_operands"])
+def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, step):
+    def fail(*_):
+        raise ZeroDivisionError("a bug")
+
+    module, arguments = decode
+    monkeypatch.setattr(f"mla_fx.patterns.mla_prolog.{step}", fail)
+    with pytest.warns(mla_fx.MlaWarning, match="pass 'recognise prolog' failed with ZeroDivisionError: a bug"):
+        check_runs_as_it_came(module, arguments, compiled(module))
+
+
+def test_refusal_in_the_midst_of_a_rewrite_takes_back_what_was_added(decode, monkeypatch):
+    def refuse(*_):
+        raise mla_fx.NoMatch("not like this")
+
+    module, arguments = decode
+    monkeypatch.setattr("mla_fx.patterns.mla_prolog._cache_operands", refuse)
+    check_same(module, arguments, compiled(module))
+    report = mla_fx.last_report()
+    assert report.fused == {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
+    assert [miss.reason for miss in report.misses] == ["not like this"]

@@ -1,0 +1,52 @@
+"""MlaPass: the rewrite in a pipeline that is there already, and what its uuid depends on."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from families import cache_tensors, empty_cache, tiny_model, tokens
+from stepping import ALL, EXACT
+
+import mla_fx
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+def test_pass_in_inductor():
+    """A plain `torch.compile(model)`; nothing of this project stands before the pass."""
+    model = tiny_model("deepseek_v3", num_hidden_layers=1)
+    theirs = empty_cache(model, "static")
+    model(tokens(2, 6), past_key_values=theirs)
+    ours, step, graph_pass = copy.deepcopy(theirs), tokens(2, 1), mla_fx.MlaPass()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=graph_pass):
+        found = torch.compile(model)(step, past_key_values=ours).logits
+    torch.testing.assert_close(found, model(step, past_key_values=theirs).logits, **EXACT)
+    torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)
+    assert graph_pass.report.fused == ALL
+
+
+def test_uuid_tells_passes_apart():
+    assert mla_fx.MlaPass(strict=True).uuid() == mla_fx.MlaPass(strict=True).uuid()
+    kinds = [{}, {"strict": True}, {"disable": "mla_prolog"}, {"absorb": "never"}, {"target": "reference"}]
+    assert len({mla_fx.MlaPass(**options).uuid() for options in kinds}) == len(kinds)
+
+
+def test_uuid_changes_with_the_sources(monkeypatch):
+    from mla_fx import graph_pass
+
+    before = mla_fx.MlaPass().uuid()
+    monkeypatch.setattr(graph_pass, "source_hash", lambda: "other sources")
+    assert mla_fx.MlaPass().uuid() != before
+
+
+def test_uuid_knows_the_sources_of_every_package():
+    from mla_fx import graph_pass
+
+    project = (Path(mla_fx.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    (packages,) = re.findall(r"^packages = (\[.*\])$", project, re.MULTILINE)
+    assert list(graph_pass.PACKAGES) == ast.literal_eval(packages)

@@ -1,0 +1,73 @@
+"""Near twins of scores that are filled with a number: all of the logits are that number, or nothing fuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import QUIET, arguments, check, check_no_further, in_type
+from test_soundness_scores import LeftPadded
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class Parts(LeftPadded):
+    """The two products apart, so that either can be filled before they are added."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.fill = fill
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        key, value = self.keys(latent, k_rope)
+        nope, rope = key.split([q_nope.shape[-1], q_rope.shape[-1]], dim=-1)
+        return self.combine(self.logits(self.scores(q_nope, nope), self.scores(q_rope, rope), mask), value)
+
+
+class Both(Parts):
+    def logits(self, nope, rope, mask):
+        return (nope + rope).masked_fill(mask, self.fill)
+
+
+class OnlyNope(Parts):
+    def logits(self, nope, rope, mask):
+        return nope.masked_fill(mask, self.fill) + rope
+
+
+class OnlyRope(Parts):
+    def logits(self, nope, rope, mask):
+        return nope + rope.masked_fill(mask, self.fill)
+
+
+class EachOfThem(Parts):
+    def logits(self, nope, rope, mask):
+        return nope.masked_fill(mask, self.fill) + rope.masked_fill(mask, self.fill)
+
+
+class Enlarged(Parts):
+    """What the lowest number of the type becomes is minus infinity."""
+
+    def logits(self, nope, rope, mask):
+        return (nope + rope).masked_fill(mask, self.fill) * 2
+
+
+@pytest.mark.parametrize("fill", [-1.5, -1e4])
+@pytest.mark.parametrize("kind", [Both, OnlyNope, OnlyRope, EachOfThem, Enlarged])
+def test_what_is_filled(kind, fill):
+    report = check(kind(fill))
+    assert ("latent_attention" in report.fused) == (kind in (Both, Enlarged))
+
+
+def test_part_of_the_scores_is_filled():
+    reasons = [miss.reason for miss in check(OnlyNope(-1.5)).misses]
+    assert reasons == ["only a part of the attention scores is filled with a number"]
+
+
+def test_lowest_number_enlarged():
+    """Rows that see nothing are NaN in eager mode and zeros here, so every row sees something."""
+
+    class Seeing(Enlarged):
+        def mask(self, position):
+            return torch.arange(self.sizes.context) > position[:, None]
+
+    assert check(Seeing(torch.finfo(torch.float64).min)).fused
+    check_no_further(Seeing(torch.finfo(torch.float32).min).float(), in_type(arguments(), torch.float32))
