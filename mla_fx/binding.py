@@ -86,7 +86,8 @@ class Match:
         Raises NoMatch if two readings part one axis at places that do not go together."""
         elements = (index for element in self.elements.values() for index in (*element.index, *element.seen[1]))
         readings = (index for reading in self.readings.values() for index in reading.indices)
-        parted = cuts(index for index in (substitute(part, self.same) for part in (*elements, *readings)) if index)
+        read = dict.fromkeys((*elements, *readings))  # most are read more than once
+        parted = cuts(index for index in (substitute(part, self.same) for part in read) if index)
         if parted is None:
             raise NoMatch("two readings part one dimension in ways that do not go together")
         names = {**parted, **{axis: substitute(place, parted) or place for axis, place in self.same.items()}}

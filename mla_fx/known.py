@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -11,7 +11,14 @@ from torch.utils._pytree import tree_map_only
 
 from .canonical.sizes import size_of
 from .errors import NoMatch
-from .torch_private import detect_fake_mode, fake_tensor, has_symbolic_sizes, in_kernel_invocation_manager, is_fake
+from .torch_private import (
+    detect_fake_mode,
+    fake_tensor,
+    has_symbolic_sizes,
+    in_kernel_invocation_manager,
+    is_fake,
+    share_storage,
+)
 
 aten = torch.ops.aten
 
@@ -25,6 +32,7 @@ class KnownValues:
     def __init__(self, graph: Graph) -> None:
         self.fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
         self._values: dict[Any, Any] = {}
+        self._views: dict[Any, _View | None] = {}
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call whose arguments are nodes. Raises NoMatch if an operator refuses them."""
@@ -35,16 +43,16 @@ class KnownValues:
             self._values[key] = self._computed(target, args, kwargs)
             return self._values[key]
         with self.faking():
-            return tree_map_only(torch.Tensor, _another, self._values[key])
+            return tree_map_only(torch.Tensor, self._another, self._values[key])
 
     def faking(self) -> contextlib.AbstractContextManager[Any]:
         """Where tensors that are made are fake ones, if those of the graph are."""
         return self.fake_mode or contextlib.nullcontext()
 
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self.fake_mode is not None and target in VIEWS and not has_symbolic_sizes(args[0].meta["val"]):
+            return self._viewed(target, args)
         args = _known(args)
-        if self.fake_mode is not None and target in VIEWS and not has_symbolic_sizes(args[0]):
-            return _viewed(self.fake_mode, target, args)
         kwargs = {name: _known(value) for name, value in kwargs.items()}
         try:
             with self.faking():
@@ -52,28 +60,48 @@ class KnownValues:
         except ValueError as refusal:
             raise NoMatch(f"the operator refuses: {refusal}") from refusal
 
+    def _viewed(self, target: Any, args: Any) -> Any:
+        """A view of a tensor of known sizes. Rewriting makes a dozen for each layer, and asking the tensor behind the
+        fake one is five times quicker than dispatching through fake tensors; what the same view of such a tensor was
+        before need not even be asked."""
+        source = args[0].meta["val"]
+        key = (target, source.shape, source.stride(), source.dtype, described(args[1:]))
+        known = self._views.get(key)
+        with in_kernel_invocation_manager(self.fake_mode):
+            if known is not None:
+                view = source.as_strided(known.sizes, known.strides, source.storage_offset() + known.offset)
+            else:
+                view = target(*_known(args))
+                self._views[key] = _view(source, view)
+        return fake_tensor(self.fake_mode, view, source.device)
+
+    def _another(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of which the same is known."""
+        if self.fake_mode is None or not is_fake(value) or has_symbolic_sizes(value):
+            return unshared(value)
+        with in_kernel_invocation_manager(self.fake_mode):
+            plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return fake_tensor(self.fake_mode, plain, value.device)
+
+
+class _View(NamedTuple):
+    """How a view lies in the memory of its source, counted from where that begins."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def _view(source: torch.Tensor, result: torch.Tensor) -> _View | None:
+    """None for a copy, as a reshape may make one, and for what cannot be said in numbers."""
+    if has_symbolic_sizes(result) or not share_storage(source, result):
+        return None
+    return _View(result.shape, result.stride(), int(result.storage_offset() - source.storage_offset()))
+
 
 def unshared(value: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, strides and type with a storage of its own."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _another(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of which the same is known."""
-    mode = detect_fake_mode([value])
-    if not is_fake(value) or has_symbolic_sizes(value):
-        return unshared(value)
-    with in_kernel_invocation_manager(mode):
-        plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return fake_tensor(mode, plain, value.device)
-
-
-def _viewed(mode: Any, target: Any, args: Any) -> Any:
-    """A view of a tensor of known sizes. Rewriting makes a dozen for each layer, and asking the tensor behind the fake
-    one is five times quicker than dispatching through fake tensors."""
-    with in_kernel_invocation_manager(mode):
-        view = target(*args)
-    return fake_tensor(mode, view, args[0].device)
 
 
 def _known(value: Any) -> Any:
@@ -96,5 +124,8 @@ def signature(value: Any) -> Any:
         return size_of(value)
     if not isinstance(value, torch.Tensor):
         return tree_map_only(torch.Tensor, signature, value)
-    sizes, strides = (tuple(map(size_of, numbers)) for numbers in (value.shape, value.stride()))
+    sizes: Any = value.shape
+    strides: Any = value.stride()
+    if has_symbolic_sizes(value):
+        sizes, strides = (tuple(map(size_of, numbers)) for numbers in (sizes, strides))
     return sizes, strides, value.dtype, value.device

@@ -38,6 +38,7 @@ __all__ = [
     "is_known",
     "make_fx",
     "passing_dynamo",
+    "share_storage",
     "unset_fake_temporarily",
 ]
 
@@ -54,6 +55,11 @@ def is_fake(value: object) -> bool:
 def has_symbolic_sizes(value: torch.Tensor) -> bool:
     """Whether any size or stride is a symbol; looking at each of them takes ten times as long."""
     return value._has_symbolic_sizes_strides
+
+
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one memory, also where that has no address."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def detect_fake_mode(values: Any) -> Any:

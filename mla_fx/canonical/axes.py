@@ -8,7 +8,7 @@ Indices are kept in one normal form, so that equal reads are equal values, in wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .sizes import Size, at_most, plain, ratio, strides_of
@@ -102,12 +102,17 @@ def combine(offset: Size, terms: Iterable[Term]) -> Index:
     for digit, stride in terms:
         if digit.size != 1:
             total[digit] = plain(total[digit] + stride) if digit in total else stride
-    kept = {digit: stride for digit, stride in total.items() if stride != 0}
-    if len(kept) < 2:
-        return Index(plain(offset), tuple(kept.items()))
-    if len({digit.axis for digit in kept}) < len(kept):
-        kept = _joined(kept)
-    return Index(plain(offset), tuple(sorted(kept.items(), key=_term_order)))
+    if 0 in total.values():
+        total = {digit: stride for digit, stride in total.items() if stride != 0}
+    if len(total) < 2:
+        return Index(plain(offset), tuple(total.items()))
+    if len({digit.axis for digit in total}) < len(total):
+        return Index(plain(offset), tuple(sorted(_joined(total).items(), key=_term_order)))
+    return Index(plain(offset), tuple(sorted(total.items(), key=_serial_of)))
+
+
+def _serial_of(term: Term) -> int:
+    return term[0].axis.serial
 
 
 def _term_order(term: Term) -> tuple[int, str]:
@@ -158,6 +163,8 @@ def slowest_first(terms: Iterable[Term]) -> list[Term] | None:
 
 def digits_of(index: Index) -> tuple[Digit, ...] | None:
     """The digits that together are this index, slowest first; None if it does not count through all of them."""
+    if index.axis is not None:
+        return (index.terms[0][0],)
     ordered = slowest_first(index.terms)
     if ordered is None or index.offset != 0:
         return None
@@ -198,9 +205,17 @@ def _split_at(digit: Digit, stride: Size, places: Sequence[Size]) -> list[Term]:
 # --- one axis for another ----------------------------------------------------------------------------------------
 
 
+def speaks_of(index: Index, axes: Container[Axis]) -> bool:
+    """Some digit of the index is one of these axes'."""
+    for digit, _ in index.terms:  # noqa: SIM110  # asked thousands of times: `any` would cost twice as much
+        if digit.axis in axes:
+            return True
+    return False
+
+
 def substitute(index: Index, replacements: Mapping[Axis, Index]) -> Index | None:
     """`index` with some axes replaced by other indices; None if a digit of one of these is no index."""
-    if not any(digit.axis in replacements for digit, _ in index.terms):
+    if not speaks_of(index, replacements):
         return index
     offset = index.offset
     terms: list[Term] = []

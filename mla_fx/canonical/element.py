@@ -15,7 +15,7 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.torch_private import unset_fake_temporarily
 
-from .axes import Axis, Index, substitute
+from .axes import Axis, Index, speaks_of, substitute
 from .joins import rejoined
 from .views import Place, args_of, argument, broadcast, fresh_index, move, name_of
 
@@ -62,6 +62,8 @@ class Element:
         return self.factor, replace(self, factor=1.0, top=(self.origin, self.index), top_factor=1.0)
 
     def times(self, number: float) -> Element:
+        if number == 1.0:
+            return self
         return replace(self, factor=self.factor * number, top_factor=self.top_factor * number)
 
     @property
@@ -99,7 +101,7 @@ class Element:
 
     def renamed(self, replacements: Mapping[Axis, Index]) -> Element:
         """The same element with other names for its axes: followed no further."""
-        if not any(digit.axis in replacements for part in (*self.index, *self.seen[1]) for digit, _ in part.terms):
+        if not any(speaks_of(part, replacements) for part in (*self.index, *self.seen[1])):
             return self
         top = self.top and (self.top[0], _substituted(*self.top, replacements))
         return replace(self, index=_substituted(self.origin, self.index, replacements), top=top)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from torch.fx import Node
@@ -28,24 +28,38 @@ class Reading:
         """What must be equal in two readings for them to be the same computation, besides their operands."""
         return ()
 
+    @classmethod
+    @functools.cache
+    def names(cls) -> tuple[str, ...]:
+        """Its parts by name, in order."""
+        return tuple(part.name for part in fields(cls))
+
+    @property
+    def _parts(self) -> list[Element | Index]:
+        found: list[Element | Index] = []
+        _collect(self, found)
+        return found
+
     @property
     def elements(self) -> Iterator[Element]:
-        return (part for part in _parts(self) if isinstance(part, Element))
+        return (part for part in self._parts if isinstance(part, Element))
 
     @property
     def indices(self) -> Iterator[Index]:
         """Every index that the reading speaks of, those of its elements included."""
-        for part in _parts(self):
+        for part in self._parts:
             yield from (part,) if isinstance(part, Index) else (*part.index, *part.seen[1])
 
 
-def _parts(value: Any) -> Iterator[Element | Index]:
+def _collect(value: Any, found: list[Element | Index]) -> None:
     if isinstance(value, (Element, Index)):
-        yield value
+        found.append(value)
     elif isinstance(value, tuple):
-        yield from itertools.chain.from_iterable(map(_parts, value))
+        for item in value:
+            _collect(item, found)
     elif isinstance(value, Reading):
-        yield from _parts(tuple(getattr(value, part.name) for part in fields(value)))
+        for name in value.names():
+            _collect(getattr(value, name), found)
 
 
 def renamed(value: Value, replacements: Mapping[Axis, Index]) -> Value:
@@ -62,8 +76,7 @@ def _renamed(value: Any, replacements: Mapping[Axis, Index]) -> Any:
     if isinstance(value, Element):
         return value.renamed(replacements)
     if isinstance(value, tuple):
-        return tuple(_renamed(item, replacements) for item in value)
+        return tuple([_renamed(item, replacements) for item in value])
     if isinstance(value, Reading):
-        parts = {part.name: getattr(value, part.name) for part in fields(value)}
-        return replace(value, **{name: _renamed(part, replacements) for name, part in parts.items()})
+        return type(value)(*[_renamed(getattr(value, name), replacements) for name in value.names()])
     return value
