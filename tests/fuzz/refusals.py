@@ -95,7 +95,7 @@ def _refusing(node: ast.AST) -> Iterator[tuple[ast.stmt, list[Ask]]]:
 
 
 def _is_nothing(value: ast.expr | None) -> bool:
-    return value is None or (isinstance(value, ast.Constant) and value.value in (None, False))
+    return value is None or (isinstance(value, ast.Constant) and (value.value is None or value.value is False))
 
 
 def _name(call: ast.expr) -> str:
