@@ -13,6 +13,7 @@
     found.py        failures that were found once, replayed by every test run
     command.py      `python -m tests.fuzz`
     refusals.py     `python -m tests.fuzz.refusals`: which refusal of the compiler does no test notice?
+    removal.py      the plugin that tests run with there
 
 A mutant is a base and a list of mutations, each a tuple of a kind, the name of a node in the captured graph and literal
 parameters. That is all there is to it: it does not depend on a random sequence.

@@ -1,0 +1,136 @@
+"""A pytest plugin for `refusals.py`: tests run while one refusal after another is switched off.
+
+The compiler's source has been rewritten so that every refusal first asks `_kept(number)`. That says which refusals a
+test reaches at all, and switches one off without a new process: modules are imported and tests collected once, and each
+run is a fork. A refusal is tried with the tests that reach it alone, the quickest first, until one fails.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Switch:
+    """Which refusal is off in this process, and which were reached since `reached` was emptied."""
+
+    removed: int | None = None
+    reached: set[int] = field(default_factory=set)
+
+    def kept(self, number: int) -> bool:
+        self.reached.add(number)
+        return number != self.removed
+
+
+SWITCH = Switch()
+FAILED: list[str] = []
+builtins._kept = SWITCH.kept  # type: ignore[attr-defined]  # the rewritten source calls it
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One test, as it went with every refusal in place."""
+
+    name: str
+    seconds: float
+    failed: bool
+    reached: frozenset[int]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.failed:
+        FAILED.append(report.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: Any) -> bool:
+    given = json.loads(os.environ["REFUSALS"])
+    unnoticed: list[int] = given["numbers"]
+    tell = _Teller(Path(given["told"]))
+    for file in given["tests"]:
+        items = [item for item in session.items if Path(item.path).stem == file]
+        started = time.monotonic()
+        ran = _forked(lambda items=items: _measured(items), given["seconds"]) or []
+        tell(file=file, tests=len(items), ran=len(ran), failing=[one.name for one in ran if one.failed],
+             seconds=round(time.monotonic() - started))  # fmt: skip
+        for number in list(unnoticed):
+            chosen = sorted(
+                (one for one in ran if number in one.reached and not one.failed), key=lambda one: one.seconds
+            )
+            names = [one.name for one in chosen]
+            if not names:
+                continue
+            tell(reached=number, by=len(names))
+            test = _noticed(number, [item for name in names for item in items if item.nodeid == name], given["seconds"])
+            if test:
+                unnoticed.remove(number)
+                tell(noticed=number, by=test)
+    tell(unnoticed=unnoticed)
+    return True
+
+
+class _Teller:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, **line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _measured(items: list[Any]) -> list[Ran]:
+    """Every test once, in order, with all refusals in place."""
+    ran = []
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        SWITCH.reached.clear()
+        failures, started = len(FAILED), time.monotonic()
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        seconds, failed = time.monotonic() - started, len(FAILED) > failures
+        ran.append(Ran(item.nodeid, seconds, failed, frozenset(SWITCH.reached)))
+    return ran
+
+
+def _noticed(number: int, items: list[Any], seconds: float) -> str | None:
+    """The first test that fails without the refusal, or what else went wrong; None where all is well."""
+
+    def run() -> str:
+        SWITCH.removed = number
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if FAILED:
+                return FAILED[0]
+        return ""
+
+    result = _forked(run, seconds)
+    return "a hang or a crash" if result is None else result or None
+
+
+def _forked(work: Callable[[], Any], seconds: float) -> Any:
+    """What `work` returns in a fork of this process; None if it took too long or died."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        with os.fdopen(writing, "wb") as pipe:
+            pickle.dump(work(), pipe)
+        os._exit(0)
+    os.close(writing)
+    clock = threading.Timer(seconds, os.kill, (child, signal.SIGKILL))
+    clock.start()
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read()
+    clock.cancel()
+    os.waitpid(child, 0)
+    return pickle.loads(told) if told else None

@@ -1,0 +1,532 @@
+"""Near twins of what is read: each would be read wrong but for one refusal, and says why it is refused."""
+
+import math
+
+import pytest
+import sympy
+import torch
+from test_canonical import (
+    BIAS,
+    EPSILON,
+    MASK,
+    SLOTS,
+    B,
+    D,
+    N,
+    S,
+    T,
+    Traced,
+    assert_resolves,
+    dense,
+    half_tables,
+    normed,
+    pairs,
+    read_update,
+    rotations,
+    rows,
+    written,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F  # noqa: N812
+
+from mla_fx.binding import Match
+from mla_fx.canonical.algebra import as_product, as_sum
+from mla_fx.canonical.axes import (
+    Axis,
+    Digit,
+    Index,
+    axes_of,
+    combine,
+    composite,
+    difference,
+    digit_of,
+    digits_of,
+    of_axis,
+    slowest_first,
+    whole,
+)
+from mla_fx.canonical.cache_update import cache_update
+from mla_fx.canonical.contraction import contraction
+from mla_fx.canonical.element import Element, constant, element_of, resolve
+from mla_fx.canonical.reading import renamed
+from mla_fx.canonical.rms_norm import rms_norm
+from mla_fx.canonical.sizes import at_most, ratio
+from mla_fx.canonical.softmax import anchors, attention
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import axes, tensor
+from mla_fx.match import Trail, stored, var
+
+aten = torch.ops.aten
+
+
+def refused(reason):
+    return pytest.raises(NoMatch, match=reason)
+
+
+# --- index arithmetic ------------------------------------------------------------------------------------------------
+
+
+def test_an_index_that_is_more_than_an_axis_is_none():
+    axis = Axis(4)
+    assert of_axis(axis).axis is axis
+    assert of_axis(axis, 2).axis is None
+    assert of_axis(axis, 1, 1).axis is None
+    assert Index(0, ((Digit(axis, 1, 2), 1),)).axis is None
+
+
+def test_digits_that_an_index_does_not_count_through():
+    axis, other = Axis(4), Axis(3)
+    assert digits_of(composite([axis, other])) == (whole(axis), whole(other))
+    assert digits_of(of_axis(axis, 2)) is None
+    assert digits_of(of_axis(axis, 1, 1)) is None
+    part = Index(0, ((Digit(axis, 2, 2), 1),))
+    assert digits_of(part) == (Digit(axis, 2, 2),)
+    assert axes_of(part) is None
+
+
+def test_terms_whose_order_depends_on_a_size_have_none():
+    one, two = (sympy.Symbol(name, integer=True, positive=True) for name in "mn")
+    assert slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), two)]) is None
+    assert slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), one * two)])[0][1] == one * two
+
+
+def test_indices_cut_at_places_that_do_not_go_together_have_no_difference():
+    axis = Axis(12)
+    halves, thirds = (Index(0, ((Digit(axis, 1, size), 1),)) for size in (6, 4))
+    assert difference(halves, thirds) is None
+
+
+def test_a_digit_that_does_not_divide_its_axis_is_no_index():
+    assert digit_of(of_axis(Axis(7)), Digit(Axis(7), 1, 3)) is None
+
+
+def test_nothing_is_known_of_a_size_without_bounds():
+    size = sympy.Symbol("u", integer=True)
+    assert not at_most(0, size)
+    assert ratio(size, sympy.Integer(0)) is None
+
+
+# --- elements --------------------------------------------------------------------------------------------------------
+
+
+def in_every_second(x):
+    return x.slice_scatter(x[..., ::2] + 100, -1, 0, D, 2)
+
+
+VALUES = {  # what resolves no further than this, since the next step would read something else
+    "whole numbers": ("_to_copy", lambda x: (x * 0.7).to(torch.int64).to(torch.float32)),
+    "whole numbers copied": ("copy", lambda x: aten.copy.default(x, (x * 0.7).to(torch.int64))),
+    "bytes that wrap": ("mul", lambda x: x.abs().to(torch.uint8).mul(200)),
+    "repeated": ("repeat", lambda x: x.repeat(1, 2)),
+    "every second written": ("slice_scatter", in_every_second),
+    "some of every second written": (
+        "slice_scatter", lambda x: x.slice_scatter(x[..., :2] + 100, -1, 0, 4, 2)[..., ::2]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_an_element_is_not_followed_through(name):
+    origin, function = VALUES[name]
+    element = assert_resolves(Traced(function, dense(S, D) * 3, decompose=False))
+    assert element.origin.target._opname == origin
+
+
+UNKNOWN = {  # of x [s0, s1], where s0 is 3 or more: what is not known to count from the start
+    "window": lambda x: rows(x)[:, x.shape[0] - 3 :],
+    "token": lambda x: rows(x)[:, x.shape[0] - 3],
+    "rows written": lambda x: rows(x).slice_scatter(rows(x)[:, :1] + 100, 1, x.shape[0] - 3, x.shape[0] - 2),
+    "row written": lambda x: rows(x).select_scatter(rows(x)[:, 0] + 100, 1, x.shape[0] - 3),
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (4, 5)], ids=str)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_position_that_may_count_from_the_end(name, shape):
+    values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    assert_resolves(Traced(UNKNOWN[name], values, dynamic=True))
+
+
+def test_a_copy_to_another_type_rounds():
+    traced = Traced(lambda x: aten.copy.default(x.bfloat16(), x).float(), dense(D), decompose=False)
+    assert element_of(traced.out).roundings == (torch.bfloat16,)
+
+
+def test_an_element_read_across_a_boundary():
+    traced = Traced(lambda x: x.view(12).clone(), dense(3, 4))
+    axis = Axis(12)
+    element = resolve(traced.out, (of_axis(axis),))
+    across = {axis: of_axis(Axis(4), 3)}
+    for read in (element.at, element.renamed, lambda names: renamed(element.index[0], names)):
+        with refused("read across the boundary"):
+            read(across)
+
+
+def test_a_factor_is_not_left_behind():
+    element = element_of(Traced(lambda x: x * 2, dense(D)).out)
+    with refused("the graph input x is multiplied by a number, 2"):
+        print(element.node)
+
+
+def test_flags_and_complex_numbers_are_no_constants():
+    traced = Traced(
+        lambda x: [torch.full((), 2, dtype=torch.complex64), x > torch.zeros((), dtype=torch.bool)], dense(D)
+    )
+    number, compared = traced.out
+    assert constant(True) is None
+    assert constant(number) is None
+    assert [constant(value) for value in compared.all_input_nodes] == [None, None]
+
+
+def test_a_sum_that_is_too_long():
+    def function(x, y):
+        for _ in range(120):
+            x = x + y
+        return x
+
+    with refused("a sum or product of more than 100 operations"):
+        as_sum(element_of(Traced(function, dense(D), dense(D)).out))
+
+
+def test_the_root_of_a_negative_number():
+    with refused("-2 to the power 0.5 is no number"):
+        as_product(element_of(Traced(lambda x: (x * -2) ** 0.5, dense(D)).out))
+
+
+@pytest.mark.parametrize("factor", [1e-200, 1e200])
+def test_a_product_of_no_finite_multiple(factor):
+    with refused("a matrix product is multiplied by (0|inf)"):
+        contraction(element_of(Traced(lambda x, w: (x * factor) @ (w * factor), dense(S, D), dense(D, T)).out))
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+def root_of(x, radicand):
+    return x * torch.rsqrt(radicand + EPSILON)
+
+
+NORMS = {
+    "a negative epsilon": (lambda x, g: g * x * torch.rsqrt(x.square().mean(-1, True) - EPSILON), "compile-time"),
+    "negative squares": (lambda x, g: g * root_of(x, -x.square().mean(-1, True)), "root are multiplied by -"),
+    "the token before": (lambda x, g: normed(x[:, 1:], g, x[:, :-1]), "is not the one whose mean square"),
+    "the other half": (lambda x, g: normed(x[..., 4:], g[:4], x[..., :4]), "is not the one whose mean square"),
+    "every other": (lambda x, g: normed(x[..., ::2], g[:4], x[..., :4]), "is not the one whose mean square"),
+    "first instead of every other": (lambda x, g: normed(x[..., :4], g[:4], x[..., ::2]), "is not the one whose mean"),
+    "rounded": (lambda x, g: normed(x.bfloat16().float(), g, x), "is not the one whose mean square"),
+    "the diagonal": (lambda x, g: normed(x, g, x.diagonal(0, 1, 2)[:, None]), "is not the one|expected"),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_near_twins_of_a_norm(name):
+    function, reason = NORMS[name]
+    with refused(reason):
+        rms_norm(element_of(Traced(function, dense(B, S, D), dense(D)).out))
+
+
+@pytest.mark.parametrize(("order", "power"), [(3, 2), (2, 1)])
+def test_a_norm_of_another_order_or_power(order, power):
+    def function(x, g):
+        return g * root_of(x, torch.linalg.vector_norm(x, order, -1, True) ** power / D)
+
+    with refused("expected the square of a Euclidean norm under the root"):
+        rms_norm(element_of(Traced(function, dense(B, S, D), dense(D), decompose=False).out))
+
+
+@pytest.mark.parametrize(
+    ("squares", "reason"),
+    [
+        (lambda x: x.square().sum(-1, True), "the norm is taken over a dimension of unknown size"),
+        (lambda x: x.square().mean(-1, True), "the mean is taken over a dimension of unknown size"),
+    ],
+)
+def test_a_norm_of_unknown_width(squares, reason):
+    traced = Traced(lambda x, g: g * root_of(x, squares(x)), dense(S, D), dense(D), dynamic=True)
+    with refused(reason):
+        rms_norm(element_of(traced.out))
+
+
+def test_a_norm_that_is_divided_last():
+    traced = Traced(lambda x, g: x * g / torch.sqrt(x.square().mean(-1, True) + EPSILON), dense(S, D), dense(D))
+    assert not rms_norm(element_of(traced.out)).gamma_after_cast
+
+
+# --- rotations -------------------------------------------------------------------------------------------------------
+
+
+def turned(x):
+    return x.transpose(-1, -2)
+
+
+def tokens(x, first):
+    return x[..., first : first + 2, :]
+
+
+ROTATIONS = {
+    "another token": lambda x, c, s: pairs(tokens(x[..., :4], 0), tokens(x[..., 4:], 1), c[:2], s[:2]),
+    "every other and neighbours": lambda x, c, s: pairs(x[..., ::2], x[..., 1:5], c, s),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_near_twins_of_a_rotation(name):
+    traced = Traced(lambda x, c, s: torch.cat(ROTATIONS[name](turned(x), c, s), -1), dense(B, N, D, S), *half_tables())
+    with refused("expected a rotary embedding"):
+        rotations(traced)
+
+
+def test_a_complex_sum_is_no_rotation():
+    def function(x, c, s):
+        return torch.view_as_real(torch.complex(x[..., :4], x[..., 4:]) + torch.complex(c, s)).flatten(-2)
+
+    with refused("expected a rotary embedding"):
+        rotations(Traced(function, dense(S, D), *half_tables()))
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def raised(q, k):
+    return torch.exp(q @ k.mT)
+
+
+def is_masked(logits):
+    return ~(logits != -torch.inf).any(-1, keepdim=True)
+
+
+def guarded(condition):
+    """A softmax that is zero where a condition of its logits holds."""
+
+    def function(q, k, v):
+        logits = q @ k.mT + BIAS
+        return torch.where(condition(logits), 0.0, logits.softmax(-1)) @ v
+
+    return function
+
+
+ATTENTIONS = {
+    "the sum of the first head": (lambda e: e / e[:, :1].sum(-1, keepdim=True), "is the sum of others"),
+    "the sum over all queries": (lambda e: e / e.sum((-1, -2), keepdim=True), "are not their sum|is not their sum"),
+    "the sum of other values": (lambda e: e / e.sin().sum(-1, keepdim=True), "is not their sum"),
+    "a maximum": (lambda e: e / e.amax(-1, keepdim=True), "expected a softmax"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_near_twins_of_a_softmax_by_hand(name):
+    divided, reason = ATTENTIONS[name]
+    with refused(reason):
+        read(lambda q, k, v: divided(raised(q, k)) @ v)
+
+
+def test_a_maximum_over_the_queries_is_no_softmax():
+    def function(q, k, v):
+        logits = q @ k.mT
+        e = torch.exp(logits - logits.amax(-2, keepdim=True))
+        return (e / (e * 1).sum(-1, keepdim=True)) @ v
+
+    with refused("differs along the softmax axis"):
+        read(function)
+
+
+GUARDS = {
+    "none": is_masked,
+    "not at all": lambda logits: (logits != -torch.inf).any(-1, keepdim=True),
+    "masked logits": lambda logits: ~(logits != -torch.inf),
+    "all queries": lambda logits: ~(logits != -torch.inf).any(-1, keepdim=True).any(-2, keepdim=True),
+    "all queries at once": lambda logits: ~aten.any.dims(logits != -torch.inf, [-1, -2], True),
+    "some masked": lambda logits: ~(logits == -torch.inf).any(-1, keepdim=True),
+    "positive": lambda logits: ~(logits > -torch.inf).any(-1, keepdim=True),
+    "infinite": lambda logits: ~(logits != torch.inf).any(-1, keepdim=True),
+    "other logits": lambda logits: ~(logits * 2 != -torch.inf).any(-1, keepdim=True),
+    "another query": lambda logits: ~(logits[..., :1, :] != -torch.inf).any(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", list(GUARDS)[1:])
+def test_near_twins_of_a_guarded_softmax(name):
+    with refused("masked after the softmax"):
+        read(guarded(GUARDS[name]))
+
+
+def test_a_guarded_softmax():
+    assert len(read(guarded(GUARDS["none"])).scores) == 1
+
+
+def test_probabilities_that_are_replaced_by_a_number():
+    with refused("replaced where a condition holds"):
+        read(lambda q, k, v: torch.where(MASK, 0.5, (q @ k.mT).softmax(-1)) @ v)
+
+
+def test_probabilities_that_are_left_out():
+    with refused("not all the probabilities"):
+        read(lambda q, k, v: (q @ k.mT).softmax(-1)[..., 1:] @ v[..., 1:, :])
+
+
+@pytest.mark.parametrize("divided", [lambda x: torch.cat([x, x], -1) / 2, lambda x: x.exp().sin() / x.sum()])
+def test_a_quotient_that_begins_no_attention(divided):
+    def function(x, v):
+        value = divided(x)
+        return value @ v[: value.shape[-1]]
+
+    assert not list(anchors(Traced(function, dense(S, 4), dense(D, D)).graph))
+
+
+FUSED = {
+    "with dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+    "over a single key": lambda q, k, v: F.scaled_dot_product_attention(q, k[..., :1, :], v[..., :1, :]),
+    "share one key": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True),
+    "output is not used": lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[1],
+}
+
+
+@pytest.mark.parametrize("reason", FUSED)
+def test_near_twins_of_fused_attention(reason):
+    values = [dense(B, N, size, D) for size in (S, T, T)]
+    graph = make_fx(FUSED[reason], tracing_mode="fake", pre_dispatch=True)(*values).graph
+    graph.eliminate_dead_code()
+    (anchor,) = anchors(graph)
+    with refused(reason):
+        attention(anchor)
+
+
+def test_fused_attention_over_columns_of_unknown_number():
+    values = [dense(B, N, size, D) for size in (S, T, T)]
+    function = make_fx(F.scaled_dot_product_attention, tracing_mode="symbolic", pre_dispatch=True)
+    (anchor,) = anchors(function(*values).graph)
+    with refused("the softmax scale is not a compile-time number"):
+        attention(anchor)
+
+
+def read(function, *shapes, **options):
+    shapes = shapes or ((B, N, S, D), (B, N, T, D), (B, N, T, D))
+    traced = Traced(function, *(dense(*shape) for shape in shapes), **options)
+    (anchor,) = anchors(traced.graph)
+    return attention(anchor)
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------
+
+ALL = slice(None)
+UPDATES = {
+    "where a condition holds": lambda cache, r: written(cache, (ALL, ALL, torch.ones(T).bool()), cache + 1),
+    "not one-dimensional": lambda cache, r: written(cache, (ALL, ALL, SLOTS[None]), r.unsqueeze(2)),
+    "along several dimensions": lambda cache, r: written(cache, (torch.arange(B), ALL, SLOTS[:B]), r[:, :, 0]),
+    "broadcast into the cache": lambda cache, r: written(cache, (ALL, ALL, SLOTS), r[..., :1]),
+    "no compile-time number": lambda cache, r: written(cache, (ALL, ALL, slice(0, 5, 2)), r),
+    "a part of the rows": lambda cache, r: cache.scatter(2, SLOTS.view(1, 1, S, 1).expand(B, 1, S, 4), r),
+    "to different positions": lambda cache, r: cache.scatter(2, torch.arange(D).expand(B, 1, S, D) % T, r),
+    "in one cat": lambda cache, r: torch.cat([cache, r[:, :, :1].expand_as(cache)], -1),
+    "not simply counted": lambda cache, r: written(
+        cache[:, 0], (torch.arange(B).flip(0)[:, None], SLOTS.expand(B, S)), r[:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", UPDATES)
+def test_near_twins_of_a_cache_update(reason):
+    with refused(reason):
+        read_update(UPDATES[reason])
+
+
+def joined(function, *shapes):
+    """Two updates, the second read beside the first."""
+    traced = Traced(function, *(dense(*shape) for shape in shapes))
+    first, second = (cache_update(element_of(value)) for value in traced.out)
+    return second.beside(first)
+
+
+def test_two_caches_of_different_layouts():
+    with refused("are cached in different layouts"):
+        joined(
+            lambda a, r, b, p: (torch.cat([a, r], 1), torch.cat([b, p], 2)), (B, T, D), (B, 1, D), *[(B, 1, T, D)] * 2
+        )
+
+
+def test_two_caches_of_different_numbers_of_rows():
+    with refused("in rows or slots of different numbers"):
+        joined(lambda a, r, p: (torch.cat([a, r], 1), torch.cat([a, p], 1)), (B, T, D), (B, 1, D), (B, 2, D))
+
+
+# --- one element twice -----------------------------------------------------------------------------------------------
+
+SQUARE = Traced(lambda x: x.clone(), dense(4, 4)).out.args[0]
+LINE = Traced(lambda x: x.clone(), dense(24)).out.args[0]
+A4, B4, C4, D4, A2, A3, A12, B6 = (Axis(size) for size in (4, 4, 4, 4, 2, 3, 12, 6))
+
+
+def line(offset, *terms):
+    return Element(LINE, (combine(offset, [(whole(axis), stride) for axis, stride in terms]),))
+
+
+def digit_of_twelve(below, size):
+    return Element(LINE, (combine(0, [(Digit(A12, below, size), 1)]),))
+
+
+TWICE = {  # one element, another, what is known already
+    "transposed": (Element(SQUARE, (of_axis(A4), of_axis(B4))), Element(SQUARE, (of_axis(B4), of_axis(A4))), {}),
+    "on the diagonal": (Element(SQUARE, (of_axis(A4), of_axis(B4))), Element(SQUARE, (of_axis(C4), of_axis(C4))), {}),
+    "parted elsewhere": (digit_of_twelve(6, 2), digit_of_twelve(4, 3), {}),
+    "across what is known": (digit_of_twelve(4, 3), digit_of_twelve(4, 3), {"same": {A12: composite([A2, B6])}}),
+    "fewer terms": (line(0, (A4, 4), (B4, 1)), line(0, (C4, 4)), {}),
+    "further on": (line(0, (A4, 4), (B4, 1)), line(1, (C4, 4), (D4, 1)), {}),
+    "in other steps": (line(0, (A4, 4), (B4, 1)), line(0, (C4, 5), (D4, 1)), {}),
+    "another size": (line(0, (A4, 4), (B4, 1)), line(0, (A3, 4), (D4, 1)), {}),
+    "fixed": (line(0, (A4, 4), (B4, 1)), line(0, (C4, 4), (D4, 1)), {"fixed": frozenset({A4, C4})}),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_two_elements_that_are_not_one(name):
+    one, other, known = TWICE[name]
+    with refused("x is read in two different ways"):
+        Match(**known).bind("x", one).bind("x", other)
+
+
+def test_two_elements_that_are_one():
+    one, other = line(0, (A4, 4), (B4, 1)), line(0, (C4, 4), (D4, 1))
+    assert Match().bind("x", one).bind("x", other).same == {C4: of_axis(A4), D4: of_axis(B4)}
+
+
+def test_two_readings_that_part_one_dimension_differently():
+    with refused("part one dimension in ways that do not go together"):
+        Match().bind("x", digit_of_twelve(6, 2)).bind("y", digit_of_twelve(4, 3)).settled()
+
+
+def test_a_cache_that_is_written_in_an_unknown_way_is_no_row():
+    graph = Traced(lambda cache, r: cache.index_put((SLOTS,), r, accumulate=True), dense(T, D), dense(S, D)).graph
+    element, trail = element_of(graph.output_node().args[0]), Trail()
+    assert not list(stored(var("x"), name="kept").bindings(element, Match(), trail))
+    assert trail.miss.reason == "the cache is added to, not written"
+
+
+# --- from elements to tensors ----------------------------------------------------------------------------------------
+
+SIZES = [sympy.Symbol(name, integer=True, positive=True) for name in "mn"]
+TENSORS = {  # an element, and the dimensions it is wanted along
+    "which the operator would round": (line(0, (A4, 6)), [[A4]], {"dtype": torch.bfloat16}),
+    "run over one axis": (line(0, (A4, 6)), [[A4], [A4]], {}),
+    "in parts that do not go together": (
+        Element(SQUARE, (digit_of_twelve(6, 2).index[0], digit_of_twelve(4, 3).index[0])), [[A12]], {}
+    ),
+    "on an axis it should not": (line(0, (A4, 6), (B6, 1)), [[A4]], {}),
+    "along a diagonal": (Element(SQUARE, (of_axis(A4), of_axis(A4))), [[A4]], {}),
+    "on only a part of a dimension": (line(0, (A4, 6)), [[A4, B6]], {}),
+    "none is known to be the largest": (line(0, *zip((A4, B4), SIZES, strict=True)), [[A4], [B4]], {}),
+    "in steps of 5, which is no view": (line(0, (A4, 5)), [[A4]], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", TENSORS)
+def test_an_element_that_is_no_tensor(reason):
+    element, dims, options = TENSORS[reason]
+    emit = Emitter(element.origin.graph)
+    with refused(reason), emit.at(element.origin.next, "test"):
+        tensor(emit, element, dims, **options)
+
+
+def test_a_dimension_that_is_no_whole_axis():
+    with refused("the width is read in steps or from the midst"):
+        axes(of_axis(A4, 2), "the width", LINE)
