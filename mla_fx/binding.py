@@ -133,9 +133,7 @@ class Match:
         mine, theirs = slowest_first(left.terms), slowest_first(right.terms)
         if mine is None or theirs is None or left.offset != right.offset or len(mine) != len(theirs):
             return None
-        for (digit, stride), (other, other_stride) in zip(mine, theirs, strict=True):
-            if stride != other_stride or (digit.below, digit.size) != (other.below, other.size):
-                return None
+        for (digit, _), (other, _) in zip(mine, theirs, strict=True):
             if digit.axis is other.axis:
                 continue
             pairs = ((other.axis, digit.axis), (digit.axis, other.axis))

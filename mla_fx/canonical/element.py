@@ -258,7 +258,7 @@ def _filled(node: Node) -> float | None:
     """What every element of a tensor was filled with."""
     if node.target in (aten.full.default, aten.scalar_tensor.default):
         filled = argument(node, 1 if node.target is aten.full.default else 0, "fill_value")
-        return constant(filled) if not isinstance(filled, Node) else None
+        return constant(filled)
     if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
         return 0.0
     if node.target is aten.full_like.default:

@@ -174,8 +174,6 @@ def _layout_read(x1: Element, x2: Element, pair: Axis) -> str | None:
     apart = [(mine, theirs) for mine, theirs in zip(x1.index, x2.index, strict=True) if mine != theirs]
     if len(apart) != 1 or apart[0][0].terms != apart[0][1].terms:
         return None
-    if sum(pair in part.axes for part in x1.index) != 1:
-        return None
     stride = dict(apart[0][0].terms).get(whole(pair))
     distance = apart[0][1].offset - apart[0][0].offset
     if stride == 2 and distance == 1:

@@ -165,8 +165,6 @@ def _tests_for_masked_rows(condition: Element, logits: Element, axis: Axis) -> b
     if some.node.target not in (aten.any.dim, aten.any.dims):
         return False
     source, index, over = reduced(some.node, some.index)
-    if len(over) != 1:
-        return False
     tested = operand(source, tuple(of_axis(axis) if part == over[0] else part for part in index))
     is_negated = False
     while tested.node.target in NOT:
@@ -263,8 +261,6 @@ def _masked_scores(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mas
 
 
 def _added(term: Element) -> Mask:
-    if not term.dtype.is_floating_point:
-        raise NoMatch(f"{name_of(term.origin)} adds values of {term.dtype} to the attention scores", term.origin)
     return Mask(term.origin, term)
 
 

@@ -52,10 +52,8 @@ def fresh_index(node: Node) -> tuple[Index, ...]:
 
 
 def number(value: Any) -> Size | None:
-    """An integer argument: a literal, or a node that holds a size."""
-    if isinstance(value, Node):
-        return size_of(value.meta["val"]) if isinstance(value.meta.get("val"), (int, torch.SymInt)) else None
-    return value if value is None or isinstance(value, int) else None
+    """An integer argument: a literal, or a node that holds a size; None if it is left out."""
+    return size_of(value.meta["val"]) if isinstance(value, Node) else value
 
 
 def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:

@@ -130,12 +130,12 @@ def copied_to(folder: Path, asked: list[Refusal]) -> None:
         (folder / path).write_text(source)
 
 
-def run_tests(folder: Path, tests: list[str], numbers: list[int]) -> Iterator[dict]:
+def run_tests(folder: Path, tests: list[str], numbers: list[int], patience: float) -> Iterator[dict]:
     """What removal.py tells of the refusals with these numbers, as it comes."""
     told = folder / "told"
     told.touch()
     here = [name for name in tests if (folder / f"tests/{name}.py").exists()]
-    given = {"tests": here, "numbers": numbers, "told": str(told), "seconds": SECONDS}
+    given = {"tests": here, "numbers": numbers, "told": str(told), "seconds": SECONDS, "patience": patience}
     command = [
         sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.fuzz.removal",
         f"--basetemp={folder}/temporary", *(f"tests/{name}.py" for name in here),
@@ -164,6 +164,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose file and text contain this")
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="files in tests/, quick ones first")
+    parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds for one removal in one file")
     parser.add_argument("--list", action="store_true", help="show what would be removed, and stop")
     given = parser.parse_args()
     everything = refusals()
@@ -176,7 +177,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="refusals") as folder:
         copied_to(Path(folder), everything)
-        unnoticed = _reported(run_tests(Path(folder), given.tests, numbers), everything)
+        unnoticed = _reported(run_tests(Path(folder), given.tests, numbers, given.patience), everything)
     print(f"\n{len(numbers) - len(unnoticed)} of {len(numbers)} removed refusals were noticed ({total} in all)")
     print(*(f"nobody noticed {everything[number]}{how}" for number, how in unnoticed.items()), sep="\n")
     return bool(unnoticed)

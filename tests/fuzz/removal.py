@@ -66,19 +66,28 @@ def pytest_runtestloop(session: Any) -> bool:
         tell(file=file, tests=len(items), ran=len(ran), failing=[one.name for one in ran if one.failed],
              seconds=round(time.monotonic() - started))  # fmt: skip
         for number in list(unnoticed):
-            chosen = sorted(
-                (one for one in ran if number in one.reached and not one.failed), key=lambda one: one.seconds
-            )
-            names = [one.name for one in chosen]
-            if not names:
+            chosen = _quickest([one for one in ran if number in one.reached and not one.failed], given["patience"])
+            if not chosen:
                 continue
-            tell(reached=number, by=len(names))
-            test = _noticed(number, [item for name in names for item in items if item.nodeid == name], given["seconds"])
+            tell(reached=number, by=len(chosen))
+            by_name = {item.nodeid: item for item in items}
+            test = _noticed(number, [by_name[name] for name in chosen], given["seconds"])
             if test:
                 unnoticed.remove(number)
                 tell(noticed=number, by=test)
     tell(unnoticed=unnoticed)
     return True
+
+
+def _quickest(ran: list[Ran], patience: float) -> list[str]:
+    """The names of as many tests as take so many seconds together, and of one at least."""
+    names, spent = [], 0.0
+    for one in sorted(ran, key=lambda one: one.seconds):
+        spent += one.seconds
+        if names and spent > patience:
+            break
+        names.append(one.name)
+    return names
 
 
 class _Teller:
