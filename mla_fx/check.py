@@ -26,9 +26,9 @@ def check(graph: Graph, known: Set[Node], held: Held) -> None:
     placed: set[Node] = set()
     writes: list[Node] = []
     for node in graph.nodes:
-        for operand in node.all_input_nodes:
-            if operand not in placed:
-                raise RuntimeError(f"{node.name} stands before its operand {operand.name}")
+        if not placed.issuperset(node.all_input_nodes):
+            operand = next(operand for operand in node.all_input_nodes if operand not in placed)
+            raise RuntimeError(f"{node.name} stands before its operand {operand.name}")
         placed.add(node)
         if node in known or node.op != "call_function":
             continue

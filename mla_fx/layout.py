@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -137,8 +137,7 @@ def reshape(emit: Emitter, node: Node, sizes: Sequence[Size]) -> Node:
     return emit.call(aten.reshape.default, node, given)
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """One place of a dimension written as a mixed-radix number: read along `axis` from `start`, or fixed there."""
 
     radix: Size
@@ -151,6 +150,8 @@ class _Place:
 
 
 def _places(part: Index, size: Size) -> list[_Place]:
+    if part.axis is not None and part.axis.size == size:
+        return [_Place(size, part.axis, 0)]
     rest, offset = size, part.offset
     out: list[_Place] = []
     ordered = slowest_first(part.terms)

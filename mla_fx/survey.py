@@ -38,8 +38,9 @@ def survey(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     first = next(anchors(graph), None)
     has_own_calls = bool(count_fused(graph))
     hindrances = [] if is_inference else [TRAINING]
-    hindrances += [FLEX] if any(called(node) == "flex_attention" for node in graph.nodes) else []
-    hindrances += [DROPOUT] if any(called(node) in RANDOM and _is_dropped(node) for node in graph.nodes) else []
+    calls = [(called(node), node) for node in graph.nodes]
+    hindrances += [FLEX] if any(name == "flex_attention" for name, _ in calls) else []
+    hindrances += [DROPOUT] if any(name in RANDOM and _is_dropped(node) for name, node in calls) else []
     report.has_attention = bool(first or has_own_calls or {FLEX, DROPOUT} & set(hindrances))
     if not report.has_attention and not hindrances:
         hindrances += [CUT_BEHIND] if has_bottleneck(graph) else []

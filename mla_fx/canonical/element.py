@@ -84,7 +84,7 @@ class Element:
     def held(self) -> tuple[Node, tuple[Index, ...], float]:
         """Where a rewrite reads the value: before casts, unless what they were applied to had been repeated first."""
         node, index = self.seen
-        if {axis for part in index for axis in part.axes} != self.axes:
+        if index != self.index and {axis for part in index for axis in part.axes} != self.axes:
             return self.origin, self.index, self.factor
         return node, index, self.factor if self.top is None else self.top_factor
 
@@ -103,8 +103,10 @@ class Element:
         """The same element with other names for its axes: followed no further."""
         if not any(speaks_of(part, replacements) for part in (*self.index, *self.seen[1])):
             return self
-        top = self.top and (self.top[0], _substituted(*self.top, replacements))
-        return replace(self, index=_substituted(self.origin, self.index, replacements), top=top)
+        index, top = _substituted(self.origin, self.index, replacements), self.top
+        if top is not None:
+            top = (top[0], index if top[1] == self.index else _substituted(*top, replacements))
+        return replace(self, index=index, top=top)
 
 
 def _substituted(node: Node, index: tuple[Index, ...], replacements: Mapping[Axis, Index]) -> tuple[Index, ...]:

@@ -49,7 +49,10 @@ def plain(size: Size) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    return plain(functools.reduce(lambda left, right: left * right, sizes, 1))
+    total: Size = 1
+    for size in sizes:
+        total *= size
+    return plain(total)
 
 
 def strides_of(sizes: Sequence[Size]) -> list[Size]:
