@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -83,7 +83,11 @@ class Match:
     def settled(self) -> Match:
         """The match with one name for each axis, and every axis parted wherever something reads only a part of it.
 
-        Raises NoMatch if two readings part one axis at places that do not go together."""
+        Raises NoMatch if two axes of one reading became one, as the dimension a product is summed over and one that it
+        keeps, or if two readings part one axis at places that do not go together."""
+        for reading in self.readings.values():
+            if not _keep_apart(_axes_of(reading.scope), self.same):
+                raise NoMatch("one dimension stands for two", reading.node)
         elements = (index for element in self.elements.values() for index in (*element.index, *element.seen[1]))
         readings = (index for reading in self.readings.values() for index in reading.indices)
         read = dict.fromkeys((*elements, *readings))  # most are read more than once
@@ -106,7 +110,8 @@ class Match:
         same = self._parted(one, other)
         for mine, theirs in zip(one.index, other.index, strict=True):
             same = None if same is None else self._equated(mine, theirs, same)
-        return same if same is not None and _keeps_apart(one, same) and _keeps_apart(other, same) else None
+        is_kept = same is not None and all(_keep_apart(element.axes, same) for element in (one, other))
+        return same if is_kept else None
 
     def _parted(self, one: Element, other: Element) -> Same | None:
         """`same`, with every axis that may be another parted where either element reads only a part of it."""
@@ -156,8 +161,14 @@ def _extended(same: Same, axis: Axis, index: Index) -> Same:
     return {**earlier, axis: index}
 
 
-def _keeps_apart(element: Element, same: Same) -> bool:
-    """No two axes of one element became one."""
-    images = [substitute(of_axis(axis), same) for axis in element.axes]
+def _axes_of(indices: Iterable[Index]) -> set[Axis]:
+    return {digit.axis for index in indices for digit, _ in index.terms}
+
+
+def _keep_apart(axes: Iterable[Axis], same: Same) -> bool:
+    """No two of these axes became one."""
+    images = [substitute(of_axis(axis), same) for axis in axes]
     digits = [digit for image in images if image is not None for digit in image.digits]
+    if len({digit.axis for digit in digits}) == len(digits):
+        return True
     return not any(one.overlaps(other) for place, one in enumerate(digits) for other in digits[:place])

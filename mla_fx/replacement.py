@@ -116,7 +116,15 @@ def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node
             continue
         if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and constant(node) is None:
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
-        pending += node.all_input_nodes[1:] if node.target in OVERWRITES else node.all_input_nodes
+        pending += _needed_operands(node)
+
+
+def _needed_operands(node: Node) -> list[Node]:
+    """The operands of a node but what it writes over, unless that was put together by writes itself."""
+    base, *others = node.all_input_nodes or [node]
+    if node.target not in OVERWRITES or base.target in OVERWRITES:
+        return node.all_input_nodes
+    return others
 
 
 def _has_elements(value: object) -> bool:

@@ -177,8 +177,10 @@ def element_of(node: Node) -> Element:
     return resolve(node, fresh_index(node))
 
 
-def operand(value: Node, index: tuple[Index, ...], factor: float = 1.0) -> Element:
-    """The element of a pointwise operand that goes into the result at `index`."""
+def operand(value: Any, index: tuple[Index, ...], factor: float = 1.0) -> Element:
+    """The element of a pointwise operand that goes into the result at `index`. Raises NoMatch for a number."""
+    if not isinstance(value, Node):
+        raise NoMatch(f"expected a tensor, found the number {value}")
     return resolve(value, broadcast(value, index), factor)
 
 

@@ -50,6 +50,11 @@ class Reading:
         for part in self._parts:
             yield from (part,) if isinstance(part, Index) else (*part.index, *part.seen[1])
 
+    @property
+    def scope(self) -> Iterator[Index]:
+        """The indices in which no two axes are one: a sum within a part of the reading has names of its own."""
+        return self.indices
+
 
 def _collect(value: Any, found: list[Element | Index]) -> None:
     if isinstance(value, (Element, Index)):

@@ -74,6 +74,11 @@ class Attention(Reading):
     padding: int = 0
 
     @property
+    def scope(self) -> Iterator[Index]:
+        yield from (*self.index, self.keys, *self.value.index)
+        yield from (part for mask in self.masks for part in mask.element.index)
+
+    @property
     def fill(self) -> float | None:
         """The number that the logits are where a condition masks them; None if that is minus infinity."""
         return next((mask.fill for mask in self.masks if mask.fill not in (None, -math.inf)), None)
@@ -141,9 +146,21 @@ def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
     if inner.origin.target is not aten.sub.Tensor:
         return inner, axis
     logits, peak = (operand(value, inner.index, inner.factor) for value in args_of(inner.origin)[:2])
-    if axis in peak.axes:
-        raise NoMatch("what is subtracted before the exponential differs along the softmax axis", node)
+    if inner.factor < 0 or not _is_peak(peak, logits, axis):
+        raise NoMatch("what is subtracted before the exponential is not the largest of the scores", node)
     return logits, axis
+
+
+def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
+    """`peak` is the maximum of the logits along the softmax axis: any other number may take them out of range."""
+    factor, peak = peak.apart()
+    if peak.node.target is not aten.amax.default:
+        return False
+    source, index, over = reduced(peak.node, peak.index)
+    if len(over) != 1:
+        return False
+    along = tuple(of_axis(axis) if part == over[0] else part for part in index)
+    return operand(source, along, factor) == logits
 
 
 def _guarded(element: Element) -> tuple[Element, Axis]:
