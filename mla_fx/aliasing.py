@@ -30,9 +30,10 @@ def may_share(node: Node) -> list[Node]:
         return node.all_input_nodes[:1]
     if not isinstance(node.target, OpOverload):
         return []
-    if node.target in UNDECLARED:
+    shared = _shared(node.target)
+    if shared is None:
         return node.all_input_nodes
-    return [operand for argument in _shared(node.target) for operand in _operands(node, argument)]
+    return [operand for argument in shared for operand in _operands(node, argument)]
 
 
 def surely_shares(node: Node) -> Node | None:
@@ -82,7 +83,10 @@ def writers(value: Node) -> Iterator[Node]:
 
 
 @functools.cache
-def _shared(target: OpOverload) -> tuple[Argument, ...]:
+def _shared(target: OpOverload) -> tuple[Argument, ...] | None:
+    """None for all of them."""
+    if target in UNDECLARED:
+        return None
     if not any(result.alias_info for result in target._schema.returns):
         return ()
     return _arguments(target, lambda info: True)

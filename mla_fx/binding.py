@@ -46,7 +46,7 @@ class Match:
     def bind(self, name: str, element: Element) -> Match:
         before = self.elements.get(name)
         if before is None:
-            return replace(self, elements={**self.elements, name: element})
+            return Match({**self.elements, name: element}, self.readings, self.choices, self.same, self.fixed)
         if before.origin is not element.origin:
             places = f"{before.origin.name} in one place, {element.origin.name} in the other"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
@@ -60,7 +60,7 @@ class Match:
         """Keeps a reading; a pattern that occurs twice keeps its first, with which the second must agree."""
         before = self.readings.get(name)
         if before is None:
-            return replace(self, readings={**self.readings, name: reading})
+            return Match(self.elements, {**self.readings, name: reading}, self.choices, self.same, self.fixed)
         if before.constants != reading.constants:
             raise NoMatch(f"{name} is computed in two different ways", reading.node)
         return self

@@ -180,8 +180,9 @@ def stored(row: Pattern, name: str, beside: str = "") -> Pattern:
     return _Stored(row, name, beside)
 
 
-def _both_ways(found: Contraction) -> tuple[Contraction, Contraction]:
-    return found, found.swapped
+def _both_ways(found: Contraction) -> Iterator[Contraction]:
+    yield found
+    yield found.swapped
 
 
 # --- roots: what a rule starts from ------------------------------------------------------------------------------

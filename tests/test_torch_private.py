@@ -49,6 +49,7 @@ def test_fake_tensors_know_their_mode():
         view = aten.permute.default(fake, [1, 0])
     made = torch_private.fake_tensor(mode, view, fake.device)
     assert torch_private.is_fake(made) and made.shape == (3, 2) and made.device == fake.device
+    assert torch_private.share_storage(made, fake) and not torch_private.share_storage(made, fake.clone())
     with mode, torch_private.unset_fake_temporarily():
         assert not torch_private.is_fake(torch.ones(2))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -42,7 +42,7 @@ class Contraction(Reading):
 
     @property
     def swapped(self) -> Contraction:
-        return replace(self, left=self.right, right=self.left)
+        return Contraction(self.node, self.right, self.left, self.over, self.factor)
 
 
 def contraction(element: Element) -> Contraction:

@@ -267,12 +267,13 @@ def _filled(node: Node) -> float | None:
         return 0.0
     if node.target is aten.full_like.default:
         return constant(args_of(node)[1])
-    if node.target in CASTS or node.target in COPIES:
+    if node.target in KEEPING:
         return constant(args_of(node)[0])
     return _attribute(node)
 
 
-COPIES = frozenset({aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default})
+# What holds the number that its operand holds.
+KEEPING = CASTS | {aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default}
 
 
 @functools.lru_cache(maxsize=256)

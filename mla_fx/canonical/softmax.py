@@ -35,7 +35,7 @@ FUSED_ATTENTION = frozenset(
     }
 )
 
-
+ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor})
 NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
@@ -87,14 +87,15 @@ class Attention(Reading):
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
     """The nodes at which attention may begin to be read: each softmax whose result enters a product."""
     for node in graph.nodes:
-        if node.target in FUSED_ATTENTION or (_is_softmax(node) and weighted_sum(node) is not None):
+        if node.target in ANCHORS and _begins_attention(node):
             yield node
 
 
-def _is_softmax(node: Node) -> bool:
-    if node.target is aten.div.Tensor:
-        return _exponential(args_of(node)[0]) is not None
-    return node.target in SOFTMAX
+def _begins_attention(node: Node) -> bool:
+    if node.target in FUSED_ATTENTION:
+        return True
+    is_softmax = node.target in SOFTMAX or _exponential(args_of(node)[0]) is not None
+    return is_softmax and weighted_sum(node) is not None
 
 
 def softmax(element: Element) -> tuple[Element, Axis]:
