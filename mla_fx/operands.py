@@ -156,8 +156,6 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
-    if theirs.node is mine.node:
-        raise NoMatch("latent and rotary key share one cache tensor", theirs.node)
     if (mine.position, mine.wraps) != (theirs.position, theirs.wraps) or latent.row != keys.row:
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
 

@@ -56,10 +56,8 @@ def reinplace(graph: Graph) -> Counter[str]:
 
 
 def _updates(node: Node, twin: Operator, order: dict[Node, int]) -> list[Update]:
-    updates = [_update(node, position, name, order) for position, name in _written_results(twin).items()]
-    if len({update.source for update in updates}) != len(updates):
-        raise NoMatch("its caches lie in one graph input")
-    return updates
+    """What is written, each into a graph input of its own: one view of it is given, and one result copied back."""
+    return [_update(node, position, name, order) for position, name in _written_results(twin).items()]
 
 
 def _written_results(twin: Operator) -> dict[int, str]:
@@ -79,7 +77,8 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
         raise NoMatch(f"another operand lies in the same graph input as {name}")
     results = tuple(_results(node, position))
     copies = list(writers(source))
-    if len(copies) != 1 or copies[0].target is not aten.copy_.default or args_of(copies[0])[0] is not source:
+    is_one_copy = len(copies) == 1 and copies[0].target is aten.copy_.default and not copies[0].users
+    if not is_one_copy or args_of(copies[0])[0] is not source:
         raise NoMatch(f"the graph input of {name} is not written once and whole")
     if not _writes_back(copies[0], results, given, source):
         raise NoMatch(f"the updated {name} is not what the graph input becomes, element for element")
@@ -108,10 +107,7 @@ def _viewed_input(node: Node) -> Node | None:
 def _writes_back(copy_back: Node, results: tuple[Node, ...], given: Node, source: Node) -> bool:
     """What is copied back to an element of the input is what the in-place operator would have left there."""
     index = fresh_index(source)
-    value = copy_back.args[1]
-    if not isinstance(value, Node):
-        return False
-    element = resolve(value, index)
+    element = resolve(args_of(copy_back)[1], index)
     if element.origin not in results or element.factor != 1.0 or element.roundings:
         return False
     return resolve(given, element.index) == Element(source, index)

@@ -1,11 +1,12 @@
 """Near twins of what is read: each would be read wrong but for one refusal, and says why it is refused."""
 
 import math
+import operator
 
 import pytest
 import sympy
 import torch
-from layers import QUIET, Layer, Sizes, check
+from layers import QUIET, Layer, Reporting, Sizes, arguments_of, check, check_no_further, in_type
 from test_canonical import (
     BIAS,
     EPSILON,
@@ -31,6 +32,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
+from mla_fx.aliasing import may_share, surely_shares
 from mla_fx.binding import Match
 from mla_fx.canonical.algebra import as_product, as_sum
 from mla_fx.canonical.axes import (
@@ -57,9 +59,13 @@ from mla_fx.canonical.softmax import anchors, attention
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, tensor
+from mla_fx.masks import emit_mask
 from mla_fx.match import Trail, stored, var
+from mla_fx.reinplace import reinplace
+from mla_fx.replacement import Replacement, check_nothing_is_lost
 
 aten = torch.ops.aten
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 def refused(reason):
@@ -137,6 +143,7 @@ def test_what_an_element_is_not_followed_through(name):
 
 UNKNOWN = {  # of x [s0, s1], where s0 is 3 or more: what is not known to count from the start
     "window": lambda x: rows(x)[:, x.shape[0] - 3 :],
+    "part": lambda x: rows(x)[:, x.shape[0] - 3 : x.shape[0] - 1],
     "token": lambda x: rows(x).select(1, x.shape[0] - 3),
     "rows written": lambda x: rows(x).slice_scatter(rows(x)[:, :1] + 100, 1, x.shape[0] - 3, x.shape[0] - 2),
     "row written": lambda x: rows(x).select_scatter(rows(x)[:, 0] + 100, 1, x.shape[0] - 3),
@@ -644,6 +651,70 @@ class GroupsOfOneWeight(Layer):
         return groups.flatten(-2).unsqueeze(1), k_rope.unsqueeze(1)
 
 
+class TwoMatrices(Layer):
+    """The latent comes from one matrix, the rotary key from the same rows of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Parameter(self.kv_a.flip(0))
+
+    def rows(self, x):
+        latent, k_rope = x @ self.kv_a[: self.sizes.rank].T, x @ self.other[self.sizes.rank :].T
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+
+class OneRow(Layer):
+    """Every column of latent and rotary key is the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv_a = nn.Parameter(self.kv_a[:1].clone())
+
+    def rows(self, x):
+        z = self.sizes
+        latent, k_rope = (x @ self.kv_a.expand(z.rank + z.rope, -1).T).split([z.rank, z.rope], dim=-1)
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+
+class TurnedRows(Layer):
+    """Sequences are cached as tokens, and tokens as sequences."""
+
+    def __init__(self):
+        super().__init__(Sizes(batch=3))
+
+    def rows(self, x):
+        return super().rows(x.transpose(0, 1))
+
+
+class NarrowAttention(Layer):
+    """Without caches, and in single precision behind the projections."""
+
+    def __init__(self):
+        super().__init__(Sizes(context=3))
+
+    def mask(self, position):
+        return torch.zeros(len(position), len(position))
+
+    def store(self, latent, k_rope, position, *caches):
+        return latent.float(), k_rope.float()
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        return super().attend(q_nope.float(), q_rope.float(), latent, k_rope, mask.float()).double()
+
+    def keys(self, latent, k_rope):
+        z = self.sizes
+        expanded = (latent.squeeze(1) @ self.kv_b.float().T).unflatten(-1, (z.heads, -1)).transpose(1, 2)
+        k_nope, value = expanded.split([z.nope, z.value], dim=-1)
+        return torch.cat((k_nope, k_rope.expand(-1, z.heads, -1, -1)), dim=-1), value
+
+
+class OneContext(Layer):
+    """All that is attended to is the latent of one token."""
+
+    def keys(self, latent, k_rope):
+        return super().keys(latent[:, :, 3:4].expand_as(latent), k_rope)
+
+
 class OneColumn(Layer):
     """A rotary part of one column, which nothing can rotate."""
 
@@ -654,7 +725,19 @@ class OneColumn(Layer):
         return x
 
 
+class KeyByQuery(Layer):
+    """Each query token has rotary keys of its own."""
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        key, value = self.keys(latent, k_rope)
+        times = torch.arange(1.0, 1 + self.sizes.tokens, dtype=torch.float64).view(-1, 1, 1)
+        rotary = (q_rope.unsqueeze(3) * (k_rope.unsqueeze(2) * times)).sum(-1)
+        scores = q_nope @ key[..., : self.sizes.nope].transpose(-1, -2) + rotary
+        return self.combine(scores * self.sizes.query**-0.5 + mask, value)
+
+
 LAYERS = {
+    KeyByQuery: ("k_rope depends on more than its own dimensions",),
     OneAppended: ("are not cached in the same way", "no cache is written in place"),
     ComputedUp: ("weight_uk is computed by the graph, expected a parameter",),
     ComputedQuery: ("weight_uq is computed by the graph, expected a parameter",),
@@ -666,15 +749,143 @@ LAYERS = {
     KeyInPairs: ("the query is rotated in layout half_half, the key in interleave_interleave",),
     TurnedCaches: ("the cache is written along the last dimension, expected whole rows",),
     GroupsOfOneWeight: ("the norm is taken over something else than the columns of a row",),
+    TwoMatrices: ("the weights of latent and rotary key are not neighbours in one matrix",),
+    OneRow: ("the weights of latent and rotary key are not neighbours in one matrix",),
+    TurnedRows: ("query and cached rows are not made from the same tokens",),
+    OneContext: ("the latent does not run along the context",),
     OneColumn: (),
 }
 
 
-@pytest.mark.filterwarnings(QUIET[0])
-@pytest.mark.filterwarnings(QUIET[1])
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_near_twins_of_a_layer(kind):
     report = check(kind())
     reasons = {miss.reason for miss in report.misses}
     for reason in LAYERS[kind]:
         assert any(reason in told for told in reasons), reasons
+
+
+def test_a_weight_that_is_computed_keeps_attention_as_it_is():
+    assert not check(ComputedUp()).fused
+
+
+def test_single_precision_behind_the_projections():
+    layer = NarrowAttention()
+    given, backend = arguments_of(layer), Reporting()
+    with torch.no_grad():
+        found, expected = torch.compile(layer, backend=backend)(*given), layer(*given)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert "token_x is torch.float64, the cache torch.float32" in {miss.reason for miss in backend.report.misses}
+
+
+class NormsApart(Layer):
+    """The norm of the query rounds before its weight is multiplied in, that of the latent behind it."""
+
+    def norm(self, x, gamma):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return gamma * normed.to(x.dtype) if gamma is self.q_gamma else (gamma.float() * normed).to(x.dtype)
+
+
+def test_norms_that_round_in_different_places():
+    layer = NormsApart().bfloat16()
+    report = check_no_further(layer, in_type(arguments_of(layer), torch.bfloat16))
+    assert "the two norms of the prolog round at different places" in {miss.reason for miss in report.misses}
+
+
+# --- what is put together from readings ------------------------------------------------------------------------------
+
+
+def test_a_size_that_no_value_has():
+    with refused("the size u is not known to the graph"):
+        Emitter(LINE.graph).size(sympy.Symbol("u"))
+
+
+def test_no_masks_are_no_operand():
+    assert emit_mask(Emitter(LINE.graph), (), ()) is None
+
+
+def test_flags_on_the_way_are_no_rounding():
+    out = Traced(lambda x, y: torch.where(y > 0, x.sin(), x), dense(D), dense(D)).out
+    sources = set(out.graph.find_nodes(op="placeholder"))
+    check_nothing_is_lost([Replacement(out, out)], sources, torch.float32)
+    with refused("the graph input y enters the result"):
+        check_nothing_is_lost([Replacement(out, out)], sources - {out.args[0].args[0]}, torch.float32)
+
+
+# --- caches in place -------------------------------------------------------------------------------------------------
+
+
+def fused(kv, gamma, cos, sin, index, k_cache, ckv_cache):
+    return torch.ops.mla_fx.kv_rmsnorm_rope_cache.default(kv, gamma, cos, sin, index, k_cache, ckv_cache)
+
+
+def copied_back(*given):
+    results = fused(*given)
+    for cache, result in zip(given[-2:], results[:2], strict=True):
+        cache.copy_(result)
+    return results[2:]
+
+
+def in_one_input(*given):
+    both = given[-1]
+    return copied_back(*given[:-2], both[..., :6], both[..., 6:])
+
+
+def written_twice(*given):
+    copied_back(*given)
+    given[-2].mul_(2)
+
+
+def written_by_columns(*given):
+    k_cache, ckv_cache = fused(*given)[:2]
+    given[-2].view(-1).copy_(k_cache.view(-1))
+    given[-1].copy_(ckv_cache)
+
+
+def scaled(*given):
+    k_cache, ckv_cache = fused(*given)[:2]
+    given[-2].copy_(k_cache * 2)
+    given[-1].copy_(ckv_cache)
+
+
+def held(*given):
+    return copied_back(*given[:-2], HELD, given[-1])
+
+
+HELD = torch.zeros(B, 1, T, 6)
+IN_PLACE = {
+    written_twice: "the graph input of k_cache is not written once and whole",
+    written_by_columns: "the graph input of k_cache is not written once and whole",
+    scaled: "the updated k_cache is not what the graph input becomes, element for element",
+    held: "k_cache is no view of a graph input",
+}
+
+
+def reinplaced(function, width=20):
+    """What is said when the caches of a traced call are to be written in place."""
+    given = dense(B, 1, S, 26), dense(20), dense(B, 1, S, 6), dense(B, 1, S, 6), torch.arange(S).expand(B, S)
+    caches = dense(B, 1, T, 6), dense(B, 1, T, width)
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*given, *caches).graph
+    return [sentence.partition(": ")[2] for sentence in reinplace(graph)]
+
+
+def test_caches_that_may_be_written_in_place():
+    assert reinplaced(copied_back) == []
+
+
+@pytest.mark.parametrize("function", IN_PLACE, ids=lambda function: function.__name__)
+def test_caches_that_may_not_be_written_in_place(function):
+    assert reinplaced(function) == [IN_PLACE[function]]
+
+
+def test_caches_in_one_graph_input():
+    assert reinplaced(in_one_input, 26) == ["another operand lies in the same graph input as k_cache"]
+
+
+def test_what_is_no_view_shares_nothing_surely():
+    graph = make_fx(lambda x: x.split(2)[0].add_(1), tracing_mode="fake")(dense(4, 4)).graph
+    item, *_ = graph.find_nodes(op="call_function", target=operator.getitem)
+    (added,) = graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+    assert may_share(item) and surely_shares(item) is None
+    assert may_share(added) and surely_shares(added) is None

@@ -80,18 +80,18 @@ Ask = tuple[int, int, str]  # line, column, what is put there
 def _refusing(node: ast.AST) -> Iterator[tuple[ast.stmt, list[Ask]]]:
     """The refusals that a statement is. `# ` stands for the number of the refusal."""
     if isinstance(node, ast.Raise) and (node.exc is None or _name(node.exc) == "NoMatch"):
-        yield node, [(node.lineno, node.col_offset, "if _kept(#): ")]
+        yield node, [(node.lineno, node.col_offset, "if _is_made(#): ")]
     if isinstance(node, ast.If) and len(node.body) == 1 and isinstance(node.body[0], ast.Return):
         [guarded] = node.body
         if _is_nothing(guarded.value):
-            yield guarded, [(guarded.lineno, guarded.col_offset, "if _kept(#): ")]
+            yield guarded, [(guarded.lineno, guarded.col_offset, "if _is_made(#): ")]
     if isinstance(node, ast.Return) and isinstance(node.value, ast.IfExp):
         choice = node.value
         opened = (choice.test.lineno, choice.test.col_offset, "(")
         if _is_nothing(choice.body):
-            yield node, [opened, (choice.test.end_lineno, choice.test.end_col_offset, ") and _kept(#)")]
+            yield node, [opened, (choice.test.end_lineno, choice.test.end_col_offset, ") and _is_made(#)")]
         elif _is_nothing(choice.orelse):
-            yield node, [opened, (choice.test.end_lineno, choice.test.end_col_offset, ") or not _kept(#)")]
+            yield node, [opened, (choice.test.end_lineno, choice.test.end_col_offset, ") or not _is_made(#)")]
 
 
 def _is_nothing(value: ast.expr | None) -> bool:

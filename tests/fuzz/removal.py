@@ -1,6 +1,6 @@
 """A pytest plugin for `refusals.py`: tests run while one refusal after another is switched off.
 
-The compiler's source has been rewritten so that every refusal first asks `_kept(number)`. That says which refusals a
+The compiler's source has been rewritten so that every refusal first asks `_is_made(number)`. That says which refusals a
 test reaches at all, and switches one off without a new process: modules are imported and tests collected once, and each
 run is a fork. A refusal is tried with the tests that reach it alone, the quickest first, until one fails.
 """
@@ -29,14 +29,14 @@ class Switch:
     removed: int | None = None
     reached: set[int] = field(default_factory=set)
 
-    def kept(self, number: int) -> bool:
+    def is_made(self, number: int) -> bool:
         self.reached.add(number)
         return number != self.removed
 
 
 SWITCH = Switch()
 FAILED: list[str] = []
-builtins._kept = SWITCH.kept  # type: ignore[attr-defined]  # the rewritten source calls it
+builtins._is_made = SWITCH.is_made  # type: ignore[attr-defined]  # the rewritten source calls it
 
 
 @dataclass(frozen=True)
