@@ -8,6 +8,7 @@ noise is gone by construction, and what a pattern sees is the same for every spe
     axes.py          index arithmetic: axes, and the digits of them that a dimension reads
     views.py         how each view operation moves an index
     element.py       an element of a value with its factor, and the walk through views and casts to what computes it
+    joins.py         what was split and joined again, chunked and stacked
     reading.py       what every reading has: where it begins, its elements and indices, and its constants
     algebra.py       sums and products of elements, with every factor on the way
     contraction.py   matmul in any spelling; split where its operands were concatenated

@@ -241,7 +241,7 @@ NEGATIVES = [
     Negative(Spelling(), NormOverTokens, partial="the norm runs over tokens", because="norm|mean",
              only=("prefill", "few")),
     Negative(Spelling(), NormOverHalf, partial="the mean is over half of the row", because="norm|mean"),
-    Negative(Spelling(), ScaledLatent, partial="the operator has no factor for the latent", because="cos|sin"),
+    Negative(Spelling(), ScaledLatent, partial="the operator has no factor for the latent", because="is multiplied by"),
     Negative(Spelling(), ScaledKey, partial="one table rotates query and key", because="cos|sin"),
     Negative(Spelling(), NormedKey, partial="the operator does not norm the key", because="norm|product|rotary"),
     Negative(Spelling(), OtherTables, partial="one table rotates query and key", because="cos|sin"),
