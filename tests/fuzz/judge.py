@@ -49,6 +49,7 @@ def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
         gm = mutate(captured, mutations)
         references = [_run(gm, captured)]
         _check_meaningful(references[0][0])
+        _check_written(gm, captured, references[0])
         if any(isinstance(value, Tensor) and value.isnan().any() for value in references[0][0]):
             references.append(_run(gm, captured, BLIND_GIVES_ZEROS))
     except InvalidError as error:
@@ -71,6 +72,19 @@ def _check_meaningful(expected: tuple[Any, ...]) -> None:
 # A query that may attend to nothing gives NaN in PyTorch's softmax and zeros in the operators, which is their contract.
 # So a result is right, too, if it is just that of the same graph with softmaxes that give zeros there.
 BLIND_GIVES_ZEROS = {aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim)}
+
+
+def _check_written(gm: GraphModule, captured: Captured, reference: Any) -> None:
+    """What is read from memory that nothing wrote is no answer: filled with NaN, it must not show."""
+    if not any("empty" in str(node.target) for node in gm.graph.nodes):
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        again = _run(gm, captured)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if compare(*reference, *again):
+        raise InvalidError("memory that nothing wrote is read")
 
 
 def _run(gm: GraphModule, captured: Captured, instead: Any = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
