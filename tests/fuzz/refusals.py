@@ -190,7 +190,7 @@ def _reported(told: Iterator[dict], everything: list[Refusal]) -> dict[int, str]
     for line in told:
         if "file" in line:
             print(f"{line['file']}: {line['ran']} of {line['tests']} tests ran, {line['seconds']} s", flush=True)
-            print(*(f"left out, it fails as it is: {name}" for name in line["failing"]), sep="\n", end="", flush=True)
+            print(*(f"left out, it fails as it is: {name}\n" for name in line["failing"]), sep="", end="", flush=True)
         elif "reached" in line:
             reached[line["reached"]] = reached.get(line["reached"], 0) + line["by"]
         elif "noticed" in line:
