@@ -102,8 +102,13 @@ def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node
 
     `sources` are the operations from which the operator's operands are read. Between them and the old values lies what
     the patterns have read; this holds whatever they may have overlooked."""
-    pending = [replacement.old for replacement in replacements]
-    seen = set(sources)
+    lost = _lost([replacement.old for replacement in replacements], set(sources), dtype)
+    if lost is not None:
+        raise NoMatch(f"{name_of(lost)} enters the result, and would not enter the operator", lost)
+
+
+def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | None:
+    """The first graph input met behind some nodes that lies behind none of the `seen` ones."""
     while pending:
         node = pending.pop()
         value = node.meta.get("val")
@@ -112,11 +117,15 @@ def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node
         seen.add(node)
         if node.op in ("placeholder", "get_attr"):
             if constant(node) is None:
-                raise NoMatch(f"{name_of(node)} enters the result, and would not enter the operator", node)
+                return node
             continue
         if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and constant(node) is None:
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
-        pending += _needed_operands(node)
+        if node.target is not aten.cat.default:
+            pending += _needed_operands(node)
+        elif all(lost := [_lost([piece], seen, dtype) for piece in node.all_input_nodes]):
+            return lost[0]  # of what was joined, not every piece need be read
+    return None
 
 
 def _needed_operands(node: Node) -> list[Node]:

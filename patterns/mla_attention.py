@@ -111,6 +111,15 @@ class _Fused(Layer):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
+class _QueryInTwo(Layer):
+    """Nope and rope part of the query projected apart and joined, only to be parted again."""
+
+    def query(self, x: Tensor) -> Tensor:
+        weights = self.q_b.view(N, D + DR, -1).split([D, DR], dim=1)
+        latent = self.norm(x @ self.q_a.T, self.q_gamma)
+        return torch.cat([torch.einsum("bsc,ndc->bsnd", latent, part) for part in weights], dim=-1)
+
+
 class _KeysPerHead(Layer):
     def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         return super().keys(latent, k_rope * torch.arange(1.0, N + 1).view(1, N, 1, 1))
@@ -142,6 +151,7 @@ class MlaAttention(Rule[Facts]):
         Case("keys written into an empty tensor", _WrittenKeys, ONE_EACH),
         Case("scaled_dot_product_attention", _Fused, ONE_EACH),
         Case("absorbed by einsum", _Absorbed, ONE_EACH),
+        Case("query projected in two", _QueryInTwo, ONE_EACH),
     )
     rejects = (
         Case("rotary key of each head", _KeysPerHead, because="k_rope is not shared across heads"),
