@@ -58,9 +58,12 @@ def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
         return Outcome("invalid", f"{type(error).__name__}: {error}")
     try:
         with time_limit(SECONDS):
-            return _rewritten(gm, captured, references)
+            outcome = _rewritten(gm, captured, references)
     except Hang:
         return Outcome("hang", f"no answer within {SECONDS} seconds")
+    if outcome.verdict == "wrong" and _multiplies_infinities(captured, mutations):
+        return Outcome("invalid", "infinities are multiplied")
+    return outcome
 
 
 def _check_meaningful(expected: tuple[Any, ...]) -> None:
@@ -72,6 +75,24 @@ def _check_meaningful(expected: tuple[Any, ...]) -> None:
 # A query that may attend to nothing gives NaN in PyTorch's softmax and zeros in the operators, which is their contract.
 # So a result is right, too, if it is just that of the same graph with softmaxes that give zeros there.
 BLIND_GIVES_ZEROS = {aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim)}
+
+
+class _Products(torch.fx.Interpreter):
+    """Runs a graph, and refuses a matrix product of infinities: the order in which these are added decides what is NaN."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (aten.mm.default, aten.bmm.default) and any(value.isinf().any() for value in args[:2]):
+            raise InvalidError("infinities are multiplied")
+        return super().call_function(target, args, kwargs)
+
+
+def _multiplies_infinities(captured: Captured, mutations: list[Mutation]) -> bool:
+    try:
+        with torch.no_grad():
+            _Products(mutate(captured, mutations)).run(*copies(captured.inputs))
+    except InvalidError:
+        return True
+    return False
 
 
 def _check_written(gm: GraphModule, captured: Captured, reference: Any) -> None:
