@@ -61,8 +61,8 @@ def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
             outcome = _rewritten(gm, captured, references)
     except Hang:
         return Outcome("hang", f"no answer within {SECONDS} seconds")
-    if outcome.verdict == "wrong" and _multiplies_infinities(captured, mutations):
-        return Outcome("invalid", "infinities are multiplied")
+    if outcome.verdict == "wrong" and _leaves_the_numbers(captured, mutations):
+        return Outcome("invalid", "what is computed with is no number")
     return outcome
 
 
@@ -77,19 +77,28 @@ def _check_meaningful(expected: tuple[Any, ...]) -> None:
 BLIND_GIVES_ZEROS = {aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim)}
 
 
-class _Products(torch.fx.Interpreter):
-    """Runs a graph, and refuses a matrix product of infinities: the order in which these are added decides what is NaN."""
+# A softmax, written as one or by hand, may make NaN of a row that sees nothing; that is judged.
+MAY_BLIND = frozenset({aten._softmax.default, aten._safe_softmax.default, aten.sub.Tensor, aten.div.Tensor})
+
+
+class _Numbers(torch.fx.Interpreter):
+    """Runs a graph, and refuses one that multiplies infinities or makes NaN of numbers: what becomes of these hangs on
+    the order of additions, and on kernels."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (aten.mm.default, aten.bmm.default) and any(value.isinf().any() for value in args[:2]):
-            raise InvalidError("infinities are multiplied")
-        return super().call_function(target, args, kwargs)
+        given = [value for value in args if isinstance(value, Tensor)]
+        result = super().call_function(target, args, kwargs)
+        is_product = target in (aten.mm.default, aten.bmm.default)
+        makes_nan = isinstance(result, Tensor) and result.isnan().any() and not any(v.isnan().any() for v in given)
+        if (is_product and any(value.isinf().any() for value in given)) or (makes_nan and target not in MAY_BLIND):
+            raise InvalidError("what is computed with is no number")
+        return result
 
 
-def _multiplies_infinities(captured: Captured, mutations: list[Mutation]) -> bool:
+def _leaves_the_numbers(captured: Captured, mutations: list[Mutation]) -> bool:
     try:
         with torch.no_grad():
-            _Products(mutate(captured, mutations)).run(*copies(captured.inputs))
+            _Numbers(mutate(captured, mutations)).run(*copies(captured.inputs))
     except InvalidError:
         return True
     return False
