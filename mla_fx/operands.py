@@ -15,8 +15,7 @@ from .canonical.element import Element
 from .canonical.reading import renamed
 from .canonical.rms_norm import RmsNorm
 from .canonical.rope import Rope, Table
-from .canonical.sizes import Size, product
-from .canonical.views import shape_of
+from .canonical.sizes import product
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
@@ -98,16 +97,8 @@ def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
         whole_table = joined(first, pairs[0], renamed(second, {pairs[0]: of_axis(other)}), other)
         if whole_table is not None:
             return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
-    size = product(axis.size for axis in pairs)
-    halves = [_all_pairs(emit, tensor(emit, half, [*outer, pairs]), size) for half in (first, second)]
+    halves = [tensor(emit, half, [*outer, pairs], expand=True) for half in (first, second)]
     return emit.call(aten.cat.default, halves, -1)
-
-
-def _all_pairs(emit: Emitter, half: Node, size: Size) -> Node:
-    """A table with one column for all pairs, repeated for each."""
-    if shape_of(half)[-1] == size:
-        return half
-    return emit.call(aten.expand.default, half, [-1] * (len(shape_of(half)) - 1) + [size])
 
 
 def check_same_rotation(query: Rope | None, keys: Rope | None) -> None:

@@ -74,8 +74,11 @@ class Draw:
 
     @property
     def fuses(self) -> bool:
-        """The spelling for which the compiler was made: what nothing may keep from fusing."""
-        return self.family.startswith("deepseek") and not self.bias and self.cache != "none"
+        """The spelling for which the compiler was made: what nothing may keep from fusing.
+
+        In float64 transformers rounds its softmax and its norms to float32, as no fused operator does."""
+        is_plain = self.family.startswith("deepseek") and not self.bias and self.cache != "none"
+        return is_plain and self.dtype == "float32"
 
 
 def drawn(seed: int) -> Draw:

@@ -145,7 +145,7 @@ def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
         raise NoMatch("what divides the exponentials is the sum of others", node)
     inner = operand(args_of(exponential)[0], numerator.index)
     if inner.origin.target is not aten.sub.Tensor:
-        return inner, axis
+        raise NoMatch("the exponentials are of scores as they are, and may overflow where a softmax does not", node)
     logits, peak = (operand(value, inner.index, inner.factor) for value in args_of(inner.origin)[:2])
     if inner.factor < 0 or not _is_peak(peak, logits, axis):
         raise NoMatch("what is subtracted before the exponential is not the largest of the scores", node)
@@ -345,7 +345,8 @@ def _fused(node: Node) -> Attention:
 
 def _check_one_head_each(node: Node, query: Node, key: Node, value: Node) -> None:
     for name, operand_node in (("key", key), ("value", value)):
-        if shape_of(operand_node)[:-2] != shape_of(query)[:-2]:
+        given, wanted = shape_of(operand_node)[:-2], shape_of(query)[:-2]
+        if len(given) != len(wanted) or any(size not in (1, own) for size, own in zip(given, wanted, strict=True)):
             raise NoMatch(f"several heads of the query share one {name}, which no latent attention has", node)
 
 

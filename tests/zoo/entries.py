@@ -104,7 +104,6 @@ def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
 
 
 TWO_WEIGHTS = "latent and rotary key are projected by two parameters, the operator takes one matrix"
-IN_TWO = "latent and query are put together again from two parts by a cat"
 BY_BLOCK = "positions are given by block and offset, the operators take slots"
 EVEN = replace(SMALL, nope=8, rope=8, value=8)
 
@@ -115,7 +114,7 @@ COMPOSED = [
     *along(DEFAULT, "down", "separate", partial=TWO_WEIGHTS),
     *along(DEFAULT, "multiply", "transposed", "on_tokens", "einsum", "weight_first"),
     *along(DEFAULT, "part", "slices", "from_the_end", "narrow", "tensor_split", "split_again"),
-    *along(DEFAULT, "part", "split_of_split", partial=IN_TWO),
+    *along(DEFAULT, "part", "split_of_split"),
     Entry(replace(DEFAULT, part="chunk", sizes=EVEN)),
     *along(
         DEFAULT,
