@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from .aliasing import written
 from .canonical.axes import Index
 from .canonical.element import Element, constant, is_coarser
 from .canonical.views import name_of
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import axes, laid_out_as, tensor
-from .torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -83,17 +83,12 @@ def _erased(unused: Iterable[Node]) -> list[Node]:
     pending, erased = sorted(unused), []
     while pending:
         node = pending.pop()
-        if node._erased or node.users or node.op != "call_function" or is_mutable(node):
+        if node._erased or node.users or node.op != "call_function" or written(node):
             continue
         pending += node.all_input_nodes
         node.graph.erase_node(node)
         erased.append(node)
     return sorted(erased)
-
-
-def is_mutable(node: Node) -> bool:
-    """The node calls an operator that writes into its arguments."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node], dtype: torch.dtype) -> None:
