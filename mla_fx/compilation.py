@@ -104,6 +104,8 @@ class Compilation:
         except Exception as error:
             run.restore(gm)
             self._fail(f"pass {run.record.name!r}", error)
+        if not self.report.fused:
+            run.restore(gm)  # nothing that is used was fused, so the graph leaves as it came
         if run.is_changed:
             gm.recompile()
         recorder.finish()

@@ -4,7 +4,8 @@ A pattern is a value built from the words below and says what an element must be
 way to satisfy it, so a choice that fails later is taken back; what fails deepest is kept as the nearest miss.
 
     var("x")                         any element, bound to a name; the same name again means the same tensor
-    bound("q", pattern)              the same, for an element that must also satisfy a pattern
+    bound("q", pattern)              the same, for an element that must also satisfy a pattern; one that was bound
+                                     before need not be read again
     contract(a, b, name="uq")        a matrix product of a and b, in either order
     rms_norm(value, gamma, name=..)  a weighted RMSNorm
     rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
@@ -83,7 +84,13 @@ class _Bound(Pattern):
     pattern: Pattern
 
     def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
-        yield from self.pattern.bindings(element, match.bind(self.name, element), trail)
+        before = match.elements.get(self.name)
+        if before is not None and before.origin is element.origin:
+            yield match.bind(self.name, element)
+        elif before is not None:
+            yield from self.pattern.bindings(element, match, trail)  # the same, computed twice
+        else:
+            yield from self.pattern.bindings(element, match.bind(self.name, element), trail)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,13 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .match import Trail
 from .replacement import Replacement, apply, check_nothing_is_lost
+from .replay import Recipe, recipe, replay
 from .rule import Rule
 
 if TYPE_CHECKING:
     from .pipeline import Run
+
+FEW = 3  # kinds of layers that a model has
 
 
 def recognise(stage: str) -> Callable[[Run], None]:
@@ -33,11 +37,12 @@ def recognise(stage: str) -> Callable[[Run], None]:
 
 
 def _apply_rule(run: Run, rule: Rule[Any]) -> None:
+    recipes: deque[Recipe] = deque(maxlen=FEW)
     for anchor in list(rule.anchors(run.graph)):
         trail = Trail()
         if anchor._erased:
             continue
-        if _try_at(run, rule, anchor, trail):
+        if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, trail, recipes):
             run.record.fired[rule.name] += 1
         elif trail.miss is not None:
             node = trail.miss.node if trail.miss.node is not None else anchor
@@ -47,32 +52,56 @@ def _apply_rule(run: Run, rule: Rule[Any]) -> None:
             )
 
 
-def _try_at(run: Run, rule: Rule[Any], anchor: Node, trail: Trail) -> bool:
+def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) -> bool:
+    """Does what was found at an earlier anchor, if everything is the same here."""
+    for found in recipes:
+        images = found.images(anchor)
+        if images is None:
+            continue
+        try:
+            with run.emit.at(anchor, rule.name):
+                erased = apply(run.emit, replay(run.emit, found, images))
+        except NoMatch:
+            continue
+        _note_origins(run.emit, erased)
+        return True
+    return False
+
+
+def _try_at(run: Run, rule: Rule[Any], anchor: Node, trail: Trail, recipes: deque[Recipe]) -> bool:
     try:
         for match in rule.bindings(anchor, trail):
-            if _rewrite(run, rule, anchor, match, trail):
+            if _rewrite(run, rule, anchor, match, trail, recipes):
                 return True
     except NoMatch as miss:
         trail.fail(Match(), miss)
     return False
 
 
-def _rewrite(run: Run, rule: Rule[Any], anchor: Node, match: Match, trail: Trail) -> bool:
+def _rewrite(run: Run, rule: Rule[Any], anchor: Node, match: Match, trail: Trail, recipes: deque[Recipe]) -> bool:
     """Adds the new nodes and puts them in the place of the old ones; a refusal on the way takes all of it back."""
     try:
         facts = rule.check(match.settled())
         with run.emit.at(anchor, rule.name):
             replacements = list(rule.rewrite(run.emit, facts))
             _check(run.emit, replacements)
+            found = recipe(run.emit, anchor, replacements)
             erased = apply(run.emit, replacements)
     except NoMatch as miss:
         trail.fail(match, miss)
         return False
+    if found is not None:
+        recipes.appendleft(found)
+    _note_origins(run.emit, erased)
+    return True
+
+
+def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
+    """A fused operator says what it stands for."""
     origins = [(node.name, name_of(node), source_of(node)) for node in erased]
-    for node in run.emit.added:
+    for node in emit.added:
         if fused_name(node) is not None:
             node.meta["mla_fx_replaced"] = origins
-    return True
 
 
 def _check(emit: Emitter, replacements: Sequence[Replacement]) -> None:

@@ -29,7 +29,7 @@ from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import CallPattern, Operand, Pattern, Trail, contract, either, rms_norm, rope, stored, var
+from mla_fx.match import CallPattern, Operand, Pattern, Trail, bound, contract, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
     Joined,
@@ -56,10 +56,13 @@ LATENT_ATTENTION = torch.ops.mla_fx.latent_attention.default
 
 
 TOKEN_X = var("token_x")
-Q_LATENT = either(
-    "query_rank",
-    low=rms_norm(contract(TOKEN_X, var("weight_dq"), name="dq"), var("gamma_cq"), name="cq"),
-    full=TOKEN_X,
+Q_LATENT = bound(
+    "q_latent",
+    either(
+        "query_rank",
+        low=rms_norm(contract(TOKEN_X, var("weight_dq"), name="dq"), var("gamma_cq"), name="cq"),
+        full=TOKEN_X,
+    ),
 )
 KV_LATENT = rms_norm(contract(TOKEN_X, var("weight_dkv"), name="dkv"), var("gamma_ckv"), name="ckv")
 

@@ -35,6 +35,8 @@ FOUND = (
     Mutant("plain", (("narrow", "expand_4", 0, "float32"),)),
     Mutant("plain", (("narrow", "rsqrt", -1, "float16"),)),
     Mutant("plain", (("narrow", "_softmax", 0, "float16"),)),
+    # attention that nobody uses: there is nothing to fuse
+    Mutant("cold S=T=D-none-eager-query", (("operand", "view_12", 0, "_unsafe_view_4"),)),
     # more terms than can be counted
     Mutant("plain", (("pile", "add_4", 0, 24),)),
 )

@@ -150,7 +150,7 @@ def _rewritten(gm: GraphModule, captured: Captured, references: list[Any]) -> Ou
 
 
 def _text(gm: GraphModule) -> list[Any]:
-    return [(node.name, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
+    return [(node.name, node.target, str(node.args), str(node.kwargs)) for node in gm.graph.nodes]
 
 
 def _strides(values: tuple[Any, ...]) -> list[Any]:

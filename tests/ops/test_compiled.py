@@ -139,7 +139,7 @@ def computes(graph):
     return [target for target in calls if target is not python_operator.getitem]
 
 
-@pytest.mark.parametrize(("operator", "arguments"), one_of_each_mode(UPDATES))
+@pytest.mark.parametrize(("operator", "arguments"), list(one_of_each_mode(UPDATES)))
 def test_copying_results_back_becomes_the_twin(operator, arguments, final_graphs):
     returned, after = twin_call(operator, (), arguments)
     tensors, options = split(arguments)

@@ -53,6 +53,8 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "one buffer by layer": (caches.OneBufferByLayer, S),
     "two steps": (caches.TwoSteps, S),
     "two layers": (caches.TwoLayers, S),
+    "two layers even": (caches.TwoLayers, EVEN),
+    "two layers level": (caches.TwoLayers, LEVEL),
     "groups": (heads.Groups, EVEN),
     "grouped queries": (heads.GroupedQueries, S),
     "two ups": (heads.TwoUps, S),

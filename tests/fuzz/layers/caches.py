@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plain import Layer
+from .plain import Layer, Sizes
 
 
 class AtSlice(Layer):
@@ -146,11 +146,18 @@ class TwoSteps(Layer):
 
 
 class TwoLayers(Layer):
-    """Two layers with a cache of their own each."""
+    """Two layers with weights and a cache of their own each."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.second = Layer(sizes)
+        for weight in self.second.parameters():
+            weight.data = weight.data.flip(0)
 
     def caches(self) -> tuple[Tensor, ...]:
         return (*super().caches(), *super().caches())
 
     def forward(self, x: Tensor, tables: Any, place: Any, mask: Tensor | None, caches: tuple[Tensor, ...]) -> Any:
+        x = x.tanh()
         x = x + super().forward(x, tables, place, mask, caches[:2])
-        return x + super().forward(x, tables, place, mask, caches[2:])
+        return x + self.second(x, tables, place, mask, caches[2:])

@@ -1,0 +1,190 @@
+"""A rewrite is done again in layers that are the same, and in no other."""
+
+import pytest
+import torch
+from layers import QUIET, Layer, Sizes, arguments, check
+from torch import nn
+
+from mla_fx import discover
+
+pytestmark = [pytest.mark.filterwarnings(mark) for mark in QUIET]
+
+
+class Stack(nn.Module):
+    """Layers one on top of the other, each with caches of its own unless `shared`."""
+
+    def __init__(self, *layers, shared=False):
+        super().__init__()
+        self.layers, self.shared = nn.ModuleList(layers), shared
+
+    def forward(self, x, tables, position, caches):
+        x = x.tanh()
+        for place, layer in enumerate(self.layers):
+            own = caches[0 if self.shared else place]
+            x = x + layer(x, tables, position, own)
+        return x
+
+
+def given(count, sizes=None):
+    x, tables, position, _ = arguments(sizes)
+    caches = [tuple(cache + place for cache in arguments(sizes)[3]) for place in range(count)]
+    return x, tables, position, caches
+
+
+def drawn_anew(layer):
+    """Other weights: a layer that stood for another by mistake would show."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            scale = weight.std() if weight.ndim > 1 else 0.3
+            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * scale
+            weight.copy_(noise if weight.ndim > 1 else 1 + noise)
+    return layer
+
+
+@pytest.fixture
+def matched(monkeypatch):
+    """How often each rule was asked for matches."""
+    counts = {}
+    for rule in discover.rules():
+        kind, bindings = type(rule), type(rule).bindings
+
+        def counting(self, anchor, trail, bindings=bindings):
+            counts[self.name] = counts.get(self.name, 0) + 1
+            return bindings(self, anchor, trail)
+
+        monkeypatch.setattr(kind, "bindings", counting)
+    return counts
+
+
+def test_equal_layers_are_matched_once(matched):
+    stack = Stack(Layer(), drawn_anew(Layer()), drawn_anew(Layer()))
+    report = check(stack, given(3))
+    assert report.fused == {"mla_prolog": 3, "latent_attention": 3}
+    assert matched == {"mla_attention": 1, "mla_prolog": 1}
+
+
+def test_two_kinds_in_turn_are_matched_once_each(matched):
+    layers = (Layer(), Scaled(), drawn_anew(Layer()), drawn_anew(Scaled()))
+    report = check(Stack(*layers), given(4))
+    assert report.fused == {"mla_prolog": 4, "latent_attention": 4}
+    assert matched == {"mla_attention": 2, "mla_prolog": 1}
+
+
+class Scaled(Layer):
+    def scores(self, query, key):
+        return super().scores(query, key) * 0.5
+
+
+class OtherEpsilon(Layer):
+    def norm(self, x, gamma):
+        return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1))
+
+
+class TablesExchanged(Layer):
+    def rotate_key(self, x, cos, sin):
+        return self.rotate(x, sin, cos)
+
+
+class TurnedBack(Layer):
+    def rotate_key(self, x, cos, sin):
+        return self.rotate(x, cos, -sin)
+
+
+class OtherPlaces(Layer):
+    """Latents and rotary keys are written at positions of their own."""
+
+    def store(self, latent, k_rope, position, kv_cache, kr_cache):
+        kv_cache.index_copy_(2, position, latent)
+        kr_cache.index_copy_(2, position.flip(0), k_rope)
+        return kv_cache, kr_cache
+
+
+class FromTheEnd(Layer):
+    def store(self, latent, k_rope, position, kv_cache, kr_cache):
+        kv_cache[:, :, position - self.sizes.context] = latent
+        kr_cache[:, :, position - self.sizes.context] = k_rope
+        return kv_cache, kr_cache
+
+
+class OldRotaryKeys(Layer):
+    """The rotary key is written, and what was there before is read."""
+
+    def store(self, latent, k_rope, position, kv_cache, kr_cache):
+        before = kr_cache.clone()
+        super().store(latent, k_rope, position, kv_cache, kr_cache)
+        return kv_cache, before
+
+
+class TransposedKeys(Layer):
+    """As many tokens as heads: exchanged, they look the same."""
+
+    def query(self, x):
+        return super().query(x).transpose(1, 2)
+
+
+class QueryOfOtherTokens(Layer):
+    def query(self, x):
+        return super().query(x.flip(1))
+
+
+class NegativeScores(Layer):
+    def scores(self, query, key):
+        return -super().scores(query, key)
+
+
+class Unmasked(Layer):
+    def mask(self, position):
+        return torch.zeros_like(super().mask(position))
+
+
+class KeptProbabilities(Layer):
+    """The probabilities are used a second time."""
+
+    def combine(self, scores, value):
+        probabilities = scores.softmax(-1)
+        return probabilities @ value + probabilities.sum() * 0.01
+
+
+TWINS = [
+    Scaled, OtherEpsilon, TablesExchanged, TurnedBack, OtherPlaces, FromTheEnd, OldRotaryKeys, TransposedKeys,
+    QueryOfOtherTokens, NegativeScores, Unmasked, KeptProbabilities,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.__name__)
+def test_near_twins_keep_their_own_answers(twin, order):
+    sizes = Sizes(tokens=4, heads=4)
+    layers = [Layer(sizes), drawn_anew(twin(sizes))]
+    check(Stack(*(layers if order == "after" else layers[::-1])), given(2, sizes))
+
+
+def test_layers_over_one_cache():
+    check(Stack(Layer(), drawn_anew(Layer()), shared=True), given(1))
+
+
+class Mixed(Stack):
+    """The second layer's rotary keys are made from what the first was given."""
+
+    def forward(self, x, tables, position, caches):
+        first, second = self.layers
+        x = x.tanh()
+        between = x + first(x, tables, position, caches[0])
+        rows = second.rows
+        second.rows = lambda hidden: (rows(hidden)[0], rows(x)[1])
+        try:
+            return second(between, tables, position, caches[1])
+        finally:
+            second.rows = rows
+
+
+def test_operands_that_were_one_in_the_first_layer_are_one_in_the_next():
+    report = check(Mixed(Layer(), drawn_anew(Layer())), given(2))
+    assert report.fused["mla_prolog"] == 1
+
+
+def test_shapes_may_be_symbols(matched):
+    report = check(Stack(Layer(), drawn_anew(Layer())), given(2), dynamic=True)
+    assert report.fused == {"mla_attention": 2, "kv_rmsnorm_rope_cache": 2}
+    assert matched == {"mla_attention": 1, "kv_rmsnorm_rope_cache": 1}
