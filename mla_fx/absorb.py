@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .canonical.views import args_of, shape_of
 from .emitter import Emitter
 from .inline import inline
+from .readings.views import args_of, shape_of
 
 ALWAYS = 2**62
 MAX_ABSORBED_TOKENS = {"cpu": 256, "cuda": 128, "npu": 16}

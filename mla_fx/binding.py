@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from torch.fx import Node
 
-from .canonical.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
-from .canonical.element import Element
-from .canonical.reading import Reading, renamed
-from .canonical.sizes import product
 from .errors import NoMatch
+from .readings.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
+from .readings.element import Element
+from .readings.reading import Reading, renamed
+from .readings.sizes import product
 
 Same = Mapping[Axis, Index]
 Kind = TypeVar("Kind", bound=Reading)

@@ -155,7 +155,7 @@ class Compilation:
 
     def _looks_unfused(self) -> str:
         """Why a layer that looks like MLA stays unfused, or an empty string."""
-        near = [miss for miss in self.report.misses if miss.suspicious]
+        near = [miss for miss in self.report.misses if miss.looks_like_mla]
         if near:
             return str(max(near, key=lambda miss: miss.depth))
         return "; ".join(self.report.hindrances)

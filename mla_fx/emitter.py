@@ -11,10 +11,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from .canonical.sizes import Size, size_of
-from .canonical.views import shape_of
 from .errors import NoMatch
 from .known import KnownValues
+from .readings.sizes import Size, size_of
+from .readings.views import shape_of
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from .debug.report import Report
 from .errors import OptionError
 from .torch_private import GraphPass
 
-PACKAGES = ("mla_fx", "mla_fx.canonical", "mla_fx.ops", "mla_fx.debug", "mla_fx.patterns", "mla_fx.lowering")
+PACKAGES = ("mla_fx", "mla_fx.patterns", "mla_fx.lowering")
 
 
 class MlaPass(GraphPass):
@@ -75,8 +75,9 @@ def source_hash() -> str:
     """A hash of the sources that decide what a graph is rewritten to."""
     digest = hashlib.sha256()
     for package in PACKAGES:
-        for path in sorted(Path(discover.folder(package)).glob("*.py")):
-            digest.update(f"{package}/{path.name}".encode())
+        folder = Path(discover.folder(package))
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{package}/{path.relative_to(folder)}".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
-from .canonical.sizes import size_of
 from .errors import NoMatch
+from .readings.sizes import size_of
 from .torch_private import (
     detect_fake_mode,
     fake_tensor,

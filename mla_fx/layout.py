@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from .canonical.axes import Axis, Index, axes_of, composite, cuts, slowest_first, substitute
-from .canonical.element import Element
-from .canonical.sizes import Size, at_most, product, ratio, size_of
-from .canonical.views import shape_of
 from .emitter import Emitter
 from .errors import NoMatch
+from .readings.axes import Axis, Index, axes_of, composite, cuts, slowest_first, substitute
+from .readings.element import Element
+from .readings.sizes import Size, at_most, product, ratio, size_of
+from .readings.views import shape_of
 
 aten = torch.ops.aten
 

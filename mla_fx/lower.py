@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from .canonical.views import args_of
 from .emitter import Emitter
 from .inline import inline
+from .readings.views import args_of
 from .target import Compiled, Lowering
 from .torch_private import OpOverload
 

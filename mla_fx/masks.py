@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from .canonical.softmax import Mask
 from .emitter import Emitter
 from .layout import Dims, tensor
+from .readings.softmax import Mask
 
 aten = torch.ops.aten
 

@@ -32,20 +32,20 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from .binding import Match
-from .canonical.axes import Axis, Index, fresh
-from .canonical.cache_update import POSITIONED, CacheUpdate, cache_update
-from .canonical.contraction import Contraction, contraction
-from .canonical.element import Element, resolve
-from .canonical.reading import Reading
-from .canonical.rms_norm import rms_norm as read_rms_norm
-from .canonical.rope import rope as read_rope
-from .canonical.softmax import Attention
-from .canonical.views import shape_of
 from .errors import NoMatch
+from .readings.axes import Axis, Index, fresh
+from .readings.cache_update import POSITIONED, CacheUpdate, cache_update
+from .readings.contraction import Contraction, contraction
+from .readings.element import Element, resolve
+from .readings.reading import Reading
+from .readings.rms_norm import rms_norm as read_rms_norm
+from .readings.rope import rope as read_rope
+from .readings.softmax import Attention
+from .readings.views import shape_of
 
 
 @dataclass
-class Trail:
+class NearestMiss:
     """The deepest point at which one attempt at a pattern failed."""
 
     depth: int = -1
@@ -59,14 +59,14 @@ class Trail:
 class Pattern:
     """What an element must be computed from."""
 
-    def bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+    def bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         """Every way in which `element` satisfies the pattern, extending `match`."""
         try:
-            yield from self._bindings(element, match, trail)
+            yield from self._bindings(element, match, nearest)
         except NoMatch as miss:
-            trail.fail(match, miss)
+            nearest.fail(match, miss)
 
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class Pattern:
 class _Var(Pattern):
     name: str
 
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         yield match.bind(self.name, element)
 
 
@@ -83,14 +83,14 @@ class _Bound(Pattern):
     name: str
     pattern: Pattern
 
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         before = match.elements.get(self.name)
         if before is not None and before.origin is element.origin:
             yield match.bind(self.name, element)
         elif before is not None:
-            yield from self.pattern.bindings(element, match, trail)  # the same, computed twice
+            yield from self.pattern.bindings(element, match, nearest)  # the same, computed twice
         else:
-            yield from self.pattern.bindings(element, match.bind(self.name, element), trail)
+            yield from self.pattern.bindings(element, match.bind(self.name, element), nearest)
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class _Either(Pattern):
     tag: str
     alternatives: Mapping[str, Pattern]
 
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         for pattern, chosen in self.chosen(match):
-            yield from pattern.bindings(element, chosen, trail)
+            yield from pattern.bindings(element, chosen, nearest)
 
     def chosen(self, match: Match) -> Iterator[tuple[Pattern, Match]]:
         """The alternatives, each with the match that has chosen it; one chosen before is the same in both places."""
@@ -118,24 +118,24 @@ class _Reads(Pattern):
     reader: Callable[[Element, Match], Iterable[Reading]]
     parts: Mapping[str, Pattern]
 
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         for reading in self.reader(element, match):
-            yield from self.within(reading, match, trail)
+            yield from self.within(reading, match, nearest)
 
-    def within(self, reading: Reading, match: Match, trail: Trail) -> Iterator[Match]:
+    def within(self, reading: Reading, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         """The same for what was read already."""
         try:
             partial: Iterator[Match] = iter((match.read(self.name, reading),))
         except NoMatch as miss:
-            return trail.fail(match, miss)
+            return nearest.fail(match, miss)
         for part, pattern in self.parts.items():
-            partial = _each(pattern, getattr(reading, part), partial, trail)
+            partial = _each(pattern, getattr(reading, part), partial, nearest)
         yield from partial
 
 
-def _each(pattern: Pattern, element: Element, before: Iterator[Match], trail: Trail) -> Iterator[Match]:
+def _each(pattern: Pattern, element: Element, before: Iterator[Match], nearest: NearestMiss) -> Iterator[Match]:
     for match in before:
-        yield from pattern.bindings(element, match, trail)
+        yield from pattern.bindings(element, match, nearest)
 
 
 @dataclass(frozen=True)
@@ -144,19 +144,19 @@ class _Stored(Pattern):
     name: str
     beside: str
 
-    def _bindings(self, element: Element, match: Match, trail: Trail) -> Iterator[Match]:
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         try:
             update = cache_update(element)
         except NoMatch:
             if element.origin.target in POSITIONED:
                 raise  # it is a cache, written in a way that is not known
-            yield from self.row.bindings(element, match.choose(self.name, "none"), trail)
+            yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return
         other = match.readings.get(self.beside)
         if isinstance(other, CacheUpdate):
             update = update.beside(other)
         written = match.choose(self.name, "append" if update.position is None else "write").read(self.name, update)
-        yield from self.row.bindings(update.row, written, trail)
+        yield from self.row.bindings(update.row, written, nearest)
 
 
 def var(name: str) -> Pattern:
@@ -202,31 +202,33 @@ class AttentionPattern:
     scores: tuple[Pattern, ...]
     value: Pattern
 
-    def bindings(self, found: Attention, products: tuple[Contraction, ...], trail: Trail) -> Iterator[Match]:
+    def bindings(self, found: Attention, products: tuple[Contraction, ...], nearest: NearestMiss) -> Iterator[Match]:
         fixed = frozenset(axis for part in (*found.index, found.keys) for axis in part.axes)
         match = Match(fixed=fixed).read("attention", found)
         if len(products) != len(self.scores):
             what = (
                 "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
             )
-            trail.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
+            nearest.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
             return
         for order in itertools.permutations(products):
             partial: Iterator[Match] = iter((match,))
             for pattern, product in zip(self.scores, order, strict=True):
-                partial = _each_score(pattern, product, partial, trail)
-            yield from _each(self.value, found.value, partial, trail)
+                partial = _each_score(pattern, product, partial, nearest)
+            yield from _each(self.value, found.value, partial, nearest)
 
 
-def _each_score(pattern: Pattern, product: Contraction, before: Iterator[Match], trail: Trail) -> Iterator[Match]:
+def _each_score(
+    pattern: Pattern, product: Contraction, before: Iterator[Match], nearest: NearestMiss
+) -> Iterator[Match]:
     for match in before:
         if isinstance(pattern, _Either):
             for alternative, chosen in pattern.chosen(match):
-                yield from _each_score(alternative, product, iter((chosen,)), trail)
+                yield from _each_score(alternative, product, iter((chosen,)), nearest)
             continue
         assert isinstance(pattern, _Reads), "a score is a product"
         for way in _both_ways(product):
-            yield from pattern.within(way, match, trail)
+            yield from pattern.within(way, match, nearest)
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ class CallPattern:
     operands: Mapping[str, Operand] = field(default_factory=dict)
     fixed: str = ""
 
-    def bindings(self, node: Node, arguments: Mapping[str, Node], trail: Trail) -> Iterator[Match]:
+    def bindings(self, node: Node, arguments: Mapping[str, Node], nearest: NearestMiss) -> Iterator[Match]:
         letters: dict[str, Index] = {}
         for name, operand in self.operands.items():
             for letter, size in zip(operand.letters, shape_of(arguments[name]), strict=True):
@@ -264,7 +266,7 @@ class CallPattern:
             dims = tuple(letters[letter] for letter in operand.letters)
             axes = OperandAxes(arguments[name], dims)
             partial = _each_read(f"{name}.axes", axes, partial)
-            partial = _each(operand.pattern, resolve(arguments[name], dims), partial, trail)
+            partial = _each(operand.pattern, resolve(arguments[name], dims), partial, nearest)
         return partial
 
 

@@ -9,17 +9,17 @@ import torch
 from torch.fx import Node
 
 from .binding import Match
-from .canonical.axes import Axis, Index, axes_of, combine, of_axis, whole
-from .canonical.cache_update import CacheUpdate
-from .canonical.element import Element
-from .canonical.reading import renamed
-from .canonical.rms_norm import RmsNorm
-from .canonical.rope import Rope, Table
-from .canonical.sizes import product
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes
+from .readings.axes import Axis, Index, axes_of, combine, of_axis, whole
+from .readings.cache_update import CacheUpdate
+from .readings.element import Element
+from .readings.reading import renamed
+from .readings.rms_norm import RmsNorm
+from .readings.rope import Rope, Table
+from .readings.sizes import product
 from .replacement import Replacement, replaced
 
 aten = torch.ops.aten

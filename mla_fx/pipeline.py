@@ -12,16 +12,16 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from .absorb import absorb
-from .canonical.sizes import known_by
 from .check import Held, check, held_values
 from .debug.report import PassRecord, Report, count_fused
 from .emitter import Emitter
+from .graph_edit import Snapshot, erase_orphans
 from .lower import lower
 from .options import Options
+from .readings.sizes import known_by
 from .recognise import recognise
 from .reinplace import reinplace
 from .rule import Rule
-from .surgery import Snapshot, erase_orphans
 from .survey import survey
 from .target import Target
 from .torch_private import detect_fake_mode
@@ -79,7 +79,7 @@ def choose_absorbed(run: Run) -> None:
         absorb(run.graph, run.emit, run.options.absorb)
 
 
-def tidy(run: Run) -> None:
+def clean_up(run: Run) -> None:
     """Removes what the fusions left unused. What is fused now is what counts, whatever the target makes of it."""
     _erase_orphans(run)
     run.report.fused.update(count_fused(run.graph))
@@ -105,7 +105,7 @@ PIPELINE = (
     Pass("choose absorbed or expanded", choose_absorbed),
     Pass("recognise prolog", recognise("prolog")),
     Pass("recognise cache", recognise("cache")),
-    Pass("tidy", tidy),
+    Pass("clean up", clean_up),
     Pass("reinplace", reinplace_caches),
     Pass("lower", lower_fused),
 )

@@ -10,11 +10,11 @@ import torch
 from torch.fx import Node
 
 from .binding import Match
-from .canonical.views import name_of
 from .debug.report import Miss, fused_name, module_of, source_of
 from .emitter import Emitter
 from .errors import NoMatch
-from .match import Trail
+from .match import NearestMiss
+from .readings.views import name_of
 from .replacement import Replacement, apply, check_nothing_is_lost
 from .replay import Recipe, recipe, replay
 from .rule import Rule
@@ -39,16 +39,24 @@ def recognise(stage: str) -> Callable[[Run], None]:
 def _apply_rule(run: Run, rule: Rule[Any]) -> None:
     recipes: deque[Recipe] = deque(maxlen=FEW)
     for anchor in list(rule.anchors(run.graph)):
-        trail = Trail()
+        nearest = NearestMiss()
         if anchor._erased:
             continue
-        if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, trail, recipes):
+        if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, nearest, recipes):
             run.record.fired[rule.name] += 1
-        elif trail.miss is not None:
-            node = trail.miss.node if trail.miss.node is not None else anchor
-            suspicious = rule.suspicious(anchor)
+        elif nearest.miss is not None:
+            node = nearest.miss.node if nearest.miss.node is not None else anchor
+            looks_like_mla = rule.looks_like_mla(anchor)
             run.report.misses.append(
-                Miss(rule.name, trail.miss.reason, node.name, source_of(node), module_of(node), trail.depth, suspicious)
+                Miss(
+                    rule.name,
+                    nearest.miss.reason,
+                    node.name,
+                    source_of(node),
+                    module_of(node),
+                    nearest.depth,
+                    looks_like_mla,
+                )
             )
 
 
@@ -68,17 +76,19 @@ def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) 
     return False
 
 
-def _try_at(run: Run, rule: Rule[Any], anchor: Node, trail: Trail, recipes: deque[Recipe]) -> bool:
+def _try_at(run: Run, rule: Rule[Any], anchor: Node, nearest: NearestMiss, recipes: deque[Recipe]) -> bool:
     try:
-        for match in rule.bindings(anchor, trail):
-            if _rewrite(run, rule, anchor, match, trail, recipes):
+        for match in rule.bindings(anchor, nearest):
+            if _rewrite(run, rule, anchor, match, nearest, recipes):
                 return True
     except NoMatch as miss:
-        trail.fail(Match(), miss)
+        nearest.fail(Match(), miss)
     return False
 
 
-def _rewrite(run: Run, rule: Rule[Any], anchor: Node, match: Match, trail: Trail, recipes: deque[Recipe]) -> bool:
+def _rewrite(
+    run: Run, rule: Rule[Any], anchor: Node, match: Match, nearest: NearestMiss, recipes: deque[Recipe]
+) -> bool:
     """Adds the new nodes and puts them in the place of the old ones; a refusal on the way takes all of it back."""
     try:
         facts = rule.check(match.settled())
@@ -88,7 +98,7 @@ def _rewrite(run: Run, rule: Rule[Any], anchor: Node, match: Match, trail: Trail
             found = recipe(run.emit, anchor, replacements)
             erased = apply(run.emit, replacements)
     except NoMatch as miss:
-        trail.fail(match, miss)
+        nearest.fail(match, miss)
         return False
     if found is not None:
         recipes.appendleft(found)

@@ -10,11 +10,11 @@ import torch
 from torch.fx import Graph, Node
 
 from .aliasing import may_share, owner, readers, surely_shares, writers, written
-from .canonical.element import Element, resolve
-from .canonical.sizes import size_of
-from .canonical.views import args_of, argument, fresh_index
 from .errors import NoMatch
 from .ops import Operator, catalogue
+from .readings.element import Element, resolve
+from .readings.sizes import size_of
+from .readings.views import args_of, argument, fresh_index
 
 aten = torch.ops.aten
 

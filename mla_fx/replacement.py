@@ -9,12 +9,12 @@ import torch
 from torch.fx import Node
 
 from .aliasing import written
-from .canonical.axes import Index
-from .canonical.element import Element, constant, is_coarser
-from .canonical.views import name_of
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import axes, laid_out_as, tensor
+from .readings.axes import Index
+from .readings.element import Element, constant, is_coarser
+from .readings.views import name_of
 
 aten = torch.ops.aten
 

@@ -15,10 +15,10 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from .canonical.element import constant, is_parameter
-from .canonical.views import args_of
 from .emitter import Emitter
 from .known import signature
+from .readings.element import constant, is_parameter
+from .readings.views import args_of
 from .replacement import Replacement
 
 MOST_NODES = 1000  # in a part that is worth keeping

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from .binding import Match
 from .cases import Case
 from .emitter import Emitter
-from .match import Trail
+from .match import NearestMiss
 from .replacement import Replacement
 
 Facts = TypeVar("Facts")
@@ -37,7 +37,7 @@ class Rule(Generic[Facts]):
         """The nodes at which the pattern may apply."""
         raise NotImplementedError
 
-    def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         """Every way in which the pattern matches at `anchor`."""
         raise NotImplementedError
 
@@ -49,6 +49,6 @@ class Rule(Generic[Facts]):
         """Adds the fused operator and yields what its results replace, by `replaced`: all of that is done, or none."""
         raise NotImplementedError
 
-    def suspicious(self, anchor: Node) -> bool:
+    def looks_like_mla(self, anchor: Node) -> bool:
         """True if what failed to match at `anchor` is near enough for the user to be told without asking."""
         return False

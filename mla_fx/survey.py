@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from .canonical.softmax import anchors
 from .debug.report import Report, count_fused
+from .readings.softmax import anchors
 from .torch_private import OpOverload
 
 PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"})

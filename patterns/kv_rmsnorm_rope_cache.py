@@ -17,15 +17,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.canonical.cache_update import WRITES, CacheUpdate
-from mla_fx.canonical.element import element_of
-from mla_fx.canonical.rms_norm import RmsNorm
-from mla_fx.canonical.rope import Rope
 from mla_fx.cases import HCKV, Case, Layer, S
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, tensor
-from mla_fx.match import CallPattern, Operand, Trail, either, rms_norm, rope, stored, var
+from mla_fx.match import CallPattern, NearestMiss, Operand, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
     Joined,
@@ -40,6 +36,10 @@ from mla_fx.operands import (
     only,
     replace_cache,
 )
+from mla_fx.readings.cache_update import WRITES, CacheUpdate
+from mla_fx.readings.element import element_of
+from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.readings.rope import Rope
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
@@ -106,8 +106,8 @@ class KvRmsnormRopeCache(Rule[Facts]):
         attention = (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target))
         return (node for node in attention if element_of(node.args[2]).node.target in WRITES)
 
-    def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
-        yield from PATTERN.bindings(anchor, {"kv_cache": anchor.args[2], "kr_cache": anchor.args[3]}, trail)
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        yield from PATTERN.bindings(anchor, {"kv_cache": anchor.args[2], "kr_cache": anchor.args[3]}, nearest)
 
     def check(self, match: Match) -> Facts:
         """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""

@@ -24,20 +24,20 @@ from torch.fx import Graph, Node
 
 from mla_fx.absorb import absorb_query, expand_output
 from mla_fx.binding import Match
-from mla_fx.canonical.axes import Axis
-from mla_fx.canonical.cache_update import cache_update
-from mla_fx.canonical.contraction import Contraction, contraction, segments
-from mla_fx.canonical.element import Element, element_of, is_parameter
-from mla_fx.canonical.rms_norm import rms_norm
-from mla_fx.canonical.sizes import product
-from mla_fx.canonical.softmax import Attention, anchors, attention, weighted_sum
 from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.masks import emit_mask
-from mla_fx.match import AttentionPattern, Trail, bound, contract, either, var
+from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, var
+from mla_fx.readings.axes import Axis
+from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.contraction import Contraction, contraction, segments
+from mla_fx.readings.element import Element, element_of, is_parameter
+from mla_fx.readings.rms_norm import rms_norm
+from mla_fx.readings.sizes import product
+from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
@@ -162,11 +162,11 @@ class MlaAttention(Rule[Facts]):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return anchors(graph)
 
-    def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         found = attention(anchor)
         # two products are the nope and the rope part already, and a cat in them is a rotation's
         products = segments(found.scores[0]) if len(found.scores) == 1 else found.scores
-        yield from PATTERN.bindings(found, products, trail)
+        yield from PATTERN.bindings(found, products, nearest)
 
     def check(self, match: Match) -> Facts:
         found = match.reading(Attention, "attention")
@@ -231,7 +231,7 @@ class MlaAttention(Rule[Facts]):
         out = emit.scaled(out, facts.value_factor)
         yield replaced(emit, found.node, found.index, result(out, (b, s, n, v)), padding=found.padding)
 
-    def suspicious(self, anchor: Node) -> bool:
+    def looks_like_mla(self, anchor: Node) -> bool:
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
         output = weighted_sum(anchor)
         values = anchor.args[2:3] if output is None else output.args[:2]

@@ -19,17 +19,23 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.canonical.cache_update import CacheUpdate
-from mla_fx.canonical.contraction import Contraction
-from mla_fx.canonical.element import Element, is_parameter
-from mla_fx.canonical.rms_norm import RmsNorm
-from mla_fx.canonical.rope import Rope
-from mla_fx.canonical.views import shape_of
 from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import CallPattern, Operand, Pattern, Trail, bound, contract, either, rms_norm, rope, stored, var
+from mla_fx.match import (
+    CallPattern,
+    NearestMiss,
+    Operand,
+    Pattern,
+    bound,
+    contract,
+    either,
+    rms_norm,
+    rope,
+    stored,
+    var,
+)
 from mla_fx.operands import (
     CacheRoles,
     Joined,
@@ -47,6 +53,12 @@ from mla_fx.operands import (
     replace_rows,
     roles,
 )
+from mla_fx.readings.cache_update import CacheUpdate
+from mla_fx.readings.contraction import Contraction
+from mla_fx.readings.element import Element, is_parameter
+from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.readings.rope import Rope
+from mla_fx.readings.views import shape_of
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
@@ -188,9 +200,9 @@ class MlaProlog(Rule[Facts]):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return iter(graph.find_nodes(op="call_function", target=LATENT_ATTENTION))
 
-    def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         operands = dict(zip(PATTERN.operands, anchor.args, strict=False))
-        yield from PATTERN.bindings(anchor, operands, trail)
+        yield from PATTERN.bindings(anchor, operands, nearest)
 
     def check(self, match: Match) -> Facts:
         """Weights are parts of one matrix each; query and key come from the same tokens, rotated and written alike."""

@@ -14,8 +14,11 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
-from mla_fx.canonical.algebra import as_product, as_sum
-from mla_fx.canonical.axes import (
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import tensor
+from mla_fx.readings.algebra import as_product, as_sum
+from mla_fx.readings.axes import (
     Axis,
     Digit,
     Index,
@@ -28,17 +31,14 @@ from mla_fx.canonical.axes import (
     substitute,
     whole,
 )
-from mla_fx.canonical.cache_update import cache_update
-from mla_fx.canonical.contraction import contraction, segments
-from mla_fx.canonical.element import Element, element_of, resolve
-from mla_fx.canonical.rms_norm import rms_norm
-from mla_fx.canonical.rope import rope
-from mla_fx.canonical.sizes import at_most, ratio, size_of
-from mla_fx.canonical.softmax import anchors, attention
-from mla_fx.canonical.views import fresh_index
-from mla_fx.emitter import Emitter
-from mla_fx.errors import NoMatch
-from mla_fx.layout import tensor
+from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.contraction import contraction, segments
+from mla_fx.readings.element import Element, element_of, resolve
+from mla_fx.readings.rms_norm import rms_norm
+from mla_fx.readings.rope import rope
+from mla_fx.readings.sizes import at_most, ratio, size_of
+from mla_fx.readings.softmax import anchors, attention
+from mla_fx.readings.views import fresh_index
 
 DECOMPOSITIONS = select_decomp_table()
 B, S, N, T, D = 2, 3, 4, 5, 8  # batch, query tokens, heads, context tokens, width

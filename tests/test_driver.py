@@ -289,7 +289,7 @@ def test_a_pass_that_fails_in_inductor_breaks_no_model(decode, monkeypatch):
     monkeypatch.setattr("mla_fx.pipeline.erase_orphans", fail)
     graph_pass = mla_fx.MlaPass(dump=None, absorb="never")
     (message,) = told(module, arguments, with_pass(module, graph_pass))
-    assert "pass 'tidy' failed with ZeroDivisionError" in message
+    assert "pass 'clean up' failed with ZeroDivisionError" in message
     assert graph_pass.report.fused == {}
 
 

@@ -154,7 +154,7 @@ def report():
         misses=[Miss("mla_prolog", "expected a | rotary embedding", "mm_4", "model.py:17", "layers.3", 4, True)],
         passes=[
             PassRecord("recognise attention", 1.25, 108, 90, Counter(mla_attention=2)),
-            PassRecord("tidy", 0.04, 90, 31),
+            PassRecord("clean up", 0.04, 90, 31),
         ],
         notes=["caches written in place: 2/2, copies: 0 bytes"],
     )
@@ -164,7 +164,7 @@ class TestIndex(TestCase):
     def test_index(self):
         with TemporaryDirectory() as folder:
             dump = Dump(folder)
-            for name in ("captured", "recognise attention", "tidy"):
+            for name in ("captured", "recognise attention", "clean up"):
                 dump.stage(name, fused_graph())
             dump.finish(report())
             self.assertExpectedInline((dump.folder / "index.md").read_text(), """\
@@ -174,7 +174,7 @@ class TestIndex(TestCase):
 | --- | ---: | --- | --- | --- |
 | captured |  |  | 6 | [00_captured.py](00_captured.py) |
 | recognise attention | 1.2 | mla_attention x2 | 108 -> 90 | [01_recognise_attention.py](01_recognise_attention.py) |
-| tidy | 0.0 |  | 90 -> 31 | [02_tidy.py](02_tidy.py) |
+| clean up | 0.0 |  | 90 -> 31 | [02_clean_up.py](02_clean_up.py) |
 
 ## Fused
 

@@ -133,7 +133,7 @@ def graph(
 """)
 
     def test_fused(self) -> None:
-        self.assertExpectedInline(self.graph("tidy"), """\
+        self.assertExpectedInline(self.graph("clean up"), """\
 def graph(
     arg0_1,  # f32[24, 32]
     arg1_1,  # f32[2, 3, 32]

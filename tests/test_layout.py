@@ -37,7 +37,7 @@ def is_within(module, *packages):
 
 
 def test_relative_imports_are_read_as_full_names():
-    assert "mla_fx.errors.NoMatch" in set(imports(ROOT / "mla_fx" / "canonical" / "rope.py"))
+    assert "mla_fx.errors.NoMatch" in set(imports(ROOT / "mla_fx" / "readings" / "rope.py"))
 
 
 @pytest.mark.parametrize("path", OPERATORS, ids=name_of)

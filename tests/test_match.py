@@ -8,14 +8,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.binding import Match
-from mla_fx.canonical.reading import Reading
-from mla_fx.canonical.softmax import anchors, attention
 from mla_fx.errors import NoMatch
 from mla_fx.match import (
     AttentionPattern,
     CallPattern,
+    NearestMiss,
     Operand,
-    Trail,
     bound,
     contract,
     either,
@@ -24,6 +22,8 @@ from mla_fx.match import (
     stored,
     var,
 )
+from mla_fx.readings.reading import Reading
+from mla_fx.readings.softmax import anchors, attention
 
 A, X, W, U, G = var("a"), var("x"), var("w"), var("u"), var("g")
 
@@ -38,21 +38,21 @@ def trace(function, *shapes):
 
 
 def match(pattern, function, *shapes):
-    """Every match of the value that `function` returns, and the trail of what failed."""
+    """Every match of the value that `function` returns, and the nearest of what failed."""
     return match_all({"out": pattern}, function, *shapes)
 
 
 def match_all(operands, function, *shapes):
     result = trace(function, *shapes).output_node().args[0]
     results = result if isinstance(result, (list, tuple)) else [result]
-    trail = Trail()
+    nearest = NearestMiss()
     arguments = dict(zip(operands, results, strict=True))
     letters = iter("abcdefghijkl")
     named = {
         name: Operand("".join(itertools.islice(letters, arguments[name].meta["val"].ndim)), pattern)
         for name, pattern in operands.items()
     }
-    return list(CallPattern(named).bindings(None, arguments, trail)), trail
+    return list(CallPattern(named).bindings(None, arguments, nearest)), nearest
 
 
 def bound_to(found):
@@ -131,10 +131,10 @@ def test_a_variable_used_twice_is_one_tensor():
 
 def test_two_tensors_do_not_share_a_name():
     operands = {"left": contract(X, W, name="left"), "right": contract(X, U, name="right")}
-    found, trail = match_all(operands, lambda x, y, w, u: (x @ w, y @ u), (3, 4), (3, 4), (4, 5), (4, 6))
+    found, nearest = match_all(operands, lambda x, y, w, u: (x @ w, y @ u), (3, 4), (3, 4), (4, 5), (4, 6))
     assert not found
-    assert trail.miss.reason == "x is not one tensor: x in one place, y in the other"
-    assert trail.miss.node.name == "y"
+    assert nearest.miss.reason == "x is not one tensor: x in one place, y in the other"
+    assert nearest.miss.node.name == "y"
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_one_tensor_read_in_two_ways_does_not_share_a_name(second):
 
 
 def test_one_part_of_a_tensor_is_not_another():
-    found, trail = match_all({"left": X, "right": X}, lambda x: (x[:, :2].clone(), x[:, 2:].clone()), (4, 4))
+    found, nearest = match_all({"left": X, "right": X}, lambda x: (x[:, :2].clone(), x[:, 2:].clone()), (4, 4))
     assert not found
-    assert trail.miss.reason == "x is read in two different ways"
+    assert nearest.miss.reason == "x is read in two different ways"
 
 
 def test_one_reading_used_twice_is_one_reading():
@@ -189,8 +189,8 @@ SHAPES = {"q": (3, 4), "latent": (5, 6), "up": (6, 4), "q_rope": (3, 2), "k_rope
 def match_attention(function, pattern=SCORES):
     graph = trace(function, *SHAPES.values())
     (anchor,) = anchors(graph)
-    found, trail = attention(anchor), Trail()
-    return list(pattern.bindings(found, found.scores, trail)), trail
+    found, nearest = attention(anchor), NearestMiss()
+    return list(pattern.bindings(found, found.scores, nearest)), nearest
 
 
 @pytest.mark.parametrize("rope_first", [False, True])
@@ -209,9 +209,9 @@ def test_a_number_of_scores_that_cannot_match_is_the_reason():
     def function(q, latent, up, q_rope, k_rope, down):
         return (q @ (latent @ up).t()).softmax(-1) @ (latent @ down)
 
-    found, trail = match_attention(function)
+    found, nearest = match_attention(function)
     assert not found
-    assert trail.miss.reason == "the scores are one product of query and key, not a nope and a rope part"
+    assert nearest.miss.reason == "the scores are one product of query and key, not a nope and a rope part"
 
 
 # --- misses ------------------------------------------------------------------------------------------------------
@@ -229,12 +229,12 @@ def test_the_deepest_miss_is_kept():
 
 
 def test_the_first_of_equally_deep_misses_is_kept():
-    trail, match, reading = Trail(), Match(), Reading(None)
-    trail.fail(match, NoMatch("first"))
-    trail.fail(match, NoMatch("second"))
-    assert trail.miss.reason == "first"
-    trail.fail(match.read("name", reading), NoMatch("deeper"))
-    assert trail.miss.reason == "deeper"
+    nearest, match, reading = NearestMiss(), Match(), Reading(None)
+    nearest.fail(match, NoMatch("first"))
+    nearest.fail(match, NoMatch("second"))
+    assert nearest.miss.reason == "first"
+    nearest.fail(match.read("name", reading), NoMatch("deeper"))
+    assert nearest.miss.reason == "deeper"
 
 
 def test_only_refusals_are_caught():

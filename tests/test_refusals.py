@@ -34,8 +34,13 @@ from torch.nn import functional as F  # noqa: N812
 
 from mla_fx.aliasing import may_share, surely_shares
 from mla_fx.binding import Match
-from mla_fx.canonical.algebra import as_product, as_sum
-from mla_fx.canonical.axes import (
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import axes, tensor
+from mla_fx.masks import emit_mask
+from mla_fx.match import NearestMiss, stored, var
+from mla_fx.readings.algebra import as_product, as_sum
+from mla_fx.readings.axes import (
     Axis,
     Digit,
     Index,
@@ -49,18 +54,13 @@ from mla_fx.canonical.axes import (
     slowest_first,
     whole,
 )
-from mla_fx.canonical.cache_update import cache_update
-from mla_fx.canonical.contraction import contraction
-from mla_fx.canonical.element import Element, constant, element_of, resolve
-from mla_fx.canonical.reading import renamed
-from mla_fx.canonical.rms_norm import rms_norm
-from mla_fx.canonical.sizes import at_most, ratio
-from mla_fx.canonical.softmax import anchors, attention
-from mla_fx.emitter import Emitter
-from mla_fx.errors import NoMatch
-from mla_fx.layout import axes, tensor
-from mla_fx.masks import emit_mask
-from mla_fx.match import Trail, stored, var
+from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.contraction import contraction
+from mla_fx.readings.element import Element, constant, element_of, resolve
+from mla_fx.readings.reading import renamed
+from mla_fx.readings.rms_norm import rms_norm
+from mla_fx.readings.sizes import at_most, ratio
+from mla_fx.readings.softmax import anchors, attention
 from mla_fx.reinplace import reinplace
 from mla_fx.replacement import Replacement, check_nothing_is_lost
 
@@ -522,9 +522,9 @@ def test_two_readings_that_part_one_dimension_differently():
 
 def test_a_cache_that_is_written_in_an_unknown_way_is_no_row():
     graph = Traced(lambda cache, r: cache.index_put((SLOTS,), r, accumulate=True), dense(T, D), dense(S, D)).graph
-    element, trail = element_of(graph.output_node().args[0]), Trail()
-    assert not list(stored(var("x"), name="kept").bindings(element, Match(), trail))
-    assert trail.miss.reason == "the cache is added to, not written"
+    element, nearest = element_of(graph.output_node().args[0]), NearestMiss()
+    assert not list(stored(var("x"), name="kept").bindings(element, Match(), nearest))
+    assert nearest.miss.reason == "the cache is added to, not written"
 
 
 # --- from elements to tensors ----------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_a_cache_that_nobody_needs_is_written_in_place(kind):
     assert report.notes == []
     graphs = stages(kind())
     assert "mla_fx.mla_prolog_(" in graphs["reinplace"] and "copy_(" not in graphs["reinplace"]
-    assert "mla_fx.mla_prolog(" in graphs["tidy"] and "copy_(" in graphs["tidy"]
+    assert "mla_fx.mla_prolog(" in graphs["clean up"] and "copy_(" in graphs["clean up"]
 
 
 def test_a_cache_that_is_written_again_keeps_both_writes():

@@ -49,9 +49,9 @@ def matched(monkeypatch):
     for rule in discover.rules():
         kind, bindings = type(rule), type(rule).bindings
 
-        def counting(self, anchor, trail, bindings=bindings):
+        def counting(self, anchor, nearest, bindings=bindings):
             counts[self.name] = counts.get(self.name, 0) + 1
-            return bindings(self, anchor, trail)
+            return bindings(self, anchor, nearest)
 
         monkeypatch.setattr(kind, "bindings", counting)
     return counts

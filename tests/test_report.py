@@ -12,12 +12,12 @@ from mla_fx.debug.report import Miss, PassRecord, Report, count_fused, fused_nam
 
 
 def miss(**changes):
-    told = {"node": "mm_4", "source": "model.py:17", "module": "layers.3.self_attn", "depth": 4, "suspicious": True}
+    told = {"node": "mm_4", "source": "model.py:17", "module": "layers.3.self_attn", "depth": 4, "looks_like_mla": True}
     return Miss("mla_prolog", "expected a rotary embedding, found mul.Tensor", **{**told, **changes})
 
 
 def report(**parts):
-    return Report(target="inductor", passes=[PassRecord("recognise", 1.25), PassRecord("tidy", 0.5)], **parts)
+    return Report(target="inductor", passes=[PassRecord("recognise", 1.25), PassRecord("clean up", 0.5)], **parts)
 
 
 class TestWording(TestCase):

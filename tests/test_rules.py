@@ -55,4 +55,4 @@ def test_reject_leaves_the_graph_alone() -> None:
     attention = next(rule for rule in discover.rules() if rule.name == "mla_attention")
     for case in attention.rejects:
         graphs = run_both(case).graphs
-        assert graphs["captured"] == graphs["tidy"], case.name
+        assert graphs["captured"] == graphs["clean up"], case.name

@@ -25,7 +25,7 @@ class Miss:
     source: str
     module: str
     depth: int
-    suspicious: bool
+    looks_like_mla: bool
 
     def __str__(self) -> str:
         where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)

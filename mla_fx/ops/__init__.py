@@ -8,12 +8,12 @@ A new operator is a new file in this folder; nothing lists them.
 import importlib
 import pkgutil
 
-from ._check import check_values
-from .define import Operator
+from .common.check import check_values
+from .common.define import Operator
 
 __all__ = ["Operator", "catalogue", "check_values"]
 
-_MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+_MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")]
 
 
 def catalogue() -> dict[str, Operator]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fx.ops import _cache
+from mla_fx.ops.common import cache as _cache
 from ops.harness import element_at, nd_offset, nz_offset
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)

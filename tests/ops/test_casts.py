@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.ops import _cast
+from mla_fx.ops.common import cast as _cast
 
 HALVES = torch.arange(65536).to(torch.uint16).view(torch.float16)
 LARGEST = 65504.0

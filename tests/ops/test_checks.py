@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fx.ops
-from mla_fx.ops._check import check_devices, enumerator, readable
+from mla_fx.ops.common.check import check_devices, enumerator, readable
 
 MASKS = ("undefined", "mask_type_spec", "mask_type_free")
 

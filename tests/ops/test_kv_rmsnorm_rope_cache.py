@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.ops import kv_rmsnorm_rope_cache as module
+from mla_fx.ops.kv_rmsnorm_rope_cache import operator as module
 from ops.harness import CATALOGUE, by_name, cases, compiles_once, nd_offset, nz_offset, twin_call
 
 NAME = "kv_rmsnorm_rope_cache"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fx.ops import kv_rmsnorm_rope_cache as module
+from mla_fx.ops.kv_rmsnorm_rope_cache import operator as module
 from ops.harness import change, drop, element_at, nz_offset, option, refuses
 from ops.test_kv_rmsnorm_rope_cache import FORMS, MODES, OPERATOR, build, matches_oracle
 

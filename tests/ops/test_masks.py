@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mla_fx.ops import latent_attention, mla_attention
+from mla_fx.ops.emitted import latent_attention, mla_attention
 
 
 def attentions(mask):

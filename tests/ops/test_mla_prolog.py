@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fx.ops import mla_prolog
+from mla_fx.ops.mla_prolog import operator as mla_prolog
 from ops.harness import CATALOGUE, by_name, cases, compiles_once, refuses, same_tensors, twin_call
 from ops.prolog_oracle import CACHES, V3, call, expect, stored
 

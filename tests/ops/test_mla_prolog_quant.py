@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fx.ops import mla_prolog_quant
+from mla_fx.ops.mla_prolog_quant import operator as mla_prolog_quant
 from ops.harness import (
     CATALOGUE,
     by_name,

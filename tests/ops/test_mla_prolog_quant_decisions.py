@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.ops import mla_prolog_quant
+from mla_fx.ops.mla_prolog_quant import operator as mla_prolog_quant
 from ops.harness import CATALOGUE, by_name, refuses, result_names, same_tensors
 
 OPERATOR = CATALOGUE["mla_prolog_quant"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.ops._paged import gather_rows, host_lengths, int8_product, online_softmax, rounded_product, row_index
+from mla_fx.ops.common.paged import gather_rows, host_lengths, int8_product, online_softmax, rounded_product, row_index
 
 WIDTHS = (4, 4, 3)
 

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from mla_fx.ops import kv_rmsnorm_rope_cache, latent_attention, mla_attention, mla_prolog
+from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.kv_rmsnorm_rope_cache import operator as kv_rmsnorm_rope_cache
+from mla_fx.ops.mla_prolog import operator as mla_prolog
 from ops.harness import CATALOGUE, as_tuple, cases, change, compiles_once, double, drop, mapped, option
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

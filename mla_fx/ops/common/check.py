@@ -16,7 +16,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def differ(left: int, right: int) -> bool:
+def known_to_differ(left: int, right: int) -> bool:
     """Whether two sizes are known to differ; unknown symbolic sizes are left to run time."""
     return statically_known_true(left != right)
 
@@ -35,7 +35,11 @@ def check_shape(name: str, tensor: Tensor, letters: str, sizes: Sequence[int | N
     """
     check_rank(name, tensor, letters)
     for axis, (actual, wanted) in enumerate(zip(tensor.shape, sizes, strict=True)):
-        if wanted is None or not differ(actual, wanted) or (broadcast and axis == 0 and not differ(actual, 1)):
+        if (
+            wanted is None
+            or not known_to_differ(actual, wanted)
+            or (broadcast and axis == 0 and not known_to_differ(actual, 1))
+        ):
             continue
         shown = ", ".join("*" if size is None else str(size) for size in sizes)
         note = " (the first may be 1)" if broadcast else ""
@@ -103,7 +107,11 @@ def check_dense_pages(name: str, cache: Tensor) -> None:
     """Each page, all axes but the first, is contiguous: its bytes can be read as another shape."""
     wanted = 1
     for axis in range(cache.dim() - 1, 0, -1):
-        if differ(cache.shape[axis], 1) and differ(cache.stride(axis), wanted) and differ(cache.numel(), 0):
+        if (
+            known_to_differ(cache.shape[axis], 1)
+            and known_to_differ(cache.stride(axis), wanted)
+            and known_to_differ(cache.numel(), 0)
+        ):
             raise ValueError(
                 f"{name} has shape {list(cache.shape)} and strides {list(cache.stride())}; only axis 0 may be strided."
             )

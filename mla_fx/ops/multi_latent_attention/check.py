@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._check import (
+from mla_fx.ops.common.check import (
     FLOATS,
     INTEGERS,
     check_devices,
@@ -16,11 +16,11 @@ from ._check import (
     check_optional,
     check_rank,
     check_shape,
-    differ,
     enumerator,
+    known_to_differ,
     readable,
 )
-from ._paged import TILE, host_lengths
+from mla_fx.ops.common.paged import TILE, host_lengths
 
 RANK, ROPE = 512, 64
 HEAD_COUNTS = (8, 16, 32, 64, 128)
@@ -95,9 +95,9 @@ def check(**arguments: Any) -> None:
 
 def check_numbers(a: SimpleNamespace) -> None:
     heads = a.q_nope.shape[1]
-    if all(differ(heads, count) for count in HEAD_COUNTS):
+    if all(known_to_differ(heads, count) for count in HEAD_COUNTS):
         raise ValueError(f"q_nope has {heads} heads; allowed: {', '.join(map(str, HEAD_COUNTS))}.")
-    if a.head_num != 0 and differ(a.head_num, heads):
+    if a.head_num != 0 and known_to_differ(a.head_num, heads):
         raise ValueError(f"head_num is {a.head_num}; it must be {heads}, the heads of q_nope, or 0.")
     if a.kv_head_num not in (0, 1):
         raise ValueError(f"kv_head_num is {a.kv_head_num}; it must be 1, or 0 for the same.")
@@ -133,7 +133,7 @@ def check_shapes(a: SimpleNamespace, mode: Modes) -> None:
     check_shape("context_lens", a.context_lens, "B", (batch,))
     if a.q_seqlen is not None:
         check_shape("q_seqlen", a.q_seqlen, "B", (batch,))
-    elif differ(rows, batch):
+    elif known_to_differ(rows, batch):
         raise ValueError(f"q_nope has {rows} rows; with calc_type {mode.calc!r} it must have {batch}, one a sequence.")
     for name in ("qk_descale", "pv_descale") if mode.cache == INT8 else ():
         check_shape(name, getattr(a, name), "H", (heads,))

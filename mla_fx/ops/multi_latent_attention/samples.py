@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._mla_check import FREE_MASK, INT8, MERGED, RANK, RING, ROPE, SPEC, SPEC_MASK
-from ._paged import TILE
-from ._sample import Sampler
-from .define import Sample
+from mla_fx.ops.common.define import Sample
+from mla_fx.ops.common.paged import TILE
+from mla_fx.ops.common.sample import Sampler
+
+from .check import FREE_MASK, INT8, MERGED, RANK, RING, ROPE, SPEC, SPEC_MASK
 
 WORDS = {"calc_type_undefined": "decode", SPEC: "SPEC", RING: "RING", SPEC_MASK: "mask SPEC", FREE_MASK: "MASK_FREE"}
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._prolog import TILE
-from ._sample import Sampler
-from .define import Sample
+from mla_fx.ops.common.define import Sample
+from mla_fx.ops.common.sample import Sampler
+
+from .operator import TILE
 
 BLOCK_SIZE, BLOCKS = 16, 4
 STEP = 1 / 40  # of int8 values drawn from a normal distribution of width 1

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._cache import page_count
-from ._check import (
+from mla_fx.ops.common.cache import page_count
+from mla_fx.ops.common.check import (
     FLOATS,
     INTEGERS,
     check_choice,
@@ -21,10 +21,11 @@ from ._check import (
     check_optional,
     check_rank,
     check_shape,
-    differ,
+    known_to_differ,
     readable,
 )
-from ._prolog import TILE
+
+from .operator import TILE
 
 # For each cache mode the axes of token_x, and those of the caches before the last.
 PAGES = ("B, S, He or T, He", "BlockNum, BlockSize, 1")
@@ -217,7 +218,7 @@ def check_lengths(ends: Tensor, count: int) -> None:
     if not readable(ends):
         return
     values = [0, *ends.tolist()]
-    if values != sorted(values) or differ(values[-1], count):
+    if values != sorted(values) or known_to_differ(values[-1], count):
         raise ValueError(
             f"actual_seq_len is {values[1:]}; it must hold the sums of lengths up to each sequence, "
             f"not decreasing and {count}, the number of tokens, in the end."

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ._cast import i8_half_rint
+from .cast import i8_half_rint
 
 TILE = 128
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._cache import page_count
-from ._check import (
+from mla_fx.ops.common.cache import page_count
+from mla_fx.ops.common.check import (
     check_choice,
     check_dense_pages,
     check_devices,
@@ -20,9 +20,9 @@ from ._check import (
     check_rank,
     check_shape,
     check_tensors,
-    differ,
+    known_to_differ,
 )
-from ._math import check_rope
+from mla_fx.ops.common.math import check_rope
 
 CACHE_MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
 PLAIN_MODES = CACHE_MODES[:3]
@@ -72,7 +72,7 @@ def check_method_2(a: SimpleNamespace) -> tuple[int, int]:
     """The widths Dk and Dv."""
     check_rank("kv", a.kv, "B, N, S, Dk")
     *rows, total = a.kv.shape
-    if all(differ(rows[1], heads) for heads in HEADS):
+    if all(known_to_differ(rows[1], heads) for heads in HEADS):
         raise ValueError(f"kv has {rows[1]} heads; allowed with v: {', '.join(map(str, HEADS))}.")
     check_shape("gamma", a.gamma, "Dk", (total,))
     check_shape("v", a.v, "B, N, S, Dv", (*rows, None))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._pa_options import ALIBI, KVHEAD, KVHEAD_ROPE, LOGN, MASK_FREE, NORM, NORM_COMPRESS, SPEC
-from ._sample import Sampler
-from .define import Sample
+from mla_fx.ops.common.define import Sample
+from mla_fx.ops.common.sample import Sampler
+
+from .options import ALIBI, KVHEAD, KVHEAD_ROPE, LOGN, MASK_FREE, NORM, NORM_COMPRESS, SPEC
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 16
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._check import check_optional, differ, enumerator
+from mla_fx.ops.common.check import check_optional, enumerator, known_to_differ
 
 NZ_WIDTH = 16
 
@@ -120,12 +120,12 @@ def check_options(a: Any, o: Options) -> None:
 
 
 def check_heads(a: Any, o: Options) -> None:
-    if statically_known_true(a.head_num < 0) or differ(a.query.shape[1], o.heads):
+    if statically_known_true(a.head_num < 0) or known_to_differ(a.query.shape[1], o.heads):
         raise ValueError(f"head_num is {a.head_num}; it must be 0 or {a.query.shape[1]}, the heads of query.")
     if statically_known_true(o.kv_heads < 1) or statically_known_true(o.heads % o.kv_heads != 0):
         raise ValueError(f"kv_head_num is {o.kv_heads}; it must be 0 or divide the {o.heads} heads of query.")
     check_combined(a.mla_v_head_size, o)
-    if o.combined and differ(o.kv_heads, 1):
+    if o.combined and known_to_differ(o.kv_heads, 1):
         raise ValueError(f"kv_head_num is {o.kv_heads}; it must be 1 with mla_v_head_size {a.mla_v_head_size}.")
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._check import check_devices, check_rank
-from ._pa_attention import attend_, value_size
-from ._pa_lengths import check_lengths
-from ._pa_options import check_options, read_options
-from ._pa_samples import samples
-from ._pa_tensors import LENGTHS, check_caches, check_mask, check_out, check_scales
-from .define import define
+from mla_fx.ops.common.check import check_devices, check_rank
+from mla_fx.ops.common.define import define
+
+from .attention import attend_, value_size
+from .lengths import check_lengths
+from .options import check_options, read_options
+from .samples import samples
+from .tensors import LENGTHS, check_caches, check_mask, check_out, check_scales
 
 
 def body(

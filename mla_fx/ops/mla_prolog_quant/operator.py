@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._cache import store, store_
-from ._cast import i8_trunc, int_matmul, quantize_rows
-from ._check import check_devices, check_dtype, check_index, check_multiple, check_rank, check_shape, check_tensors
-from ._math import check_rope, rope, wide
-from ._sample import Sampler
-from .define import Sample, define
+from mla_fx.ops.common.cache import store, store_
+from mla_fx.ops.common.cast import i8_trunc, int_matmul, quantize_rows
+from mla_fx.ops.common.check import (
+    check_devices,
+    check_dtype,
+    check_index,
+    check_multiple,
+    check_rank,
+    check_shape,
+    check_tensors,
+)
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import check_rope, rope, to_accumulation_dtype
+from mla_fx.ops.common.sample import Sampler
 
 ROPE_LAYOUT = "interleave_half"
 KEY_TILES = 4
@@ -116,7 +124,7 @@ def is_quantised(dequant_scale: Tensor) -> bool:
 def queries(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q_norm_out, q_norm_scale_out, query_nope_out, query_rope_out."""
     half = a.token_x.shape[1] // 2
-    x, w_dq = wide(a.token_x), wide(a.w_dq)
+    x, w_dq = to_accumulation_dtype(a.token_x), to_accumulation_dtype(a.w_dq)
     compressed = (x[:, :half] @ w_dq[:half] + x[:, half:] @ w_dq[half:]).to(a.token_x.dtype)
     q_norm = rms_norm(compressed, a.gamma_cq, a.epsilon_cq)
     if is_quantised(a.dequant_scale):
@@ -132,7 +140,7 @@ def queries(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def quantised_projection(q_norm: Tensor, a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """q_norm in int8, its scale, and its product with w_uq_qr in the dtype that it had."""
-    z = wide(q_norm)
+    z = to_accumulation_dtype(q_norm)
     if a.smooth_scales_cq is not None:
         z = z * a.smooth_scales_cq
     if a.is_symmetry:
@@ -163,14 +171,14 @@ def key_rows(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor | None]:
     key_rope = rope(kv[:, rank:], a.cos, a.sin, ROPE_LAYOUT)
     if not is_quantised(a.dequant_scale):
         return latent, key_rope, None
-    tiles = wide(latent).view(latent.shape[0], KEY_TILES, rank // KEY_TILES)
+    tiles = to_accumulation_dtype(latent).view(latent.shape[0], KEY_TILES, rank // KEY_TILES)
     codes, scale = quantize_rows(tiles, inverse_first=True)
     return codes.flatten(1), key_rope, scale.squeeze(-1).float()
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     """Takes the mean's factor before the sum and multiplies by the reciprocal root, unlike the other operators'."""
-    z = wide(x)
+    z = to_accumulation_dtype(x)
     mean = (z * z * (1.0 / x.shape[-1])).sum(-1, keepdim=True)
     # By way of float64: the float32 square roots of PyTorch on a CPU are not all correctly rounded.
     root = (mean + epsilon).double().sqrt().to(z.dtype)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._check import check_choice, check_shape
+from .check import check_choice, check_shape
 
 ROPE_LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")
 
@@ -14,14 +14,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def wide(x: Tensor) -> Tensor:
+def to_accumulation_dtype(x: Tensor) -> Tensor:
     """`x` in its accumulation dtype."""
     return x.to(accumulation_dtype(x.dtype))
 
 
 def normalized(x: Tensor, epsilon: float) -> Tensor:
     """`x / sqrt(mean(x^2) + epsilon)` over the last axis, unrounded: in the accumulation dtype."""
-    x = wide(x)
+    x = to_accumulation_dtype(x)
     mean_square = x.square().sum(-1, keepdim=True) * (1 / x.shape[-1])
     return x / (mean_square + epsilon).sqrt()
 
@@ -47,7 +47,7 @@ def wide_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleave_hal
     With h = Dr / 2 and pairs (x1, x2): `a[i] = x1[i] cos[i] - x2[i] sin[i]`, `b[i] = x2[i] cos[h+i] + x1[i] sin[h+i]`.
     `layout` is (layout read)_(layout written): interleaved pairs are neighbours, halves are h apart.
     """
-    x, cos, sin = wide(x), wide(cos), wide(sin)
+    x, cos, sin = to_accumulation_dtype(x), to_accumulation_dtype(cos), to_accumulation_dtype(sin)
     read, written = layout.split("_")
     half = x.shape[-1] // 2
     first, second = (x[..., 0::2], x[..., 1::2]) if read == "interleave" else (x[..., :half], x[..., half:])

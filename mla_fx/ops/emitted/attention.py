@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ._check import FLOATS, check_dtype, differ
-from ._math import accumulation_dtype
+from mla_fx.ops.common.check import FLOATS, check_dtype, known_to_differ
+from mla_fx.ops.common.math import accumulation_dtype
 
 
 def probabilities(
@@ -23,8 +23,8 @@ def probabilities(
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
     Where a bool mask is False the scores are `fill`, as near as their type comes to it, or minus infinity.
     """
-    wide = accumulation_dtype(latent.dtype)
-    scores = (latent.to(wide) + rotated) * scale
+    dtype = accumulation_dtype(latent.dtype)
+    scores = (latent.to(dtype) + rotated) * scale
     if is_causal:
         steps, context = latent.shape[1 if rows_first else 2], latent.shape[-1]
         keys, rows = (torch.arange(size, device=latent.device) for size in (context, steps))
@@ -33,11 +33,11 @@ def probabilities(
         return scores.softmax(-1).to(latent.dtype)
     mask = mask[(None,) * (4 - mask.dim())]
     mask = mask.transpose(1, 2) if rows_first else mask
-    limits = torch.finfo(wide)
+    limits = torch.finfo(dtype)
     masked = -torch.inf if fill is None else min(max(fill, limits.min), limits.max)
     scores = scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
     # Unlike softmax, this gives zeros where a whole row is masked.
-    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, wide)
+    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, dtype)
     return weights.to(latent.dtype)
 
 
@@ -54,5 +54,7 @@ def check_mask(mask: Tensor | None, is_causal: bool, fill: float | None, sizes: 
     check_dtype("mask", mask, (torch.bool, *FLOATS))
     trailing = sizes[4 - mask.dim() :]
     pairs = zip(mask.shape, trailing, strict=False)
-    if mask.dim() > 4 or any(differ(actual, wanted) and differ(actual, 1) for actual, wanted in pairs):
+    if mask.dim() > 4 or any(
+        known_to_differ(actual, wanted) and known_to_differ(actual, 1) for actual, wanted in pairs
+    ):
         raise ValueError(f"mask has shape {list(mask.shape)}; it must broadcast to [B, N, S, T] = {list(sizes)}.")

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cast import i8_half_rint
-from ._math import accumulation_dtype
-from ._pa_masks import read_mask
-from ._pa_options import BNSD, DEQUANT_FUSION, OFFLINE, ONLINE, Options
-from ._paged import (
+from mla_fx.ops.common.cast import i8_half_rint
+from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.common.paged import (
     TILE,
     Product,
     Tile,
@@ -26,6 +24,9 @@ from ._paged import (
     rounded_product,
     row_index,
 )
+
+from .masks import read_mask
+from .options import BNSD, DEQUANT_FUSION, OFFLINE, ONLINE, Options
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._pa_options import ALIBI, MASK_FREE, NORM, SPEC, Options
+from .options import ALIBI, MASK_FREE, NORM, SPEC, Options
 
 FREE_BLOCK = 128
 TABLE = 2048

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kv_check import check
-from ._kv_rows import new_rows, write, write_
-from ._sample import Sampler
-from .define import Sample, define
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.sample import Sampler
+
+from .check import check
+from .rows import new_rows, write, write_
 
 
 def body(

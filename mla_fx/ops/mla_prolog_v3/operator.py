@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cache import like_store, page_slots, ragged_page_slots, store, store_
-from ._cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
-from ._math import accumulation_dtype, wide, wide_rms_norm, wide_rope
+from mla_fx.ops.common.cache import like_store, page_slots, ragged_page_slots, store, store_
+from mla_fx.ops.common.cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
+from mla_fx.ops.common.math import accumulation_dtype, to_accumulation_dtype, wide_rms_norm, wide_rope
 
 TILE = 128  # latents that share one scale in a packed row
 
@@ -196,8 +196,8 @@ def rescaled(x: Tensor, factor: float) -> Tensor:
 
 def quantized_query(query: Tensor, query_rope: Tensor, ckv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[T, N, *] with one scale [T, N, 1] for each head of each token."""
-    integers, scale = quantize_rows(wide(query), inverse_first=False, to_int8=i8_half_round)
-    rescaled_rope = wide(query_rope) * (ckv_scale / scale)
+    integers, scale = quantize_rows(to_accumulation_dtype(query), inverse_first=False, to_int8=i8_half_round)
+    rescaled_rope = to_accumulation_dtype(query_rope) * (ckv_scale / scale)
     return integers, rescaled_rope.to(query_rope.dtype), scale
 
 
@@ -208,7 +208,7 @@ def cache_rows(
     if clip_alpha is not None:
         return packed_rows(latent, key_rope, clip_alpha), None
     kv_rows = latent.to(key_rope.dtype) if ckv_scale is None else i8_trunc(latent * ckv_scale)
-    return kv_rows, key_rope if ckr_scale is None else i8_trunc(wide(key_rope) * ckr_scale)
+    return kv_rows, key_rope if ckr_scale is None else i8_trunc(to_accumulation_dtype(key_rope) * ckr_scale)
 
 
 def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:

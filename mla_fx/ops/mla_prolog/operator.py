@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from . import _prolog, _prolog_check, _prolog_sample
-from ._cache import like_store, store, store_
-from ._check import check_choice, check_optional, check_rank, check_shape, check_tensors
-from ._math import check_rope, latent_and_key, rms_norm, rope
-from ._prolog_check import check_layout, check_slots
-from ._sample import Sampler
-from .define import Kernel, Sample, define
+from mla_fx.ops.common.cache import like_store, store, store_
+from mla_fx.ops.common.check import check_choice, check_optional, check_rank, check_shape, check_tensors
+from mla_fx.ops.common.define import Kernel, Sample, define
+from mla_fx.ops.common.math import check_rope, latent_and_key, rms_norm, rope
+from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops.mla_prolog_v3 import check as check_v3
+from mla_fx.ops.mla_prolog_v3 import operator as v3_body
+from mla_fx.ops.mla_prolog_v3 import samples as samples_v3
+from mla_fx.ops.mla_prolog_v3.check import check_layout, check_slots
 
 # For each cache mode the axes of token_x, and those of the caches before the last.
 CACHE_MODES = {
-    "PA_BSND": _prolog_check.PAGES,
-    "PA_NZ": _prolog_check.PAGES,
+    "PA_BSND": check_v3.PAGES,
+    "PA_NZ": check_v3.PAGES,
     "Norm": ("B, S, He", "B, 1, T"),
     "BSND": ("B, S, He", "B, S, 1"),
     "TND": ("T, He", "T, 1"),
@@ -129,14 +131,14 @@ def body(
 
 
 def partly_quantized(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, query_rope, *_, kv_cache, kr_cache = _prolog.body(**as_v3(**arguments))
+    query, query_rope, *_, kv_cache, kr_cache = v3_body.body(**as_v3(**arguments))
     return query, query_rope, kv_cache, kr_cache
 
 
 def as_v3(*, rope_layout: str, gamma_after_cast: bool, **arguments: Any) -> dict[str, Any]:
     """The arguments of `mla_prolog.v3` that mean the same where weight_uq_qr is int8."""
     modes = {"weight_quant_mode": 1, "kv_cache_quant_mode": 2 if arguments["kv_cache"].dtype == torch.int8 else 0}
-    bound = inspect.signature(_prolog.body).bind(**arguments, **modes)
+    bound = inspect.signature(v3_body.body).bind(**arguments, **modes)
     bound.apply_defaults()
     return bound.arguments
 
@@ -168,7 +170,7 @@ def check_quantized(arguments: dict[str, Any]) -> None:
     check_choice("rope_layout", arguments["rope_layout"], ("interleave_half",))
     if arguments["gamma_after_cast"]:
         raise ValueError(f"gamma_after_cast is True; it must be False with {when}.")
-    _prolog_check.check(**as_v3(**arguments))
+    check_v3.check(**as_v3(**arguments))
 
 
 def check_unquantized(arguments: dict[str, Any]) -> None:
@@ -278,7 +280,7 @@ def sample(
 
 def quantized_sample(mode: str, *call: Any, **options: Any) -> Sample:
     """A sample of v3 as a call of this interface, which takes from the dtypes what v3 takes from its modes."""
-    _, args, kwargs = _prolog_sample.sample(*call, **options)
+    _, args, kwargs = samples_v3.sample(*call, **options)
     rest = {name: value for name, value in kwargs.items() if name in ("cache_mode", *USED)}
     return Sample(mode, (*args[:9], kwargs["cache_index"], *args[9:]), rest)
 
@@ -312,12 +314,12 @@ operator = define(
 define_v3 = functools.partial(
     define,
     returns=("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm", *CACHES),
-    check=_prolog_check.check,
-    fake=_prolog.fake,
-    in_place=_prolog.body_,
+    check=check_v3.check,
+    fake=v3_body.fake,
+    in_place=v3_body.body_,
     writes=CACHES,
     lengths=("actual_seq_len",),
     traceable=False,
 )
-modes = define_v3("mla_prolog.modes", in_v1_order(_prolog.body), samples=_prolog_sample.samples_in_v1_order)
-v3 = define_v3("mla_prolog.v3", _prolog.body, samples=_prolog_sample.samples)
+modes = define_v3("mla_prolog.modes", in_v1_order(v3_body.body), samples=samples_v3.samples_in_v1_order)
+v3 = define_v3("mla_prolog.v3", v3_body.body, samples=samples_v3.samples)

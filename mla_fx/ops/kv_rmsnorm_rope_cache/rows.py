@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._cache import page_slots, store, store_
-from ._cast import i8_trunc
-from ._math import rms_norm, wide, wide_rms_norm, wide_rope
+from mla_fx.ops.common.cache import page_slots, store, store_
+from mla_fx.ops.common.cast import i8_trunc
+from mla_fx.ops.common.math import rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
 
 
 class NewRows(NamedTuple):
@@ -42,11 +42,11 @@ def new_rows(
 
     def norm(x: Tensor) -> Tensor:
         if gamma_after_cast:
-            return wide(rms_norm(x, gamma, epsilon, True))
+            return to_accumulation_dtype(rms_norm(x, gamma, epsilon, True))
         return wide_rms_norm(x, gamma, epsilon)
 
     def rotate(x: Tensor) -> Tensor:
-        return wide(x) if cos is None or sin is None else wide_rope(x, cos, sin, rope_layout)
+        return to_accumulation_dtype(x) if cos is None or sin is None else wide_rope(x, cos, sin, rope_layout)
 
     if v is None:
         rank = gamma.shape[0]
@@ -54,7 +54,7 @@ def new_rows(
     else:
         width = 0 if cos is None else cos.shape[-1]
         key = norm(kv)
-        latent, key = wide(v), torch.cat((rotate(key[..., :width]), key[..., width:]), -1)
+        latent, key = to_accumulation_dtype(v), torch.cat((rotate(key[..., :width]), key[..., width:]), -1)
     k_rope, c_kv = key.to(kv.dtype), latent.to(kv.dtype)
     batch, _, steps, _ = kv.shape
     return NewRows(

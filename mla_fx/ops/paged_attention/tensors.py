@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._check import FLOATS, check_dtype, check_multiple, check_rank, check_shape, differ
-from ._pa_masks import FREE_BLOCK, TABLE
-from ._pa_options import (
+from mla_fx.ops.common.check import FLOATS, check_dtype, check_multiple, check_rank, check_shape, known_to_differ
+
+from .masks import FREE_BLOCK, TABLE
+from .options import (
     ALIBI,
     BNSD,
     DEQUANT_FUSION,
@@ -41,7 +42,7 @@ def check_caches(a: Any, o: Options) -> None:
         return
     check_cache("value_cache", a.value_cache, wanted, o, key_size if o.nz or o.layout == BNSD else None)
     for axis, meaning in enumerate(("BlockNum", "axis 1", "axis 2")):
-        if differ(a.value_cache.shape[axis], a.key_cache.shape[axis]):
+        if known_to_differ(a.value_cache.shape[axis], a.key_cache.shape[axis]):
             shown, keys = list(a.value_cache.shape), list(a.key_cache.shape)
             raise ValueError(f"value_cache has shape {shown}; its {meaning} must be that of key_cache {keys}.")
     check_sizes(o, key_size, key_size if o.nz else a.value_cache.shape[3], block_size(a, o))
@@ -97,7 +98,9 @@ def check_sizes(o: Options, key_size: int, value_size: int, page: int) -> None:
 def is_wide_page(o: Options, key_size: int, value_size: int, page: int) -> bool:
     """The one case in which heads of 576 come in pages of 256."""
     sized = o.combined and (key_size, value_size) == (576, 512) and not o.parallel
-    return sized and not differ(page, 256) and not (differ(o.heads, 16) and differ(o.heads, 32))
+    return (
+        sized and not known_to_differ(page, 256) and not (known_to_differ(o.heads, 16) and known_to_differ(o.heads, 32))
+    )
 
 
 def check_scales(a: Any, o: Options) -> None:
@@ -138,20 +141,20 @@ def check_mask(a: Any, o: Options, dtype: torch.dtype) -> None:
         check_rank("mask", a.mask, "S, S or B, 1, S")
         if a.mask.dim() == 3:
             check_shape("mask", a.mask, "B, 1, S", (batch, 1, None))
-        elif differ(a.mask.shape[0], 1) and differ(a.mask.shape[0], a.mask.shape[1]):
+        elif known_to_differ(a.mask.shape[0], 1) and known_to_differ(a.mask.shape[0], a.mask.shape[1]):
             raise ValueError(f"mask has shape {list(a.mask.shape)}; it must be [1, S], [S, S] or [B, 1, S].")
     elif o.mask == ALIBI:
         check_rank("mask", a.mask, "H, 1, S or B, H, 1, S")
         if a.mask.dim() == 3:
             check_shape("mask", a.mask, "H, 1, S", (o.heads, 1, None))
         else:
-            heads = o.heads if differ(a.mask.shape[1], 1) else None
+            heads = o.heads if known_to_differ(a.mask.shape[1], 1) else None
             check_shape("mask", a.mask, "B, H (1), 1, S", (batch, heads, 1, None))
     elif o.mask == SPEC:
         check_shape("mask", a.mask, "T, S", (a.query.shape[0], None))
     elif o.mask == MASK_FREE:
         check_shape("mask", a.mask, "1, 8, 128, 16", (1, FREE_BLOCK // NZ_WIDTH, FREE_BLOCK, NZ_WIDTH))
-        if differ(block_size(a, o), FREE_BLOCK):
+        if known_to_differ(block_size(a, o), FREE_BLOCK):
             raise ValueError(
                 f"The BlockSize of key_cache is {block_size(a, o)}; it must be 128 with mask_type {MASK_FREE!r}."
             )
@@ -164,7 +167,7 @@ def check_table(mask: Tensor) -> None:
     bands = (1, TABLE // NZ_WIDTH, TABLE, NZ_WIDTH)
     allowed = ((TABLE, TABLE), (1, TABLE, TABLE), (1, 1, TABLE, TABLE), bands)
     for shape in allowed:
-        if mask.dim() == len(shape) and not any(map(differ, mask.shape, shape)):
+        if mask.dim() == len(shape) and not any(map(known_to_differ, mask.shape, shape)):
             return
     shown = ", ".join(str(list(shape)) for shape in allowed)
     raise ValueError(f"mask has shape {list(mask.shape)}; it must be one of {shown} with mask_type {NORM_COMPRESS!r}.")

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import check_mask, probabilities
-from ._check import check_rank, check_shape, check_tensors
-from ._sample import Sampler
-from .define import Sample, define
+from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.sample import Sampler
+
+from .attention import check_mask, probabilities
 
 
 def body(

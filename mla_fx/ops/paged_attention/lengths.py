@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._check import INTEGERS, check_dtype, check_rank, check_shape, readable
-from ._pa_attention import query_counts
-from ._pa_masks import FREE_BLOCK, TABLE
-from ._pa_options import ALIBI, MASK_FREE, NORM, NORM_COMPRESS, SPEC, Options
-from ._pa_tensors import LENGTHS, block_size
-from ._paged import host_lengths
+from mla_fx.ops.common.check import INTEGERS, check_dtype, check_rank, check_shape, readable
+from mla_fx.ops.common.paged import host_lengths
+
+from .attention import query_counts
+from .masks import FREE_BLOCK, TABLE
+from .options import ALIBI, MASK_FREE, NORM, NORM_COMPRESS, SPEC, Options
+from .tensors import LENGTHS, block_size
 
 
 def check_lengths(a: Any, o: Options) -> None:

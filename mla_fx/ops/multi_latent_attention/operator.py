@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._math import wide
-from ._mla_check import RANK, RING, SPEC_MASK, check, is_causal, modes, results
-from ._mla_samples import samples
-from ._paged import TILE, Tile, host_lengths, int8_product, online_softmax, rounded_product
-from .define import define
+from mla_fx.ops.common.define import define
+from mla_fx.ops.common.math import to_accumulation_dtype
+from mla_fx.ops.common.paged import TILE, Tile, host_lengths, int8_product, online_softmax, rounded_product
+
+from .check import RANK, RING, SPEC_MASK, check, is_causal, modes, results
+from .samples import samples
 
 
 def body(
@@ -94,7 +95,7 @@ def body(
         visible = rows.context - rows.steps + rows.step + 1
     added = added_mask(mask, mode.mask, rows, len(context_lens))
     sequence, limit = (of_row.to(q_nope.device) for of_row in (rows.sequence, visible.unsqueeze(-1)))
-    query, query_rope = wide(q_nope), None if q_rope is None else wide(q_rope)
+    query, query_rope = to_accumulation_dtype(q_nope), None if q_rope is None else to_accumulation_dtype(q_rope)
     tables = block_tables.long().clamp(0, ctkv.shape[0] - 1)
 
     def score(latent: Tensor, block: Tensor, seen: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def keys(cache: Tensor, block: Tensor, seen: Tensor, cache_mode: str) -> Tensor:
     """One block of keys for each query row, [T, 128, width]; zeros where not `seen` [T, 128], whatever is stored."""
     page = cache[block]
     page = page.transpose(1, 2).flatten(2) if cache_mode.endswith("nzcache") else page.squeeze(2)
-    return torch.where(seen.unsqueeze(-1), wide(page), 0)
+    return torch.where(seen.unsqueeze(-1), to_accumulation_dtype(page), 0)
 
 
 def added_mask(mask: Tensor | None, mask_type: str, rows: Rows, batch: int) -> Tensor | None:
@@ -153,7 +154,7 @@ def added_mask(mask: Tensor | None, mask_type: str, rows: Rows, batch: int) -> T
     if mask is None:
         return None
     if mask_type == SPEC_MASK:
-        return wide(pad(mask, (0, -mask.shape[1] % TILE)))
+        return to_accumulation_dtype(pad(mask, (0, -mask.shape[1] % TILE)))
     sequence, step, steps, context = (of_row.unsqueeze(-1) for of_row in rows)
     tiles = (context + TILE - 1) // TILE
     tail = context - TILE * (tiles - 1)
@@ -163,7 +164,7 @@ def added_mask(mask: Tensor | None, mask_type: str, rows: Rows, batch: int) -> T
     lines = mask.shape[-2]
     read = ((to_last == 0) | ((to_last == 1) & (tail < steps - 1))) & (line < lines)
     picked = mask.expand(batch, lines, TILE)[sequence, line.clamp(0, lines - 1), position % TILE]
-    return torch.where(read.to(mask.device), wide(picked), 0)
+    return torch.where(read.to(mask.device), to_accumulation_dtype(picked), 0)
 
 
 def body_(*, atten_out: Tensor, lse: Tensor, **arguments: Any) -> None:

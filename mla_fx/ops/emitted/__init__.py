@@ -1,0 +1,1 @@
+"""Operators that the compiler emits and no vendor has."""

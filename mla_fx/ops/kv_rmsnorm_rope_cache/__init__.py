@@ -1,0 +1,1 @@
+"""The key side of one layer: norm, rotation, cache write."""
