@@ -1,5 +1,6 @@
 """Declares an operator from plain functions: its meaning, its checks, its fake kernel, its samples."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def define(
     name: str,
     body: Kernel,
     *,
+    record: Callable[..., Any] | None = None,
     returns: Sequence[str],
     check: Kernel,
     fake: Kernel,
@@ -78,13 +80,16 @@ def define(
     traceable: bool = True,
     stays: Callable[..., str | None] = lambda *_, **__: None,
 ) -> Operator:
-    """Register `mla_fx::name` with the arguments of `body` and the result names `returns`.
+    """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
-    `name` may end in an overload, as in "mla_prolog.v3". `check`, `fake` and `in_place` receive all arguments by name.
+    `body`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the twin has.
     `writes` maps each result that the twin `mla_fx::name_`, run by `in_place`, does not return to the argument that it
     writes instead: a cache among the arguments of `body`, or an output that only the twin takes, behind the arguments
     without a default. Of `lengths`, integer tensors, an overload `host` of both takes lists.
     """
+    if record is not None:
+        body, check, fake = (_on_arguments(function, record) for function in (body, check, fake))
+        in_place = None if in_place is None else _on_arguments(in_place, record)
     signature = inspect.signature(body)
 
     def run(**arguments: Any) -> Any:
@@ -122,6 +127,19 @@ def define(
         lengths,
     )
     return Operator(name, overload, body, samples, TOLERANCE, twin, host, twin_host, traceable, stays)
+
+
+def _on_arguments(function: Kernel, record: Callable[..., Any]) -> Kernel:
+    """A function of a record as one of the arguments that the record is made of, and of what else it takes by name."""
+    signature = inspect.signature(record)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        more = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
+        return function(record(*args, **kwargs), **more)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature looks for
+    return call
 
 
 def _register(

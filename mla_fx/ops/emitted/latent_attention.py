@@ -1,7 +1,7 @@
 """latent_attention: attention of absorbed queries over the compressed latents themselves."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -14,17 +14,20 @@ from mla_fx.ops.common.sample import Sampler
 from .attention import check_mask, probabilities
 
 
-def body(
-    query: Tensor,
-    query_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    fill: float | None = None,
-) -> Tensor:
+@dataclass(frozen=True)
+class Arguments:
+    query: Tensor
+    query_rope: Tensor
+    kv_cache: Tensor
+    kr_cache: Tensor
+    mask: Tensor | None
+    _: KW_ONLY
+    scale: float
+    is_causal: bool = False
+    fill: float | None = None
+
+
+def body(a: Arguments) -> Tensor:
     """Attention in which all heads share one latent key, which is the value too::
 
         out = softmax((query . kv_cache + query_rope . kr_cache) * scale + mask) . kv_cache
@@ -37,17 +40,16 @@ def body(
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
-    batch, steps, heads, rank = query.shape
-    grouped = (batch, steps, heads, kv_cache.shape[1])
-    latent = torch.bmm(query.flatten(1, 2), kv_cache.mT).view(grouped)
-    rotated = torch.bmm(query_rope.flatten(1, 2), kr_cache.mT).view(grouped)
-    weights = probabilities(latent, rotated, mask, scale, is_causal, fill, rows_first=True)
-    return torch.bmm(weights.flatten(1, 2), kv_cache).view(batch, steps, heads, rank)
+    batch, steps, heads, rank = a.query.shape
+    grouped = (batch, steps, heads, a.kv_cache.shape[1])
+    latent = torch.bmm(a.query.flatten(1, 2), a.kv_cache.mT).view(grouped)
+    rotated = torch.bmm(a.query_rope.flatten(1, 2), a.kr_cache.mT).view(grouped)
+    weights = probabilities(latent, rotated, a.mask, a.scale, a.is_causal, a.fill, rows_first=True)
+    return torch.bmm(weights.flatten(1, 2), a.kv_cache).view(batch, steps, heads, rank)
 
 
-def check(**arguments: Any) -> None:
-    a = SimpleNamespace(**arguments)
-    check_tensors(arguments, skip="mask")
+def check(a: Arguments) -> None:
+    check_tensors(vars(a), skip="mask")
     check_rank("query", a.query, "B, S, N, Hckv")
     check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, rank = a.query.shape
@@ -58,8 +60,8 @@ def check(**arguments: Any) -> None:
     check_mask(a.mask, a.is_causal, a.fill, (batch, heads, steps, context))
 
 
-def fake(*, query: Tensor, **_: Any) -> Tensor:
-    return query.new_empty(query.shape)
+def fake(a: Arguments) -> Tensor:
+    return a.query.new_empty(a.query.shape)
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -84,4 +86,4 @@ def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None
     return (*queries, draw.normal(batch, context, rank), draw.normal(batch, context, width), mask)
 
 
-operator = define("latent_attention", body, returns=("out",), check=check, fake=fake, samples=samples)
+operator = define("latent_attention", body, record=Arguments, returns=("out",), check=check, fake=fake, samples=samples)

@@ -68,7 +68,10 @@ def absorbed(
 ) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
     query = torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
-    latent = latent_attention.body(query, q_rope, kv_cache, kr_cache, mask, scale=scale, is_causal=is_causal, fill=fill)
+    arguments = latent_attention.Arguments(
+        query, q_rope, kv_cache, kr_cache, mask, scale=scale, is_causal=is_causal, fill=fill
+    )
+    latent = latent_attention.body(arguments)
     return torch.einsum("bsnr,nvr->bsnv", latent, weight_uv).contiguous()
 
 
