@@ -17,7 +17,7 @@ from .ledger import last_report
 
 if TYPE_CHECKING:
     from .cases import Case
-    from .debug.report import Report
+    from .debug.report import Miss, Report
     from .graph_pass import MlaPass
     from .rule import Rule
     from .target import Target
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Case",
     "FusionError",
+    "Miss",
     "MlaPass",
     "MlaWarning",
     "NoMatch",
@@ -43,6 +44,7 @@ __all__ = [
 
 _LAZY = {
     "Case": "cases",
+    "Miss": "debug.report",
     "MlaPass": "graph_pass",
     "Report": "debug.report",
     "Rule": "rule",
@@ -55,3 +57,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'mla_fx' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -47,15 +47,24 @@ class TestWording(TestCase):
             report(
                 fused={"mla_prolog": 61, "latent_attention": 61},
                 notes=["caches written in place: 122/122, copies: 0 bytes"],
-                misses=[miss(), miss(module="layers.4.self_attn")],
+                misses=[miss(), miss(node="mm_9", module="layers.4.self_attn"), miss(source="model.py:20")],
             )
         )
         self.assertExpectedInline(text, """\
 mla_fx on inductor: fused mla_prolog x61, latent_attention x61 in 1.8 ms
   caches written in place: 122/122, copies: 0 bytes
 nearest misses:
-  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn)
-  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.4.self_attn)""")
+  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn
+  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:20, layers.3.self_attn)""")  # noqa: E501  # the text as it is printed
+
+    def test_equal_misses_of_one_module(self):
+        self.assertExpectedInline(
+            str(report(misses=[miss(), miss()])),
+            """\
+mla_fx on inductor: fused nothing in 1.8 ms
+nearest misses:
+  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times""",
+        )
 
 
 def test_time_is_the_sum_of_the_passes():
@@ -127,3 +136,18 @@ def test_the_module_is_the_innermost_one():
     node.meta["nn_module_stack"] = {"a": ("layers.0", object), "b": ("layers.0.self_attn", object)}
     assert module_of(node) == "layers.0.self_attn"
     assert (module_of(None), source_of(None)) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("L['self'].model.layers.3.self_attn", "model.layers.3.self_attn"),
+        ("L['fn'].layers.3", "layers.3"),
+        ("G['model'].layers.3", "model.layers.3"),
+        ("L['self']", ""),
+    ],
+)
+def test_a_module_is_named_as_its_user_writes_it(path, expected):
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"a": (path, object)}
+    assert module_of(node) == expected

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
 from mla_fx.torch_private import OpOverload
 
+_VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\]\.?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -30,6 +31,11 @@ class Miss:
     def __str__(self) -> str:
         where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)
         return f"{self.pattern}: {self.reason}" + (f" ({where})" if where else "")
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What equal layers have in common: pattern, reason and line."""
+        return self.pattern, self.reason, self.source
 
 
 @dataclass
@@ -86,8 +92,22 @@ class Report:
         lines += [f"  {note}" for note in self.notes]
         if self.misses:
             lines.append("nearest misses:")
-            lines += [f"  {miss}" for miss in self.misses]
+            lines += [f"  {line}" for line in _counted(self.misses)]
         return "\n".join(lines)
+
+
+def _counted(misses: Sequence[Miss]) -> Iterator[str]:
+    """A line for each kind of miss: the first, how often, and in which module last."""
+    alike: dict[tuple[str, str, str], list[Miss]] = {}
+    for miss in misses:
+        alike.setdefault(miss.kind, []).append(miss)
+    for first, *more in alike.values():
+        if not more:
+            yield str(first)
+            continue
+        last = more[-1].module
+        where = f", the last in {last}" if last not in ("", first.module) else ""
+        yield f"{first}; {len(more) + 1} times{where}"
 
 
 def count_fused(graph: Graph) -> dict[str, int]:
@@ -120,6 +140,9 @@ def _innermost(trace: str) -> str:
 
 
 def module_of(node: Node | None) -> str:
-    """The module path of the user's code that made a node, or an empty string."""
+    """The path of the module that made a node, as its user writes it: `model.layers.3.self_attn`; or an empty string.
+
+    Dynamo puts before it the variable that it found the model in: what is compiled is `self` or `fn` to it."""
     stack = node.meta.get("nn_module_stack") if node is not None else None
-    return str(list(stack.values())[-1][0]) if stack else ""
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return _VARIABLE.sub(lambda found: "" if found["name"] in ("self", "fn") else f"{found['name']}.", path).strip(".")
