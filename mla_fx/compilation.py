@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .debug.report import Report
 from .errors import FusionError, MlaWarning, OptionError, VerificationError
 from .options import AUTO, Options, parse
 from .pipeline import PIPELINE, Pass, Run, run_pipeline
+from .rule import Rule
 from .survey import survey
 from .target import Compiled, Compiler, Target
 from .torch_private import passing_dynamo
@@ -42,6 +43,7 @@ class Compilation:
     report: Report
     keep_text: bool = False
     passes: tuple[Pass, ...] = PIPELINE
+    rules: tuple[Rule[Any], ...] = field(default_factory=discover.rules)
     is_broken: bool = False
     is_training: bool = False
 
@@ -97,7 +99,7 @@ class Compilation:
     def rewrite(self, gm: GraphModule) -> Run:
         """Runs the passes over an operator graph. Whatever fails in them, the user gets a graph that runs."""
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
-        run = Run(gm.graph, self.options, discover.rules(), self.report, self.target, on_stage=recorder.stage)
+        run = Run(gm.graph, self.options, self.rules, self.report, self.target, on_stage=recorder.stage)
         try:
             with torch.no_grad():
                 run_pipeline(run, () if self.is_broken else self.passes)

@@ -18,6 +18,7 @@ A match starts from a root, which gives the words their first elements:
     AttentionPattern(scores, value)  softmax attention whose logits are a sum of products, and its values
     CallPattern({name: Operand(letters, pattern)})
                                      an operator's operands, with a letter for each dimension: one letter, one axis
+    ValuePattern(pattern, rank)      what a node computes
 
 `name` keeps a reading for the rule: `match.reading(RmsNorm, "norm")`. A new word is a reader of a `Reading` and a call
 of `_Reads`, which matches the reading's parts in turn.
@@ -41,7 +42,7 @@ from .readings.reading import Reading
 from .readings.rms_norm import rms_norm as read_rms_norm
 from .readings.rope import rope as read_rope
 from .readings.softmax import Attention
-from .readings.views import shape_of
+from .readings.views import fresh_index, name_of, named_argument, shape_of
 
 
 @dataclass
@@ -255,6 +256,14 @@ class CallPattern:
     operands: Mapping[str, Operand] = field(default_factory=dict)
     fixed: str = ""
 
+    def at(self, call: Node, nearest: NearestMiss) -> Iterator[Match]:
+        """Every way in which the operands of a call, by the names in its schema, satisfy their patterns."""
+        arguments = {name: value for name in self.operands if isinstance(value := named_argument(call, name), Node)}
+        if len(arguments) < len(self.operands):
+            missing = next(name for name in self.operands if name not in arguments)
+            return nearest.fail(Match(), NoMatch(f"{name_of(call)} is called without {missing}", call))
+        yield from self.bindings(call, arguments, nearest)
+
     def bindings(self, node: Node, arguments: Mapping[str, Node], nearest: NearestMiss) -> Iterator[Match]:
         letters: dict[str, Index] = {}
         for name, operand in self.operands.items():
@@ -268,6 +277,23 @@ class CallPattern:
             partial = _each_read(f"{name}.axes", axes, partial)
             partial = _each(operand.pattern, resolve(arguments[name], dims), partial, nearest)
         return partial
+
+
+@dataclass(frozen=True)
+class ValuePattern:
+    """What a node of so many dimensions computes. Its own axes are bound as `value.axes`, and are no others."""
+
+    pattern: Pattern
+    rank: int
+
+    def at(self, node: Node, nearest: NearestMiss) -> Iterator[Match]:
+        """Every way in which the value of a node satisfies the pattern."""
+        dims = fresh_index(node)
+        if len(dims) != self.rank:
+            return nearest.fail(Match(), NoMatch(f"expected {self.rank} dimensions, found {len(dims)}", node))
+        fixed = frozenset(axis for dim in dims for axis in dim.axes)
+        match = Match(fixed=fixed).read("value.axes", OperandAxes(node, dims))
+        yield from self.pattern.bindings(resolve(node, dims), match, nearest)
 
 
 def _each_read(name: str, reading: Reading, before: Iterator[Match]) -> Iterator[Match]:

@@ -9,7 +9,7 @@ old results are computed from would not enter the operator, or if the program ro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from torch.fx import Graph, Node
 
@@ -18,14 +18,23 @@ from .cases import Case
 from .emitter import Emitter
 from .match import NearestMiss
 from .replacement import Replacement
+from .torch_private import OpOverload
 
 Facts = TypeVar("Facts")
 
 
+class Root(Protocol):
+    """A pattern that a match starts from."""
+
+    def at(self, node: Node, nearest: NearestMiss) -> Iterator[Match]: ...
+
+
 class Rule(Generic[Facts]):
-    """One thing that is recognised. A rule is a value: it holds nothing about any graph."""
+    """One thing that is recognised: `pattern`, tried at every call of `targets`. It holds nothing about any graph."""
 
     stage: ClassVar[str]
+    targets: ClassVar[Sequence[OpOverload]] = ()
+    pattern: ClassVar[Root]
     accepts: ClassVar[Sequence[Case]] = ()
     rejects: ClassVar[Sequence[Case]] = ()
 
@@ -35,11 +44,11 @@ class Rule(Generic[Facts]):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         """The nodes at which the pattern may apply."""
-        raise NotImplementedError
+        return (node for target in self.targets for node in graph.find_nodes(op="call_function", target=target))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         """Every way in which the pattern matches at `anchor`."""
-        raise NotImplementedError
+        return self.pattern.at(anchor, nearest)
 
     def check(self, match: Match) -> Facts:
         """What the rewrite needs to know. Raises NoMatch with the reason if the match must not be rewritten."""

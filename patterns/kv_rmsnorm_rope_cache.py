@@ -21,7 +21,7 @@ from mla_fx.cases import HCKV, Case, Layer, S
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, tensor
-from mla_fx.match import CallPattern, NearestMiss, Operand, either, rms_norm, rope, stored, var
+from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
     Joined,
@@ -40,11 +40,13 @@ from mla_fx.readings.cache_update import WRITES, CacheUpdate
 from mla_fx.readings.element import element_of
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope
+from mla_fx.readings.views import named_argument
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
 ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
+# b and t: batch and context of the caches, c latent and r rotary columns
 PATTERN = CallPattern(
     {
         "kv_cache": Operand("btc", stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write")),
@@ -96,6 +98,8 @@ class _TwoPositions(_QueryElsewhere):
 
 class KvRmsnormRopeCache(Rule[Facts]):
     stage = "cache"
+    targets = ATTENTION
+    pattern = PATTERN
     accepts = (Case("query made elsewhere", _QueryElsewhere, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
     rejects = (
         Case("latent and key projected apart", _TwoProjections, because="not neighbours in one tensor"),
@@ -103,11 +107,8 @@ class KvRmsnormRopeCache(Rule[Facts]):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        attention = (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target))
-        return (node for node in attention if element_of(node.args[2]).node.target in WRITES)
-
-    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        yield from PATTERN.bindings(anchor, {"kv_cache": anchor.args[2], "kr_cache": anchor.args[3]}, nearest)
+        attention = super().anchors(graph)
+        return (node for node in attention if element_of(named_argument(node, "kv_cache")).node.target in WRITES)
 
     def check(self, match: Match) -> Facts:
         """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""

@@ -73,10 +73,10 @@ class Facts:
     s: Axes
     n: Axes
     t: Axes
-    e: Axes
-    r: Axes
-    c: Axes
-    v: Axes
+    d: Axes
+    dr: Axes
+    hckv: Axes
+    dv: Axes
 
 
 class _Absorbed(Layer):
@@ -95,7 +95,8 @@ class _WrittenKeys(Layer):
     """Hugging Face since 5.23: the key is put together by writing two slices of an empty tensor."""
 
     def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        k_nope, value = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2).split([D, DV], dim=-1)
+        expanded = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2)
+        k_nope, value = torch.split(expanded, [D, DV], dim=-1)
         key = latent.new_empty(B, N, T, D + DR)
         key[..., :D] = k_nope
         key[..., D:] = k_rope
@@ -115,7 +116,7 @@ class _QueryInTwo(Layer):
     """Nope and rope part of the query projected apart and joined, only to be parted again."""
 
     def query(self, x: Tensor) -> Tensor:
-        weights = self.q_b.view(N, D + DR, -1).split([D, DR], dim=1)
+        weights = torch.split(self.q_b.view(N, D + DR, -1), [D, DR], dim=1)
         latent = self.norm(x @ self.q_a.T, self.q_gamma)
         return torch.cat([torch.einsum("bsc,ndc->bsnd", latent, part) for part in weights], dim=-1)
 
@@ -175,19 +176,19 @@ class MlaAttention(Rule[Facts]):
         if not is_parameter(weight_uk.node):
             raise NoMatch("weight_uk is computed by the graph, expected a parameter", weight_uk.node)
         is_expanded = match.choices["keys"] == "expanded"
-        c, e = (up.axes, nope.axes) if is_expanded else (nope.axes, up.axes)
-        t, r = axes(found.keys, "the context", found.node), rotary.axes
+        hckv, d = (up.axes, nope.axes) if is_expanded else (nope.axes, up.axes)
+        t, dr = axes(found.keys, "the context", found.node), rotary.axes
         outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
-        b = _ordered(latent.axes - {*t, *c}, outer)
-        n = _ordered(weight_uk.axes - {*c, *e}, outer)
-        s = _ordered(match["q_nope"].axes - {*b, *n, *e}, outer)
-        v = tuple(axis for axis in outer if axis not in {*b, *s, *n})
+        b = _ordered(latent.axes - {*t, *hckv}, outer)
+        n = _ordered(weight_uk.axes - {*hckv, *d}, outer)
+        s = _ordered(match["q_nope"].axes - {*b, *n, *d}, outer)
+        dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
         if match.choices["values"] == "absorbed":
-            v = _same_columns(v, c, found.node)
-        _check_shared(latent, "the latent", {*b, *t, *c}, n, t)
-        _check_shared(keys, "k_rope", {*b, *t, *r}, n, t)
-        _check_axes(match["q_nope"], "q_nope", {*b, *s, *n, *e})
-        _check_axes(match["q_rope"], "q_rope", {*b, *s, *n, *r})
+            dv = _same_columns(dv, hckv, found.node)
+        _check_shared(latent, "the latent", {*b, *t, *hckv}, n, t)
+        _check_shared(keys, "k_rope", {*b, *t, *dr}, n, t)
+        _check_axes(match["q_nope"], "q_nope", {*b, *s, *n, *d})
+        _check_axes(match["q_rope"], "q_rope", {*b, *s, *n, *dr})
         for mask in found.masks:
             _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
         if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
@@ -198,11 +199,11 @@ class MlaAttention(Rule[Facts]):
         # an absorbed query is read as it stands, its own factor included
         nope_factor = nope.factor * up.factor if is_expanded else nope.factor
         query_factor, dtype = nope_factor / rotary.factor, _dtype(match)
-        return Facts(match, found, rotary.factor, query_factor, value_factor, dtype, b, s, n, t, e, r, c, v)
+        return Facts(match, found, rotary.factor, query_factor, value_factor, dtype, b, s, n, t, d, dr, hckv, dv)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         match, found = facts.match, facts.found
-        b, s, n, t, e, r, c, v = facts.b, facts.s, facts.n, facts.t, facts.e, facts.r, facts.c, facts.v
+        b, s, n, t, d, dr, hckv, dv = facts.b, facts.s, facts.n, facts.t, facts.d, facts.dr, facts.hckv, facts.dv
 
         def operand(name: str, *dims: Axes) -> Node:
             return tensor(emit, match[name], dims, dtype=facts.dtype, expand=True)
@@ -210,26 +211,27 @@ class MlaAttention(Rule[Facts]):
         def query_operand(name: str, *dims: Axes) -> Node:
             return emit.scaled(operand(name, *dims), facts.query_factor)
 
-        context = operand("q_rope", b, s, n, r), operand("kv_cache", b, t, c), operand("kr_cache", b, t, r)
+        context = operand("q_rope", b, s, n, dr), operand("kv_cache", b, t, hckv), operand("kr_cache", b, t, dr)
         mask = emit_mask(emit, found.masks, (b, n, s, t))
         options = {"scale": facts.scale, "is_causal": found.causal is not None}
         if found.fill is not None:
             options["fill"] = found.fill
         keys, values = match.choices["keys"], match.choices["values"]
         if keys == values == "expanded":
-            weights = operand("weight_uk", n, e, c), operand("weight_uv", n, v, c)
+            weights = operand("weight_uk", n, d, hckv), operand("weight_uv", n, dv, hckv)
             target = torch.ops.mla_fx.mla_attention.default
-            out = emit.call(target, query_operand("q_nope", b, s, n, e), *context, *weights, mask, **options)
+            out = emit.call(target, query_operand("q_nope", b, s, n, d), *context, *weights, mask, **options)
         else:
             if keys == "absorbed":
-                query = query_operand("query", b, s, n, c)
+                query = query_operand("query", b, s, n, hckv)
             else:
-                query = inline(emit, absorb_query, query_operand("q_nope", b, s, n, e), operand("weight_uk", n, e, c))
+                q_nope, weight_uk = query_operand("q_nope", b, s, n, d), operand("weight_uk", n, d, hckv)
+                query = inline(emit, absorb_query, q_nope, weight_uk)
             out = emit.call(torch.ops.mla_fx.latent_attention.default, query, *context, mask, **options)
             if values == "expanded":
-                out = inline(emit, expand_output, out, operand("weight_uv", n, v, c))
+                out = inline(emit, expand_output, out, operand("weight_uv", n, dv, hckv))
         out = emit.scaled(out, facts.value_factor)
-        yield replaced(emit, found.node, found.index, result(out, (b, s, n, v)), padding=found.padding)
+        yield replaced(emit, found.node, found.index, result(out, (b, s, n, dv)), padding=found.padding)
 
     def looks_like_mla(self, anchor: Node) -> bool:
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""

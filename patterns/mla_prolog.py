@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mla_fx.binding import Match
 from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
@@ -25,7 +25,6 @@ from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.match import (
     CallPattern,
-    NearestMiss,
     Operand,
     Pattern,
     bound,
@@ -64,7 +63,6 @@ from mla_fx.rule import Rule
 
 aten = torch.ops.aten
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
-LATENT_ATTENTION = torch.ops.mla_fx.latent_attention.default
 
 
 TOKEN_X = var("token_x")
@@ -86,6 +84,8 @@ def _rotated(value: Pattern, operand: str) -> Pattern:
 
 
 QUERY = contract(Q_LATENT, var("weight_uq"), name="uq")
+# b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the caches, k latent
+# and l rotary columns
 PATTERN = CallPattern(
     {
         "query": Operand("bsnc", contract(QUERY, var("weight_uk"), name="uk")),
@@ -106,15 +106,15 @@ PATTERN = CallPattern(
 
 @dataclass(frozen=True)
 class Facts:
-    """`tokens` are batch and tokens as the operator takes them, `n` and `c` heads and latent columns of the query, `he`
-    and `a` the columns of hidden states and query latents."""
+    """`tokens` are batch and tokens as the operator takes them, `n` and `hckv` heads and latent columns of the query,
+    `he` and `hcq` the columns of hidden states and query latents."""
 
     match: Match
     tokens: tuple[Axes, Axes]
     n: Axes
-    c: Axes
+    hckv: Axes
     he: Axes
-    a: Axes
+    hcq: Axes
     weight_uq_qr: Joined
     weight_dkv_kr: Joined
     norm: RmsNorm
@@ -162,7 +162,7 @@ class _Appended(Layer):
 class _Bias(Layer):
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         kv = nn.functional.linear(x, self.kv_a, torch.ones(HCKV + DR))
-        latent, k_rope = kv.split([HCKV, DR], dim=-1)
+        latent, k_rope = torch.split(kv, [HCKV, DR], dim=-1)
         return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
 
 
@@ -183,6 +183,8 @@ class _OtherTokens(Layer):
 
 class MlaProlog(Rule[Facts]):
     stage = "prolog"
+    targets = (torch.ops.mla_fx.latent_attention.default,)
+    pattern = PATTERN
     accepts = (
         Case("low-rank query, halves rotated, rows written", Layer, ONE_EACH),
         Case("direct query", _DirectQuery, ONE_EACH),
@@ -197,18 +199,11 @@ class MlaProlog(Rule[Facts]):
         Case("query made from other tokens", _OtherTokens, because="token_x is not one tensor"),
     )
 
-    def anchors(self, graph: Graph) -> Iterator[Node]:
-        return iter(graph.find_nodes(op="call_function", target=LATENT_ATTENTION))
-
-    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        operands = dict(zip(PATTERN.operands, anchor.args, strict=False))
-        yield from PATTERN.bindings(anchor, operands, nearest)
-
     def check(self, match: Match) -> Facts:
         """Weights are parts of one matrix each; query and key come from the same tokens, rotated and written alike."""
         _check_products(match)
         latent, keys = _caches(match)
-        b, s, n, c = roles(match, "query")
+        b, s, n, hckv = roles(match, "query")
         tokens = ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
         _check_rows(match, tokens, latent, keys)
         norm, query_norm = match.reading(RmsNorm, "ckv"), _query_norm(match)
@@ -217,14 +212,14 @@ class MlaProlog(Rule[Facts]):
         rotation = match.get(Rope, "query_rope.rope")
         check_same_rotation(rotation, match.get(Rope, "kr_cache.rope"))
         he = match.reading(Contraction, "dkv").axes
-        a = match.reading(Contraction, "uq").axes
+        hcq = match.reading(Contraction, "uq").axes
         if query_norm is not None:
-            check_norm_of_rows(query_norm, a)
+            check_norm_of_rows(query_norm, hcq)
         uq_qr, dkv_kr = _weight_uq_qr(match, rotation), _weight_dkv_kr(match, width, keys)
-        return Facts(match, tokens, n, c, he, a, uq_qr, dkv_kr, norm, query_norm, rotation, latent, keys)
+        return Facts(match, tokens, n, hckv, he, hcq, uq_qr, dkv_kr, norm, query_norm, rotation, latent, keys)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        match, tokens, n, c = facts.match, facts.tokens, facts.n, facts.c
+        match, tokens, n, hckv = facts.match, facts.tokens, facts.n, facts.hckv
         given = [match.readings[f"{name}.axes"].node for name in PATTERN.operands]
         x = tensor(emit, match["token_x"], (*tokens, facts.he))
         dtype = x.meta["val"].dtype
@@ -237,11 +232,11 @@ class MlaProlog(Rule[Facts]):
         index, kv_cache, kr_cache, mode = _cache_operands(emit, facts, x, given)
         operands = (
             x,
-            weight(match["weight_dq"], facts.he, facts.a) if facts.query_norm else None,
-            weight(facts.weight_uq_qr.element, facts.a, (*n, facts.weight_uq_qr.axis)),
-            weight(match["weight_uk"], n, match.reading(Contraction, "uk").axes, c),
+            weight(match["weight_dq"], facts.he, facts.hcq) if facts.query_norm else None,
+            weight(facts.weight_uq_qr.element, facts.hcq, (*n, facts.weight_uq_qr.axis)),
+            weight(match["weight_uk"], n, match.reading(Contraction, "uk").axes, hckv),
             weight(facts.weight_dkv_kr.element, facts.he, (facts.weight_dkv_kr.axis,)),
-            tensor(emit, match["gamma_cq"], (facts.a,)) if facts.query_norm else None,
+            tensor(emit, match["gamma_cq"], (facts.hcq,)) if facts.query_norm else None,
             tensor(emit, match["gamma_ckv"], (_width(match, "kv_cache", facts.latent),)),
             *_tables(emit, facts),
             index,
@@ -251,7 +246,7 @@ class MlaProlog(Rule[Facts]):
         target = torch.ops.mla_fx.mla_prolog.default
         out = emit.call(target, *operands, **_options(facts), cache_mode=mode)
         query, query_rope, kv_cache_out, kr_cache_out = (emit.call(operator.getitem, out, item) for item in range(4))
-        yield Replacement(given[0], _as_given(emit, given[0], query, (*tokens, n, c), roles(match, "query")))
+        yield Replacement(given[0], _as_given(emit, given[0], query, (*tokens, n, hckv), roles(match, "query")))
         r = roles(match, "query_rope")
         yield Replacement(given[1], _as_given(emit, given[1], query_rope, (*tokens, *r[2:]), r))
         for cache, old, new in ((facts.latent, given[2], kv_cache_out), (facts.keys, given[3], kr_cache_out)):

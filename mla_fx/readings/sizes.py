@@ -10,13 +10,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
 from mla_fx.torch_private import is_known
 
-Size = Any  # int, or a sympy expression over the symbols of a dynamic shape
+Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symbols of a dynamic shape
 
 Asked = Callable[[Any], bool]
 

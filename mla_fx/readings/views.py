@@ -65,6 +65,13 @@ def argument(node: Node, position: int, name: str = "", default: Any = None) -> 
     return node.kwargs.get(name, default)
 
 
+def named_argument(call: Node, name: str) -> Any:
+    """An argument of an operator's call by the name that it has in the schema, given by place or by name."""
+    schema = call.target._schema  # type: ignore[union-attr]  # the call of an operator, so an overload
+    names = [argument.name for argument in schema.arguments]
+    return argument(call, names.index(name), name) if name in names else None
+
+
 def slice_bounds(node: Node, first: int, length: Size, size: Size) -> tuple[Size, Size, int] | None:
     """(start, stop, step) of a slice that reads or writes `length` of `size` positions; `start` is argument number
     `first`. None if it is not known where it starts."""

@@ -1,0 +1,133 @@
+"""A pattern and the operator that it fuses to, whole: the output side of absorbed attention.
+
+    out = (latents weight_uv) weight_o           what attention over latents gives, up to each head's values, and out
+
+`python examples/add_a_pattern.py` tries it on its cases. Copied into `patterns/`, this file is part of the compiler: it
+is found there, applied to every graph, and tested on its cases with all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_fx.binding import Match
+from mla_fx.cases import DV, Case, Layer
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import Axes, axes, result, tensor
+from mla_fx.match import OperandAxes, ValuePattern, contract, var
+from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.sample import Sampler
+from mla_fx.readings.contraction import Contraction
+from mla_fx.readings.element import is_parameter
+from mla_fx.replacement import Replacement, replaced
+from mla_fx.rule import Rule
+
+aten = torch.ops.aten
+
+# --- the operator ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arguments:
+    latents: Tensor
+    weight_uv: Tensor
+    weight_o: Tensor
+
+
+def body(a: Arguments) -> Tensor:
+    """latents [T, N, Hckv], weight_uv [N, Dv, Hckv], weight_o [N*Dv, He], all of one dtype, to [T, He]."""
+    values = torch.einsum("tnc,nvc->tnv", a.latents, a.weight_uv)
+    return values.flatten(1) @ a.weight_o
+
+
+def check(a: Arguments) -> None:
+    check_tensors(vars(a))
+    check_rank("latents", a.latents, "T, N, Hckv")
+    _, heads, rank = a.latents.shape
+    check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
+    check_shape("weight_o", a.weight_o, "N*Dv, He", (heads * a.weight_uv.shape[1], None))
+
+
+def fake(a: Arguments) -> Tensor:
+    return a.latents.new_empty(a.latents.shape[0], a.weight_o.shape[1])
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Sampler(dtype, 0)
+    weights = draw.weight(3, 5, 8, fan_in=8), draw.weight(15, 6, fan_in=15)
+    yield Sample("plain", (draw.normal(4, 3, 8), *weights), {})
+
+
+operator = define("latent_output", body, record=Arguments, returns=("out",), check=check, fake=fake, samples=samples)
+
+# --- the pattern -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The match, and the axes that the operands run over: tokens, heads, latent, value and hidden columns."""
+
+    match: Match
+    t: Axes
+    n: Axes
+    hckv: Axes
+    dv: Axes
+    he: Axes
+
+
+class _ScaledOutput(Layer):
+    """The values are multiplied by a number for each column before they are projected."""
+
+    def attend(self, *operands: Tensor) -> Tensor:
+        return super().attend(*operands) * torch.arange(1.0, DV + 1)
+
+
+class LatentOutput(Rule[Facts]):
+    stage = "cache"
+    targets = (aten.mm.default,)
+    pattern = ValuePattern(
+        contract(contract(var("latents"), var("weight_uv"), name="up"), var("weight_o"), name="out"), rank=2
+    )
+    accepts = (Case("plain", Layer, {"mla_prolog": 1, "latent_attention": 1, "latent_output": 1}),)
+    rejects = (Case("scaled values", _ScaledOutput, because="expected a matrix product"),)
+
+    def check(self, match: Match) -> Facts:
+        up, out = match.reading(Contraction, "up"), match.reading(Contraction, "out")
+        if (up.factor, out.factor) != (1.0, 1.0):
+            raise NoMatch("a product is multiplied by a number", out.node)
+        for name in ("weight_uv", "weight_o"):
+            if not is_parameter(match[name].node):
+                raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
+        value = match.reading(OperandAxes, "value.axes")
+        t, he = (axes(dim, "the output", value.node) for dim in value.dims)
+        heads = match["latents"].axes
+        n = tuple(axis for axis in out.axes if axis in heads)
+        dv = tuple(axis for axis in out.axes if axis not in heads)
+        return Facts(match, t, n, up.axes, dv, he)
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        match, t, n, hckv, dv, he = facts.match, facts.t, facts.n, facts.hckv, facts.dv, facts.he
+        latents = tensor(emit, match["latents"], (t, n, hckv))
+        weight_uv = tensor(emit, match["weight_uv"], (n, dv, hckv))
+        weight_o = tensor(emit, match["weight_o"], ((*n, *dv), he))
+        out = emit.call(operator.overload, latents, weight_uv, weight_o)
+        value = match.reading(OperandAxes, "value.axes")
+        yield replaced(emit, value.node, value.dims, result(out, (t, he)))
+
+
+if __name__ == "__main__":
+    from mla_fx.trial import check_accepted, check_refused
+
+    rule = LatentOutput()
+    for case in rule.accepts:
+        check_accepted(case, rule)
+        print(f"{case.name}: fused {dict(case.fused)}, and answers as before")
+    for case in rule.rejects:
+        check_refused(rule, case, rule)
+        print(f"{case.name}: refused, because {case.because!r}")

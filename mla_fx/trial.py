@@ -1,0 +1,53 @@
+"""Trying a rule on its cases: what the tests of every pattern are generated from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import discover
+from .cases import Case, inputs
+from .compilation import Compilation
+from .debug.report import Report
+from .rule import Rule
+from .target import Compiled
+
+
+def run_case(case: Case, *more: Rule[Any]) -> Report:
+    """Runs a case as it is and fused, by the rules in `patterns/` and `more`, and reports what happened.
+
+    Raises AssertionError if an output or a buffer differs."""
+    eager = case.build().eval()
+    fused = copy.deepcopy(eager)
+    reports: list[Report] = []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        compilation = Compilation.prepare(example_inputs, None, {"target": "reference"}, keep_text=True)
+        compilation.rules = (*discover.rules(), *more)
+        reports.append(compilation.report)
+        return compilation.compile(gm, example_inputs)
+
+    with torch.no_grad():
+        expected = eager(*inputs())
+        found = torch.compile(fused, backend=backend)(*inputs())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(fused.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
+    return Report.merged(reports)
+
+
+def check_accepted(case: Case, *more: Rule[Any]) -> None:
+    """The case fuses just as often as it says, and answers as before. Raises AssertionError."""
+    report = run_case(case, *more)
+    assert report.fused == case.fused, f"{case.name}: expected {dict(case.fused)}, {report}"
+
+
+def check_refused(rule: Rule[Any], case: Case, *more: Rule[Any]) -> None:
+    """The rule refuses the case for the reason that it gives, and does not fire. Raises AssertionError."""
+    report = run_case(case, *more)
+    reasons = [miss.reason for miss in report.misses if miss.pattern == rule.name]
+    assert any(case.because in reason for reason in reasons), f"{case.name}: expected {case.because!r} in {reasons}"
+    assert not any(record.fired[rule.name] for record in report.passes), f"{case.name}: the rule fired"

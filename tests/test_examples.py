@@ -1,0 +1,40 @@
+"""The examples run, and the one that is to be copied into `patterns/` is found there."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
+
+# As if the folder were `patterns/` itself: what lies in it is found, and named after its file.
+COPIED = """
+import sys
+import mla_fx.patterns
+from mla_fx import discover
+from mla_fx.trial import check_accepted, check_refused
+
+mla_fx.patterns.__path__.append(sys.argv[1])
+(rule,) = [rule for rule in discover.rules() if rule.name == "add_a_pattern"]
+for case in rule.accepts:
+    check_accepted(case)
+for case in rule.rejects:
+    check_refused(rule, case)
+print(rule.name, len(rule.accepts), len(rule.rejects))
+"""
+
+
+def output_of(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_add_a_pattern_tries_its_cases():
+    told = output_of(str(EXAMPLE))
+    assert "plain: fused {'mla_prolog': 1, 'latent_attention': 1, 'latent_output': 1}, and answers as before" in told
+    assert "scaled values: refused, because 'expected a matrix product'" in told
+
+
+def test_add_a_pattern_is_found_among_the_patterns(tmp_path):
+    shutil.copy(EXAMPLE, tmp_path)
+    assert output_of("-c", COPIED, str(tmp_path)) == "add_a_pattern 1 1\n"
