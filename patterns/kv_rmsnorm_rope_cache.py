@@ -104,7 +104,7 @@ class KvRmsnormRopeCache(Rule[Facts]):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         attention = (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target))
-        return (node for node in attention if element_of(node.args[2]).node.target in WRITES)
+        return (node for node in attention if element_of(node.args[2]).origin.target in WRITES)
 
     def bindings(self, anchor: Node, trail: Trail) -> Iterator[Match]:
         yield from PATTERN.bindings(anchor, {"kv_cache": anchor.args[2], "kr_cache": anchor.args[3]}, trail)
