@@ -107,8 +107,9 @@ class KvRmsnormRopeCache(Rule[Facts]):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
+    def anchors(self, graph: Graph) -> Iterator[Node]:
         attention = super().anchors(graph)
-        return (node for node in attention if element_of(named_argument(node, "kv_cache")).node.target in WRITES)
+        return (node for node in attention if element_of(named_argument(node, "kv_cache")).origin.target in WRITES)
 
     def check(self, match: Match) -> Facts:
         """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""

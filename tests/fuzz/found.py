@@ -37,6 +37,10 @@ FOUND = (
     Mutant("plain", (("narrow", "_softmax", 0, "float16"),)),
     # attention that nobody uses: there is nothing to fuse
     Mutant("cold S=T=D-none-eager-query", (("operand", "view_12", 0, "_unsafe_view_4"),)),
+    # a cache that is read by attention with a factor before it
+    Mutant("two layers", (("scale", "index_copy_2", -1, 0.5, "mul"),)),
+    # probabilities that are returned keep the NaN of a row that sees nothing, which fused attention has not
+    Mutant("blind row", (("give_back", "view_10"),)),
     # more terms than can be counted
     Mutant("plain", (("pile", "add_4", 0, 24),)),
 )
