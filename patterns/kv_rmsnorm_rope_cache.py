@@ -107,7 +107,6 @@ class KvRmsnormRopeCache(Rule[Facts]):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-    def anchors(self, graph: Graph) -> Iterator[Node]:
         attention = super().anchors(graph)
         return (node for node in attention if element_of(named_argument(node, "kv_cache")).origin.target in WRITES)
 
