@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, St
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 import mla_fx
-from mla_fx import demo
+from mla_fx.commands import demo
 
 BARS = ("C1", "C2", "C3", "C9")
 CONTEXT = 4096

@@ -6,7 +6,7 @@ pip install 'mla_fx[demo]' && python examples/quickstart.py
 import torch
 
 import mla_fx
-from mla_fx import demo
+from mla_fx.commands import demo
 
 # Hugging Face's own model code with DeepSeek-V3's attention: one layer, random weights, bfloat16.
 model = demo.deepseek_v3()

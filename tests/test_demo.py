@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import mla_fx
-from mla_fx import demo
-from mla_fx.__main__ import decode_call, main
+from mla_fx.__main__ import main
+from mla_fx.commands import demo
+from mla_fx.commands.explain import decode_call
 
 TOY = {
     "vocab_size": 512,

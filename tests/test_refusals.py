@@ -7,30 +7,15 @@ import pytest
 import sympy
 import torch
 from layers import QUIET, Layer, Reporting, Sizes, arguments_of, check, check_no_further, in_type
-from test_canonical import (
-    BIAS,
-    EPSILON,
-    MASK,
-    SLOTS,
-    B,
-    D,
-    N,
-    S,
-    T,
-    Traced,
-    assert_resolves,
-    dense,
-    half_tables,
-    normed,
-    pairs,
-    read_update,
-    rotations,
-    rows,
-    written,
-)
+from readings.test_attentions import BIAS, MASK
+from readings.test_cache_updates import SLOTS, read_update, written
+from readings.test_norms import EPSILON, normed
+from readings.test_rotations import half_tables, pairs, rotations
+from readings.test_views import rows
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
+from traced import B, D, N, S, T, Traced, assert_resolves, dense
 
 from mla_fx.aliasing import may_share, surely_shares
 from mla_fx.binding import Match

@@ -27,9 +27,11 @@ ROOT = Path(__file__).parents[2]
 REFUSING = (
     "mla_fx/readings", "patterns", "mla_fx/match.py", "mla_fx/binding.py", "mla_fx/layout.py", "mla_fx/replacement.py",
     "mla_fx/operands.py", "mla_fx/masks.py", "mla_fx/emitter.py", "mla_fx/reinplace.py", "mla_fx/aliasing.py",
+    "mla_fx/replay.py",
 )  # fmt: skip
 TESTS = (
-    "test_match", "test_canonical", "test_refusals", "test_rules", "test_replacement", "test_layout", "test_reinplace",
+    "test_match", "readings", "test_refusals", "test_rules", "test_replacement", "test_replay", "test_layout",
+    "test_reinplace",
     "test_soundness", "test_soundness_precision", "test_soundness_scores", "test_soundness_causal",
     "test_soundness_caches", "test_soundness_graphs", "test_soundness_models", "test_fuzz",
 )  # fmt: skip
@@ -134,11 +136,11 @@ def run_tests(folder: Path, tests: list[str], numbers: list[int], patience: floa
     """What removal.py tells of the refusals with these numbers, as it comes."""
     told = folder / "told"
     told.touch()
-    here = [name for name in tests if (folder / f"tests/{name}.py").exists()]
-    given = {"tests": here, "numbers": numbers, "told": str(told), "seconds": SECONDS, "patience": patience}
+    paths = {name: path for name in tests for path in (folder / "tests").glob(f"{name}*") if path.stem == name}
+    given = {"tests": list(paths), "numbers": numbers, "told": str(told), "seconds": SECONDS, "patience": patience}
     command = [
         sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.fuzz.removal",
-        f"--basetemp={folder}/temporary", *(f"tests/{name}.py" for name in here),
+        f"--basetemp={folder}/temporary", *map(str, paths.values()),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "REFUSALS": json.dumps(given)}
     with (folder / "output").open("w") as output:
@@ -163,7 +165,7 @@ def main() -> int:
     parser.add_argument("--draw", type=int, default=0, metavar="N", help="N of them, drawn by the seed; else all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose file and text contain this")
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="files in tests/, quick ones first")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="in tests/, quick ones first")
     parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds for one removal in one file")
     parser.add_argument("--list", action="store_true", help="show what would be removed, and stop")
     given = parser.parse_args()

@@ -1,0 +1,89 @@
+"""What fuses in a model of transformers, or in one of the user's own."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mla_fx.backend import explain
+from mla_fx.errors import MlaWarning
+
+from .demo import require
+from .tiny_models import mla_families, tiny_config
+
+PROMPT, CONTEXT = 4, 16
+BUILD = "It should return (callable, args) or (callable, args, kwargs)."
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class CommandError(Exception):
+    """The command line asks for something that does not work; the message is a sentence."""
+
+
+def run_explain(model: str, target: str) -> None:
+    """Prints what fuses in a transformers model type, or in what a script builds."""
+    is_script = model.endswith(".py")
+    function, args, kwargs = script_call(Path(model)) if is_script else decode_call(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaWarning)  # the report says the same
+        report = explain(function, target=target)(*args, **kwargs)
+    print(report)
+
+
+def script_call(script: Path) -> Call:
+    """What a script's `build()` returns: a callable, its arguments, and perhaps its keyword arguments."""
+    if not script.is_file():
+        raise CommandError(f"{script} is not a file.")
+    build = runpy.run_path(str(script)).get("build")
+    if not callable(build):
+        raise CommandError(f"{script} defines no build(). {BUILD}")
+    built = build()
+    if not isinstance(built, tuple) or len(built) not in (2, 3) or not callable(built[0]):
+        raise CommandError(f"build() in {script} returned {type(built).__name__}. {BUILD}")
+    return built[0], tuple(built[1]), dict(built[2]) if len(built) == 3 else {}
+
+
+def decode_call(model_type: str) -> Call:
+    """One decode step on a StaticCache of a tiny random model of a transformers model type."""
+    require("transformers")
+    import torch
+    from transformers import StaticCache
+    from transformers.utils import logging
+
+    quieten: Any = logging.set_verbosity_error
+    quieten()
+    config_class = _config_class(model_type)
+    try:
+        config = tiny_config(config_class)
+        model = _model_class(config).from_config(config).eval()
+        cache = StaticCache(config=config, max_cache_len=CONTEXT)
+        with torch.no_grad():
+            model(torch.zeros(1, PROMPT, dtype=torch.long) + 3, past_key_values=cache)
+    except Exception as error:  # any of hundreds of model types, each with demands of its own
+        raise CommandError(
+            f"a tiny {model_type} cannot be built and prefilled ({type(error).__name__}: {error}); "
+            "give a script with a build() that returns the model and its inputs instead."
+        ) from error
+    return model, (), {"input_ids": torch.tensor([[5]]), "past_key_values": cache}
+
+
+def _config_class(model_type: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        families = ", ".join(mla_families())
+        raise CommandError(
+            f"transformers knows no model type {model_type!r}; those with Multi-head Latent Attention are {families}."
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    return config_class.sub_configs.get("text_config", config_class)
+
+
+def _model_class(config: Any) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel

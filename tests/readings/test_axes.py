@@ -1,0 +1,105 @@
+"""Index arithmetic: axes, their digits, and what is known of sizes."""
+
+import sympy
+
+from mla_fx.readings.axes import (
+    Axis,
+    Digit,
+    Index,
+    combine,
+    composite,
+    cuts,
+    fresh,
+    of_axis,
+    reshape,
+    substitute,
+    whole,
+)
+from mla_fx.readings.sizes import at_most, ratio
+
+
+def test_reshape_merges_two_dimensions():
+    rows, columns = Axis(3), Axis(4)
+    (merged,) = reshape([of_axis(rows), of_axis(columns)], [3, 4], [12])
+    assert merged == composite([rows, columns])
+
+
+def test_reshape_reads_digits_of_an_axis_that_it_parts():
+    axis = Axis(12)
+    rows, columns = reshape([of_axis(axis)], [12], [3, 4])
+    assert (rows.terms, columns.terms) == (((Digit(axis, 4, 3), 1),), ((Digit(axis, 1, 4), 1),))
+
+
+def test_reshape_there_and_back_is_nothing():
+    axis = Axis(12)
+    assert reshape(reshape([of_axis(axis)], [12], [3, 4]), [3, 4], [12]) == (of_axis(axis),)
+
+
+def test_two_ways_to_part_an_axis_do_not_depend_on_each_other():
+    axis = Axis(12)
+    ways = [reshape([of_axis(axis)], [12], sizes) for sizes in ([3, 4], [4, 3], [3, 4])]
+    assert ways[0] == ways[2] != ways[1]
+
+
+def test_a_digit_of_what_stands_for_an_axis():
+    axis, rows, columns = Axis(12), Axis(3), Axis(4)
+    upper, lower = reshape([of_axis(axis)], [12], [3, 4])
+    named = {axis: composite([rows, columns])}
+    assert (substitute(upper, named), substitute(lower, named)) == (of_axis(rows), of_axis(columns))
+    assert substitute(reshape([of_axis(axis)], [12], [2, 6])[0], named) is None
+
+
+def test_cuts_part_an_axis_wherever_a_digit_begins():
+    axis = Axis(24)
+    found = cuts([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [12, 2])])
+    assert [digit.size for digit, _ in found[axis].terms] == [2, 3, 4][::-1]
+    assert cuts([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [6, 4])]) is None
+
+
+def test_reshape_carries_an_offset_into_the_right_digits():
+    axis = Axis(2)
+    rows, columns = reshape([of_axis(axis, 1, 9)], [12], [3, 4])
+    assert (rows, columns) == (Index(2), of_axis(axis, 1, 1))
+
+
+def test_reshape_refuses_a_read_across_a_boundary():
+    assert reshape([of_axis(Axis(2), 1, 3)], [12], [3, 4]) is None
+
+
+def test_reshape_of_symbolic_sizes():
+    batch, tokens = sympy.symbols("b s", positive=True, integer=True)
+    flat = Axis(batch * tokens)
+    rows, columns, width = reshape([of_axis(flat), fresh(6)], [batch * tokens, 6], [batch, tokens, 6])
+    assert [digit.size for digit, _ in (*rows.terms, *columns.terms)] == [batch, tokens]
+    assert width.axis.size == 6
+
+
+def test_a_number_is_not_placed_below_a_size_that_may_be_smaller():
+    tokens = sympy.Symbol("s", positive=True, integer=True)
+    assert reshape([Index(7)], [3 * tokens], [3, tokens]) is None
+
+
+def test_what_is_known_of_a_size_is_what_its_symbol_was_made_with():
+    backed, unbacked = sympy.Symbol("s", positive=True, integer=True), sympy.Symbol("u", integer=True)
+    assert at_most(1, backed)
+    assert at_most(3 * backed, 4 * backed)
+    assert not at_most(backed, 0)
+    assert not at_most(2, backed)
+    assert not at_most(0, unbacked)
+    assert not at_most(unbacked, 2 * unbacked)
+    assert at_most(unbacked, unbacked + 1)
+
+
+def test_ratio_is_exact_or_none():
+    tokens = sympy.Symbol("s", positive=True, integer=True)
+    assert ratio(12, 4) == 3
+    assert ratio(12, 5) is None
+    assert ratio(6 * tokens, 2) == 3 * tokens
+    assert ratio(tokens, 2) is None
+    assert ratio(4, 0) is None
+
+
+def test_combine_adds_equal_axes_and_drops_those_of_one():
+    axis, single = Axis(4), Axis(1)
+    assert combine(1, [(whole(axis), 2), (whole(single), 7), (whole(axis), 3)]) == of_axis(axis, 5, 1)
+    assert combine(0, [(whole(axis), 2), (whole(axis), -2)]) == Index()

@@ -1,0 +1,123 @@
+"""Cache updates in every spelling against an independent oracle."""
+
+import pytest
+import torch
+from traced import B, D, S, T, Traced, agree, dense
+
+from mla_fx.errors import NoMatch
+from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.element import element_of
+
+SLOTS = torch.tensor([4, 0, 3])
+PLACES = torch.tensor([[4, 0, 3], [1, 2, 0]])
+
+
+def written(cache, where, values):
+    cache = cache.clone()
+    cache[where] = values
+    return cache
+
+
+def by_scatter(cache, r):
+    return cache.scatter(2, SLOTS.view(1, 1, S, 1).expand_as(r), r)
+
+
+UPDATES = {  # a cache [B, 1, T, D], rows [B, 1, S, D]
+    "index_copy": lambda cache, r: cache.index_copy(2, SLOTS, r),
+    "index_copy, negative dim": lambda cache, r: cache.index_copy(-2, SLOTS, r),
+    "assigned": lambda cache, r: written(cache, (slice(None), slice(None), SLOTS), r),
+    "scattered": by_scatter,
+    "appended": lambda cache, r: torch.cat([cache, r], 2),
+    "sliced": lambda cache, r: written(cache, (slice(None), slice(None), slice(1, 1 + S)), r),
+    "per sequence": lambda cache, r: written(cache[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0]),
+    "per sequence, one token": lambda cache, r: written(cache[:, 0], (torch.arange(B), PLACES[:, 0]), r[:, 0, 0]),
+    "new rows first": lambda cache, r: torch.cat([r, cache], 2),
+}
+
+
+def replayed(traced, found):
+    """The updated cache, rebuilt from nothing but what was read."""
+    lead = (*found.index[: found.dim], found.token, *found.index[found.dim + 1 :])
+    rows = traced.read(found.row, *lead).movedim(found.dim, 0)
+    old = traced.values[found.old].clone()
+    if found.position is None:
+        return torch.cat([old, rows.movedim(0, found.dim)], found.dim)
+    new = old.movedim(found.dim, 0)
+    if isinstance(found.position, int):
+        new[found.position : found.position + len(rows)] = rows
+        return new.movedim(0, found.dim)
+    outer = (found.index[0],) if found.position.axes & set(found.index[0].axes) else ()
+    positions = traced.read(found.position, *outer, found.token).long()
+    for token, row in enumerate(rows):
+        for sequence, slot in enumerate(positions[..., token].expand(len(row))):
+            assert slot >= 0, "a negative position means skip"
+            new[slot, sequence] = row[sequence]
+    return new.movedim(0, found.dim)
+
+
+def read_update(function):
+    traced = Traced(function, dense(B, 1, T, D), dense(B, 1, S, D))
+    return traced, cache_update(element_of(traced.out))
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_cache_update_is_read(name):
+    traced, found = read_update(UPDATES[name])
+    agree(replayed(traced, found), traced.values[found.node])
+
+
+BROADCAST = "the rows written are broadcast into the cache"
+PART = "only a part of the rows is scattered into the cache"
+UNCOUNTED = "the cache is written at sequences that are not simply counted"
+NO_UPDATES = {
+    "rows of one sequence": (BROADCAST, lambda cache, r: written(cache, (slice(None), slice(None), SLOTS), r[:1])),
+    "one row for all slots": (
+        BROADCAST,
+        lambda cache, r: written(cache, (slice(None), slice(None), SLOTS), r[:, :, :1]),
+    ),
+    "one column for all": (BROADCAST, lambda cache, r: written(cache, (slice(None), slice(None), SLOTS), r[..., :1])),
+    "only the first sequence": (PART, lambda cache, r: cache.scatter(2, SLOTS.view(1, 1, S, 1).expand(1, 1, S, D), r)),
+    "fewer positions than rows": (
+        PART,
+        lambda cache, r: cache.scatter(2, SLOTS[:2].view(1, 1, 2, 1).expand(B, 1, 2, D), r),
+    ),
+    "only the first columns": (PART, lambda cache, r: cache.scatter(2, SLOTS.view(1, 1, S, 1).expand(B, 1, S, 4), r)),
+    "positions per column": (
+        "the elements of one row are scattered to different positions",
+        lambda cache, r: cache.scatter(2, torch.arange(D).expand(B, 1, S, D) % T, r),
+    ),
+    "a condition": (
+        "the cache is written where a condition holds, not at positions",
+        lambda cache, r: written(cache, (slice(None), slice(None), torch.tensor([True, False, True, True, False])), r),
+    ),
+    "other sequences": (
+        UNCOUNTED,
+        lambda cache, r: written(torch.cat([cache, cache])[:, 0], (torch.arange(1, 1 + B)[:, None], PLACES), r[:, 0]),
+    ),
+    "fewer sequences": (
+        UNCOUNTED,
+        lambda cache, r: written(torch.cat([cache, cache])[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0]),
+    ),
+    "sequences in reverse": (
+        UNCOUNTED,
+        lambda cache, r: written(cache[:, 0], (torch.arange(B).flip(0)[:, None], PLACES), r[:, 0]),
+    ),
+    "one row for each sequence": (
+        BROADCAST,
+        lambda cache, r: written(cache[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0, :1]),
+    ),
+    "every other slot": (
+        "the cache is overwritten from a position that is no compile-time number",
+        lambda cache, r: written(cache, (slice(None), slice(None), slice(0, 5, 2)), r),
+    ),
+    "three pieces": ("expected the old rows and the new ones in one cat", lambda cache, r: torch.cat([cache, r, r], 2)),
+    "added": ("the cache is added to", lambda cache, r: cache.index_put((SLOTS[1:2],), r[:1, :, :1], accumulate=True)),
+    "a sum": ("expected a cache that is written, found add", lambda cache, r: cache + r[:, :, :1]),
+}
+
+
+@pytest.mark.parametrize("name", NO_UPDATES)
+def test_what_is_no_cache_update_is_refused_with_a_reason(name):
+    reason, function = NO_UPDATES[name]
+    with pytest.raises(NoMatch, match=reason):
+        read_update(function)

@@ -1,0 +1,102 @@
+"""RMSNorm in every spelling against an independent oracle."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+from traced import B, D, S, Traced, agree, dense
+
+from mla_fx.errors import NoMatch
+from mla_fx.readings.element import element_of, resolve
+from mla_fx.readings.rms_norm import rms_norm
+from mla_fx.readings.views import fresh_index
+
+EPSILON = 1e-3
+
+
+def hugging_face(x, g):
+    wide = x.float()
+    return g * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x.dtype)
+
+
+def meta(x, g):
+    return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPSILON)).type_as(x) * g
+
+
+NORMS = {
+    "Hugging Face": hugging_face,
+    "Meta": meta,
+    "torch": lambda x, g: F.rms_norm(x, (D,), g, EPSILON),
+    "root below": lambda x, g: x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPSILON) * g,
+    "sum over length": lambda x, g: x * torch.rsqrt((x * x).sum(-1, keepdim=True) / D + EPSILON) * g,
+    "power": lambda x, g: x * (x.square().mean(-1, keepdim=True) + EPSILON) ** -0.5 * g,
+    "reciprocal": lambda x, g: x * (x.square().mean(-1, True) + EPSILON).sqrt().reciprocal() * g,
+    "no keepdim": lambda x, g: x * torch.rsqrt((x**2).mean(-1) + EPSILON)[..., None] * g,
+    "einsum": lambda x, g: x * torch.rsqrt(torch.einsum("bsd,bsd->bs", x, x)[..., None] / D + EPSILON) * g,
+    "one plus gamma": lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + EPSILON) * (1 + (g - 1)),
+    "flattened": lambda x, g: NORMS["power"](x.view(-1, D), g).view(x.shape),
+    "of a multiple": lambda x, g: NORMS["power"](x * 3, g),
+}
+
+
+def assert_norm_reads_right(traced, found, index):
+    value, gamma = traced.read(found.value, *index), traced.read(found.gamma, *index)
+    agree(value * torch.rsqrt(value.square().mean(-1, True) + found.epsilon) * gamma, traced.values[traced.out])
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_read(name):
+    traced = Traced(NORMS[name], dense(B, S, D), dense(D))
+    index = fresh_index(traced.out)
+    found = rms_norm(resolve(traced.out, index))
+    assert_norm_reads_right(traced, found, index)
+    assert found.epsilon == pytest.approx(EPSILON / 9 if name == "of a multiple" else EPSILON)
+
+
+@pytest.mark.parametrize(
+    ("norm", "gamma_type", "expected"),
+    [
+        (hugging_face, torch.bfloat16, True),
+        (hugging_face, torch.float32, False),
+        (meta, torch.bfloat16, True),
+        (NORMS["torch"], torch.bfloat16, False),
+    ],
+)
+def test_where_a_norm_rounds(norm, gamma_type, expected):
+    traced = Traced(norm, dense(B, S, D, dtype=torch.bfloat16), dense(D, dtype=gamma_type))
+    assert rms_norm(element_of(traced.out)).gamma_after_cast is expected
+
+
+def normed(x, g, by):
+    return x * torch.rsqrt(by.square().mean(-1, True) + EPSILON) * g
+
+
+NEGATIVE = "the norm is multiplied by a negative number"
+NO_NORMS = {
+    "of the negative": (lambda x, g: -NORMS["power"](x, g), NEGATIVE, (D,)),
+    "of a negative multiple": (lambda x, g: NORMS["power"](x * -3, g), NEGATIVE, (D,)),
+    "negative gamma": (lambda x, g: NORMS["power"](x, -g), NEGATIVE, (D,)),
+    "of an absolute value": (lambda x, g: normed((x**2) ** 0.5, g, x), "is not the one whose mean square", (D,)),
+    "a layer norm": (lambda x, g: F.layer_norm(x, (D,), g), "expected|LayerNorm", (D,)),
+    "no gamma": (lambda x, g: normed(x, 1.0, x), "an RMSNorm is multiplied by one weight, found nothing", (D,)),
+    "two gammas": (lambda x, g: normed(x, g, x) * g, "multiplied by one weight", (D,)),
+    "a scalar gamma": (lambda x, g: normed(x, g, x), "does not run along the normalised dimension", (1,)),
+    "a gamma per token": (lambda x, g: normed(x, g, x), "does not run along the normalised dimension", (S, 1)),
+    "a gamma per token and column": (lambda x, g: normed(x, g, x), "does not run along", (S, D)),
+    "another value's mean": (lambda x, g: normed(x, g, x + 1), "is not the one whose mean square is taken", (D,)),
+    "another token's mean": (lambda x, g: normed(x, g, x.flip(1)), "is not the one whose mean square is taken", (D,)),
+    "half of the mean": (lambda x, g: normed(x, g, x[..., : D // 2]), "is not the one whose mean square", (D,)),
+    "a rotated value": (lambda x, g: normed(torch.cat([x[..., 1:], x[..., :1]], -1), g, x), "is not the one", (D,)),
+    "a sum": (lambda x, g: x * torch.rsqrt(x.square().sum(-1, True) + EPSILON) * g, "multiplied by a number", (D,)),
+    "twice": (lambda x, g: 2 * normed(x, g, x), "the norm is multiplied by a number", (D,)),
+    "a mean of cubes": (lambda x, g: x * torch.rsqrt((x**3).mean(-1, True) + 9) * g, "one value squared", (D,)),
+    "a clamp": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True).clamp(min=1e-3)) * g, "found clamp", (D,)),
+    "a tensor epsilon": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + g[0]) * g, "compile-time", (D,)),
+    "no norm": (lambda x, g: x * g, "expected an RMSNorm, found mul", (D,)),
+}
+
+
+@pytest.mark.parametrize("name", NO_NORMS)
+def test_what_is_no_norm_is_refused_with_a_reason(name):
+    function, reason, gamma = NO_NORMS[name]
+    with pytest.raises(NoMatch, match=reason):
+        rms_norm(element_of(Traced(function, dense(B, S, D), dense(*gamma)).out))
