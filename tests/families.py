@@ -108,7 +108,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any
     if getattr(default, "layer_types", None):
         known["layer_types"] = _layer_types(default.layer_types, layers)
     if getattr(default, "mlp_layer_types", None):
-        known["mlp_layer_types"] = ["dense", "sparse"][:layers]
+        known.setdefault("mlp_layer_types", ["dense", "sparse"][:layers])
     torch.manual_seed(0)
     model = _language_model(family)(type(default)(**known)).eval()
     randomise(model)

@@ -37,7 +37,7 @@ SIZES = {
     "values as wide as nope": {"v_head_dim": 16},
     "values as wide as queries": {"v_head_dim": 24},
     "rank is all heads": {},
-    "rank is the batch": {"kv_lora_rank": 3, "qk_rope_head_dim": 6},
+    "rank is the batch": {"kv_lora_rank": 4, "qk_rope_head_dim": 6},  # DeepSeek-V2 itself needs an even sum of both
     "rope as wide as nope": {"qk_nope_head_dim": 8, "v_head_dim": 8},
     "ranks and hidden alike": {"kv_lora_rank": 60, "q_lora_rank": 60},
     "heads as many as nope": {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4},
@@ -136,6 +136,7 @@ def model_of(draw: Draw):
         "num_key_value_heads": draw.heads,
         "num_hidden_layers": draw.layers,
         "first_k_dense_replace": draw.layers,
+        "mlp_layer_types": ["dense"] * draw.layers,
         "attention_bias": draw.bias,
         "rope_interleave": draw.interleave,
         "rope_parameters": rope_of(draw, rope_width),
