@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 class Inductor(Target):
     name = "inductor"
-    writes_in_place = False  # it does so itself, and fuses what is still functional better
+    writes_in_place = False  # Inductor reinplaces by itself, and fuses functional graphs better
     is_fallback = True
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:

@@ -18,9 +18,9 @@ Argument = tuple[int, str]  # an operator's, by place and by name
 
 # Views whose schema does not say so.
 UNDECLARED = frozenset({aten._unsafe_view.default, aten.broadcast_tensors.default, aten.meshgrid.default})
-# Their result is the second operand, in the shape of the first.
+# Operators that copy: the result has the values of the second operand and the shape of the first.
 COPIES = frozenset({aten.copy_.default, aten.copy.default})
-# Views by their schema that copy where the memory does not lie right.
+# Their schema calls them views, but they copy where the strides of the source do not allow a view.
 MAY_COPY = frozenset({"reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as"})
 
 

@@ -149,7 +149,7 @@ class Compilation:
         if reason and self.options.strict:
             raise FusionError(f"attention that looks like MLA stays unfused: {reason}")
         if self.is_broken:
-            return  # the user knows
+            return  # the failure itself was already warned of
         if self.is_training:
             self._warn("mla_fx fuses inference only; a graph that needs gradients is left alone")
         elif reason:

@@ -40,7 +40,7 @@ class MlaPass(GraphPass):
         gm = graph if isinstance(graph, GraphModule) else _module_of(graph)
         inputs = {node.name for node in gm.graph.find_nodes(op="placeholder")}
         if any(name.startswith("tangents_") for name in inputs):
-            return  # a backward graph; its forward graph was spoken of
+            return  # a backward graph; the warning came with its forward graph
         if is_inference is None:
             is_inference = not any(name.startswith("primals_") for name in inputs)
         compilation = Compilation.prepare(rest[0] if rest else (), None, self.given)

@@ -25,7 +25,7 @@ def emit_mask(emit: Emitter, masks: Sequence[Mask], dims: Dims) -> Node | None:
     added = _together(emit, aten.add.Tensor, numbers)
     if kept is None or added is None:
         return added if kept is None else kept
-    # where a score is masked, nothing that is added to minus infinity makes a difference
+    # a masked score is minus infinity, whatever is added to it
     value = added.meta["val"]
     never = emit.call(aten.full.default, [], -math.inf, dtype=value.dtype, device=value.device)
     return emit.call(aten.where.self, kept, added, never)

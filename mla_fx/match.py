@@ -89,7 +89,7 @@ class _Bound(Pattern):
         if before is not None and before.origin is element.origin:
             yield match.bind(self.name, element)
         elif before is not None:
-            yield from self.pattern.bindings(element, match, nearest)  # the same, computed twice
+            yield from self.pattern.bindings(element, match, nearest)  # computed a second time, so matched a second time
         else:
             yield from self.pattern.bindings(element, match.bind(self.name, element), nearest)
 
@@ -150,7 +150,7 @@ class _Stored(Pattern):
             update = cache_update(element)
         except NoMatch:
             if element.origin.target in POSITIONED:
-                raise  # it is a cache, written in a way that is not known
+                raise  # a cache write in an unknown spelling is no plain row
             yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return
         other = match.readings.get(self.beside)

@@ -22,7 +22,7 @@ from .rule import Rule
 if TYPE_CHECKING:
     from .pipeline import Run
 
-FEW = 3  # kinds of layers that a model has
+MOST_RECIPES = 3  # kept for each rule: models alternate between a few kinds of layers
 
 
 def recognise(stage: str) -> Callable[[Run], None]:
@@ -37,7 +37,7 @@ def recognise(stage: str) -> Callable[[Run], None]:
 
 
 def _apply_rule(run: Run, rule: Rule[Any]) -> None:
-    recipes: deque[Recipe] = deque(maxlen=FEW)
+    recipes: deque[Recipe] = deque(maxlen=MOST_RECIPES)
     for anchor in list(rule.anchors(run.graph)):
         nearest = NearestMiss()
         if anchor._erased:

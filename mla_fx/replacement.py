@@ -18,7 +18,7 @@ from .readings.views import name_of
 
 aten = torch.ops.aten
 
-# What takes no more than shape and type from a tensor.
+# Operators that read a tensor's shape and type, and none of its values.
 LIKE = frozenset(
     {
         aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -28,7 +28,7 @@ LIKE = frozenset(
 )  # fmt: skip
 
 
-# What may leave nothing of its first operand; whether it does, the reading knows.
+# Operators that may overwrite all of their first operand. Whether a call does was decided by the reading of it.
 OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
 
 
@@ -119,7 +119,7 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
         if node.target is not aten.cat.default:
             pending += _needed_operands(node)
         elif all(lost := [_lost([piece], seen, dtype) for piece in node.all_input_nodes]):
-            return lost[0]  # of what was joined, not every piece need be read
+            return lost[0]  # a cat may have pieces that nobody reads
     return None
 
 

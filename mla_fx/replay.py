@@ -21,10 +21,10 @@ from .readings.element import constant, is_parameter
 from .readings.views import args_of
 from .replacement import Replacement
 
-MOST_NODES = 1000  # in a part that is worth keeping
-MOST_MET = 100  # between an anchor and a value that its rewrite replaces
+MOST_NODES = 1000  # behind the replaced values; a larger part of a graph is not kept
+MOST_MET = 100  # nodes looked at on the way from an anchor to a replaced value
 
-Images = dict[Node, Node]  # what stands for each node of the first place in the second
+Images = dict[Node, Node]  # for each node at the first place, the one that corresponds to it at the second
 
 
 class _Call(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-# The type of what operator graphs call; torch.ops hands out its instances, torch names the class nowhere else.
+# The class of the operators that graphs call. torch has no public name for it.
 from torch._ops import OpOverload
 
 # Short names of dtypes, as torch prints them in its own graphs.

@@ -165,7 +165,7 @@ class MlaAttention(Rule[Facts]):
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         found = attention(anchor)
-        # two products are the nope and the rope part already, and a cat in them is a rotation's
+        # two products are already the nope and the rope part; a cat inside them belongs to a rotation
         products = segments(found.scores[0]) if len(found.scores) == 1 else found.scores
         yield from PATTERN.bindings(found, products, nearest)
 
@@ -196,7 +196,7 @@ class MlaAttention(Rule[Facts]):
         value_factor = found.value_factor
         if match.choices["values"] == "expanded":
             value_factor *= match.reading(Contraction, "down").factor
-        # an absorbed query is read as it stands, its own factor included
+        # an absorbed query is taken as it is, and its factor is part of it
         nope_factor = nope.factor * up.factor if is_expanded else nope.factor
         query_factor, dtype = nope_factor / rotary.factor, _dtype(match)
         return Facts(match, found, rotary.factor, query_factor, value_factor, dtype, b, s, n, t, d, dr, hckv, dv)

@@ -63,7 +63,7 @@ def decode_call(model_type: str) -> Call:
         cache = StaticCache(config=config, max_cache_len=CONTEXT)
         with torch.no_grad():
             model(torch.zeros(1, PROMPT, dtype=torch.long) + 3, past_key_values=cache)
-    except Exception as error:  # any of hundreds of model types, each with demands of its own
+    except Exception as error:  # hundreds of model types fail in ways of their own
         raise CommandError(
             f"a tiny {model_type} cannot be built and prefilled ({type(error).__name__}: {error}); "
             "give a script with a build() that returns the model and its inputs instead."

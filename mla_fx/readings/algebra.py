@@ -34,7 +34,7 @@ class Product:
     number: float
 
 
-MOST_OPERATIONS = 100  # in one sum or product; more make no MLA, and a sum of sums can stand for any number of terms
+MOST_OPERATIONS = 100  # read in one sum or product: nested sums double with each level, and MLA has few terms
 Budget = Iterator[int]
 
 

@@ -272,7 +272,7 @@ def _filled(node: Node) -> float | None:
     return _attribute(node)
 
 
-# What holds the number that its operand holds.
+# Operators whose result is filled with the same number as their operand.
 KEEPING = CASTS | {aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default}
 
 
