@@ -89,7 +89,7 @@ class _Bound(Pattern):
         if before is not None and before.origin is element.origin:
             yield match.bind(self.name, element)
         elif before is not None:
-            yield from self.pattern.bindings(element, match, nearest)  # computed a second time, so matched a second time
+            yield from self.pattern.bindings(element, match, nearest)  # computed a second time: matched a second time
         else:
             yield from self.pattern.bindings(element, match.bind(self.name, element), nearest)
 
