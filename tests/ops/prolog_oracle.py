@@ -1,4 +1,4 @@
-"""Calls of mla_prolog.v3, and their results: float64, one token and one head at a time, caches as bytes."""
+"""Calls of mla_prolog_v3, and their results: float64, one token and one head at a time, caches as bytes."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from mla_fx.ops.mla_prolog_v3 import samples as _prolog_sample
 from ops.harness import CATALOGUE, by_name, nd_offset, nz_offset
 
 TILE = 128
-V3 = CATALOGUE["mla_prolog.v3"]
+V3 = CATALOGUE["mla_prolog_v3"]
 CACHES = ("kv_cache", "kr_cache")
 # Every combination of quantisations with every cache mode that it has.
 PAGED = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ")

@@ -1,4 +1,4 @@
-"""Where mla_prolog.v3 ends: refusals, edges of sizes and values, strided caches, one compilation for all sizes."""
+"""Where mla_prolog_v3 ends: refusals, edges of sizes and values, strided caches, one compilation for all sizes."""
 
 import pytest
 import torch
@@ -209,9 +209,9 @@ def test_lengths_as_a_list_or_of_either_dtype(cache_mode):
     wanted = results(a).values()
     for ends in (a["actual_seq_len"].tolist(), a["actual_seq_len"].long()):
         arguments = a | {"actual_seq_len": ends}
-        same_tensors(torch.ops.mla_fx.mla_prolog(**arguments), wanted)
+        same_tensors(torch.ops.mla_fx.mla_prolog_v3(**arguments), wanted)
         caches = {name: a[name].clone() for name in CACHES}
-        torch.ops.mla_fx.mla_prolog_(**(arguments | caches))
+        torch.ops.mla_fx.mla_prolog_v3_(**(arguments | caches))
         same_tensors(caches.values(), list(wanted)[5:])
 
 
@@ -420,7 +420,7 @@ def compiled_call(first, names):
     rest = {name: value for name, value in first.items() if not isinstance(value, float)}
 
     def layer(*tensors):
-        return torch.ops.mla_fx.mla_prolog(**(rest | dict(zip(names, tensors, strict=True))))
+        return torch.ops.mla_fx.mla_prolog_v3(**(rest | dict(zip(names, tensors, strict=True))))
 
     return layer
 

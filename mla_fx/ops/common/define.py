@@ -116,9 +116,8 @@ def define(
         results = fake(**{argument: value for argument, value in arguments.items() if argument not in outputs})
         return tuple(results[position] for position in kept) or None
 
-    base, _, variant = name.partition(".")
     twin, twin_host = _register(
-        f"{base}_.{variant}" if variant else f"{base}_",
+        f"{name}_",
         _with_outputs(signature, outputs),
         run_in_place,
         run_fake_in_place,
@@ -159,18 +158,24 @@ def _register(
     def listed(kernel: Kernel) -> Kernel:
         return lambda **arguments: kernel(**(arguments | {key: as_lengths(arguments[key]) for key in lengths}))
 
-    host_name = f"{name}_host" if "." in name else f"{name}.host"
-    host = _register_overload(host_name, _with_lists(signature, lengths), listed(run), listed(fake), returns, mutates)
+    listed_signature = _with_lists(signature, lengths)
+    host = _register_overload(f"{name}.host", listed_signature, listed(run), listed(fake), returns, mutates)
     return overload, host
 
 
 def _register_overload(
     name: str, signature: inspect.Signature, run: Kernel, fake: Kernel, returns: Sequence[str], mutates: Sequence[str]
 ) -> OpOverload:
+    required = [parameter.name for parameter in signature.parameters.values() if parameter.annotation is Tensor]
+
     def named(kernel: Kernel) -> Kernel:
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
+            # PyTorch lets None through where a schema says Tensor.
+            for argument in required:
+                if bound.arguments[argument] is None:
+                    raise ValueError(f"{argument} is None; it must be a tensor.")
             return kernel(**bound.arguments)
 
         return call

@@ -1,6 +1,5 @@
-"""Calls of mla_prolog.v3: every combination of quantisations and every cache mode."""
+"""Calls of mla_prolog_v3: every combination of quantisations and every cache mode."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.sample import Sampler
 
-from .operator import TILE
+from .arguments import TILE
 
 BLOCK_SIZE, BLOCKS = 16, 4
 STEP = 1 / 40  # of int8 values drawn from a normal distribution of width 1
@@ -50,13 +49,6 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
             sample(dtype, 2, 3, "BSND", (2, 3)),
         ]
     yield from calls
-
-
-def samples_in_v1_order(dtype: torch.dtype) -> Iterator[Sample]:
-    """A few of `samples`, with cache_index behind the tables."""
-    for mode, args, kwargs in itertools.islice(samples(dtype), 0, None, 6):
-        index = kwargs.pop("cache_index")
-        yield Sample(mode, (*args[:9], index, *args[9:]), kwargs)
 
 
 def sample(
