@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.ops.kv_rmsnorm_rope_cache import operator as module
 from ops.harness import CATALOGUE, by_name, cases, compiles_once, nd_offset, nz_offset, twin_call
 
 NAME = "kv_rmsnorm_rope_cache"
@@ -149,7 +148,10 @@ def test_sample_against_oracle(operator, args, kwargs):
 
 def build(mode, *, batch=2, steps=5, heads=0, quantize=(), offset=True, block_size=32, spare=1, dtype=torch.float32,
           negative=0.0, seed=0, rotate=True):  # fmt: skip
-    """Arguments of any sizes; `spare` blocks or positions more than needed, a share of `negative` indices."""
+    """Arguments of any sizes; `spare` blocks or positions more than needed, a share of `negative` indices.
+
+    `heads` are those of v, 0 being no v, without which there are no offsets.
+    """
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -174,7 +176,7 @@ def build(mode, *, batch=2, steps=5, heads=0, quantize=(), offset=True, block_si
         caches.append((30 * cache.clamp(-4, 4)).to(torch.int8) if name in quantize else cache)
         columns.append(40 + 9 * torch.randn(*([heads] if heads else []), width, generator=random))
     scales = [column if name in quantize else None for name, column in zip("kc", columns, strict=True)]
-    offsets = [None if scale is None or not offset else scale.flip(-1) - 40 for scale in scales]
+    offsets = [None if scale is None or not offset or not heads else scale.flip(-1) - 40 for scale in scales]
     total = k_width if heads else k_width + ckv_width
     args = (
         normal(batch, count, steps, total), 1 + 0.1 * normal(k_width if heads else ckv_width),
@@ -230,7 +232,7 @@ def test_compiles_once_for_all_sizes(mode, heads, quantize):
 
 @pytest.mark.parametrize("mode", ["Norm", "PA", "PA_BLK_BNSD"])
 def test_body_is_traced_once_for_all_sizes(mode):
-    compiles_once(lambda *args: module.body(*args, cache_mode=mode), of_many_sizes(mode))
+    compiles_once(lambda *args: OPERATOR.body(*args, cache_mode=mode), of_many_sizes(mode))
 
 
 @pytest.mark.parametrize(("mode", "heads", "quantize"), FORMS)
@@ -247,7 +249,7 @@ def test_twin_compiles_and_writes_the_caches(mode, heads, quantize):
 def test_body_writes_each_cache_by_one_index_put(mode, heads, quantize):
     """And makes nothing else of a cache's size but views: only then can a compiler write it in place."""
     args, kwargs = build(mode, heads=heads, quantize=quantize, spare=9)
-    graph = make_fx(lambda *tensors: module.body(*tensors, **kwargs))(*args).graph
+    graph = make_fx(lambda *tensors: OPERATOR.body(*tensors, **kwargs))(*args).graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
     big = [node.target for node in calls if node.meta["val"].numel() in (args[5].numel(), args[6].numel())]
     views = (torch.ops.aten.view.default,)
@@ -278,39 +280,61 @@ def integers(**options):
     return args, kwargs, {k: v.float().numpy() for k, v in values if torch.is_tensor(v) and v.is_floating_point()}
 
 
-def emulated_rows(a):
-    rank = a["gamma"].shape[0]
-    key, latent = a["kv"][..., rank:], a["kv"][..., :rank]
-    mean = (latent * latent).sum(-1, keepdims=True, dtype=np.float32) * np.float32(1 / rank)
-    normed = latent / np.sqrt(mean + np.float32(1e-5))
-    first, second, half = key[..., 0::2], key[..., 1::2], key.shape[-1] // 2
+def emulated_norm(x):
+    mean = (x * x).sum(-1, keepdims=True, dtype=np.float32) * np.float32(1 / x.shape[-1])
+    return x / np.sqrt(mean + np.float32(1e-5))
+
+
+def emulated_rope(x, a):
+    first, second, half = x[..., 0::2], x[..., 1::2], x.shape[-1] // 2
     low = first * a["cos"][..., :half] - second * a["sin"][..., :half]
     high = second * a["cos"][..., half:] + first * a["sin"][..., half:]
-    return np.concatenate((low, high), -1), normed
+    return np.concatenate((low, high), -1)
+
+
+def emulated_rows(a):
+    """The key, and the latent before its product with gamma."""
+    rank = a["gamma"].shape[0]
+    return emulated_rope(a["kv"][..., rank:], a), emulated_norm(a["kv"][..., :rank])
+
+
+def emulated_rows_with_v(a):
+    """The key of all heads, and v."""
+    key, width = emulated_norm(a["kv"]) * a["gamma"], a["cos"].shape[-1]
+    return np.concatenate((emulated_rope(key[..., :width], a), key[..., width:]), -1), a["v"]
 
 
 def rows_of(result, args):
-    """The rows of an NZ cache in the order of the tokens, read byte by byte."""
-    _, block_size, _, width = result.shape
+    """The rows [B, N, S, D] of an NZ cache in the order of the tokens, read byte by byte."""
+    batch, heads, steps, _ = args[0].shape
+    width = result.shape[-1]
     raw = result.contiguous().view(-1)
-    rows = [[raw[nz_offset(int(slot), d, block_size, width, 1)].item() for d in range(width)] for slot in args[4]]
-    return np.array(rows, np.int8)
+    places = itertools.product(range(batch), range(heads), range(steps), range(width))
+    offsets = [byte_offset("PA_NZ", result.shape, 1, args[4], steps, (b, s, n, d)) for b, n, s, d in places]
+    return raw[offsets].view(batch, heads, steps, width).numpy()
+
+
+def test_int8_is_taken_from_unrounded_float32_values():
+    args, kwargs, a = integers(quantize="kc")
+    results = OPERATOR.overload(*args, **kwargs)
+    key, normed = emulated_rows(a)
+    rows = (key, a["k_rope_scale"]), (normed * a["gamma"], a["c_kv_scale"])
+    for result, (row, scale) in zip(results, rows, strict=False):
+        actual = rows_of(result, args)
+        assert np.array_equal(actual, int8(row * scale))
+        assert not np.array_equal(actual, int8(bfloat16(row) * scale))
 
 
 @pytest.mark.parametrize("offset", [False, True])
-def test_int8_is_taken_from_unrounded_float32_values(offset):
-    args, kwargs, a = integers(quantize="kc", offset=offset)
+def test_int8_with_v_is_taken_from_unrounded_float32_values(offset):
+    args, kwargs, a = integers(quantize="kc", heads=2, offset=offset)
     results = OPERATOR.overload(*args, **kwargs)
-    key, normed = emulated_rows(a)
-    for result, row, scale, shift in (
-        (results[0], key, a["k_rope_scale"], a.get("k_rope_offset")),
-        (results[1], normed * a["gamma"], a["c_kv_scale"], a.get("c_kv_offset")),
-    ):
-        product, rounded = row * scale, bfloat16(row) * scale
-        wanted, early = (int8(x if shift is None else x + shift) for x in (product, rounded))
+    for result, row, name in zip(results, emulated_rows_with_v(a), ("k_rope", "c_kv"), strict=False):
+        scale, shift = a[f"{name}_scale"][:, None], a[f"{name}_offset"][:, None] if offset else np.float32(0)
         actual = rows_of(result, args)
-        assert np.array_equal(actual, wanted.reshape(actual.shape))
-        assert not np.array_equal(actual, early.reshape(actual.shape))
+        assert np.array_equal(actual, int8(row * scale + shift))
+        if name == "k_rope":
+            assert not np.array_equal(actual, int8(bfloat16(row) * scale + shift))
 
 
 def test_rows_are_rounded_once_to_bfloat16_ties_to_even():
@@ -329,7 +353,7 @@ def test_gamma_after_cast_rounds_before_and_after_gamma_and_quantises_that():
     _, ckv_cache, _, c_kv = OPERATOR.overload(*args, **kwargs, gamma_after_cast=True)
     assert np.array_equal(c_kv.float().numpy(), wanted)
     actual = rows_of(ckv_cache, args)
-    assert np.array_equal(actual, int8(wanted * a["c_kv_scale"] + a["c_kv_offset"]).reshape(actual.shape))
+    assert np.array_equal(actual, int8(wanted * a["c_kv_scale"]))
 
 
 def test_int8_ties_go_to_even_and_large_values_saturate():
