@@ -36,7 +36,7 @@ def check(a: Arguments) -> None:
         raise ValueError(
             "is_output_kv is True; it must be False with cache_mode 'Norm', in which the kernel ignores it."
         )
-    widths = check_method_1(a) if a.v is None else check_method_2(a)
+    widths = check_without_v(a) if a.v is None else check_with_v(a, a.v)
     check_caches(a, *widths)
     for name, width in zip(CACHES, widths, strict=True):
         check_quantisation(a, name, width)
@@ -59,7 +59,7 @@ def check_dtypes(a: Arguments) -> None:
             check_dtype(name, arguments[name], allowed)
 
 
-def check_method_1(a: Arguments) -> tuple[int, int]:
+def check_without_v(a: Arguments) -> tuple[int, int]:
     """The widths Dr and Hckv."""
     check_shape("kv", a.kv, "B, 1, S, Hckv+Dr", (None, 1, None, None))
     check_rank("gamma", a.gamma, "Hckv")
@@ -69,14 +69,14 @@ def check_method_1(a: Arguments) -> tuple[int, int]:
     return width, rank
 
 
-def check_method_2(a: Arguments) -> tuple[int, int]:
+def check_with_v(a: Arguments, v: Tensor) -> tuple[int, int]:
     """The widths Dk and Dv."""
     check_rank("kv", a.kv, "B, N, S, Dk")
     *rows, total = a.kv.shape
     if all(known_to_differ(rows[1], heads) for heads in HEADS):
         raise ValueError(f"kv has {rows[1]} heads; allowed with v: {', '.join(map(str, HEADS))}.")
     check_shape("gamma", a.gamma, "Dk", (total,))
-    check_shape("v", a.v, "B, N, S, Dv", (*rows, None))
+    check_shape("v", v, "B, N, S, Dv", (*rows, None))
     width = total
     for name in ("cos", "sin"):
         table = getattr(a, name)
@@ -86,7 +86,7 @@ def check_method_2(a: Arguments) -> tuple[int, int]:
     check_tables(a, width)
     if width > total:
         raise ValueError(f"cos has {width} columns; at most the {total} of kv can be rotated.")
-    return total, a.v.shape[-1]
+    return total, v.shape[-1]
 
 
 def check_tables(a: Arguments, width: int) -> None:
