@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fx.ops.mla_prolog_quant import operator as mla_prolog_quant
+from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops.mla_prolog_quant import samples as _samples
 from ops.harness import (
     CATALOGUE,
     by_name,
@@ -35,6 +36,9 @@ MODES = {
     "asymmetric": {"is_symmetry": False},
     "asymmetric, smooth": {"smooth": (1, 24), "is_symmetry": False},
     "unquantised": {"quantised": False},
+    "int8 tokens": {"int8_tokens": True},
+    "int8 tokens, asymmetric": {"int8_tokens": True, "is_symmetry": False},
+    "int8 tokens, unquantised": {"int8_tokens": True, "quantised": False},
 }
 ORACLE_EPSILON = {torch.float64: 2.0**-46}  # of the magnitudes that enter a sum of at most 64 terms
 FLOAT32_EPSILON = 2.0**-20
@@ -104,6 +108,17 @@ class Bounded:
         codes = self.value / s + offset.value
         return self.also(codes, self.slack / s + (self.value / s).abs() * loss + offset.slack), scale, offset
 
+    def as_codes(self):
+        """Codes after rounding: exact wherever the slack leaves one answer."""
+        low, value, high = ((self.value + step).round() for step in (-self.slack, 0, self.slack))
+        return Bounded(value, torch.maximum(high - value, value - low), self.dtype)
+
+    def dequantised(self, scale, columns):
+        """An integer product times the scale of its row, itself bounded, and those of its columns."""
+        factors = columns * scale.value
+        drift = self.value.abs() * columns * scale.slack
+        return self.also(self.value * factors, self.slack * factors + drift)
+
     def check(self, actual):
         """`actual` is a rounding to its own dtype of something within the slack."""
         low, high = (to_dtype(self.value + step, actual.dtype) for step in (-self.slack, self.slack))
@@ -129,8 +144,16 @@ def check_against_oracle(args, kwargs, results, before):
         same_tensors([results[name + "_out"].flatten(0, 1)[kept]], [before[name].flatten(0, 1)[kept]])
 
 
+def projected(a, row, name):
+    """A row of token_x through w_dq or w_dkv_kr."""
+    if a[f"dequant_scale_{name}"] is None:
+        return row.matmul(a[name]).rounded()
+    codes, scale, _ = row.symmetric_codes()
+    return codes.as_codes().matmul(a[name]).dequantised(scale, a[f"dequant_scale_{name}"][0]).rounded()
+
+
 def check_query(a, row, token, results):
-    norm = row.matmul(a["w_dq"]).rounded().rms_norm(a["gamma_cq"], a["epsilon_cq"]).rounded()
+    norm = projected(a, row, "w_dq").rms_norm(a["gamma_cq"], a["epsilon_cq"]).rounded()
     actual = results["q_norm_out"][token]
     if actual.dtype != torch.int8:
         norm.check(actual)
@@ -145,9 +168,7 @@ def check_query(a, row, token, results):
         # From here on the actual codes count: a tie that went the other way is no error behind it.
         shifted = actual.double() if offset is None else actual.double() - offset.value
         slack = torch.zeros_like(shifted) if offset is None else offset.slack.expand_as(shifted)
-        up = Bounded(shifted, slack, row.dtype).matmul(a["w_uq_qr"])
-        columns = a["dequant_scale"][:, 0] * scale.value
-        up = up.also(up.value * columns, up.slack * columns + up.value.abs() * columns * scale.slack / scale.value)
+        up = Bounded(shifted, slack, row.dtype).matmul(a["w_uq_qr"]).dequantised(scale, a["dequant_scale"][:, 0])
     up = up.rounded()
     heads, nope, _ = a["w_uk"].shape
     for head in range(heads):
@@ -160,7 +181,7 @@ def check_key(a, row, token, results):
     slot = int(a["cache_index"][token])
     if slot < 0:
         return
-    key = row.matmul(a["w_dkv_kr"]).rounded()
+    key = projected(a, row, "w_dkv_kr")
     rank = len(a["gamma_ckv"])
     latent = key[:rank].rms_norm(a["gamma_ckv"], a["epsilon_ckv"]).rounded()
     stored = {name: cache_row(results[name + "_out"], slot) for name in CACHES}
@@ -207,7 +228,7 @@ def test_sample_against_oracle(operator, args, kwargs):
 
 def named_sample(dtype=torch.float64, mode="quantised", seed=11, **options):
     """One sample's arguments by name."""
-    args, kwargs = mla_prolog_quant.sample(dtype, seed, **MODES[mode], **options)
+    args, kwargs = _samples.sample(dtype, seed, **MODES[mode], **options)
     return by_name(OPERATOR, args, kwargs)
 
 
@@ -276,7 +297,7 @@ def test_nan_and_inf_stay_with_their_token(mode, poison):
     results = functional((), arguments | {"token_x": spoiled})
     slot = int(arguments["cache_index"][2])
     for name, result in results.items():
-        if result.numel() == 0 or (name == "k_scale_cache_out" and mode == "unquantised"):
+        if result.numel() == 0 or (name == "k_scale_cache_out" and "unquantised" in mode):
             same_tensors([result], [clean[name]])
             continue
         rows, wanted = (value.flatten(0, 1) if "cache" in name else value for value in (result, clean[name]))
@@ -369,19 +390,25 @@ SIZES = {
 
 def drawn(mode, tokens, hidden, compressed, heads, nope, quarter, half, blocks, block_size, seed, dtype=torch.float64):
     """Arguments of the given sizes."""
-    draw = mla_prolog_quant.Sampler(dtype, seed)
+    draw = Sampler(dtype, seed)
     rank, width, columns = 4 * quarter, 2 * half, heads * (nope + 2 * half)
     options = MODES[mode]
     quantised = options.get("quantised", True)
+    int8_tokens = options.get("int8_tokens", False)
+
+    def down(width):
+        weight = draw.normal(hidden, width)
+        return (40 * weight).round().clamp(-128, 127).to(torch.int8) if int8_tokens else weight
+
     weight, lead = draw.normal(compressed, columns), (blocks, block_size, 1)
     slots = draw.slots(min(tokens, blocks * block_size), blocks * block_size)
     return {
         "token_x": draw.normal(tokens, hidden),
-        "w_dq": draw.normal(hidden, compressed),
+        "w_dq": down(compressed),
         "w_uq_qr": (40 * weight).round().clamp(-128, 127).to(torch.int8) if quantised else weight,
         "dequant_scale": draw.normal(columns, 1).abs().float() if quantised else torch.empty(0, 1),
         "w_uk": draw.normal(heads, nope, rank),
-        "w_dkv_kr": draw.normal(hidden, rank + width),
+        "w_dkv_kr": down(rank + width),
         "gamma_cq": draw.gamma(compressed),
         "gamma_ckv": draw.gamma(rank),
         **dict(zip(("cos", "sin"), draw.tables(tokens, width), strict=True)),
@@ -390,6 +417,8 @@ def drawn(mode, tokens, hidden, compressed, heads, nope, quarter, half, blocks, 
         "kr_cache": draw.normal(*lead, width),
         "k_scale_cache": draw.normal(*lead, 4).float(),
         "smooth_scales_cq": draw.gamma(compressed).float() if "smooth" in options else None,
+        "dequant_scale_w_dq": draw.normal(1, compressed).abs().float() if int8_tokens else None,
+        "dequant_scale_w_dkv_kr": draw.normal(1, rank + width).abs().float() if int8_tokens else None,
         "is_symmetry": options.get("is_symmetry", True),
     }
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.ops.mla_prolog_quant import operator as mla_prolog_quant
 from ops.harness import CATALOGUE, by_name, refuses, result_names, same_tensors
 
 OPERATOR = CATALOGUE["mla_prolog_quant"]
@@ -87,13 +86,23 @@ def emulated_rope(x, cos, sin):
     return np.concatenate((one, other), -1)
 
 
+def emulated_projections(a, r, one_product_each):
+    """token_x through w_dq and w_dkv_kr."""
+    x = a["token_x"]
+    if a.get("dequant_scale_w_dq") is not None:
+        codes, scale = emulated_codes(x)
+        weights = (("w_dq", "dequant_scale_w_dq"), ("w_dkv_kr", "dequant_scale_w_dkv_kr"))
+        sums = [(codes.astype(np.int64) @ a[name].astype(np.int64)).astype(FLOAT) for name, _ in weights]
+        return [r(total * scale * a[columns]) for total, (_, columns) in zip(sums, weights, strict=True)]
+    first, second = (x[:, half] @ a["w_dq"][half] for half in (slice(0, 4), slice(4, 8)))
+    return r(r(first) + r(second) if one_product_each else first + second), r(x @ a["w_dkv_kr"])
+
+
 def emulated(arguments, *, one_product_each=False, rope_unrounded=False, scale_of_max=False, **norm):
     """All results but the caches' untouched slots. The options take the other side of a contradiction each."""
     r = bf16 if arguments["token_x"].dtype == torch.bfloat16 else np.asarray
     a = {key: value.float().numpy() if torch.is_tensor(value) else value for key, value in arguments.items()}
-    x, halves = a["token_x"], (slice(0, 4), slice(4, 8))
-    products = [x[:, half] @ a["w_dq"][half] for half in halves]
-    compressed = r(r(products[0]) + r(products[1]) if one_product_each else products[0] + products[1])
+    compressed, key = emulated_projections(a, r, one_product_each)
     z = r(emulated_norm(compressed, a["gamma_cq"], a["epsilon_cq"], **norm))
     if a["smooth_scales_cq"] is not None:
         z = z * a["smooth_scales_cq"]
@@ -112,7 +121,6 @@ def emulated(arguments, *, one_product_each=False, rope_unrounded=False, scale_o
     nope = r(np.einsum("tnd,ndr->tnr", up[..., :NOPE], a["w_uk"]))
     tables = a["cos"][:, None], a["sin"][:, None]
     query_rope = r(emulated_rope((wide if rope_unrounded else up)[..., NOPE:], *tables))
-    key = r(x @ a["w_dkv_kr"])
     rank = len(a["gamma_ckv"])
     latent = r(emulated_norm(key[:, :rank], a["gamma_ckv"], a["epsilon_ckv"], **norm))
     latent, k_scale = emulated_codes(latent.reshape(TOKENS, 4, rank // 4), scale_of_max)
@@ -140,6 +148,33 @@ def test_every_bit(dense, smooth, is_symmetry, dtype):
         arguments = integer_arguments(dense, seed, dtype, is_symmetry=is_symmetry)
         arguments["smooth_scales_cq"] = arguments["smooth_scales_cq"] if smooth else None
         assert differing(arguments) == set()
+
+
+def with_int8_tokens(arguments, seed=0):
+    """Those of `integer_arguments` that are not dense: the sums of the norms have one answer still."""
+    draw = np.random.default_rng(seed)
+    scales = {f"dequant_scale_{name}": torch.tensor(draw.uniform(0.5, 2, (1, arguments[name].shape[1]))).float()
+              for name in ("w_dq", "w_dkv_kr")}  # fmt: skip
+    codes = {name: arguments[name].to(torch.int8) for name in ("w_dq", "w_dkv_kr")}
+    return arguments | codes | scales
+
+
+@pytest.mark.parametrize("is_symmetry", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int8_tokens_are_never_set_by_the_source_but_taken(is_symmetry, dtype):
+    """quant_a of pre_compute_2d() makes token_x int8; mla_prolog_quant_compute never passes its scales on."""
+    for seed in range(20):
+        arguments = with_int8_tokens(integer_arguments(False, seed, dtype, is_symmetry=is_symmetry), seed)
+        assert differing(arguments) == set()
+
+
+def test_tokens_are_made_int8_before_their_products():
+    """Of each token the largest value becomes 127, and what lies below half a step of that is lost."""
+    arguments = with_int8_tokens(integer_arguments(False))
+    arguments["token_x"][:, 0] = 127
+    lost = arguments | {"token_x": arguments["token_x"].clone()}
+    lost["token_x"][:, 1:] += 0.25
+    same_tensors(functional(lost).values(), functional(arguments).values())
 
 
 def test_int32_sums_are_exact_where_float32_no_longer_is():
@@ -351,6 +386,37 @@ REFUSALS = [
     ("quantised, smooth", change("smooth_scales_cq", torch.Tensor.half), "smooth_scales_cq has dtype torch.float16"),
     ("quantised, asymmetric", change("dequant_scale", lambda s: s[1:]), r"dequant_scale has shape \[35, 1\]"),
     ("quantised, asymmetric, smooth", change("smooth_scales_cq", lambda s: s[:1]), r"smooth_scales_cq has shape \[1\]"),
+    (
+        "int8 tokens",
+        option(dequant_scale_w_dq=None),
+        "dequant_scale_w_dq is None; it must be a tensor with w_dq of dtype torch.int8",
+    ),
+    ("int8 tokens", option(dequant_scale_w_dkv_kr=None), "dequant_scale_w_dkv_kr is None; it must be a tensor"),
+    (
+        "int8 tokens",
+        change("dequant_scale_w_dq", lambda s: s.mT),
+        r"dequant_scale_w_dq has shape \[24, 1\]; it must be \[1, Hcq\] = \[1, 24\]",
+    ),
+    (
+        "int8 tokens",
+        change("dequant_scale_w_dkv_kr", lambda s: s[0]),
+        r"dequant_scale_w_dkv_kr has shape \[20\]; it must be \[1, Hckv\+Dr\]",
+    ),
+    (
+        "int8 tokens",
+        change("dequant_scale_w_dq", torch.Tensor.double),
+        "dequant_scale_w_dq has dtype torch.float64; allowed: torch.float32",
+    ),
+    ("int8 tokens", change("w_dkv_kr", torch.Tensor.float), "w_dkv_kr has dtype torch.float32; allowed: torch.int8"),
+    ("int8 tokens", change("w_dq", torch.Tensor.float), "w_dkv_kr has dtype torch.int8; it must be torch.float32"),
+    ("int8 tokens", change("token_x", torch.Tensor.char), "token_x has dtype torch.int8; allowed: torch.bfloat16"),
+    (
+        "quantised",
+        option(dequant_scale_w_dq=torch.ones(1, 24)),
+        "dequant_scale_w_dq is given; it must be None with w_dq of dtype torch.float32",
+    ),
+    ("quantised", option(dequant_scale_w_dkv_kr=torch.ones(1, 20)), "dequant_scale_w_dkv_kr is given; it must be None"),
+    ("int8 tokens, unquantised", change("w_dq", torch.Tensor.half), "w_dq has dtype torch.float16; it must be"),
     ("unquantised", option(is_symmetry=False), "is_symmetry is False; it must be True with an empty dequant_scale"),
     (
         "unquantised",
@@ -375,4 +441,4 @@ def test_refusal_writes_nothing(mode, spoil, message):
 
 
 def test_every_mode_refuses_something():
-    assert {mode for mode, _, _ in REFUSALS} == {sample.mode for sample in mla_prolog_quant.samples(torch.float32)}
+    assert {mode for mode, _, _ in REFUSALS} == {sample.mode for sample in OPERATOR.samples(torch.float32)}
