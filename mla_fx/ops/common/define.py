@@ -40,9 +40,9 @@ class Operator:
 
     `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
     is `(rtol, atol)`; `inplace` is the twin that writes its caches or outputs and returns the other results, or None;
-    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler
-    must always call what is not `traceable`; of all others `stays`, on the same arguments, says why a call with these
-    must stay one, or None.
+    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
+    trace `body` in place of a call only if `traceable`, and if `stays`, given the same arguments, returns None; a
+    sentence from it says why this call has to stay.
     """
 
     name: str
@@ -83,9 +83,10 @@ def define(
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
     `body`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the twin has.
-    `writes` maps each result that the twin `mla_fx::name_`, run by `in_place`, does not return to the argument that it
-    writes instead: a cache among the arguments of `body`, or an output that only the twin takes, behind the arguments
-    without a default. Of `lengths`, integer tensors, an overload `host` of both takes lists.
+    `in_place` is what the twin `mla_fx::name_` does. `writes` maps each result that the twin does not return to the
+    argument that it writes instead: a cache among the arguments of `body`, or an output that only the twin takes,
+    behind the arguments without a default. Both forms have an overload `host`, which takes lists for the tensors
+    `lengths`. None for a required tensor raises a ValueError before `check` is called.
     """
     if record is not None:
         body, check, fake = (_on_arguments(function, record) for function in (body, check, fake))
@@ -129,13 +130,14 @@ def define(
 
 
 def _on_arguments(function: Kernel, record: Callable[..., Any]) -> Kernel:
-    """A function of a record as one of the arguments that the record is made of, and of what else it takes by name."""
-    signature = inspect.signature(record)
+    """`function`, which takes a record, as a function of the record's fields; other keywords are handed on."""
+    results = inspect.signature(function).return_annotation
+    signature = inspect.signature(record).replace(return_annotation=results)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        more = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
-        return function(record(*args, **kwargs), **more)
+        others = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
+        return function(record(*args, **kwargs), **others)
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature looks for
     return call

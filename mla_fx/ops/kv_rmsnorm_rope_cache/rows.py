@@ -73,7 +73,7 @@ def write(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> Tensor
     """The cache with `rows` [B, N, S, D] at `slots`, as a new tensor."""
     if rows.shape[1] == 1:
         return store(cache, slots, rows.squeeze(1), cache_mode)
-    return store(*one_head(cache, slots, rows, cache_mode), cache_mode).view(cache.shape)
+    return store(*as_one_head(cache, slots, rows, cache_mode), cache_mode).view(cache.shape)
 
 
 def write_(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> None:
@@ -81,11 +81,14 @@ def write_(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> None:
     if rows.shape[1] == 1:
         store_(cache, slots, rows.squeeze(1), cache_mode)
     else:
-        store_(*one_head(cache, slots, rows, cache_mode), cache_mode)
+        store_(*as_one_head(cache, slots, rows, cache_mode), cache_mode)
 
 
-def one_head(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The same write to the same memory as if to one head: heads follow one another in a page's columns, or in T."""
+def as_one_head(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The write of N heads as that of a single one.
+
+    Heads lie side by side in a row of a page, and one after another in the positions of a "Norm" cache.
+    """
     if cache_mode != "Norm":
         blocks, block_size, heads, width = cache.shape
         return cache.view(blocks, block_size, 1, heads * width), slots, rows.transpose(1, 2).flatten(2)

@@ -17,23 +17,29 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("Norm", *sample(dtype, 2, "Norm", 3, shared=True, rope_layout="interleave_interleave"))
     yield Sample("PA", *sample(dtype, 3, "PA", 3, skip=2, is_output_kv=True))
     yield Sample("PA_BNSD", *sample(dtype, 4, "PA_BNSD", 3, rotate=False, epsilon=0.1))
-    yield Sample("PA_NZ", *paged(dtype, 5, "PA_NZ", 5, skip=2))
-    yield Sample("PA_BLK_BNSD", *paged(dtype, 6, "PA_BLK_BNSD", 33, skip=1, is_output_kv=True))
-    yield Sample("PA_BLK_NZ", *paged(dtype, 7, "PA_BLK_NZ", 32, rope_layout="half_half", gamma_after_cast=True))
-    yield Sample("PA, int8", *paged(dtype, 8, "PA", 5, quantize=("k_rope", "c_kv"), skip=1))
-    yield Sample("PA_BNSD, int8", *paged(dtype, 9, "PA_BNSD", 5, quantize=("c_kv",)))
-    yield Sample("PA_NZ, int8", *paged(dtype, 10, "PA_NZ", 5, quantize=("k_rope", "c_kv")))
-    yield Sample("PA_BLK_BNSD, int8", *paged(dtype, 11, "PA_BLK_BNSD", 33, quantize=("k_rope",), gamma_after_cast=True))
-    yield Sample("PA_BLK_NZ, int8", *paged(dtype, 12, "PA_BLK_NZ", 40, quantize=("c_kv",), rotate=False, skip=1))
-    yield Sample("Norm, v", *paged(dtype, 13, "Norm", 5, heads=4, skip=3))
-    yield Sample("PA, v", *paged(dtype, 14, "PA", 5, heads=2, skip=1, rope_layout="interleave_interleave"))
-    yield Sample("PA_NZ, v", *paged(dtype, 15, "PA_NZ", 5, heads=2))
-    yield Sample("PA_BLK_BNSD, v", *paged(dtype, 16, "PA_BLK_BNSD", 33, heads=1, rotate=False))
-    yield Sample("PA_BLK_NZ, v", *paged(dtype, 17, "PA_BLK_NZ", 33, heads=8, skip=1, gamma_after_cast=True))
-    yield Sample("PA, v, int8", *paged(dtype, 18, "PA", 5, heads=2, quantize=("k_rope",), offset=True))
-    yield Sample("PA_NZ, v, int8", *paged(dtype, 19, "PA_NZ", 5, heads=2, quantize=("k_rope", "c_kv"), offset=True))
-    yield Sample("PA_BLK_BNSD, v, int8", *paged(dtype, 20, "PA_BLK_BNSD", 33, heads=2, quantize=("c_kv",)))
-    yield Sample("PA_BLK_NZ, v, int8", *paged(dtype, 21, "PA_BLK_NZ", 33, heads=4, quantize=("k_rope", "c_kv"), skip=1))
+    yield Sample("PA_NZ", *wide_sample(dtype, 5, "PA_NZ", 5, skip=2))
+    yield Sample("PA_BLK_BNSD", *wide_sample(dtype, 6, "PA_BLK_BNSD", 33, skip=1, is_output_kv=True))
+    yield Sample("PA_BLK_NZ", *wide_sample(dtype, 7, "PA_BLK_NZ", 32, rope_layout="half_half", gamma_after_cast=True))
+    yield Sample("PA, int8", *wide_sample(dtype, 8, "PA", 5, quantize=("k_rope", "c_kv"), skip=1))
+    yield Sample("PA_BNSD, int8", *wide_sample(dtype, 9, "PA_BNSD", 5, quantize=("c_kv",)))
+    yield Sample("PA_NZ, int8", *wide_sample(dtype, 10, "PA_NZ", 5, quantize=("k_rope", "c_kv")))
+    yield Sample(
+        "PA_BLK_BNSD, int8", *wide_sample(dtype, 11, "PA_BLK_BNSD", 33, quantize=("k_rope",), gamma_after_cast=True)
+    )
+    yield Sample("PA_BLK_NZ, int8", *wide_sample(dtype, 12, "PA_BLK_NZ", 40, quantize=("c_kv",), rotate=False, skip=1))
+    yield Sample("Norm, v", *wide_sample(dtype, 13, "Norm", 5, heads=4, skip=3))
+    yield Sample("PA, v", *wide_sample(dtype, 14, "PA", 5, heads=2, skip=1, rope_layout="interleave_interleave"))
+    yield Sample("PA_NZ, v", *wide_sample(dtype, 15, "PA_NZ", 5, heads=2))
+    yield Sample("PA_BLK_BNSD, v", *wide_sample(dtype, 16, "PA_BLK_BNSD", 33, heads=1, rotate=False))
+    yield Sample("PA_BLK_NZ, v", *wide_sample(dtype, 17, "PA_BLK_NZ", 33, heads=8, skip=1, gamma_after_cast=True))
+    yield Sample("PA, v, int8", *wide_sample(dtype, 18, "PA", 5, heads=2, quantize=("k_rope",), offset=True))
+    yield Sample(
+        "PA_NZ, v, int8", *wide_sample(dtype, 19, "PA_NZ", 5, heads=2, quantize=("k_rope", "c_kv"), offset=True)
+    )
+    yield Sample("PA_BLK_BNSD, v, int8", *wide_sample(dtype, 20, "PA_BLK_BNSD", 33, heads=2, quantize=("c_kv",)))
+    yield Sample(
+        "PA_BLK_NZ, v, int8", *wide_sample(dtype, 21, "PA_BLK_NZ", 33, heads=4, quantize=("k_rope", "c_kv"), skip=1)
+    )
 
 
 def sample(
@@ -66,7 +72,7 @@ def sample(
     return arguments, {"cache_mode": cache_mode, **options}
 
 
-def paged(
+def wide_sample(
     dtype: torch.dtype,
     seed: int,
     cache_mode: str,

@@ -25,20 +25,22 @@ CACHE_MODES = {
 QUANTIZED_MODES = ("PA_BSND", "PA_NZ", "BSND", "TND")
 
 # The scales that the page of npu_mla_prolog calls reserved: those that its kernel reads all the same, and the others.
-USED = ("dequant_scale_w_uq_qr", "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")
-UNUSED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
-RESERVED = f"npu_mla_prolog documents {', '.join(USED)} as reserved; they are used here as its kernel uses them."
+RESERVED_BUT_READ = ("dequant_scale_w_uq_qr", "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")
+RESERVED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
+READ_WARNING = (
+    f"npu_mla_prolog documents {', '.join(RESERVED_BUT_READ)} as reserved; they are used here as its kernel uses them."
+)
 
 
 def check(a: Arguments) -> None:
-    for name in UNUSED:
+    for name in RESERVED:
         check_optional(name, getattr(a, name), False, "this interface; mla_prolog_v3 takes it in weight_quant_mode 2")
     if a.weight_uq_qr.dtype == torch.int8:
         check_quantized(a)
     else:
         check_unquantized(a)
-    if not is_fake(a.token_x) and any(getattr(a, name) is not None for name in USED):
-        warnings.warn(RESERVED, stacklevel=2)
+    if not is_fake(a.token_x) and any(getattr(a, name) is not None for name in RESERVED_BUT_READ):
+        warnings.warn(READ_WARNING, stacklevel=2)
 
 
 def check_quantized(a: Arguments) -> None:
@@ -61,7 +63,7 @@ def as_v3(a: Arguments) -> v3.Arguments:
 
 
 def check_unquantized(a: Arguments) -> None:
-    for name in USED:
+    for name in RESERVED_BUT_READ:
         check_optional(name, getattr(a, name), False, f"a weight_uq_qr of {a.weight_uq_qr.dtype}")
     free = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
     check_tensors(vars(a), free=free, skip="cache_index")

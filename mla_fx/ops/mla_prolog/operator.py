@@ -35,16 +35,17 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     multiple of 16 up to 1024, n0 divides the widths, only axis 0 may have gaps;
     "Norm" [B, 1, T, *], index [B or 1, S] of positions inside the batch row;
     "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
-    A negative index stores nothing for its token. Equal non-negative indices leave either row.
+    A negative index stores nothing for its token. Where two tokens have one slot, either row is stored.
 
     rope_layout is (layout read)_(layout written), "interleave_half", "half_half" or "interleave_interleave".
     gamma_after_cast multiplies by gamma after rounding the normalised value, as Hugging Face does.
 
     An int8 weight_uq_qr means weight_quant_mode 1 of `mla_prolog_v3`, with dequant_scale_w_uq_qr and perhaps
-    smooth_scales_cq; int8 caches then mean its kv_cache_quant_mode 2, with quant_scale_ckv and quant_scale_ckr. All
-    else is as there too: no "Norm", no other rope_layout, no gamma_after_cast, no None for a tensor. The page of
-    npu_mla_prolog calls all seven scales reserved, but its kernel reads these four, hence a UserWarning;
-    dequant_scale_x, dequant_scale_w_dq and dequant_scale_w_dkv_kr are refused: `mla_prolog_v3` has the mode for them.
+    smooth_scales_cq; int8 caches then mean its kv_cache_quant_mode 2, with quant_scale_ckv and quant_scale_ckr. Shapes
+    and roundings are those of `mla_prolog_v3`, which has no "Norm", no other rope_layout and no gamma_after_cast, and
+    needs weight_dq, rmsnorm_gamma_cq and both tables. The page of npu_mla_prolog calls all seven scales reserved, but
+    its kernel reads these four, hence a UserWarning; dequant_scale_x, dequant_scale_w_dq and dequant_scale_w_dkv_kr are
+    refused: `mla_prolog_v3` has the mode for them.
 
     Returns query [B, S, N, Hckv], query_rope [B, S, N, Dr] (or [T, N, *]), kv_cache_out, kr_cache_out; the twin
     `mla_prolog_` writes the caches instead and returns the first two, for the vendor's kernel writes them although its

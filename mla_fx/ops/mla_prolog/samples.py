@@ -9,7 +9,7 @@ from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.mla_prolog_v3 import samples as samples_v3
 
-from .check import USED
+from .check import RESERVED_BUT_READ
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -58,5 +58,5 @@ def sample(
 def quantized_sample(mode: str, *call: Any, **options: Any) -> Sample:
     """A sample of v3 as a call of this interface, which takes from the dtypes what v3 takes from its modes."""
     _, args, kwargs = samples_v3.sample(*call, **options)
-    rest = {name: value for name, value in kwargs.items() if name in ("cache_mode", *USED)}
+    rest = {name: value for name, value in kwargs.items() if name in ("cache_mode", *RESERVED_BUT_READ)}
     return Sample(mode, (*args[:9], kwargs["cache_index"], *args[9:]), rest)

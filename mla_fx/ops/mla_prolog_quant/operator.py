@@ -53,7 +53,7 @@ def body(a: Arguments) -> Results:
     BlockSize, 1, 4]. Sizes are free, with Hckv divisible by 4 and Dr even. Tensors of no dtype named here share that of
     token_x (bfloat16 as in the source, float16, float32, float64), but gammas and tables may be any of these. Strides
     are free: NZ, of which the source speaks, is how an NPU stores weights. A negative index stores nothing for its
-    token. Equal non-negative indices leave either row.
+    token. Where two tokens have one slot, either row is stored.
 
     A dequant_scale with shape[0] == 0 quantises neither query nor key: w_uq_qr and kv_cache have the dtype of token_x,
     q_norm is RMSNorm(c, gamma_cq), u = r(q_norm @ w_uq_qr), and kv_cache takes RMSNorm(k[:Hckv], gamma_ckv).
@@ -147,7 +147,7 @@ def quantize_rows_with_offset(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def key_rows(a: Arguments, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What one row of kv_cache, kr_cache and k_scale_cache becomes for each token; None where nothing is quantised."""
+    """The rows of kv_cache, kr_cache and k_scale_cache for each token; without int8 latents there are no scales."""
     rank = a.gamma_ckv.shape[0]
     latent = rms_norm(keys[:, :rank], a.gamma_ckv, a.epsilon_ckv)
     key_rope = rope(keys[:, rank:], a.cos, a.sin, ROPE_LAYOUT)
@@ -159,7 +159,10 @@ def key_rows(a: Arguments, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """Takes the mean's factor before the sum and multiplies by the reciprocal root, unlike the other operators'."""
+    """RMSNorm as the source takes it: 1/n before the sum, and a product with the reciprocal of the root.
+
+    The other operators take 1/n after the sum and divide by the root.
+    """
     z = to_accumulation_dtype(x)
     mean = (z * z * (1.0 / x.shape[-1])).sum(-1, keepdim=True)
     # By way of float64: the float32 square roots of PyTorch on a CPU are not all correctly rounded.

@@ -47,7 +47,8 @@ def body(a: Arguments) -> Results:
     - 2: as 1, and token_x, weight_dq, weight_dkv_kr are int8 too, with dequant_scale_x [B*S or T, 1],
       dequant_scale_w_dq [1, Hcq], dequant_scale_w_dkv_kr [1, Hckv+Dr]. Nothing is rounded before it is normalised.
 
-    In every mode u is rounded before it meets weight_uk, and what is rotated only then.
+    In every mode the nope part of u is rounded before its product with weight_uk. In modes 1 and 2 the rope part is
+    rounded after its rotation only.
 
     kv_cache_quant_mode, with the scales that it takes, all factors that values are multiplied by, to be rounded to the
     nearest int8:
@@ -63,7 +64,8 @@ def body(a: Arguments) -> Results:
       tile_size = 128 latents, `max|ckv| * alpha / 127`, where k_nope_clip_alpha [1] is alpha; latents are clipped to
       +- `max|ckv| * alpha`. kr_cache is an empty tensor [0]. cache_mode is "PA_BSND", "BSND" or "TND".
 
-    The three coupled options are 0 in the other modes. Modes 3 to 5 of newer chips (float8, hifloat8) are refused.
+    query_quant_mode, ckvkr_repo_mode and quant_scale_repo_mode are 0 in the other modes. weight_quant_mode
+    3 to 5, float8 and hifloat8 of newer chips, is refused.
 
     cache_mode says what the caches [..., Hckv] and [..., Dr] and the int64 cache_index are:
 
@@ -76,7 +78,7 @@ def body(a: Arguments) -> Results:
     - "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
 
     BlockSize is a multiple of 16 up to 1024. Only axis 0 of a cache may have gaps. A negative index stores nothing for
-    its token or block. Equal non-negative indices leave either row. Without blocks, nothing is stored.
+    its token or block. Where two tokens have one slot, either row is stored. A cache without blocks stores nothing.
 
     Returns query [B, S, N, Hckv] and query_rope [B, S, N, Dr] (or [T, N, *]); dequant_scale_q_nope [B*S or T, N, 1],
     float32; query_norm [B, S, Hcq] or [T, Hcq], n as it meets weight_uq_qr, and its dequant_scale_q_norm [B*S or T, 1],
@@ -170,7 +172,7 @@ def product(
 
 
 def rescaled(x: Tensor, factor: float) -> Tensor:
-    """The kernel takes a factor this close to 1 for 1."""
+    """`x * factor`, where a factor nearer to 1 than float32 resolves is 1, as in the kernel."""
     return x if abs(factor - 1) < torch.finfo(torch.float32).eps else x * factor
 
 

@@ -13,7 +13,7 @@ from mla_fx.ops.common.sample import Sampler
 from .arguments import TILE
 
 BLOCK_SIZE, BLOCKS = 16, 4
-STEP = 1 / 40  # of int8 values drawn from a normal distribution of width 1
+STEP = 1 / 40  # what 1 of an int8 value stands for, when values have a standard deviation of 1
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -109,9 +109,9 @@ def sample(
         "ckvkr_repo_mode": int(packed),
         "quant_scale_repo_mode": int(packed),
     }
-    lead = {"cache_index": place(draw, blocks, cache_mode, tokens, skip, lengths), "actual_seq_len": ends(lengths)}
+    places = {"cache_index": place(draw, blocks, cache_mode, tokens, skip, lengths), "actual_seq_len": ends(lengths)}
     label = f"{cache_mode}, weight_quant_mode {weight_quant_mode}, kv_cache_quant_mode {kv_cache_quant_mode}"
-    return Sample(label, args, lead | scales | modes | (options or {}))
+    return Sample(label, args, places | scales | modes | (options or {}))
 
 
 def integers(draw: Sampler, *shape: int) -> Tensor:
@@ -119,7 +119,7 @@ def integers(draw: Sampler, *shape: int) -> Tensor:
 
 
 def scale(draw: Sampler, width: int, size: float) -> Tensor:
-    """[1, width] about `size`, of any dtype of draws in float32."""
+    """float32 [1, width] of values about `size`, whatever the dtype of the draws."""
     return size * draw.gamma(width).float().unsqueeze(0)
 
 
