@@ -25,16 +25,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COMMON = (torch.bfloat16,)
 
 
-def overload_of(name):
-    base, _, variant = name.partition(".")
-    return getattr(getattr(torch.ops.mla_fx, base), variant or "default")
-
-
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_schema_mirrors_the_body(name):
     operator = CATALOGUE[name]
     assert operator.name == name
-    assert operator.overload is overload_of(name)
+    assert operator.overload is getattr(torch.ops.mla_fx, name).default
     parameters = inspect.signature(operator.body).parameters
     for overload in filter(None, (operator.overload, operator.inplace, operator.host, operator.inplace_host)):
         added = set(written_names(overload)) - set(parameters)
@@ -66,6 +61,22 @@ def test_takes_bfloat16_and_documents_itself(name):
     documentation = inspect.getdoc(CATALOGUE[name].body) or ""
     assert "ValueError" in documentation
     assert [argument for argument in schema_names(CATALOGUE[name].overload) if argument not in documentation] == []
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_none_for_a_required_tensor_is_refused_by_name(name):
+    operator = CATALOGUE[name]
+    _, args, kwargs = next(operator.samples(torch.bfloat16))
+    functional = by_name(operator, args, kwargs)
+    forms = [(operator.overload, functional)]
+    if operator.inplace is not None:
+        forms.append((operator.inplace, twin_call(operator, args, kwargs)[1]))
+    for overload, arguments in forms:
+        required = [argument.name for argument in overload._schema.arguments if str(argument.type) == "Tensor"]
+        assert required
+        for missing in required:
+            with pytest.raises(ValueError, match=f"^{missing} is None; it must be a tensor.$"):
+                overload(**(arguments | {missing: None}))
 
 
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(COMMON))

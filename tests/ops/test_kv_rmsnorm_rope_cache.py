@@ -1,7 +1,6 @@
-"""kv_rmsnorm_rope_cache against a float64 oracle: one token, head and column at a time, caches addressed by bytes."""
+"""kv_rmsnorm_rope_cache against a float64 oracle, its roundings to the bit, and its edges."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -10,186 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.ops.kv_rmsnorm_rope_cache import operator as module
-from ops.harness import CATALOGUE, by_name, cases, compiles_once, nd_offset, nz_offset, twin_call
+from ops.harness import by_name, cases, compiles_once, twin_call
+from ops.kv_oracle import FORMS, MODES, OPERATOR, build, byte_offset, matches_oracle
 
-NAME = "kv_rmsnorm_rope_cache"
-OPERATOR = CATALOGUE[NAME]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def norm_row(row, gamma, epsilon, cast):
-    """`cast` rounds to a dtype after the division and after the product; None rounds nowhere."""
-    root = math.sqrt(sum(x * x for x in row) / len(row) + epsilon) if row else 1.0
-    if cast is None:
-        return [x / root * g for x, g in zip(row, gamma, strict=True)]
-    return [cast(cast(x / root) * g) for x, g in zip(row, gamma, strict=True)]
-
-
-def rope_row(row, cos, sin, layout):
-    half = len(row) // 2
-    out = [0.0] * len(row)
-    for i in range(half):
-        first, second = (2 * i, 2 * i + 1) if layout.startswith("interleave") else (i, half + i)
-        at_first, at_second = (i, half + i) if layout.endswith("_half") else (2 * i, 2 * i + 1)
-        out[at_first] = row[first] * cos[i] - row[second] * sin[i]
-        out[at_second] = row[second] * cos[half + i] + row[first] * sin[half + i]
-    return out
-
-
-def byte_offset(mode, shape, element_size, index, steps, place):
-    """Where the bytes of column d of head n of token (b, s) start in a cache, or None if nothing is stored."""
-    b, s, n, d = place
-    if mode == "Norm":
-        _, heads, room, width = shape
-        position = int(index[min(b, len(index) - 1)][s])
-        return None if position < 0 else (((b * heads + n) * room + position) * width + d) * element_size
-    _, block_size, heads, width = shape
-    if "BLK" in mode:
-        start = int(index[b * math.ceil(steps / block_size) + s // block_size])
-        slot = start if start < 0 else start // block_size * block_size + s % block_size
-    else:
-        slot = int(index[b * steps + s])
-    if slot < 0:
-        return None
-    if not mode.endswith("NZ"):
-        return nd_offset(slot, n * width + d, block_size, heads * width, element_size)
-    page, row = divmod(slot, block_size)
-    page_of_head = (page * heads + n) * block_size * width * element_size
-    return page_of_head + nz_offset(row, d, block_size, width, element_size)
-
-
-def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v, *,
-           epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast):  # fmt: skip
-    """The rows k_rope and c_kv in float64, and for each cache the unrounded value to be found at each byte offset."""
-    batch, heads, steps, _ = kv.shape
-    weights = gamma.tolist()
-    cast = (lambda x: torch.tensor(x, dtype=torch.float64).to(kv.dtype).item()) if gamma_after_cast else None
-    rows = {}
-    for b, n, s in itertools.product(range(batch), range(heads), range(steps)):
-        token = kv[b, n, s].tolist()
-        turned = 0 if cos is None else cos.shape[-1]
-        key, latent = token[len(weights) :], norm_row(token[: len(weights)], weights, epsilon, cast)
-        if v is not None:
-            key, latent = latent, v[b, n, s].tolist()
-        if turned:
-            at = min(b, cos.shape[0] - 1), 0, min(s, cos.shape[2] - 1)
-            key = rope_row(key[:turned], cos[at].tolist(), sin[at].tolist(), rope_layout) + key[turned:]
-        rows[b, n, s] = key, latent
-    stored = ({}, {})
-    scales = (k_rope_scale, k_rope_offset), (c_kv_scale, c_kv_offset)
-    for which, (cache, (scale, offset)) in enumerate(zip((k_cache, ckv_cache), scales, strict=True)):
-        for (b, n, s), pair in rows.items():
-            factor = None if scale is None else scale.reshape(heads, -1)[n].tolist()
-            added = None if offset is None else offset.reshape(heads, -1)[n].tolist()
-            for d, value in enumerate(pair[which]):
-                at = byte_offset(cache_mode, cache.shape, cache.element_size(), index, steps, (b, s, n, d))
-                if at is not None:
-                    value = value if factor is None else value * factor[d]
-                    stored[which][at] = value if added is None else value + added[d]
-    outputs = []
-    for which, cache in enumerate((k_cache, ckv_cache)):
-        values = [pair[which] for pair in rows.values()]
-        outputs.append(torch.tensor(values, dtype=torch.float64).view(batch, heads, steps, cache.shape[-1]))
-    return outputs, stored
-
-
-def close(actual, wanted, dtype, casts):
-    """Within one rounding to `dtype` (or as many as `casts`), on top of a few float32 roundings of values below 8."""
-    work = 1e-14 if dtype == torch.float64 else 2e-6
-    rounding = torch.finfo(dtype).eps * (0.5 if casts == 1 else casts)
-    torch.testing.assert_close(actual.double(), wanted, rtol=rounding + work, atol=work)
-
-
-def nearest(actual, wanted, dtype):
-    """The nearest int8 to `wanted`, ties to even; either neighbour where float32 cannot tell the side of a tie.
-
-    Values up to 300 carry float32 errors of some 1e-6 of that; such near ties must be rare, 0.2 % on average.
-    """
-    unsure = 1e-9 if dtype == torch.float64 else 1e-3
-    near = (wanted - wanted.floor() - 0.5).abs() < unsure
-    exact = wanted.round().clamp(-128, 127)
-    assert near.double().mean() < 0.02
-    assert torch.equal(actual.double()[~near], exact[~near])
-    assert ((actual.double() - exact).abs()[near] <= 1).all()
-
-
-def matches_oracle(args, kwargs, results=None):
-    """Results of the functional form, and every element of both caches, touched or not."""
-    arguments = by_name(OPERATOR, args, kwargs)
-    dtype = arguments["kv"].dtype
-    results = OPERATOR.overload(*args, **kwargs) if results is None else results
-    rows, stored = oracle(**arguments)
-    casts = 3 if arguments["gamma_after_cast"] else 1
-    for result, wanted in zip(results[2:], rows, strict=True):
-        assert result.dtype == dtype
-        close(result, wanted, dtype, casts)
-    for name, result, values in zip(("k_cache", "ckv_cache"), results, stored, strict=False):
-        before = arguments[name]
-        assert (result.dtype, result.shape) == (before.dtype, before.shape)
-        size = before.element_size()
-        places = torch.tensor(list(values), dtype=torch.int64) // size
-        wanted = torch.tensor(list(values.values()), dtype=torch.float64)
-        flat, old = (cache.contiguous().flatten() for cache in (result, before))
-        if result.dtype != torch.int8:
-            close(flat[places], wanted, dtype, casts)
-        elif len(places):
-            nearest(flat[places], wanted, dtype)
-        untouched = torch.ones(flat.numel(), dtype=torch.bool)
-        untouched[places] = False
-        assert torch.equal(flat.view(BITS[size])[untouched], old.view(BITS[size])[untouched])
-
-
-@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, (NAME,)))
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ("kv_rmsnorm_rope_cache",)))
 def test_sample_against_oracle(operator, args, kwargs):
     matches_oracle(args, kwargs)
-
-
-def build(mode, *, batch=2, steps=5, heads=0, quantize=(), offset=True, block_size=32, spare=1, dtype=torch.float32,
-          negative=0.0, seed=0, rotate=True):  # fmt: skip
-    """Arguments of any sizes; `spare` blocks or positions more than needed, a share of `negative` indices."""
-    random = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
-
-    rope, k_width, ckv_width = (16, 32, 64) if heads else (32, 32, 64)
-    count = max(heads, 1)
-    pages = -(-steps // block_size)
-    if mode == "Norm":
-        lead = batch, count, steps + spare
-        rows = [torch.randperm(steps + spare, generator=random)[:steps] for _ in range(batch)]
-        index = torch.stack(rows) if rows else torch.zeros(0, steps, dtype=torch.int64)
-    else:
-        lead = batch * pages + spare, block_size, count
-        wanted, room, step = (batch * pages, lead[0], block_size) if "BLK" in mode else (batch * steps, None, 1)
-        index = torch.randperm(lead[0] * block_size if room is None else room, generator=random)[:wanted] * step
-    index = torch.where(torch.rand(index.shape, generator=random) < negative, -1 - index, index)
-    angle = 6 * torch.rand(batch, 1, steps, rope, generator=random, dtype=torch.float64)
-    caches, columns = [], []
-    for name, width in (("k", k_width), ("c", ckv_width)):
-        cache = normal(*lead, width)
-        caches.append((30 * cache.clamp(-4, 4)).to(torch.int8) if name in quantize else cache)
-        columns.append(40 + 9 * torch.randn(*([heads] if heads else []), width, generator=random))
-    scales = [column if name in quantize else None for name, column in zip("kc", columns, strict=True)]
-    offsets = [None if scale is None or not offset else scale.flip(-1) - 40 for scale in scales]
-    total = k_width if heads else k_width + ckv_width
-    args = (
-        normal(batch, count, steps, total), 1 + 0.1 * normal(k_width if heads else ckv_width),
-        angle.cos().to(dtype) if rotate else None, angle.sin().to(dtype) if rotate else None,
-        index, *caches, *scales, *offsets, normal(batch, heads, steps, ckv_width) if heads else None,
-    )  # fmt: skip
-    return args, {"cache_mode": mode}
-
-
-# What a test takes of each mode: plain, quantised where the mode allows, and with v.
-FORMS = [
-    pytest.param(mode, heads, quantize, id=f"{mode}{', v' if heads else ''}{', int8' if quantize else ''}")
-    for mode, heads, quantize in itertools.product(MODES, (0, 2), ("", "kc"))
-    if not (mode == "Norm" and quantize)
-]
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -230,7 +58,7 @@ def test_compiles_once_for_all_sizes(mode, heads, quantize):
 
 @pytest.mark.parametrize("mode", ["Norm", "PA", "PA_BLK_BNSD"])
 def test_body_is_traced_once_for_all_sizes(mode):
-    compiles_once(lambda *args: module.body(*args, cache_mode=mode), of_many_sizes(mode))
+    compiles_once(lambda *args: OPERATOR.body(*args, cache_mode=mode), of_many_sizes(mode))
 
 
 @pytest.mark.parametrize(("mode", "heads", "quantize"), FORMS)
@@ -247,7 +75,7 @@ def test_twin_compiles_and_writes_the_caches(mode, heads, quantize):
 def test_body_writes_each_cache_by_one_index_put(mode, heads, quantize):
     """And makes nothing else of a cache's size but views: only then can a compiler write it in place."""
     args, kwargs = build(mode, heads=heads, quantize=quantize, spare=9)
-    graph = make_fx(lambda *tensors: module.body(*tensors, **kwargs))(*args).graph
+    graph = make_fx(lambda *tensors: OPERATOR.body(*tensors, **kwargs))(*args).graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
     big = [node.target for node in calls if node.meta["val"].numel() in (args[5].numel(), args[6].numel())]
     views = (torch.ops.aten.view.default,)
@@ -278,39 +106,61 @@ def integers(**options):
     return args, kwargs, {k: v.float().numpy() for k, v in values if torch.is_tensor(v) and v.is_floating_point()}
 
 
-def emulated_rows(a):
-    rank = a["gamma"].shape[0]
-    key, latent = a["kv"][..., rank:], a["kv"][..., :rank]
-    mean = (latent * latent).sum(-1, keepdims=True, dtype=np.float32) * np.float32(1 / rank)
-    normed = latent / np.sqrt(mean + np.float32(1e-5))
-    first, second, half = key[..., 0::2], key[..., 1::2], key.shape[-1] // 2
+def emulated_norm(x):
+    mean = (x * x).sum(-1, keepdims=True, dtype=np.float32) * np.float32(1 / x.shape[-1])
+    return x / np.sqrt(mean + np.float32(1e-5))
+
+
+def emulated_rope(x, a):
+    first, second, half = x[..., 0::2], x[..., 1::2], x.shape[-1] // 2
     low = first * a["cos"][..., :half] - second * a["sin"][..., :half]
     high = second * a["cos"][..., half:] + first * a["sin"][..., half:]
-    return np.concatenate((low, high), -1), normed
+    return np.concatenate((low, high), -1)
+
+
+def emulated_rows(a):
+    """The key, and the latent before its product with gamma."""
+    rank = a["gamma"].shape[0]
+    return emulated_rope(a["kv"][..., rank:], a), emulated_norm(a["kv"][..., :rank])
+
+
+def emulated_rows_with_v(a):
+    """The key of all heads, and v."""
+    key, width = emulated_norm(a["kv"]) * a["gamma"], a["cos"].shape[-1]
+    return np.concatenate((emulated_rope(key[..., :width], a), key[..., width:]), -1), a["v"]
 
 
 def rows_of(result, args):
-    """The rows of an NZ cache in the order of the tokens, read byte by byte."""
-    _, block_size, _, width = result.shape
+    """The rows [B, N, S, D] of an NZ cache in the order of the tokens, read byte by byte."""
+    batch, heads, steps, _ = args[0].shape
+    width = result.shape[-1]
     raw = result.contiguous().view(-1)
-    rows = [[raw[nz_offset(int(slot), d, block_size, width, 1)].item() for d in range(width)] for slot in args[4]]
-    return np.array(rows, np.int8)
+    places = itertools.product(range(batch), range(heads), range(steps), range(width))
+    offsets = [byte_offset("PA_NZ", result.shape, 1, args[4], steps, (b, s, n, d)) for b, n, s, d in places]
+    return raw[offsets].view(batch, heads, steps, width).numpy()
+
+
+def test_int8_is_taken_from_unrounded_float32_values():
+    args, kwargs, a = integers(quantize="kc")
+    results = OPERATOR.overload(*args, **kwargs)
+    key, normed = emulated_rows(a)
+    rows = (key, a["k_rope_scale"]), (normed * a["gamma"], a["c_kv_scale"])
+    for result, (row, scale) in zip(results, rows, strict=False):
+        actual = rows_of(result, args)
+        assert np.array_equal(actual, int8(row * scale))
+        assert not np.array_equal(actual, int8(bfloat16(row) * scale))
 
 
 @pytest.mark.parametrize("offset", [False, True])
-def test_int8_is_taken_from_unrounded_float32_values(offset):
-    args, kwargs, a = integers(quantize="kc", offset=offset)
+def test_int8_with_v_is_taken_from_unrounded_float32_values(offset):
+    args, kwargs, a = integers(quantize="kc", heads=2, offset=offset)
     results = OPERATOR.overload(*args, **kwargs)
-    key, normed = emulated_rows(a)
-    for result, row, scale, shift in (
-        (results[0], key, a["k_rope_scale"], a.get("k_rope_offset")),
-        (results[1], normed * a["gamma"], a["c_kv_scale"], a.get("c_kv_offset")),
-    ):
-        product, rounded = row * scale, bfloat16(row) * scale
-        wanted, early = (int8(x if shift is None else x + shift) for x in (product, rounded))
+    for result, row, name in zip(results, emulated_rows_with_v(a), ("k_rope", "c_kv"), strict=False):
+        scale, shift = a[f"{name}_scale"][:, None], a[f"{name}_offset"][:, None] if offset else np.float32(0)
         actual = rows_of(result, args)
-        assert np.array_equal(actual, wanted.reshape(actual.shape))
-        assert not np.array_equal(actual, early.reshape(actual.shape))
+        assert np.array_equal(actual, int8(row * scale + shift))
+        if name == "k_rope":
+            assert not np.array_equal(actual, int8(bfloat16(row) * scale + shift))
 
 
 def test_rows_are_rounded_once_to_bfloat16_ties_to_even():
@@ -329,7 +179,7 @@ def test_gamma_after_cast_rounds_before_and_after_gamma_and_quantises_that():
     _, ckv_cache, _, c_kv = OPERATOR.overload(*args, **kwargs, gamma_after_cast=True)
     assert np.array_equal(c_kv.float().numpy(), wanted)
     actual = rows_of(ckv_cache, args)
-    assert np.array_equal(actual, int8(wanted * a["c_kv_scale"] + a["c_kv_offset"]).reshape(actual.shape))
+    assert np.array_equal(actual, int8(wanted * a["c_kv_scale"]))
 
 
 def test_int8_ties_go_to_even_and_large_values_saturate():

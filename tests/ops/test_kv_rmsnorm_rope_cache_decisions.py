@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mla_fx.ops.kv_rmsnorm_rope_cache import operator as module
+from mla_fx.ops.kv_rmsnorm_rope_cache import samples as _samples
 from ops.harness import change, drop, element_at, nz_offset, option, refuses
-from ops.test_kv_rmsnorm_rope_cache import FORMS, MODES, OPERATOR, build, matches_oracle
+from ops.kv_oracle import FORMS, MODES, OPERATOR, build, matches_oracle
 
 
 def test_blk_index_is_a_slot_here_though_mla_prolog_takes_block_numbers():
@@ -36,10 +36,9 @@ def test_negative_index_is_documented_as_invalid_but_skips(mode):
     torch.testing.assert_close(results[2:], OPERATOR.overload(*args, **kwargs)[2:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("heads", [0, 2])
-def test_offset_is_required_by_the_document_and_ignored_by_the_kernel_but_added_when_given(heads):
-    """The document: mandatory with scales; the kernel without v: never read. Here: optional, and always added."""
-    args, kwargs = build("PA", heads=heads, quantize="kc", offset=False)
+def test_offset_is_required_by_the_document_but_optional_with_v():
+    """The document: mandatory with scales; the kernel: added if given."""
+    args, kwargs = build("PA", heads=2, quantize="kc", offset=False)
     without = OPERATOR.overload(*args, **kwargs)
     offsets = [torch.full_like(scale, 3.0) for scale in args[7:9]]
     added = OPERATOR.overload(*args[:9], *offsets, *args[11:], **kwargs)
@@ -51,11 +50,20 @@ def test_offset_is_required_by_the_document_and_ignored_by_the_kernel_but_added_
         assert torch.equal(shifted[unsaturated], plain[unsaturated] + 3)
 
 
+@pytest.mark.parametrize(("position", "name"), [(9, "k_rope_offset"), (10, "c_kv_offset")])
+def test_offset_is_ignored_by_the_kernel_without_v_and_refused(position, name):
+    """The document: mandatory with scales; the kernel without v: never read."""
+    args, kwargs = build("PA", quantize="kc")
+    args = list(args)
+    args[position] = torch.ones(args[position - 2].shape)
+    refuses(OPERATOR, args, kwargs, f"{name} is given; it must be None without v, where the kernel ignores it")
+
+
 @pytest.mark.parametrize("quantize", ["k", "c"])
-@pytest.mark.parametrize("offset", [False, True])
-def test_scales_are_documented_as_both_or_neither_but_are_independent(quantize, offset):
+@pytest.mark.parametrize("heads", [0, 2])
+def test_scales_are_documented_as_both_or_neither_but_are_independent(quantize, heads):
     """The document: both or none; the kernel takes either, and serving code passes c_kv_scale alone."""
-    args, kwargs = build("PA_NZ", quantize=quantize, offset=offset)
+    args, kwargs = build("PA_NZ", quantize=quantize, heads=heads)
     assert (args[5].dtype == torch.int8, args[6].dtype == torch.int8) == (quantize == "k", quantize == "c")
     matches_oracle(args, kwargs)
 
@@ -119,14 +127,22 @@ def test_nz_int8_cache_keeps_its_width_though_the_document_says_a_last_dimension
     assert flat[32 * 32 + 32 * int(args[4][0])] == element_at(ckv_cache, nz_offset(int(args[4][0]), 32, 32, 64, 1))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("heads", [0, 2])
 def test_is_output_kv_changes_nothing(mode, heads):
-    """The document: the last two results exist only with it, in paged modes; here they are always right."""
+    """The document: the last two results exist only with it; here they are always right."""
     args, kwargs = build(mode, heads=heads)
     without, given = (OPERATOR.overload(*args, **kwargs, is_output_kv=wanted) for wanted in (False, True))
     torch.testing.assert_close(without, given, rtol=0, atol=0)
     matches_oracle(args, kwargs, without)
+
+
+@pytest.mark.parametrize("heads", [0, 2])
+def test_is_output_kv_is_ignored_in_norm_and_refused(heads):
+    """The document: it takes effect in paged modes only; the kernel sets it to False."""
+    args, kwargs = build("Norm", heads=heads)
+    message = "is_output_kv is True; it must be False with cache_mode 'Norm', in which the kernel ignores it"
+    refuses(OPERATOR, args, kwargs | {"is_output_kv": True}, message)
 
 
 KV, GAMMA, COS, SIN, INDEX, K_CACHE, CKV_CACHE, K_SCALE, C_SCALE, K_OFFSET, C_OFFSET, V = range(12)
@@ -176,14 +192,12 @@ REFUSALS = {
     ],
     ("PA_BNSD", 0, "kc"): [
         (one_step_of_tables, r"cos has shape \[2, 1, 1, 32\]; it must be \[B, 1, S, Dr\] = \[2, 1, 5, 32\]"),
-        (change(K_SCALE, drop), "k_rope_offset is given and k_rope_scale is None; an offset needs its scale"),
+        (change(K_SCALE, drop), "k_rope_scale is None; it must be a tensor with k_cache of dtype torch.int8"),
         (change(K_SCALE, lambda s: s[1:]), r"k_rope_scale has shape \[31\]; it must be \[D\] = \[32\]"),
         (change(K_SCALE, lambda s: s.expand(2, -1)), r"k_rope_scale has shape \[2, 32\]; it must be \[1, D\] ="),
         (change(K_SCALE, lambda s: s[None, None]), r"k_rope_scale has shape \[1, 1, 32\]; it must be \[D\] or"),
         (change(C_SCALE, torch.Tensor.double), "c_kv_scale has dtype torch.float64; allowed: torch.float32"),
         (change(C_SCALE, lambda s: s.to("meta")), "c_kv_scale is on meta"),
-        (change(K_OFFSET, torch.Tensor.half), "k_rope_offset has dtype torch.float16; allowed: torch.float32"),
-        (change(C_OFFSET, lambda o: o[:-1]), r"c_kv_offset has shape \[63\]; it must be \[D\] = \[64\]"),
         (change(CKV_CACHE, torch.Tensor.float), "c_kv_scale is given; it must be None with ckv_cache of"),
         (lambda args, _: args.__setitem__(slice(5, 7), [c[:, :16] for c in args[5:7]]),
          "BlockSize, axis 1 of k_cache, is 16; it must be a multiple of 32 with cache_mode 'PA_BNSD' and caches"),
@@ -206,7 +220,7 @@ REFUSALS = {
         (change(INDEX, lambda i: i[1:]), r"index has shape \[1\]; it must be \[B\*Ceil\(S/BlockSize\)\]"),
         (lambda args, _: args.__setitem__(slice(5, 7), [c[:, :16] for c in args[5:7]]),
          "BlockSize, axis 1 of k_cache, is 16; it must be a multiple of 32 .* torch.float32 and torch.int8"),
-        (change(C_SCALE, drop), "c_kv_offset is given and c_kv_scale is None"),
+        (change(C_SCALE, drop), "c_kv_scale is None; it must be a tensor with ckv_cache of dtype torch.int8"),
     ],
     ("Norm", 2, ""): [
         (change(V, lambda v: v[:, :1]), r"v has shape \[2, 1, 5, 64\]; it must be \[B, N, S, Dv\] = \[2, 2, 5, \*\]"),
@@ -225,6 +239,8 @@ REFUSALS = {
     ],
     ("PA", 2, "kc"): [
         (change(K_SCALE, lambda s: s[0]), r"k_rope_scale has shape \[32\]; it must be \[N, D\]"),
+        (change(K_SCALE, drop), "k_rope_offset is given and k_rope_scale is None; an offset needs its scale"),
+        (change(K_OFFSET, torch.Tensor.half), "k_rope_offset has dtype torch.float16; allowed: torch.float32"),
         (change(C_OFFSET, lambda o: o[:1]), r"c_kv_offset has shape \[1, 64\]; it must be \[N, D\] = \[2, 64\]"),
         (change(CKV_CACHE, lambda c: c[:, :, :1]), r"ckv_cache has shape \[3, 32, 1, 64\]; it must be \[BlockNum,"),
     ],
@@ -259,7 +275,7 @@ def test_norm_is_not_excluded_from_quantisation_by_the_document_but_refused(quan
 @pytest.mark.parametrize(("dtype", "lanes"), [(torch.bfloat16, 16), (torch.float32, 8), (torch.float64, 4)])
 def test_nz_needs_whole_bands(dtype, lanes):
     """A width that is no multiple of 32 bytes has no NZ page."""
-    args, kwargs = module.sample(dtype, 0, "PA", 3)
+    args, kwargs = _samples.sample(dtype, 0, "PA", 3)
     caches = [torch.zeros(2, 16, 1, width, dtype=dtype) for width in (lanes + 2, 2 * lanes)]
     tables = torch.ones(2, 1, 3, lanes + 2, dtype=dtype)
     kv, gamma = torch.ones(2, 1, 3, 3 * lanes + 2, dtype=dtype), torch.ones(2 * lanes, dtype=dtype)

@@ -1,7 +1,4 @@
-"""mla_prolog with the interface of npu_mla_prolog, where it is quantised or paged as NZ; calls of all its overloads.
-
-Its other modes: ../test_ops.py.
-"""
+"""mla_prolog where it is quantised or paged as NZ; its other modes are in test_unquantised.py."""
 
 import inspect
 import warnings
@@ -11,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fx.ops.mla_prolog import operator as mla_prolog
 from ops.harness import CATALOGUE, by_name, cases, compiles_once, refuses, same_tensors, twin_call
 from ops.prolog_oracle import CACHES, V3, call, expect, stored
 
@@ -43,7 +39,7 @@ def expect_as_v3(a):
 
 
 def own_cases():
-    """The samples that test_ops.py leaves to this file."""
+    """The samples that test_unquantised.py leaves to this file."""
     for case in cases(DTYPES, ("mla_prolog",)):
         operator, args, kwargs = case.values
         a = by_name(operator, args, kwargs)
@@ -96,7 +92,7 @@ def test_nz_write_is_one_index_put_each():
     a = without_modes(0, 0, "PA_NZ", dtype=torch.float32)
     caches = {name: a.pop(name) for name in CACHES}
     trace = torch.fx.experimental.proxy_tensor.make_fx
-    graph = trace(lambda kv, kr: mla_prolog.body(**(a | {"kv_cache": kv, "kr_cache": kr})))(*caches.values())
+    graph = trace(lambda kv, kr: V1.body(**(a | {"kv_cache": kv, "kr_cache": kr})))(*caches.values())
     sizes = {cache.numel() for cache in caches.values()}
     big = [node.target for node in graph.graph.nodes
            if node.op == "call_function" and node.meta["val"].numel() in sizes]  # fmt: skip
@@ -109,7 +105,7 @@ def test_a_compiler_may_trace_the_body_in_place_of_a_call(weights, caches, mode)
     a = without_modes(weights, caches, mode)
     given = {name: value for name, value in a.items() if torch.is_tensor(value)}
     trace = torch.fx.experimental.proxy_tensor.make_fx
-    graph = trace(lambda *values: mla_prolog.body(**(a | dict(zip(given, values, strict=True)))))(*given.values())
+    graph = trace(lambda *values: V1.body(**(a | dict(zip(given, values, strict=True)))))(*given.values())
     same_tensors(graph(*given.values()), V1.overload(**a))
 
 
@@ -125,8 +121,9 @@ def test_no_token_one_token_no_block(weights, caches, mode):
         expect_as_v3(call(weights, caches, mode, tokens))
     if mode.startswith("PA"):
         a = call(weights, caches, mode)
-        expect_as_v3(a | {name: a[name][:0] for name in CACHES})
-        V1.inplace(**as_v1(a | {name: a[name][:0] for name in CACHES}))
+        a |= {name: a[name][:0] for name in CACHES}
+        expect_as_v3(a)
+        same_tensors(V1.inplace(**as_v1(a)), V1.overload(**as_v1(a))[:2])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -160,7 +157,7 @@ def test_scales_documented_as_reserved_quantise_with_a_warning():
         warnings.simplefilter("error")
         V1.overload(**plain)
     for name in ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr"):
-        message = f"{name} is given; it must be None with this interface; mla_prolog.v3 takes it in weight_quant_mode 2"
+        message = f"{name} is given; it must be None with this interface; mla_prolog_v3 takes it in weight_quant_mode 2"
         refuses(V1, (), partly | {name: torch.ones(1)}, message)
 
 
@@ -204,7 +201,7 @@ REFUSALS = [
     (PLAIN, "cache_mode", "PA_BLK_NZ", "cache_mode is 'PA_BLK_NZ'; allowed: 'PA_BSND', 'PA_NZ', 'Norm'"),
     (PLAIN, "kv_cache", lambda c: torch.cat((c, c), -1)[..., :64], "kv_cache has .* strides .*; only axis 0"),
     (PLAIN, "kv_cache", torch.Tensor.char, "kv_cache has dtype torch.int8; it must be torch.bfloat16"),
-    (PLAIN, "cache_index", None, "cache_index is None; it must be an int64 tensor with cache_mode 'PA_NZ'"),
+    (PLAIN, "cache_index", None, "cache_index is None; it must be a tensor with cache_mode 'PA_NZ'"),
     (PLAIN, "cache_index", lambda i: i + 64, "cache_index holds .*; it must be below 64"),
     (
         PLAIN,
@@ -259,45 +256,35 @@ def test_plain_pages_of_the_unquantised_form_have_any_size(size):
         assert torch.equal(stored(cache, caches[name], where, "PA_BSND"), stored(other, a[name], where, "PA_BSND"))
 
 
-# Calls by name of the operator alone: which overload is meant
-
-OPTIONS = {"weight_quant_mode": 1, "kv_cache_quant_mode": 2, "cache_mode": "PA_NZ"}
-SCALES = ("dequant_scale_w_uq_qr", "quant_scale_ckv", "quant_scale_ckr")
+# Calls by name of the operator alone
 
 
-def tensors(a, *, index_first):
-    names = V3_NAMES[:11]
-    return [a[name] for name in ([*names[:9], "cache_index", *names[9:]] if index_first else names)]
+def arguments_of_both(weights, caches, cache_mode="PA_NZ"):
+    """The arguments that mla_prolog and mla_prolog_v3 both take, by name."""
+    a = call(weights, caches, cache_mode)
+    return {name: a[name] for name in (*V3_NAMES[:12], "dequant_scale_w_uq_qr", "cache_mode")}
 
 
-STYLES = {
-    "v1 by position": (4, lambda a: (tensors(a, index_first=True), {"cache_mode": "PA_NZ"})),
-    "v1 by keyword": (4, lambda a: ((), {**dict(zip(V3_NAMES, tensors(a, index_first=False))),  # noqa: B905
-                                         "cache_index": a["cache_index"], "cache_mode": "PA_NZ"})),
-    "v3 by position, index by keyword": (7, lambda a: (tensors(a, index_first=False),
-                                                       {"cache_index": a["cache_index"], **OPTIONS})),
-    "v3 by keyword": (7, lambda a: ((), {name: a[name] for name in (*V3_NAMES[:12], *OPTIONS)})),
-    "order of v1, options of v3": (7, lambda a: (tensors(a, index_first=True), OPTIONS)),
-}  # fmt: skip
+def test_keywords_do_not_decide_which_operator_is_called():
+    """npu_mla_prolog and npu_mla_prolog_v3 share most arguments, and return 4 and 7 results."""
+    a = arguments_of_both(0, 0)
+    v1, v3 = torch.ops.mla_fx.mla_prolog(**a), torch.ops.mla_fx.mla_prolog_v3(**a)
+    assert (len(v1), len(v3)) == (4, 7)
+    same_tensors(v1, (*v3[:2], *v3[5:]))
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_call_finds_its_overload(style):
-    count, arranged = STYLES[style]
-    a = call(1, 2, "PA_NZ") | {"query_norm_flag": False}
-    args, kwargs = arranged(a)
-    kwargs = kwargs | {name: a[name] for name in SCALES}
-    wanted = V3.overload(**a)
-    wanted = wanted if count == 7 else (*wanted[:2], *wanted[5:])
-    same_tensors(torch.ops.mla_fx.mla_prolog(*args, **kwargs), wanted)
-    caches = {id(a[name]): a[name].clone() for name in CACHES}
-    args = [caches.get(id(value), value) for value in args]
-    kwargs = {name: caches.get(id(value), value) for name, value in kwargs.items()}
-    same_tensors((*torch.ops.mla_fx.mla_prolog_(*args, **kwargs), *caches.values()), wanted)
+def test_positions_are_those_of_each_page():
+    """npu_mla_prolog has cache_index before the caches, npu_mla_prolog_v3 behind them."""
+    a = arguments_of_both(1, 0)
+    *leading, kv_cache, kr_cache, index = [a[name] for name in V3_NAMES[:12]]
+    rest = {name: a[name] for name in ("dequant_scale_w_uq_qr", "cache_mode")}
+    v1 = torch.ops.mla_fx.mla_prolog(*leading, index, kv_cache, kr_cache, **rest)
+    v3 = torch.ops.mla_fx.mla_prolog_v3(*leading, kv_cache, kr_cache, index, weight_quant_mode=1, **rest)
+    same_tensors(v1, (*v3[:2], *v3[5:]))
 
 
-def test_v3_without_places_needs_no_index():
-    a = call(2, 1, "BSND")
-    args = [a.pop(name) for name in V3_NAMES[:11]]
-    rest = {name: value for name, value in a.items() if value is not None}
-    same_tensors(torch.ops.mla_fx.mla_prolog(*args, **rest), V3.overload(*args, **rest))
+@pytest.mark.parametrize("name", ["mla_prolog", "mla_prolog_", "mla_prolog_v3", "mla_prolog_v3_"])
+def test_an_unknown_keyword_is_reported_under_the_name_that_was_called(name):
+    with pytest.raises(RuntimeError, match=rf"mla_fx::{name}\(") as error:
+        getattr(torch.ops.mla_fx, name)(**arguments_of_both(0, 0), query_norm=True)
+    assert "query_norm" in str(error.value)

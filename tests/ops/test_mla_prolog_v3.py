@@ -1,4 +1,4 @@
-"""What mla_prolog.v3 and mla_prolog.modes compute: the formula in float64, and the kernel's roundings to the bit."""
+"""What mla_prolog_v3 computes: the formula in float64, and the kernel's roundings to the bit."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from ops.prolog_oracle import MODES, V3, call, expect, results
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ("mla_prolog.v3", "mla_prolog.modes")))
+@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ("mla_prolog_v3",)))
 def test_sample_against_oracle(operator, args, kwargs):
     asked = operator.overload(*args, **(kwargs | {"query_norm_flag": True}))
     expect(by_name(operator, args, kwargs | {"query_norm_flag": True}), asked)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mla_fx.ops.emitted import latent_attention, mla_attention
-from mla_fx.ops.kv_rmsnorm_rope_cache import operator as kv_rmsnorm_rope_cache
-from mla_fx.ops.mla_prolog import operator as mla_prolog
+from mla_fx.ops.kv_rmsnorm_rope_cache import samples as kv_rmsnorm_rope_cache
+from mla_fx.ops.mla_prolog import samples as mla_prolog
 from ops.harness import CATALOGUE, as_tuple, cases, change, compiles_once, double, drop, mapped, option
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -330,7 +330,7 @@ def random_prolog(mode, batch, steps, room):
 
 
 @pytest.mark.parametrize("mode", ["PA_BSND", "Norm"])
-@pytest.mark.parametrize("form", [mla_prolog.body, torch.ops.mla_fx.mla_prolog])
+@pytest.mark.parametrize("form", [CATALOGUE["mla_prolog"].body, torch.ops.mla_fx.mla_prolog])
 def test_prolog_compiles_once_for_all_sizes(mode, form):
     _, weights, kwargs = random_prolog(mode, 2, 7, 19)
 
@@ -358,7 +358,7 @@ def test_attention_compiles_once_for_all_sizes(form, is_causal):
 def test_cache_write_reaches_inductor_as_one_index_put():
     """No copy of the cache, and nothing else of its size: only then can Inductor write it in place."""
     args, kwargs = prolog_with([[9, -1, 2], [5, 0, 3]])
-    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *a: mla_prolog.body(*a, **kwargs))(*args)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *a: CATALOGUE["mla_prolog"].body(*a, **kwargs))(*args)
     big = [node for node in graph.graph.nodes if node.op == "call_function" and node.meta["val"].shape[:2] == (4, 4)]
     assert [node.target for node in big] == [torch.ops.aten.index_put.default] * 2
     assert all(node.args[0].op == "placeholder" for node in big)
@@ -390,7 +390,7 @@ REFUSALS = {
         (change(7, drop), "Only rope_cos is given; rope_sin and rope_cos must both"),
         (change(7, lambda t: t[..., 1:]), r"rope_sin has shape \[2, 3, 3\]"),
         (change(8, lambda t: t[:, 1:]), r"rope_cos has shape \[2, 2, 4\]"),
-        (change(9, drop), "cache_index is None; it must be an int64 tensor with cache_mode 'PA_BSND'"),
+        (change(9, drop), "cache_index is None; it must be a tensor with cache_mode 'PA_BSND'"),
         (change(9, torch.Tensor.int), "cache_index has dtype torch.int32"),
         (change(9, lambda i: i[:1]), r"cache_index has shape \[1, 3\]"),
         (change(9, lambda i: i + 16), "cache_index holds .*; it must be below 16"),

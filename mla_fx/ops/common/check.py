@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-_ASKED = ContextVar("check_values", default=False)
+_VALUES_ON_DEVICES = ContextVar("check_values", default=False)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -80,7 +80,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_index(name: str, index: Tensor, slots: int) -> None:
-    """Every index is below `slots`; negative ones mean skip."""
+    """Every index is below `slots`; a negative one skips its token."""
     check_dtype(name, index, (torch.int64,))
     if not readable(index) or index.numel() == 0:
         return
@@ -131,16 +131,17 @@ def enumerator(name: str, value: str, prefix: str, allowed: Sequence[str]) -> st
 def check_values() -> Iterator[None]:
     """Within, operators check the values of indices, lengths and block tables that lie on a device too.
 
-    On the CPU they always do; on a device they would have to wait for it, and leave this to its own bounds checks.
+    They always check values on the CPU. Values on a device can be read only after waiting for it, so that without this
+    they are left to the bounds checks of the device.
     """
-    token = _ASKED.set(True)
+    token = _VALUES_ON_DEVICES.set(True)
     try:
         yield
     finally:
-        _ASKED.reset(token)
+        _VALUES_ON_DEVICES.reset(token)
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether to read the values of a tensor in order to check them: never of one that has none."""
+    """Whether to read the values of a tensor in order to check them; fake and meta tensors have none."""
     has_values = not is_fake(tensor) and not tensor.is_meta
-    return has_values and (tensor.device.type == "cpu" or _ASKED.get())
+    return has_values and (tensor.device.type == "cpu" or _VALUES_ON_DEVICES.get())

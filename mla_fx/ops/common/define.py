@@ -40,9 +40,9 @@ class Operator:
 
     `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
     is `(rtol, atol)`; `inplace` is the twin that writes its caches or outputs and returns the other results, or None;
-    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler
-    must always call what is not `traceable`; of all others `stays`, on the same arguments, says why a call with these
-    must stay one, or None.
+    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
+    trace `body` in place of a call only if `traceable`, and if `stays`, given the same arguments, returns None; a
+    sentence from it says why this call has to stay.
     """
 
     name: str
@@ -83,9 +83,10 @@ def define(
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
     `body`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the twin has.
-    `writes` maps each result that the twin `mla_fx::name_`, run by `in_place`, does not return to the argument that it
-    writes instead: a cache among the arguments of `body`, or an output that only the twin takes, behind the arguments
-    without a default. Of `lengths`, integer tensors, an overload `host` of both takes lists.
+    `in_place` is what the twin `mla_fx::name_` does. `writes` maps each result that the twin does not return to the
+    argument that it writes instead: a cache among the arguments of `body`, or an output that only the twin takes,
+    behind the arguments without a default. Both forms have an overload `host`, which takes lists for the tensors
+    `lengths`. None for a required tensor raises a ValueError before `check` is called.
     """
     if record is not None:
         body, check, fake = (_on_arguments(function, record) for function in (body, check, fake))
@@ -116,9 +117,8 @@ def define(
         results = fake(**{argument: value for argument, value in arguments.items() if argument not in outputs})
         return tuple(results[position] for position in kept) or None
 
-    base, _, variant = name.partition(".")
     twin, twin_host = _register(
-        f"{base}_.{variant}" if variant else f"{base}_",
+        f"{name}_",
         _with_outputs(signature, outputs),
         run_in_place,
         run_fake_in_place,
@@ -130,13 +130,14 @@ def define(
 
 
 def _on_arguments(function: Kernel, record: Callable[..., Any]) -> Kernel:
-    """A function of a record as one of the arguments that the record is made of, and of what else it takes by name."""
-    signature = inspect.signature(record)
+    """`function`, which takes a record, as a function of the record's fields; other keywords are handed on."""
+    results = inspect.signature(function).return_annotation
+    signature = inspect.signature(record).replace(return_annotation=results)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        more = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
-        return function(record(*args, **kwargs), **more)
+        others = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
+        return function(record(*args, **kwargs), **others)
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature looks for
     return call
@@ -159,18 +160,24 @@ def _register(
     def listed(kernel: Kernel) -> Kernel:
         return lambda **arguments: kernel(**(arguments | {key: as_lengths(arguments[key]) for key in lengths}))
 
-    host_name = f"{name}_host" if "." in name else f"{name}.host"
-    host = _register_overload(host_name, _with_lists(signature, lengths), listed(run), listed(fake), returns, mutates)
+    listed_signature = _with_lists(signature, lengths)
+    host = _register_overload(f"{name}.host", listed_signature, listed(run), listed(fake), returns, mutates)
     return overload, host
 
 
 def _register_overload(
     name: str, signature: inspect.Signature, run: Kernel, fake: Kernel, returns: Sequence[str], mutates: Sequence[str]
 ) -> OpOverload:
+    required = [parameter.name for parameter in signature.parameters.values() if parameter.annotation is Tensor]
+
     def named(kernel: Kernel) -> Kernel:
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
+            # PyTorch lets None through where a schema says Tensor.
+            for argument in required:
+                if bound.arguments[argument] is None:
+                    raise ValueError(f"{argument} is None; it must be a tensor.")
             return kernel(**bound.arguments)
 
         return call

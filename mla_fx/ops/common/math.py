@@ -63,21 +63,6 @@ def rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: str) -> Tens
     return x if cos is None or sin is None else wide_rope(x, cos, sin, layout).to(x.dtype)
 
 
-def latent_and_key(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    epsilon: float,
-    rope_layout: str,
-    gamma_after_cast: bool,
-) -> tuple[Tensor, Tensor]:
-    """The two cache rows of each token: RMSNorm of the first Hckv columns of `kv`, RoPE of the others."""
-    rank = gamma.shape[0]
-    latent = rms_norm(kv[..., :rank], gamma, epsilon, gamma_after_cast)
-    return latent, rope(kv[..., rank:], cos, sin, rope_layout)
-
-
 def check_rope(width: int, layout: str, letters: str, sizes: tuple[int, ...], **tables: Tensor | None) -> None:
     """Both tables are given or neither; each is `letters` = `sizes`, where a batch axis may be 1."""
     check_choice("rope_layout", layout, ROPE_LAYOUTS)

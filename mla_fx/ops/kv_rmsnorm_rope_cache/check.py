@@ -1,9 +1,5 @@
 """What kv_rmsnorm_rope_cache refuses."""
 
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -24,6 +20,8 @@ from mla_fx.ops.common.check import (
 )
 from mla_fx.ops.common.math import check_rope
 
+from .arguments import Arguments
+
 CACHE_MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
 PLAIN_MODES = CACHE_MODES[:3]
 HEADS = (1, 2, 4, 8)
@@ -31,11 +29,14 @@ HEADS = (1, 2, 4, 8)
 CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
 
 
-def check(**arguments: Any) -> None:
-    a = SimpleNamespace(**arguments)
-    check_dtypes(arguments)
+def check(a: Arguments) -> None:
+    check_dtypes(a)
     check_choice("cache_mode", a.cache_mode, CACHE_MODES)
-    widths = check_method_1(a) if a.v is None else check_method_2(a)
+    if a.is_output_kv and a.cache_mode == "Norm":
+        raise ValueError(
+            "is_output_kv is True; it must be False with cache_mode 'Norm', in which the kernel ignores it."
+        )
+    widths = check_without_v(a) if a.v is None else check_with_v(a, a.v)
     check_caches(a, *widths)
     for name, width in zip(CACHES, widths, strict=True):
         check_quantisation(a, name, width)
@@ -47,10 +48,10 @@ def check(**arguments: Any) -> None:
     check_positions(a)
 
 
-def check_dtypes(arguments: Mapping[str, Any]) -> None:
-    kv = arguments["kv"]
+def check_dtypes(a: Arguments) -> None:
+    arguments = vars(a)
     scales = {f"{row}_{part}": (torch.float32,) for row in CACHES.values() for part in ("scale", "offset")}
-    own = {"index": (torch.int64,), **dict.fromkeys(CACHES, (kv.dtype, torch.int8)), **scales}
+    own = {"index": (torch.int64,), **dict.fromkeys(CACHES, (a.kv.dtype, torch.int8)), **scales}
     check_devices(arguments)
     check_tensors({name: value for name, value in arguments.items() if name not in own}, free=("gamma", "cos", "sin"))
     for name, allowed in own.items():
@@ -58,7 +59,7 @@ def check_dtypes(arguments: Mapping[str, Any]) -> None:
             check_dtype(name, arguments[name], allowed)
 
 
-def check_method_1(a: SimpleNamespace) -> tuple[int, int]:
+def check_without_v(a: Arguments) -> tuple[int, int]:
     """The widths Dr and Hckv."""
     check_shape("kv", a.kv, "B, 1, S, Hckv+Dr", (None, 1, None, None))
     check_rank("gamma", a.gamma, "Hckv")
@@ -68,14 +69,14 @@ def check_method_1(a: SimpleNamespace) -> tuple[int, int]:
     return width, rank
 
 
-def check_method_2(a: SimpleNamespace) -> tuple[int, int]:
+def check_with_v(a: Arguments, v: Tensor) -> tuple[int, int]:
     """The widths Dk and Dv."""
     check_rank("kv", a.kv, "B, N, S, Dk")
     *rows, total = a.kv.shape
     if all(known_to_differ(rows[1], heads) for heads in HEADS):
         raise ValueError(f"kv has {rows[1]} heads; allowed with v: {', '.join(map(str, HEADS))}.")
     check_shape("gamma", a.gamma, "Dk", (total,))
-    check_shape("v", a.v, "B, N, S, Dv", (*rows, None))
+    check_shape("v", v, "B, N, S, Dv", (*rows, None))
     width = total
     for name in ("cos", "sin"):
         table = getattr(a, name)
@@ -85,10 +86,10 @@ def check_method_2(a: SimpleNamespace) -> tuple[int, int]:
     check_tables(a, width)
     if width > total:
         raise ValueError(f"cos has {width} columns; at most the {total} of kv can be rotated.")
-    return total, a.v.shape[-1]
+    return total, v.shape[-1]
 
 
-def check_tables(a: SimpleNamespace, width: int) -> None:
+def check_tables(a: Arguments, width: int) -> None:
     batch, _, steps, _ = a.kv.shape
     table = a.sin if a.cos is None else a.cos
     one = table is not None and table.dim() == 4 and statically_known_true(table.shape[2] == 1)
@@ -97,7 +98,7 @@ def check_tables(a: SimpleNamespace, width: int) -> None:
     check_rope(width, a.rope_layout, "B, 1, S, Dr", (batch, 1, steps, width), cos=a.cos, sin=a.sin)
 
 
-def check_caches(a: SimpleNamespace, k_width: int, ckv_width: int) -> None:
+def check_caches(a: Arguments, k_width: int, ckv_width: int) -> None:
     batch = a.kv.shape[0]
     n, k, ckv, heads = ("1", "Dr", "Hckv", 1) if a.v is None else ("N", "Dk", "Dv", a.kv.shape[1])
     norm = a.cache_mode == "Norm"
@@ -107,16 +108,18 @@ def check_caches(a: SimpleNamespace, k_width: int, ckv_width: int) -> None:
     check_shape("ckv_cache", a.ckv_cache, f"{letters}, {ckv}", (*a.k_cache.shape[:-1], ckv_width))
 
 
-def is_quantised(a: SimpleNamespace) -> bool:
+def is_quantised(a: Arguments) -> bool:
     return torch.int8 in (a.k_cache.dtype, a.ckv_cache.dtype)
 
 
-def check_quantisation(a: SimpleNamespace, name: str, width: int) -> None:
+def check_quantisation(a: Arguments, name: str, width: int) -> None:
     """An int8 cache has a scale and perhaps an offset, any other cache has neither."""
     cache: Tensor = getattr(a, name)
     scale, offset = f"{CACHES[name]}_scale", f"{CACHES[name]}_offset"
     if getattr(a, offset) is not None and getattr(a, scale) is None:
         raise ValueError(f"{offset} is given and {scale} is None; an offset needs its scale.")
+    if getattr(a, offset) is not None and a.v is None:
+        raise ValueError(f"{offset} is given; it must be None without v, where the kernel ignores it.")
     if not check_optional(scale, getattr(a, scale), cache.dtype == torch.int8, f"{name} of dtype {cache.dtype}"):
         return
     if a.cache_mode == "Norm":
@@ -126,7 +129,7 @@ def check_quantisation(a: SimpleNamespace, name: str, width: int) -> None:
             check_columns(part, getattr(a, part), a, width)
 
 
-def check_columns(name: str, tensor: Tensor, a: SimpleNamespace, width: int) -> None:
+def check_columns(name: str, tensor: Tensor, a: Arguments, width: int) -> None:
     if a.v is not None:
         check_shape(name, tensor, "N, D", (a.kv.shape[1], width))
         return
@@ -134,7 +137,7 @@ def check_columns(name: str, tensor: Tensor, a: SimpleNamespace, width: int) -> 
     check_shape(name, tensor, "D" if tensor.dim() == 1 else "1, D", (1, width)[-tensor.dim() :])
 
 
-def check_page(a: SimpleNamespace, name: str, width: int) -> None:
+def check_page(a: Arguments, name: str, width: int) -> None:
     cache: Tensor = getattr(a, name)
     rows = 32 if is_quantised(a) else 16
     caches = " and ".join(str(getattr(a, each).dtype) for each in CACHES)
@@ -147,7 +150,7 @@ def check_page(a: SimpleNamespace, name: str, width: int) -> None:
         )
 
 
-def check_positions(a: SimpleNamespace) -> None:
+def check_positions(a: Arguments) -> None:
     """index, and with PA_BLK_* the number of pages that it takes."""
     batch, _, steps, _ = a.kv.shape
     blocks, block_size, room, _ = a.k_cache.shape

@@ -9,6 +9,8 @@ from mla_fx.ops.common.cache import page_slots, store, store_
 from mla_fx.ops.common.cast import i8_trunc
 from mla_fx.ops.common.math import rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
 
+from .arguments import Arguments
+
 
 class NewRows(NamedTuple):
     """What one step stores in `slots` of each cache, and its latents before quantisation."""
@@ -20,50 +22,45 @@ class NewRows(NamedTuple):
     c_kv: Tensor
 
 
-def new_rows(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    index: Tensor,
-    block_size: int,
-    k_rope_scale: Tensor | None,
-    c_kv_scale: Tensor | None,
-    k_rope_offset: Tensor | None,
-    c_kv_offset: Tensor | None,
-    v: Tensor | None,
-    *,
-    epsilon: float,
-    cache_mode: str,
-    rope_layout: str,
-    gamma_after_cast: bool,
-) -> NewRows:
-    """`block_size` matters only where cache_mode says that `index` counts pages."""
-
-    def norm(x: Tensor) -> Tensor:
-        if gamma_after_cast:
-            return to_accumulation_dtype(rms_norm(x, gamma, epsilon, True))
-        return wide_rms_norm(x, gamma, epsilon)
-
-    def rotate(x: Tensor) -> Tensor:
-        return to_accumulation_dtype(x) if cos is None or sin is None else wide_rope(x, cos, sin, rope_layout)
-
-    if v is None:
-        rank = gamma.shape[0]
-        latent, key = norm(kv[..., :rank]), rotate(kv[..., rank:])
+def new_rows(a: Arguments) -> NewRows:
+    if a.v is None:
+        rank = a.gamma.shape[0]
+        latent, key = normed(a.kv[..., :rank], a), rotated(a.kv[..., rank:], a)
     else:
-        width = 0 if cos is None else cos.shape[-1]
-        key = norm(kv)
-        latent, key = to_accumulation_dtype(v), torch.cat((rotate(key[..., :width]), key[..., width:]), -1)
-    k_rope, c_kv = key.to(kv.dtype), latent.to(kv.dtype)
-    batch, _, steps, _ = kv.shape
+        width = 0 if a.cos is None else a.cos.shape[-1]
+        whole = normed(a.kv, a)
+        latent = to_accumulation_dtype(a.v)
+        key = torch.cat((rotated(whole[..., :width], a), whole[..., width:]), -1)
+    k_rope, c_kv = key.to(a.kv.dtype), latent.to(a.kv.dtype)
     return NewRows(
-        page_slots(index, batch, steps, block_size) if "BLK" in cache_mode else index,
-        k_rope if k_rope_scale is None else quantized(key, k_rope_scale, k_rope_offset),
-        c_kv if c_kv_scale is None else quantized(latent, c_kv_scale, c_kv_offset),
+        token_slots(a),
+        k_rope if a.k_rope_scale is None else quantized(key, a.k_rope_scale, a.k_rope_offset),
+        c_kv if a.c_kv_scale is None else quantized(latent, a.c_kv_scale, a.c_kv_offset),
         k_rope,
         c_kv,
     )
+
+
+def normed(x: Tensor, a: Arguments) -> Tensor:
+    """RMSNorm in the accumulation dtype."""
+    if a.gamma_after_cast:
+        return to_accumulation_dtype(rms_norm(x, a.gamma, a.epsilon, True))
+    return wide_rms_norm(x, a.gamma, a.epsilon)
+
+
+def rotated(x: Tensor, a: Arguments) -> Tensor:
+    """RoPE in the accumulation dtype."""
+    if a.cos is None or a.sin is None:
+        return to_accumulation_dtype(x)
+    return wide_rope(x, a.cos, a.sin, a.rope_layout)
+
+
+def token_slots(a: Arguments) -> Tensor:
+    """The slot of each token, where index may hold one for a whole page."""
+    if "BLK" not in a.cache_mode:
+        return a.index
+    batch, _, steps, _ = a.kv.shape
+    return page_slots(a.index, batch, steps, a.k_cache.shape[1])
 
 
 def quantized(rows: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
@@ -76,7 +73,7 @@ def write(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> Tensor
     """The cache with `rows` [B, N, S, D] at `slots`, as a new tensor."""
     if rows.shape[1] == 1:
         return store(cache, slots, rows.squeeze(1), cache_mode)
-    return store(*one_head(cache, slots, rows, cache_mode), cache_mode).view(cache.shape)
+    return store(*as_one_head(cache, slots, rows, cache_mode), cache_mode).view(cache.shape)
 
 
 def write_(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> None:
@@ -84,11 +81,14 @@ def write_(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> None:
     if rows.shape[1] == 1:
         store_(cache, slots, rows.squeeze(1), cache_mode)
     else:
-        store_(*one_head(cache, slots, rows, cache_mode), cache_mode)
+        store_(*as_one_head(cache, slots, rows, cache_mode), cache_mode)
 
 
-def one_head(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The same write to the same memory as if to one head: heads follow one another in a page's columns, or in T."""
+def as_one_head(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The write of N heads as that of a single one.
+
+    Heads lie side by side in a row of a page, and one after another in the positions of a "Norm" cache.
+    """
     if cache_mode != "Norm":
         blocks, block_size, heads, width = cache.shape
         return cache.view(blocks, block_size, 1, heads * width), slots, rows.transpose(1, 2).flatten(2)

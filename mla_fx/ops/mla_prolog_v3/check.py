@@ -1,8 +1,7 @@
-"""What mla_prolog.v3 refuses."""
+"""What mla_prolog_v3 refuses."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from mla_fx.ops.common.check import (
     readable,
 )
 
-from .operator import TILE
+from .arguments import TILE, Arguments
 
 # For each cache mode the axes of token_x, and those of the caches before the last.
 PAGES = ("B, S, He or T, He", "BlockNum, BlockSize, 1")
@@ -42,21 +41,28 @@ PER_TENSOR, PER_CHANNEL, PER_TILE = 1, 2, 3
 COUPLED = {"query_quant_mode": PER_TENSOR, "ckvkr_repo_mode": PER_TILE, "quant_scale_repo_mode": PER_TILE}
 
 
-def check(**arguments: Any) -> None:
-    # A compiler may pass numbers as symbols; those that decide what is computed it has to know.
-    numbers = ("weight_quant_mode", "kv_cache_quant_mode", "tile_size", *COUPLED)
-    a = SimpleNamespace(**(arguments | {name: int(arguments[name]) for name in numbers}))
+def check(a: Arguments) -> None:
+    # A compiler may pass these as symbols; their values decide what is computed.
+    a = replace(
+        a,
+        weight_quant_mode=int(a.weight_quant_mode),
+        kv_cache_quant_mode=int(a.kv_cache_quant_mode),
+        query_quant_mode=int(a.query_quant_mode),
+        ckvkr_repo_mode=int(a.ckvkr_repo_mode),
+        quant_scale_repo_mode=int(a.quant_scale_repo_mode),
+        tile_size=int(a.tile_size),
+    )
     check_modes(a)
     check_cache_mode(a.cache_mode, a.kv_cache_quant_mode)
     check_dtypes(a)
-    check_devices(arguments, lengths=("actual_seq_len",))
+    check_devices(vars(a), lengths=("actual_seq_len",))
     width = check_shapes(a)
     check_scales(a, width)
     check_caches(a, width)
     check_position(a)
 
 
-def check_modes(a: SimpleNamespace) -> None:
+def check_modes(a: Arguments) -> None:
     """Weights and caches are quantised in a combination that exists, and the other options follow from it."""
     weight, cache = a.weight_quant_mode, a.kv_cache_quant_mode
     if weight in NEWER_MODES:
@@ -83,7 +89,7 @@ def check_cache_mode(cache_mode: str, kv_cache_quant_mode: int) -> None:
         )
 
 
-def check_dtypes(a: SimpleNamespace) -> None:
+def check_dtypes(a: Arguments) -> None:
     """The dtype of weight_uk is that of everything that is neither int8 nor free."""
     check_dtype("weight_uk", a.weight_uk, FLOATS[:2] if a.kv_cache_quant_mode == PER_TILE else FLOATS)
     quantised = {"weight_uq_qr": a.weight_quant_mode > 0, "kv_cache": a.kv_cache_quant_mode > 0}
@@ -100,7 +106,7 @@ def check_dtypes(a: SimpleNamespace) -> None:
         check_dtype(name, getattr(a, name), FLOATS)
 
 
-def check_shapes(a: SimpleNamespace) -> int:
+def check_shapes(a: Arguments) -> int:
     """Everything but scales and caches; the rope width."""
     check_rank("token_x", a.token_x, CACHE_MODES[a.cache_mode][0])
     *tokens, hidden = a.token_x.shape
@@ -120,7 +126,7 @@ def check_shapes(a: SimpleNamespace) -> int:
     return width
 
 
-def check_scales(a: SimpleNamespace, width: int) -> None:
+def check_scales(a: Arguments, width: int) -> None:
     """Each scale is given in the modes that read it, in no other, as float32 in its shape."""
     *tokens, _ = a.token_x.shape
     rank = a.weight_uk.shape[2]
@@ -139,14 +145,14 @@ def check_scales(a: SimpleNamespace, width: int) -> None:
     check_scale(a, "k_nope_clip_alpha", a.kv_cache_quant_mode == PER_TILE, "1", (1,))
 
 
-def check_scale(a: SimpleNamespace, name: str, wanted: bool, letters: str, sizes: tuple[int, ...]) -> None:
+def check_scale(a: Arguments, name: str, wanted: bool, letters: str, sizes: tuple[int, ...]) -> None:
     when = f"weight_quant_mode {a.weight_quant_mode} and kv_cache_quant_mode {a.kv_cache_quant_mode}"
     if check_optional(name, getattr(a, name), wanted, when):
         check_dtype(name, getattr(a, name), (torch.float32,))
         check_shape(name, getattr(a, name), letters, sizes)
 
 
-def check_caches(a: SimpleNamespace, width: int) -> None:
+def check_caches(a: Arguments, width: int) -> None:
     *tokens, _ = a.token_x.shape
     rank = a.weight_uk.shape[2]
     letters = CACHE_MODES[a.cache_mode][1]
@@ -184,22 +190,23 @@ def check_layout(name: str, cache: Tensor, cache_mode: str) -> None:
         )
 
 
-def check_position(a: SimpleNamespace) -> None:
+def check_position(a: Arguments) -> None:
     """cache_index and actual_seq_len say where the tokens go, where anything has to."""
     *tokens, _ = a.token_x.shape
     by_block = "BLK" in a.cache_mode
     when = f"cache_mode {a.cache_mode!r}"
     ragged = by_block and len(tokens) == 1
-    if check_optional("actual_seq_len", a.actual_seq_len, ragged, f"{when} and token_x of rank {len(tokens) + 1}"):
+    check_optional("actual_seq_len", a.actual_seq_len, ragged, f"{when} and token_x of rank {len(tokens) + 1}")
+    if a.actual_seq_len is not None:
         check_lengths(a.actual_seq_len, tokens[0])
-    if not check_optional("cache_index", a.cache_index, a.cache_mode.startswith("PA"), when):
+    check_optional("cache_index", a.cache_index, a.cache_mode.startswith("PA"), when)
+    if a.cache_index is None:
         return
     check_dtype("cache_index", a.cache_index, (torch.int64,))
     blocks, block_size = a.kv_cache.shape[:2]
-    if ragged:
-        check_shape(
-            "cache_index", a.cache_index, "sum of ceil(length/BlockSize)", (pages(a.actual_seq_len, block_size),)
-        )
+    if a.actual_seq_len is not None:
+        count = pages(a.actual_seq_len, block_size)
+        check_shape("cache_index", a.cache_index, "sum of ceil(length/BlockSize)", (count,))
     elif by_block:
         each = page_count(tokens[1], block_size)
         check_shape("cache_index", a.cache_index, "B, ceil(S/BlockSize)", (tokens[0], each))

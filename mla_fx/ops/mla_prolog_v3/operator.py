@@ -1,59 +1,27 @@
-"""mla_prolog.v3: the prolog of one MLA layer with int8 weights and caches, rounded as the vendor's kernel rounds."""
+"""mla_prolog_v3: the prolog of one MLA layer with int8 weights and caches, rounded as the vendor's kernel rounds."""
 
 import functools
 import math
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_fx.ops.common.cache import like_store, page_slots, ragged_page_slots, store, store_
 from mla_fx.ops.common.cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
+from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import accumulation_dtype, to_accumulation_dtype, wide_rms_norm, wide_rope
 
-TILE = 128  # latents that share one scale in a packed row
+from .arguments import TILE, Arguments
+from .check import check
+from .samples import samples
 
+CACHES = {"kv_cache_out": "kv_cache", "kr_cache_out": "kr_cache"}
+
+Queries = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def body(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor | None = None,
-    dequant_scale_x: Tensor | None = None,
-    dequant_scale_w_dq: Tensor | None = None,
-    dequant_scale_w_uq_qr: Tensor | None = None,
-    dequant_scale_w_dkv_kr: Tensor | None = None,
-    quant_scale_ckv: Tensor | None = None,
-    quant_scale_ckr: Tensor | None = None,
-    smooth_scales_cq: Tensor | None = None,
-    actual_seq_len: Tensor | None = None,
-    k_nope_clip_alpha: Tensor | None = None,
-    *,
-    rmsnorm_epsilon_cq: float = 1e-5,
-    rmsnorm_epsilon_ckv: float = 1e-5,
-    cache_mode: str = "PA_BSND",
-    query_norm_flag: bool = False,
-    weight_quant_mode: int = 0,
-    kv_cache_quant_mode: int = 0,
-    query_quant_mode: int = 0,
-    ckvkr_repo_mode: int = 0,
-    quant_scale_repo_mode: int = 0,
-    tile_size: int = TILE,
-    qc_qr_scale: float = 1.0,
-    kc_scale: float = 1.0,
-) -> Results:
+def body(a: Arguments) -> Results:
     """The absorbed query of MLA and the caches with this step's latents, with the int8 modes of A2 and A3 chips::
 
         n          = RMSNorm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq) * qc_qr_scale
@@ -79,7 +47,8 @@ def body(
     - 2: as 1, and token_x, weight_dq, weight_dkv_kr are int8 too, with dequant_scale_x [B*S or T, 1],
       dequant_scale_w_dq [1, Hcq], dequant_scale_w_dkv_kr [1, Hckv+Dr]. Nothing is rounded before it is normalised.
 
-    In every mode u is rounded before it meets weight_uk, and what is rotated only then.
+    In every mode the nope part of u is rounded before its product with weight_uk. In modes 1 and 2 the rope part is
+    rounded after its rotation only.
 
     kv_cache_quant_mode, with the scales that it takes, all factors that values are multiplied by, to be rounded to the
     nearest int8:
@@ -95,7 +64,8 @@ def body(
       tile_size = 128 latents, `max|ckv| * alpha / 127`, where k_nope_clip_alpha [1] is alpha; latents are clipped to
       +- `max|ckv| * alpha`. kr_cache is an empty tensor [0]. cache_mode is "PA_BSND", "BSND" or "TND".
 
-    The three coupled options are 0 in the other modes. Modes 3 to 5 of newer chips (float8, hifloat8) are refused.
+    query_quant_mode, ckvkr_repo_mode and quant_scale_repo_mode are 0 in the other modes. weight_quant_mode
+    3 to 5, float8 and hifloat8 of newer chips, is refused.
 
     cache_mode says what the caches [..., Hckv] and [..., Dr] and the int64 cache_index are:
 
@@ -108,12 +78,12 @@ def body(
     - "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
 
     BlockSize is a multiple of 16 up to 1024. Only axis 0 of a cache may have gaps. A negative index stores nothing for
-    its token or block. Equal non-negative indices leave either row. Without blocks, nothing is stored.
+    its token or block. Where two tokens have one slot, either row is stored. A cache without blocks stores nothing.
 
     Returns query [B, S, N, Hckv] and query_rope [B, S, N, Dr] (or [T, N, *]); dequant_scale_q_nope [B*S or T, N, 1],
     float32; query_norm [B, S, Hcq] or [T, Hcq], n as it meets weight_uq_qr, and its dequant_scale_q_norm [B*S or T, 1],
     float32, of n after smoothing; kv_cache_out; kr_cache_out. query_norm_flag asks for query_norm. A result that a mode
-    does not have is an empty tensor [0]. The twin `mla_prolog_.v3` writes the caches instead and returns the others.
+    does not have is an empty tensor [0]. The twin `mla_prolog_v3_` writes the caches instead and returns the others.
 
     Source: torch_npu.npu_mla_prolog_v3, which is the twin, and its npu_mla_prolog_v3_functional; the arguments named
     *_dtype, float8 of newer chips, are left out. Where sources disagree: query is quantised in kv_cache_quant_mode 1
@@ -125,59 +95,71 @@ def body(
     Raises ValueError for arguments that do not fit; values of indices and lengths are checked on the CPU only, unless
     within `check_values`. Inference only.
     """
-    *tokens, _ = token_x.shape
-    heads, nope, rank = weight_uk.shape
-    dtype = weight_uk.dtype
-    x, cos, sin = (tensor.flatten(0, -2) for tensor in (token_x, rope_cos, rope_sin))
+    slots = token_slots(a)
+    kv_rows, kr_rows = key_rows(a)
+    kv_cache = store(a.kv_cache, slots, kv_rows, a.cache_mode)
+    kr_cache = a.kr_cache.clone() if kr_rows is None else store(a.kr_cache, slots, kr_rows, a.cache_mode)
+    return *queries(a), kv_cache, kr_cache
 
-    compressed = product(x, weight_dq, dequant_scale_x, dequant_scale_w_dq, dtype)
-    normed = rescaled(wide_rms_norm(compressed, rmsnorm_gamma_cq, rmsnorm_epsilon_cq), qc_qr_scale)
-    query_norm, norm_scale = normed.to(dtype), None
-    if weight_uq_qr.dtype == torch.int8:
-        smoothed = normed if smooth_scales_cq is None else normed * smooth_scales_cq
-        query_norm, norm_scale = quantize_rows(smoothed, inverse_first=False)
-    up = product(query_norm, weight_uq_qr, norm_scale, dequant_scale_w_uq_qr, dtype)
-    up = up.view(x.shape[0], heads, weight_uq_qr.shape[1] // heads)
-    query = torch.bmm(up[..., :nope].to(dtype).transpose(0, 1), weight_uk).transpose(0, 1).contiguous()
-    query_rope = wide_rope(up[..., nope:], cos.unsqueeze(1), sin.unsqueeze(1)).to(dtype)
+
+def body_(a: Arguments) -> Queries:
+    results, slots = queries(a), token_slots(a)
+    kv_rows, kr_rows = key_rows(a)
+    store_(a.kv_cache, slots, kv_rows, a.cache_mode)
+    if kr_rows is not None:
+        store_(a.kr_cache, slots, kr_rows, a.cache_mode)
+    return results
+
+
+def queries(a: Arguments) -> Queries:
+    """The five results that are no caches."""
+    *tokens, _ = a.token_x.shape
+    heads, nope, rank = a.weight_uk.shape
+    dtype = a.weight_uk.dtype
+    cos, sin = (table.flatten(0, -2).unsqueeze(1) for table in (a.rope_cos, a.rope_sin))
+    query_norm, norm_scale = normed_query(a)
+    up = product(query_norm, a.weight_uq_qr, norm_scale, a.dequant_scale_w_uq_qr, dtype)
+    up = up.view(up.shape[0], heads, a.weight_uq_qr.shape[1] // heads)
+    query = torch.bmm(up[..., :nope].to(dtype).transpose(0, 1), a.weight_uk).transpose(0, 1).contiguous()
+    query_rope = wide_rope(up[..., nope:], cos, sin).to(dtype)
     query_scale = None
-    if query_quant_mode == 1 and quant_scale_ckv is not None:
-        query, query_rope, query_scale = quantized_query(query, query_rope, quant_scale_ckv)
-
-    keys = product(x, weight_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr, dtype)
-    latent = rescaled(wide_rms_norm(keys[:, :rank], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv), kc_scale)
-    key_rope = wide_rope(keys[:, rank:], cos, sin).to(dtype)
-    slots = token_slots(cache_index, tokens, kv_cache, cache_mode, actual_seq_len)
-    kv_rows, kr_rows = cache_rows(latent, key_rope, quant_scale_ckv, quant_scale_ckr, k_nope_clip_alpha)
+    if a.query_quant_mode == 1 and a.quant_scale_ckv is not None:
+        query, query_rope, query_scale = quantized_query(query, query_rope, a.quant_scale_ckv)
     return (
         query.view(*tokens, heads, rank),
-        query_rope.view(*tokens, heads, rope_sin.shape[-1]),
-        as_result(query_scale, x),
-        query_norm.view(*tokens, weight_dq.shape[1]) if query_norm_flag else query_norm.new_empty(0),
-        as_result(norm_scale if query_norm_flag else None, x),
-        store(kv_cache, slots, kv_rows.view(*tokens, kv_rows.shape[1]), cache_mode),
-        kr_cache.clone()
-        if kr_rows is None
-        else store(kr_cache, slots, kr_rows.view(*tokens, kr_rows.shape[1]), cache_mode),
+        query_rope.view(*tokens, heads, a.rope_sin.shape[-1]),
+        as_result(query_scale, query),
+        query_norm.view(*tokens, query_norm.shape[1]) if a.query_norm_flag else query_norm.new_empty(0),
+        as_result(norm_scale if a.query_norm_flag else None, query),
     )
 
 
-def body_(
-    *,
-    cache_index: Tensor | None,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_mode: str,
-    actual_seq_len: Tensor | None,
-    **rest: Any,
-) -> tuple[Tensor, ...]:
-    # Without an index, body returns the new rows in place of the caches.
-    *results, kv_rows, kr_rows = body(kv_cache=kv_cache, kr_cache=kr_cache, **rest)
-    slots = token_slots(cache_index, kv_rows.shape[:-2], kv_cache, cache_mode, actual_seq_len)
-    store_(kv_cache, slots, kv_rows.squeeze(-2), cache_mode)
-    if rest["k_nope_clip_alpha"] is None:
-        store_(kr_cache, slots, kr_rows.squeeze(-2), cache_mode)
-    return tuple(results)
+def normed_query(a: Arguments) -> tuple[Tensor, Tensor | None]:
+    """query_norm [B*S or T, Hcq], in int8 with a scale for each row where weight_uq_qr is int8."""
+    x, dtype = a.token_x.flatten(0, -2), a.weight_uk.dtype
+    compressed = product(x, a.weight_dq, a.dequant_scale_x, a.dequant_scale_w_dq, dtype)
+    normed = rescaled(wide_rms_norm(compressed, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq), a.qc_qr_scale)
+    if a.weight_uq_qr.dtype != torch.int8:
+        return normed.to(dtype), None
+    smoothed = normed if a.smooth_scales_cq is None else normed * a.smooth_scales_cq
+    return quantize_rows(smoothed, inverse_first=False)
+
+
+def key_rows(a: Arguments) -> tuple[Tensor, Tensor | None]:
+    """What kv_cache and kr_cache hold of each token, [B, S, *] or [T, *]; packed rows leave nothing for kr_cache."""
+    *tokens, _ = a.token_x.shape
+    rank, dtype = a.weight_uk.shape[2], a.weight_uk.dtype
+    x, cos, sin = (tensor.flatten(0, -2) for tensor in (a.token_x, a.rope_cos, a.rope_sin))
+    keys = product(x, a.weight_dkv_kr, a.dequant_scale_x, a.dequant_scale_w_dkv_kr, dtype)
+    latent = rescaled(wide_rms_norm(keys[:, :rank], a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv), a.kc_scale)
+    key_rope = wide_rope(keys[:, rank:], cos, sin).to(dtype)
+    if a.k_nope_clip_alpha is not None:
+        packed = packed_rows(latent, key_rope, a.k_nope_clip_alpha)
+        return packed.view(*tokens, packed.shape[1]), None
+    kv_rows = latent.to(dtype) if a.quant_scale_ckv is None else i8_trunc(latent * a.quant_scale_ckv)
+    if a.quant_scale_ckr is not None:
+        key_rope = i8_trunc(to_accumulation_dtype(key_rope) * a.quant_scale_ckr)
+    return kv_rows.view(*tokens, rank), key_rope.view(*tokens, key_rope.shape[1])
 
 
 def product(
@@ -190,7 +172,7 @@ def product(
 
 
 def rescaled(x: Tensor, factor: float) -> Tensor:
-    """The kernel takes a factor this close to 1 for 1."""
+    """`x * factor`, where a factor nearer to 1 than float32 resolves is 1, as in the kernel."""
     return x if abs(factor - 1) < torch.finfo(torch.float32).eps else x * factor
 
 
@@ -199,16 +181,6 @@ def quantized_query(query: Tensor, query_rope: Tensor, ckv_scale: Tensor) -> tup
     integers, scale = quantize_rows(to_accumulation_dtype(query), inverse_first=False, to_int8=i8_half_round)
     rescaled_rope = to_accumulation_dtype(query_rope) * (ckv_scale / scale)
     return integers, rescaled_rope.to(query_rope.dtype), scale
-
-
-def cache_rows(
-    latent: Tensor, key_rope: Tensor, ckv_scale: Tensor | None, ckr_scale: Tensor | None, clip_alpha: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """What the caches hold of `latent` [T, Hckv], unrounded, and `key_rope` [T, Dr]; a packed row holds both."""
-    if clip_alpha is not None:
-        return packed_rows(latent, key_rope, clip_alpha), None
-    kv_rows = latent.to(key_rope.dtype) if ckv_scale is None else i8_trunc(latent * ckv_scale)
-    return kv_rows, key_rope if ckr_scale is None else i8_trunc(to_accumulation_dtype(key_rope) * ckr_scale)
 
 
 def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:
@@ -220,17 +192,16 @@ def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:
     return torch.cat((integers, key_rope.view(torch.int8), scale.squeeze(-1).float().view(torch.int8)), -1)
 
 
-def token_slots(
-    index: Tensor | None, tokens: Sequence[int], cache: Tensor, cache_mode: str, ends: Tensor | None
-) -> Tensor | None:
-    """The slot of each token; `ends` are those of the sequences among tokens [T]."""
-    if index is None or "BLK" not in cache_mode:
-        return index
-    block_size = cache.shape[1]
-    starts = index * block_size
-    if ends is None:
+def token_slots(a: Arguments) -> Tensor | None:
+    """The slot of each token, None where the new rows are the new cache."""
+    if a.cache_index is None or "BLK" not in a.cache_mode:
+        return a.cache_index
+    *tokens, _ = a.token_x.shape
+    block_size = a.kv_cache.shape[1]
+    starts = a.cache_index * block_size
+    if a.actual_seq_len is None:
         return page_slots(starts.flatten(), tokens[0], tokens[1], block_size)
-    return ragged_page_slots(starts, ends, tokens[0], block_size)
+    return ragged_page_slots(starts, a.actual_seq_len, tokens[0], block_size)
 
 
 def as_result(scale: Tensor | None, like: Tensor) -> Tensor:
@@ -238,8 +209,7 @@ def as_result(scale: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32) if scale is None else scale.float()
 
 
-def fake(**arguments: Any) -> Results:
-    a = SimpleNamespace(**arguments)
+def fake(a: Arguments) -> Results:
     *tokens, _ = a.token_x.shape
     heads, _, rank = a.weight_uk.shape
     count = math.prod(tokens)
@@ -254,3 +224,18 @@ def fake(**arguments: Any) -> Results:
         like_store(a.kv_cache, a.cache_index),
         torch.empty_like(a.kr_cache) if a.k_nope_clip_alpha is not None else like_store(a.kr_cache, a.cache_index),
     )
+
+
+operator = define(
+    "mla_prolog_v3",
+    body,
+    record=Arguments,
+    returns=("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm", *CACHES),
+    check=check,
+    fake=fake,
+    samples=samples,
+    in_place=body_,
+    writes=CACHES,
+    lengths=("actual_seq_len",),
+    traceable=False,
+)

@@ -1,6 +1,5 @@
-"""Calls of mla_prolog.v3: every combination of quantisations and every cache mode."""
+"""Calls of mla_prolog_v3: every combination of quantisations and every cache mode."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,10 +10,10 @@ from torch import Tensor
 from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.sample import Sampler
 
-from .operator import TILE
+from .arguments import TILE
 
 BLOCK_SIZE, BLOCKS = 16, 4
-STEP = 1 / 40  # of int8 values drawn from a normal distribution of width 1
+STEP = 1 / 40  # what 1 of an int8 value stands for, when values have a standard deviation of 1
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -50,13 +49,6 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
             sample(dtype, 2, 3, "BSND", (2, 3)),
         ]
     yield from calls
-
-
-def samples_in_v1_order(dtype: torch.dtype) -> Iterator[Sample]:
-    """A few of `samples`, with cache_index behind the tables."""
-    for mode, args, kwargs in itertools.islice(samples(dtype), 0, None, 6):
-        index = kwargs.pop("cache_index")
-        yield Sample(mode, (*args[:9], index, *args[9:]), kwargs)
 
 
 def sample(
@@ -117,9 +109,9 @@ def sample(
         "ckvkr_repo_mode": int(packed),
         "quant_scale_repo_mode": int(packed),
     }
-    lead = {"cache_index": place(draw, blocks, cache_mode, tokens, skip, lengths), "actual_seq_len": ends(lengths)}
+    places = {"cache_index": place(draw, blocks, cache_mode, tokens, skip, lengths), "actual_seq_len": ends(lengths)}
     label = f"{cache_mode}, weight_quant_mode {weight_quant_mode}, kv_cache_quant_mode {kv_cache_quant_mode}"
-    return Sample(label, args, lead | scales | modes | (options or {}))
+    return Sample(label, args, places | scales | modes | (options or {}))
 
 
 def integers(draw: Sampler, *shape: int) -> Tensor:
@@ -127,7 +119,7 @@ def integers(draw: Sampler, *shape: int) -> Tensor:
 
 
 def scale(draw: Sampler, width: int, size: float) -> Tensor:
-    """[1, width] about `size`, of any dtype of draws in float32."""
+    """float32 [1, width] of values about `size`, whatever the dtype of the draws."""
     return size * draw.gamma(width).float().unsqueeze(0)
 
 

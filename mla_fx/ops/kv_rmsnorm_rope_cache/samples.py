@@ -1,0 +1,127 @@
+"""Calls of kv_rmsnorm_rope_cache: every cache mode, with and without v and quantisation."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.common.define import Sample
+from mla_fx.ops.common.sample import Sampler
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Every cache mode and rope layout, with and without rotation, skipped tokens, quantisation and v."""
+    yield Sample("Norm", *sample(dtype, 0, "Norm", 3))
+    yield Sample("Norm", *sample(dtype, 1, "Norm", 1, skip=1, rope_layout="half_half", gamma_after_cast=True))
+    yield Sample("Norm", *sample(dtype, 2, "Norm", 3, shared=True, rope_layout="interleave_interleave"))
+    yield Sample("PA", *sample(dtype, 3, "PA", 3, skip=2, is_output_kv=True))
+    yield Sample("PA_BNSD", *sample(dtype, 4, "PA_BNSD", 3, rotate=False, epsilon=0.1))
+    yield Sample("PA_NZ", *wide_sample(dtype, 5, "PA_NZ", 5, skip=2))
+    yield Sample("PA_BLK_BNSD", *wide_sample(dtype, 6, "PA_BLK_BNSD", 33, skip=1, is_output_kv=True))
+    yield Sample("PA_BLK_NZ", *wide_sample(dtype, 7, "PA_BLK_NZ", 32, rope_layout="half_half", gamma_after_cast=True))
+    yield Sample("PA, int8", *wide_sample(dtype, 8, "PA", 5, quantize=("k_rope", "c_kv"), skip=1))
+    yield Sample("PA_BNSD, int8", *wide_sample(dtype, 9, "PA_BNSD", 5, quantize=("c_kv",)))
+    yield Sample("PA_NZ, int8", *wide_sample(dtype, 10, "PA_NZ", 5, quantize=("k_rope", "c_kv")))
+    yield Sample(
+        "PA_BLK_BNSD, int8", *wide_sample(dtype, 11, "PA_BLK_BNSD", 33, quantize=("k_rope",), gamma_after_cast=True)
+    )
+    yield Sample("PA_BLK_NZ, int8", *wide_sample(dtype, 12, "PA_BLK_NZ", 40, quantize=("c_kv",), rotate=False, skip=1))
+    yield Sample("Norm, v", *wide_sample(dtype, 13, "Norm", 5, heads=4, skip=3))
+    yield Sample("PA, v", *wide_sample(dtype, 14, "PA", 5, heads=2, skip=1, rope_layout="interleave_interleave"))
+    yield Sample("PA_NZ, v", *wide_sample(dtype, 15, "PA_NZ", 5, heads=2))
+    yield Sample("PA_BLK_BNSD, v", *wide_sample(dtype, 16, "PA_BLK_BNSD", 33, heads=1, rotate=False))
+    yield Sample("PA_BLK_NZ, v", *wide_sample(dtype, 17, "PA_BLK_NZ", 33, heads=8, skip=1, gamma_after_cast=True))
+    yield Sample("PA, v, int8", *wide_sample(dtype, 18, "PA", 5, heads=2, quantize=("k_rope",), offset=True))
+    yield Sample(
+        "PA_NZ, v, int8", *wide_sample(dtype, 19, "PA_NZ", 5, heads=2, quantize=("k_rope", "c_kv"), offset=True)
+    )
+    yield Sample("PA_BLK_BNSD, v, int8", *wide_sample(dtype, 20, "PA_BLK_BNSD", 33, heads=2, quantize=("c_kv",)))
+    yield Sample(
+        "PA_BLK_NZ, v, int8", *wide_sample(dtype, 21, "PA_BLK_NZ", 33, heads=4, quantize=("k_rope", "c_kv"), skip=1)
+    )
+
+
+def sample(
+    dtype: torch.dtype,
+    seed: int,
+    cache_mode: str,
+    steps: int,
+    *,
+    skip: int = 0,
+    shared: bool = False,
+    rotate: bool = True,
+    **options: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`shared` gives one row of positions and one of tables for the whole batch."""
+    batch, rank, width, room = 2, 16, 4, 16
+    draw = Sampler(dtype, seed)
+    rows = 1 if shared else batch
+    cos, sin = draw.tables(rows, 1, steps, width) if rotate else (None, None)
+    index = draw.slots(rows * steps, room, skip)
+    lead = (batch, 1, room) if cache_mode == "Norm" else (room // 4, 4, 1)
+    arguments = (
+        draw.normal(batch, 1, steps, rank + width),
+        draw.gamma(rank),
+        cos,
+        sin,
+        index.view(rows, steps) if cache_mode == "Norm" else index,
+        draw.normal(*lead, width),
+        draw.normal(*lead, rank),
+    )
+    return arguments, {"cache_mode": cache_mode, **options}
+
+
+def wide_sample(
+    dtype: torch.dtype,
+    seed: int,
+    cache_mode: str,
+    steps: int,
+    *,
+    skip: int = 0,
+    rotate: bool = True,
+    heads: int = 0,
+    quantize: tuple[str, ...] = (),
+    offset: bool = False,
+    **options: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Sizes that suit every format; `heads` counts those of v, 0 being none; `quantize` names the rows of int8."""
+    batch, rope, blocks, block_size = 2, 32, 5, 32
+    k_width, ckv_width = (64, 32) if heads else (rope, 64)
+    total = k_width if heads else k_width + ckv_width
+    draw, draw_scale = Sampler(dtype, seed), Sampler(torch.float32, seed)
+    lead = (batch, max(heads, 1), block_size) if cache_mode == "Norm" else (blocks, block_size, max(heads, 1))
+
+    def cache(row: str, width: int) -> Tensor:
+        held = draw.normal(*lead, width)
+        return (30 * held).clamp(-128, 127).to(torch.int8) if row in quantize else held
+
+    def columns(row: str, width: int, size: float, wanted: bool) -> Tensor | None:
+        if row not in quantize or not wanted:
+            return None
+        drawn = size * draw_scale.gamma(max(heads, 1) * width)
+        return drawn.view(heads, width) if heads else drawn
+
+    if cache_mode == "Norm":
+        index = torch.stack([draw.slots(steps, block_size, skip) for _ in range(batch)])
+    elif "BLK" in cache_mode:
+        pages = draw.slots(batch * -(-steps // block_size), blocks, skip)
+        index = torch.where(pages < 0, pages, pages * block_size)
+    else:
+        index = draw.slots(batch * steps, blocks * block_size, skip)
+    cos, sin = draw.tables(batch, 1, steps, rope) if rotate else (None, None)
+    arguments = (
+        draw.normal(batch, max(heads, 1), steps, total),
+        draw.gamma(k_width if heads else ckv_width),
+        cos,
+        sin,
+        index,
+        cache("k_rope", k_width),
+        cache("c_kv", ckv_width),
+        columns("k_rope", k_width, 40, True),
+        columns("c_kv", ckv_width, 40, True),
+        columns("k_rope", k_width, 7, offset),
+        columns("c_kv", ckv_width, 7, offset),
+        draw.normal(batch, heads, steps, ckv_width) if heads else None,
+    )
+    return arguments, {"cache_mode": cache_mode, **options}

@@ -1,0 +1,45 @@
+"""The arguments of mla_prolog_v3; what they mean stands in the docstring of its body."""
+
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+
+TILE = 128  # latents that share one scale in a packed row
+
+
+@dataclass(frozen=True)
+class Arguments:
+    token_x: Tensor
+    weight_dq: Tensor
+    weight_uq_qr: Tensor
+    weight_uk: Tensor
+    weight_dkv_kr: Tensor
+    rmsnorm_gamma_cq: Tensor
+    rmsnorm_gamma_ckv: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+    kv_cache: Tensor
+    kr_cache: Tensor
+    cache_index: Tensor | None = None
+    dequant_scale_x: Tensor | None = None
+    dequant_scale_w_dq: Tensor | None = None
+    dequant_scale_w_uq_qr: Tensor | None = None
+    dequant_scale_w_dkv_kr: Tensor | None = None
+    quant_scale_ckv: Tensor | None = None
+    quant_scale_ckr: Tensor | None = None
+    smooth_scales_cq: Tensor | None = None
+    actual_seq_len: Tensor | None = None
+    k_nope_clip_alpha: Tensor | None = None
+    _: KW_ONLY
+    rmsnorm_epsilon_cq: float = 1e-5
+    rmsnorm_epsilon_ckv: float = 1e-5
+    cache_mode: str = "PA_BSND"
+    query_norm_flag: bool = False
+    weight_quant_mode: int = 0
+    kv_cache_quant_mode: int = 0
+    query_quant_mode: int = 0
+    ckvkr_repo_mode: int = 0
+    quant_scale_repo_mode: int = 0
+    tile_size: int = TILE
+    qc_qr_scale: float = 1.0
+    kc_scale: float = 1.0
