@@ -274,8 +274,8 @@ def decode(scores, values, dtype=torch.bfloat16, **options):
     query = torch.zeros(1, 1, 32, dtype=dtype)
     query[0, 0, 0] = 1
     table = torch.arange(blocks, dtype=torch.int32)[None]
-    caches = keys.view(blocks, 16, 1, 32), rows.view(blocks, 16, 1, 32)
-    return OPERATOR.overload(query, *caches, table, torch.tensor([length]), **options)[0, 0]
+    key_cache, value_cache = keys.view(blocks, 16, 1, 32), rows.view(blocks, 16, 1, 32)
+    return OPERATOR.overload(query, key_cache, table, torch.tensor([length]), value_cache, **options)[0, 0]
 
 
 def test_weights_are_rounded_before_they_are_normalised():
@@ -314,14 +314,14 @@ def test_weights_refer_to_the_running_maximum_of_their_tile():
 def dequant_case(offset, descale, dtype, length=1):
     """The first `length` values, [L, 64], and the result of a query of zeros, which is their mean."""
     draw = torch.Generator().manual_seed(1)
-    caches = [torch.randint(-128, 128, (1, 16, 2, 32), generator=draw, dtype=torch.int8) for _ in range(2)]
+    keys, values = (torch.randint(-128, 128, (1, 16, 2, 32), generator=draw, dtype=torch.int8) for _ in range(2))
     query = torch.zeros(1, 2, 32, dtype=dtype)
     arguments = {"k_descale": descale, "v_descale": descale, "quant_type": "type_dequant_fusion"}
     if offset is not None:
         arguments |= {"k_offset": offset, "v_offset": offset, "has_quant_offset": True}
     table = torch.zeros(1, 1, dtype=torch.int32)
-    result = OPERATOR.overload(query, *caches, table, torch.tensor([length]), **arguments)
-    return caches[1][0, :length].flatten(1), result.flatten()
+    result = OPERATOR.overload(query, keys, table, torch.tensor([length]), values, **arguments)
+    return values[0, :length].flatten(1), result.flatten()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -352,9 +352,9 @@ def int8_case(scores, values, **scales):
     query = torch.zeros(1, 1, 32, dtype=torch.int8)
     query[0, 0, 0] = 1
     table = torch.arange(len(keys) // 16, dtype=torch.int32)[None]
-    caches = keys.view(-1, 16, 1, 32), rows.view(-1, 16, 1, 32)
+    key_cache, value_cache = keys.view(-1, 16, 1, 32), rows.view(-1, 16, 1, 32)
     scales = {"out_data_type": torch.float16} | scales
-    return float(OPERATOR.overload(query, *caches, table, torch.tensor([length]), **scales)[0, 0, 0])
+    return float(OPERATOR.overload(query, key_cache, table, torch.tensor([length]), value_cache, **scales)[0, 0, 0])
 
 
 def float32_scores(scores, descale):

@@ -59,7 +59,7 @@ def test_online_running_sum_decays_what_went_before():
     one = torch.ones(1)
     table, length = torch.arange(24, dtype=torch.int32)[None], int32(384)
     options = {"quant_type": "type_quant_qkv_online", "out_data_type": torch.float16}
-    out = PAGED_ATTENTION(query, keys, values, table, length, k_descale=one, v_descale=one, **options)
+    out = PAGED_ATTENTION(query, keys, table, length, values, k_descale=one, v_descale=one, **options)
     assert (out == 50).all()  # three tiles of equal weights; the script's sum of two would give 75
 
 
@@ -289,7 +289,8 @@ def test_decoding_of_any_size_equals_the_oracle(contexts, heads, sizes, block_si
     tokens = sum(length > 0 for length in contexts)
     query = torch.randn(tokens, heads[0], sizes[0], generator=draw, dtype=torch.float64)
     tables = tables.view(len(contexts), -1).to(torch.int32)
-    arguments = by_name(OPERATOR, (query, *caches, tables, int32(*contexts)), {"kv_head_num": heads[1]})
+    given = (query, caches[0], tables, int32(*contexts), caches[1])
+    arguments = by_name(OPERATOR, given, {"kv_head_num": heads[1]})
     close_to_oracle(run(arguments), arguments)
 
 
@@ -324,7 +325,8 @@ def test_a_large_decode_batch():
     caches = [torch.randn(blocks, block_size, kv_heads, size, generator=draw).bfloat16() for _ in range(2)]
     tables = torch.randperm(blocks, generator=draw).view(batch, -1).to(torch.int32)
     query = torch.randn(batch, heads, size, generator=draw).bfloat16()
-    out = PAGED_ATTENTION(query, *caches, tables, int32(*[length] * batch), kv_head_num=kv_heads, qk_scale=size**-0.5)
+    given = (query, caches[0], tables, int32(*[length] * batch), caches[1])
+    out = PAGED_ATTENTION(*given, kv_head_num=kv_heads, qk_scale=size**-0.5)
     for token, head in ((0, 0), (31, 17), (63, 127)):
         keys, values = (cache[tables[token].long(), :, head // 16].flatten(0, 1).double() for cache in caches)
         weights = (keys @ query[token, head].double() * size**-0.5).softmax(0)

@@ -6,7 +6,6 @@ entry, G query heads of a key head, M = S*G, W key positions of a tile, D and Dv
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +24,9 @@ from mla_fx.ops.common.paged import (
     row_index,
 )
 
+from .arguments import Arguments
 from .masks import read_mask
-from .options import BNSD, DEQUANT_FUSION, OFFLINE, ONLINE, Options
+from .options import BNSD, DEQUANT_FUSION, Options
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def query_counts(contexts: Tensor, q_seq_lens: Tensor | None, o: Options) -> Ten
     return torch.where(runs, counts, 0)
 
 
-def find_entries(a: Any, o: Options) -> Entries:
+def find_entries(a: Arguments, o: Options) -> Entries:
     contexts = host_lengths(a.context_lens)
     counts = query_counts(contexts, a.q_seq_lens, o)
     rows, present = row_index(counts)
@@ -64,17 +64,15 @@ def find_entries(a: Any, o: Options) -> Entries:
     return Entries(table, contexts, rows, present, places, sequence, key_head)
 
 
-def value_size(a: Any, o: Options) -> int:
+def value_size(a: Arguments, o: Options) -> int:
     """Dv."""
-    size: int = a.mla_v_head_size if o.combined else a.query.shape[2] if o.nz else a.value_cache.shape[3]
-    return size
+    if a.value_cache is None:
+        return a.mla_v_head_size
+    return a.query.shape[2] if o.nz else a.value_cache.shape[3]
 
 
-def attend_(attn_out: Tensor, a: Any, o: Options) -> None:
-    """Write the attention of every row of query that belongs to a sequence with a context.
-
-    `a` has the arguments of the operator as attributes.
-    """
+def attend_(attn_out: Tensor, a: Arguments, o: Options) -> None:
+    """Write the attention of every row of query that belongs to a sequence with a context."""
     entries = find_entries(a, o)
     if entries.table.numel() == 0:
         return
@@ -86,7 +84,7 @@ def attend_(attn_out: Tensor, a: Any, o: Options) -> None:
     by_key_head(attn_out, o).index_put_(index, result.squeeze(1) if o.compressed else result)
 
 
-def attention(a: Any, o: Options, entries: Entries) -> Tensor:
+def attention(a: Arguments, o: Options, entries: Entries) -> Tensor:
     """[E, S, K, G, Dv], not yet rounded."""
     query = grouped_query(a, o, entries)
     count, key_heads, steps, group, _ = query.shape
@@ -95,7 +93,7 @@ def attention(a: Any, o: Options, entries: Entries) -> Tensor:
     return torch.unflatten(out, 2, (steps, group)).transpose(1, 2)
 
 
-def tiles(a: Any, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]:
+def tiles(a: Arguments, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]:
     """Scores [E, K, M, W] and values [E, K, W, Dv] of one tile after another; `query` is [E, K, S, G, D]."""
     read = Pages(a, o, entries, query.dtype)
     finish = Scores(a, o, entries, query.dtype)
@@ -113,7 +111,7 @@ def tiles(a: Any, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]
         yield scores.flatten(2, 3), values
 
 
-def grouped_query(a: Any, o: Options, entries: Entries) -> Tensor:
+def grouped_query(a: Arguments, o: Options, entries: Entries) -> Tensor:
     """The query rows [E, K, S, G, D] in the dtype of sums; rows that do not exist are some others."""
     query = a.query if a.q_scale in (0.0, 1.0) else a.query * a.q_scale
     index = tuple(part.to(query.device) for part in query_index(entries, o))
@@ -136,10 +134,10 @@ def by_key_head(rows: Tensor, o: Options) -> Tensor:
 class Pages:
     """Reads keys and values from the caches, in the dtype of sums."""
 
-    def __init__(self, a: Any, o: Options, entries: Entries, dtype: torch.dtype) -> None:
+    def __init__(self, a: Arguments, o: Options, entries: Entries, dtype: torch.dtype) -> None:
         self.a, self.o, self.dtype = a, o, dtype
         self.keys = by_position(a.key_cache, o)
-        self.values = None if o.combined else by_position(a.value_cache, o)
+        self.values = None if a.value_cache is None else by_position(a.value_cache, o)
         self.key_head = entries.key_head.to(a.query.device)
         self.tables = a.block_tables[entries.table.to(a.block_tables.device)]
 
@@ -163,7 +161,7 @@ class Pages:
         rows = rows.float()
         if offset is not None:
             rows = rows + self.by_column(offset).float()
-        return (rows * self.by_column(as_float(descale))).to(self.a.query.dtype)
+        return (rows * self.by_column(as_float32(descale))).to(self.a.query.dtype)
 
     def by_column(self, columns: Tensor) -> Tensor:
         """[Hkv*D] as [K, D], or with compression that of the key head of each entry, [E, 1, 1, D]."""
@@ -178,20 +176,17 @@ def by_position(cache: Tensor, o: Options) -> Tensor:
     return cache.transpose(1, 2) if o.layout == BNSD else cache
 
 
-def as_float(descale: Tensor) -> Tensor:
-    """int64 scales carry the bits of a float32 in their low half."""
-    return descale if descale.is_floating_point() else descale.to(torch.int32).view(torch.float32)
-
-
 class Scores:
     """What happens to the products of query and keys."""
 
-    def __init__(self, a: Any, o: Options, entries: Entries, dtype: torch.dtype) -> None:
+    def __init__(self, a: Arguments, o: Options, entries: Entries, dtype: torch.dtype) -> None:
         device = a.query.device
         sequence, key_head = entries.sequence.to(device), entries.key_head.to(device)
         self.dtype = dtype
-        self.razor_offset: Tensor | None = a.razor_offset
-        self.descale = per_head(a.k_descale, o).unsqueeze(1) if o.fully_quantized else None
+        self.razor_offset = a.razor_offset
+        self.descale: Tensor | None = None
+        if a.k_descale is not None and o.fully_quantized:
+            self.descale = per_head(a.k_descale, o).unsqueeze(1)
         self.scale: float | Tensor = a.qk_scale
         if a.log_n is not None:
             scale = torch.full_like(a.log_n, a.qk_scale) * a.log_n
@@ -209,17 +204,21 @@ class Scores:
 
 
 def per_head(scale: Tensor, o: Options) -> Tensor:
-    """[H] as [K, G, 1]."""
-    return scale.view(o.kv_heads, o.group, 1)
+    """[H] as float32 [K, G, 1]."""
+    return as_float32(scale).view(o.kv_heads, o.group, 1)
 
 
-def weighted_values(a: Any, o: Options) -> Product:
+def as_float32(scale: Tensor) -> Tensor:
+    """int64 scales carry the bits of a float32 in their low half."""
+    return scale if scale.is_floating_point() else scale.to(torch.int32).view(torch.float32)
+
+
+def weighted_values(a: Arguments, o: Options) -> Product:
     """How the weights of a tile are rounded and meet its values."""
-    if o.quant == ONLINE:
-        return int8_product(per_head(a.v_descale, o))
-    if o.quant == OFFLINE:
-        return offline_product(per_head(a.p_scale, o), per_head(a.v_descale, o))
-    return rounded_product(a.query.dtype)
+    if a.v_descale is None or not o.fully_quantized:
+        return rounded_product(a.query.dtype)
+    descale = per_head(a.v_descale, o)
+    return int8_product(descale) if a.p_scale is None else offline_product(per_head(a.p_scale, o), descale)
 
 
 def offline_product(scale: Tensor, descale: Tensor) -> Product:

@@ -4,12 +4,14 @@ E entries (sequences, or with compression the key heads of each), K key heads of
 G query heads of a key head, W key positions.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .options import ALIBI, MASK_FREE, NORM, SPEC, Options
+from .arguments import Arguments
+from .options import ALIBI, MASK_FREE, NORM, NZ_WIDTH, SPEC, Options
 
 FREE_BLOCK = 128
 TABLE = 2048
@@ -37,20 +39,20 @@ class Mask(NamedTuple):
         return torch.where(column < 0, 0, torch.where(column < width, held, -torch.inf))
 
 
-def read_mask(a: Any, o: Options, sequence: Tensor, first_head: Tensor, place: Tensor, rows: Tensor) -> Mask | None:
+def read_mask(
+    a: Arguments, o: Options, sequence: Tensor, first_head: Tensor, place: Tensor, rows: Tensor
+) -> Mask | None:
     """The mask of entries that belong to `sequence` [E] and begin at query head `first_head` [E].
 
     `place` [E, S] is the key position of each query row, `rows` [E, S] its row of query.
     """
-    mask = a.mask
-    if mask is None:
+    if a.mask is None:
         return None
+    mask = from_nz(a.mask, o) if is_nz(a.mask, o) else a.mask
     sequence, place, rows = sequence.view(-1, 1, 1, 1), place[:, None, :, None], rows[:, None, :, None]
     if o.mask == NORM:
-        table = mask.flatten(0, -2)
-        if mask.dim() == 3:
-            return Mask(table, sequence)
-        return Mask(table, torch.zeros_like(sequence) if mask.shape[0] == 1 else place)
+        own = sequence if mask.dim() == 3 else place
+        return Mask(mask.flatten(0, -2), torch.zeros_like(sequence) if mask.shape[0] == 1 else own)
     if o.mask == ALIBI:
         return Mask(mask.flatten(0, -2), alibi_rows(mask, o, sequence, first_head))
     if o.mask == SPEC:
@@ -58,7 +60,26 @@ def read_mask(a: Any, o: Options, sequence: Tensor, first_head: Tensor, place: T
         return Mask(mask.float() * HIDDEN if inverted else mask, rows)
     if o.mask == MASK_FREE:
         return free_mask(mask, place)
-    return compressed_mask(mask, place)
+    return compressed_mask(mask.flatten(0, -2), place)
+
+
+def is_nz(mask: Tensor, o: Options) -> bool:
+    """Whether a mask is in NZ format; an ND mask may have 16 columns too, but then it has one row, [B, H, 1, 16]."""
+    nz = o.nz and mask.dim() == 4 and mask.shape[3] == NZ_WIDTH
+    return nz and not (o.mask == ALIBI and statically_known_true(mask.shape[2] == 1))
+
+
+def from_nz(mask: Tensor, o: Options) -> Tensor:
+    """The ND mask that [X, C/16, R, 16] stands for, whose element (x, r, c) is at [x, c // 16, r, c % 16].
+
+    Where a mask has one row, in NZ format it has 16, of which the first counts.
+    """
+    rows = mask.transpose(1, 2).flatten(2)
+    if o.mask == NORM:
+        return rows[:, :1]
+    if o.mask == ALIBI:
+        return rows[:, :1] if len(rows) == o.heads else torch.unflatten(rows[:, :1], 0, (-1, o.heads))
+    return rows[0]
 
 
 def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -> Tensor:
@@ -70,20 +91,14 @@ def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -
     return sequence * mask.shape[1] + (head if mask.shape[1] > 1 else 0)
 
 
-def free_mask(mask: Tensor, place: Tensor) -> Mask:
-    """The table of one block [1, 8, 128, 16], for each block of queries over the block of keys on its diagonal."""
+def free_mask(table: Tensor, place: Tensor) -> Mask:
+    """The table of one block [128, 128], for each block of queries over the block of keys on its diagonal."""
     first = place[:, :, :1]
     row = (place - first) % FREE_BLOCK
-    return Mask(from_nz(mask), row, place - row)
+    return Mask(table, row, place - row)
 
 
-def compressed_mask(mask: Tensor, place: Tensor) -> Mask:
+def compressed_mask(table: Tensor, place: Tensor) -> Mask:
     """The causal table over the last 2048 positions of a context, or over all of a shorter one."""
-    table = from_nz(mask) if mask.shape[-1] != TABLE else mask.flatten(0, -2)
     shift = (place.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
     return Mask(table, place - shift, shift)
-
-
-def from_nz(mask: Tensor) -> Tensor:
-    """The matrix [R, C] whose element (r, c) is at [0, c // 16, r, c % 16]."""
-    return mask[0].transpose(0, 1).flatten(1)

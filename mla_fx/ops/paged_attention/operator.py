@@ -1,14 +1,12 @@
 """paged_attention: attention over paged keys and values, every scenario of ATB PagedAttentionOperation."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mla_fx.ops.common.check import check_devices, check_rank
 from mla_fx.ops.common.define import define
 
+from .arguments import Arguments
 from .attention import attend_, value_size
 from .lengths import check_lengths
 from .options import check_options, read_options
@@ -16,38 +14,7 @@ from .samples import samples
 from .tensors import LENGTHS, check_caches, check_mask, check_out, check_scales
 
 
-def body(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    mask: Tensor | None = None,
-    batch_run_status: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    k_offset: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    v_offset: Tensor | None = None,
-    q_seq_lens: Tensor | None = None,
-    razor_offset: Tensor | None = None,
-    p_scale: Tensor | None = None,
-    log_n: Tensor | None = None,
-    *,
-    head_num: int = 0,
-    kv_head_num: int = 0,
-    qk_scale: float = 1.0,
-    q_scale: float = 1.0,
-    mask_type: str = "undefined",
-    batch_run_status_enable: bool = False,
-    quant_type: str = "type_quant_undefined",
-    out_data_type: torch.dtype | None = None,
-    has_quant_offset: bool = False,
-    compress_type: str = "compress_type_undefined",
-    calc_type: str = "calc_type_undefined",
-    scale_type: str = "scale_type_tor",
-    input_layout: str = "type_bsnd",
-    mla_v_head_size: int = 0,
-) -> Tensor:
+def body(a: Arguments) -> Tensor:
     """Attention of query tokens over the keys and values of their sequences in paged caches::
 
         key j of sequence b = key_cache[block_tables[b, j // BlockSize], j % BlockSize],  j < context_lens[b]
@@ -120,21 +87,18 @@ def body(
     Lengths are checked always, values of block_tables and mask on the CPU. Inference only.
     The document is ATB PagedAttentionOperation.
     """
-    a = SimpleNamespace(**locals())
     o = read_options(a)
-    attn_out = query.new_zeros(*query.shape[:2], value_size(a, o), dtype=out_data_type)
+    attn_out = a.query.new_zeros(*a.query.shape[:2], value_size(a, o), dtype=a.out_data_type)
     attend_(attn_out, a, o)
     return attn_out
 
 
-def body_(*, attn_out: Tensor, **arguments: Any) -> None:
-    a = SimpleNamespace(**arguments)
+def body_(a: Arguments, *, attn_out: Tensor) -> None:
     attend_(attn_out, a, read_options(a))
 
 
-def check(*, attn_out: Tensor | None = None, **arguments: Any) -> None:
-    a = SimpleNamespace(**arguments)
-    check_devices(arguments | {"attn_out": attn_out}, LENGTHS)
+def check(a: Arguments, *, attn_out: Tensor | None = None) -> None:
+    check_devices(vars(a) | {"attn_out": attn_out}, LENGTHS)
     check_rank("query", a.query, "T, H, D")
     check_rank("key_cache", a.key_cache, "BlockNum, BlockSize, Hkv, D")
     o = read_options(a)
@@ -147,8 +111,7 @@ def check(*, attn_out: Tensor | None = None, **arguments: Any) -> None:
     check_out(a, attn_out, dtype, value_size(a, o))
 
 
-def fake(**arguments: Any) -> Tensor:
-    a = SimpleNamespace(**arguments)
+def fake(a: Arguments) -> Tensor:
     size = value_size(a, read_options(a))
     return torch.empty((*a.query.shape[:2], size), dtype=a.out_data_type or a.query.dtype, device=a.query.device)
 
@@ -156,6 +119,7 @@ def fake(**arguments: Any) -> Tensor:
 operator = define(
     "paged_attention",
     body,
+    record=Arguments,
     returns=("attn_out",),
     check=check,
     fake=fake,

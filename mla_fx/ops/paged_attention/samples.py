@@ -105,7 +105,7 @@ def combined_samples(draw: Sampler) -> Iterator[Sample]:
 
 def sample(mode: str, arguments: Arguments, **more: Any) -> Sample:
     arguments = arguments | more
-    names = ("query", "key_cache", "value_cache", "block_tables", "context_lens")
+    names = ("query", "key_cache", "block_tables", "context_lens")
     return Sample(mode, tuple(arguments.pop(name) for name in names), arguments)
 
 
@@ -130,12 +130,13 @@ def base(
     arguments = {
         "query": draw.normal(tokens, HEADS, HEAD_SIZE),
         "key_cache": cache(draw, form, blocks, block_size, cache_heads, HEAD_SIZE),
-        "value_cache": None if combined else cache(draw, form, blocks, block_size, cache_heads, value_size),
         "block_tables": tables,
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "kv_head_num": kv_heads,
         "qk_scale": 1 / math.sqrt(HEAD_SIZE),
     }
+    if not combined:
+        arguments["value_cache"] = cache(draw, form, blocks, block_size, cache_heads, value_size)
     if steps is not None:
         options |= {
             "calc_type": "calc_type_spec",
@@ -201,9 +202,7 @@ def dequantized(draw: Sampler, arguments: Arguments, offsets: bool = False) -> A
 def quantized(draw: Sampler, arguments: Arguments, quant_type: str) -> Arguments:
     """The same with int8 query and caches, and scales for each query head."""
     scales = Sampler(torch.float32, 9)
-    changed = {
-        name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if arguments[name] is not None
-    }
+    changed = {name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if name in arguments}
     changed |= {"k_descale": scales.gamma(HEADS) / 900, "v_descale": scales.gamma(HEADS) / 30}
     if quant_type.endswith("offline"):
         changed["p_scale"] = 127 / 1.3 * scales.gamma(HEADS)
