@@ -80,7 +80,14 @@ def dequantized(a, rows, scale, offset, head):
 def mask_row(a, b, h, t, r, q, length):
     """What is added to the scores of keys 0..L-1."""
     mask, place = numbers(a.mask), length - q + r
-    if a.mask_type == "mask_type_norm":
+    nz = mask.ndim == 4 and mask.shape[3] == 16 and mask.shape[2] > 1
+    if nz and a.mask_type == "mask_type_norm":
+        row = nz_row(mask[b % len(mask)], 0)
+    elif nz and a.mask_type == "mask_type_alibi":
+        row = nz_row(mask[(b * a.query.shape[1] + h) % len(mask)], 0)
+    elif nz and a.mask_type == "mask_type_spec":
+        row = nz_row(mask[0], t)
+    elif a.mask_type == "mask_type_norm":
         row = mask[b, 0] if mask.ndim == 3 else mask[0 if mask.shape[0] == 1 else place]
     elif a.mask_type == "mask_type_alibi":
         row = mask[h, 0] if mask.ndim == 3 else mask[b, min(h, mask.shape[1] - 1), 0]
@@ -93,6 +100,11 @@ def mask_row(a, b, h, t, r, q, length):
         start = max(0, length - 2048)
         row = np.array([0 if j < start else table_entry(mask, place - start, j - start) for j in range(length)])
     return row[:length]
+
+
+def nz_row(matrix, row):
+    """A row of a matrix that is stored in bands of 16 columns."""
+    return np.array([matrix[column // 16, row, column % 16] for column in range(16 * len(matrix))])
 
 
 def free_entry(mask, row, column):
@@ -125,7 +137,7 @@ def attend_int8(a, h, scores, values):
         unit = math.exp(tile.max() - new) / 127 if online else 1 / float(a.p_scale[h])
         exact = weights / unit
         rounded = np.rint(exact.astype(np.float16).astype(np.float64)).clip(-128, 127)
-        factor = float(a.v_descale[h]) * (unit if online else 1)
+        factor = float(descale_values(a.v_descale)[h]) * (unit if online else 1)
         total = total * decay + rounded @ rows * factor
         slack = slack * decay + near_tie(exact) @ np.abs(rows) * factor
         weight, largest = weight * decay + weights.sum(), new
@@ -163,7 +175,7 @@ def scores_of(a, keys, row, b, entry, h, t, r, q):
     """The scores of one query row and head."""
     scores, length = keys @ row, len(keys)
     if a.quant_type.startswith("type_quant_qkv"):
-        scores = scores * float(a.k_descale[h])
+        scores = scores * float(descale_values(a.k_descale)[h])
     if a.razor_offset is not None:
         size, blocks = a.key_cache.shape[1], a.block_tables[entry].tolist()
         scores = scores + [float(a.razor_offset[blocks[j // size], j % size]) for j in range(length)]
@@ -342,6 +354,17 @@ def test_int64_scales_are_float32_bits_in_the_low_half():
     for high in (0, 1, -1, 0x7FFF0000):
         _, result = dequant_case(None, low + (high << 32), torch.float16)
         assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("quant_type", ("type_quant_qkv_online", "type_quant_qkv_offline"))
+def test_full_quantisation_takes_the_bits_of_its_scales_too(quant_type):
+    """The document says int64 or float32, the code takes float32; int64 means here what it means in dequantisation."""
+    arguments = case(quant_type, torch.float16)
+    bits = {}
+    for name, high in (("k_descale", 1), ("v_descale", -1)):
+        low = arguments[name].numpy().view(np.uint32).astype(np.int64)
+        bits[name] = torch.from_numpy(low) + (high << 32)
+    assert torch.equal(run(arguments | bits), run(arguments))
 
 
 def int8_case(scores, values, **scales):

@@ -63,6 +63,14 @@ def test_online_running_sum_decays_what_went_before():
     assert (out == 50).all()  # three tiles of equal weights; the script's sum of two would give 75
 
 
+def test_an_nz_mask_of_tokens_may_be_padded_to_16_rows():
+    """The document gives it num_tokens rows, the vendor's test a multiple of 16."""
+    exact = case("mask_type_spec, NZ")
+    assert exact["mask"].shape[2] == exact["query"].shape[0] == 6
+    padded = torch.nn.functional.pad(exact["mask"], (0, 0, 0, 10), value=torch.nan)
+    assert torch.equal(run(exact | {"mask": padded}), run(exact))
+
+
 def test_bfloat16_combined_parallel_mask_is_zero_or_one():
     """The document adds the mask; the bfloat16 kernel for a combined cache multiplies a 0/1 mask by -3e38."""
     mode = "mla_v_head_size, calc_type_spec"
@@ -107,6 +115,18 @@ def test_a_compressed_table_lies_over_the_end_of_a_long_context():
     torch.testing.assert_close(run(compressed), run(plain), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("mask_type", "shape"),
+    (("mask_type_norm", (4, 1, 16)), ("mask_type_alibi", (4, 4, 1, 16)), ("mask_type_alibi", (4, 1, 16))),
+)
+def test_a_mask_of_16_columns_in_rows_goes_with_nz_caches_too(mask_type, shape):
+    """Masks come in either format beside NZ caches; 16 columns alone do not make a mask one in NZ format."""
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.randn(shape, generator=draw, dtype=torch.float64)
+    arguments = case("NZ", torch.float64, context_lens=int32(16, 9, 1, 0), mask=mask, mask_type=mask_type)
+    close_to_oracle(run(arguments), arguments)
+
+
 @pytest.mark.parametrize("shape", ((1, 152), (2, 1, 150)))
 def test_the_rows_of_a_sequence_share_a_mask_that_has_one_row_for_it(shape):
     draw = torch.Generator().manual_seed(0)
@@ -127,6 +147,34 @@ def test_compressed_sequences_run_by_their_status():
 def test_enumerators_are_taken_as_the_documents_and_the_wrappers_spell_them(spelling):
     arguments = case("calc_type_spec, mask_type_spec")
     assert torch.equal(run(arguments | {"mask_type": spelling, "calc_type": "CALC_TYPE_SPEC"}), run(arguments))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    (
+        ("base", {"quant_type": "TYPE_QUANT_UNQUANT", "mask_type": "0", "scale_type": "0", "input_layout": "0"}),
+        ("mask_type_norm, shared", {"mask_type": "1", "quant_type": "0", "compress_type": "0", "calc_type": "0"}),
+        ("type_bnsd", {"input_layout": "1"}),
+        ("mask_type_alibi, 3-D", {"mask_type": "2"}),
+        ("calc_type_spec, mask_type_spec", {"mask_type": "3", "calc_type": "1"}),
+        ("mask_type_mask_free", {"mask_type": "4"}),
+        ("mask_type_norm_compress", {"mask_type": "5"}),
+        ("type_dequant_fusion", {"quant_type": "1"}),
+        ("type_quant_qkv_offline", {"quant_type": "2"}),
+        ("type_quant_qkv_online", {"quant_type": "3"}),
+        ("compress_type_kvhead", {"compress_type": "1"}),
+        ("compress_type_kvhead_rope", {"compress_type": "2"}),
+        ("scale_type_logn", {"scale_type": "1"}),
+    ),
+)
+def test_enumerators_are_taken_by_their_numbers_and_second_names(mode, options):
+    arguments = case(mode, torch.float16 if "qkv" in mode else torch.float32)
+    assert torch.equal(run(arguments | options), run(arguments))
+
+
+def test_value_cache_is_left_out_where_keys_hold_the_values():
+    arguments = case("mla_v_head_size")
+    assert torch.equal(run({name: value for name, value in arguments.items() if name != "value_cache"}), run(arguments))
 
 
 # Edges.
@@ -238,10 +286,22 @@ def repeated(arguments, times, more_blocks, more_columns):
         if arguments[name] is not None:
             unused = torch.zeros(more_blocks, *arguments[name].shape[1:], dtype=arguments[name].dtype)
             changed[name] = torch.cat([arguments[name], unused])
-    ranks = {"mask_type_spec": 2, "mask_type_norm": 3, "mask_type_alibi": 4}
-    if arguments["mask"] is not None and ranks.get(arguments["mask_type"]) == arguments["mask"].dim():
-        changed["mask"] = torch.cat([arguments["mask"]] * times)
+    axis = repeated_mask_axis(arguments)
+    if axis is not None:
+        changed["mask"] = torch.cat([arguments["mask"]] * times, axis)
     return changed
+
+
+def repeated_mask_axis(arguments):
+    """The axis along which a mask has a part for each sequence or token, if it has one."""
+    mask, sequences = arguments["mask"], len(arguments["context_lens"])
+    if arguments["mask_type"] == "mask_type_spec":
+        return 2 if mask.dim() == 4 else 0
+    per_sequence = {
+        "mask_type_norm": mask is not None and mask.dim() >= 3 and len(mask) > 1,
+        "mask_type_alibi": mask is not None and mask.dim() == 4 and len(mask) in (sequences, sequences * 4),
+    }
+    return 0 if per_sequence.get(arguments["mask_type"]) else None
 
 
 def tensors_of(arguments):
