@@ -225,7 +225,9 @@ def as_bits(arguments: Arguments) -> Arguments:
 def quantized(draw: Sampler, arguments: Arguments, quant_type: str) -> Arguments:
     """The same with int8 query and caches, and scales for each query head."""
     scales = Sampler(torch.float32, 9)
-    changed = {name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if name in arguments}
+    changed: Arguments = {
+        name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if name in arguments
+    }
     changed |= {"k_descale": scales.gamma(HEADS) / 900, "v_descale": scales.gamma(HEADS) / 30}
     if quant_type.endswith("offline"):
         changed["p_scale"] = 127 / 1.3 * scales.gamma(HEADS)
