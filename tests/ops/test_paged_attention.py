@@ -98,13 +98,14 @@ def mask_row(a, b, h, t, r, q, length):
         row = np.array([free_entry(mask, r, j - (length - q)) for j in range(length)])
     else:
         start = max(0, length - 2048)
-        row = np.array([0 if j < start else table_entry(mask, place - start, j - start) for j in range(length)])
+        table_row = nz_row(mask[0], place - start) if nz else mask.reshape(2048, 2048)[place - start]
+        row = np.concatenate([np.zeros(start), table_row])
     return row[:length]
 
 
 def nz_row(matrix, row):
-    """A row of a matrix that is stored in bands of 16 columns."""
-    return np.array([matrix[column // 16, row, column % 16] for column in range(16 * len(matrix))])
+    """A row of a matrix that is stored in bands of 16 columns, [C/16, R, 16]."""
+    return np.concatenate([band[row] for band in matrix])
 
 
 def free_entry(mask, row, column):
@@ -114,10 +115,6 @@ def free_entry(mask, row, column):
     if column // 128 > row // 128:
         return -math.inf
     return mask[0, column % 128 // 16, row % 128, column % 16]
-
-
-def table_entry(mask, row, column):
-    return mask[0, column // 16, row, column % 16] if mask.shape[-1] == 16 else mask.reshape(2048, 2048)[row, column]
 
 
 def attend(scores, values):

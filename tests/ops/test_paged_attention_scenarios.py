@@ -377,6 +377,7 @@ def test_parallel_decoding_of_any_size_equals_the_oracle(steps, behind, mode, se
     close_to_oracle(run(arguments), arguments)
 
 
+@pytest.mark.slow
 def test_a_large_decode_batch():
     """64 sequences of 4096 tokens, 128 heads of 128 over 8 key heads, in bfloat16: a few rows against float64."""
     draw = torch.Generator().manual_seed(0)

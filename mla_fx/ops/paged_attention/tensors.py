@@ -168,11 +168,10 @@ def check_nz_mask(mask: Tensor, o: Options, batch: int, tokens: int) -> None:
     """Rows are padded to 16 where a mask has one, and may be where it has one for each token."""
     if o.mask == NORM:
         check_shape("mask", mask, "B, S/16, 16, 16", (batch, None, NZ_WIDTH, NZ_WIDTH), broadcast=True)
+    elif o.mask == ALIBI and known_to_differ(mask.shape[0], o.heads):
+        check_shape("mask", mask, "B*H, S/16, 16, 16", (batch * o.heads, None, NZ_WIDTH, NZ_WIDTH))
     elif o.mask == ALIBI:
-        of_each, letters = (
-            (batch, "B*H, S/16, 16, 16") if known_to_differ(mask.shape[0], o.heads) else (1, "H, S/16, 16, 16")
-        )
-        check_shape("mask", mask, letters, (of_each * o.heads, None, NZ_WIDTH, NZ_WIDTH))
+        check_shape("mask", mask, "H, S/16, 16, 16", (o.heads, None, NZ_WIDTH, NZ_WIDTH))
     else:
         padded = -(-tokens // NZ_WIDTH) * NZ_WIDTH
         rows = tokens if known_to_differ(mask.shape[2], padded) else None
