@@ -128,7 +128,7 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
 
 
 def stays(q_nope: Tensor, *_: Any, **__: Any) -> str | None:
-    """Traced with an S that is no number, the body would guard on it and be compiled again for the other side."""
+    """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
     is_known = isinstance(q_nope.shape[1], int)
     return None if is_known else "it chooses its form by the number of query tokens of each call"
 

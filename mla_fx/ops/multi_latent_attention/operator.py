@@ -25,7 +25,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 
     block_tables [B, MaxBlocks] names the blocks of 128 slots that hold the keys of each sequence in order, and
     context_lens [B] counts the keys; neither slots nor entries behind the last key are read. H is 8, 16, 32, 64 or 128;
-    head_num says it again or is 0. kv_head_num is 1, or 0 for the same. qk_scale is in (0, 1]; B is at most 8192.
+    head_num is H, or 0. kv_head_num is 1, or 0 for the same. qk_scale is in (0, 1]; B is at most 8192.
     Enumerators are torch_npu's words or the document's, in any case and with or without prefix, or their numbers, "1".
 
     cache_mode says what the tensors hold:
@@ -111,12 +111,12 @@ def unscaled_scores(
 
 
 class Rows(NamedTuple):
-    """Of each query row, [T] on the CPU: its sequence, its number there, and how many rows and keys that one has."""
+    """The query rows, [T] each on the CPU."""
 
     sequence: Tensor
-    step: Tensor
-    steps: Tensor
-    context: Tensor
+    step: Tensor  # the place of the row among the rows of its sequence
+    steps: Tensor  # how many rows its sequence has
+    context: Tensor  # how many keys its sequence has
 
 
 def query_rows(a: Arguments) -> Rows:

@@ -117,5 +117,5 @@ def drawn_mask(
 
 
 def corner_mask(most_steps: int, steps: int) -> Tensor:
-    """The document's mask for `steps` rows, with the rows of one for `most_steps`."""
+    """The document's mask for `steps` query rows, with as many lines as one for `most_steps`."""
     return torch.full((125 + 2 * most_steps, TILE), -10000.0).triu(2 - steps)

@@ -36,7 +36,7 @@ def check_lengths(a: Arguments, o: Options) -> None:
         raise ValueError(
             f"query has {a.query.shape[0]} tokens; it may have {entries // each}, one for each of context_lens."
         )
-    # Read wherever they are: the computation waits for them all the same.
+    # On a device too: the computation has to wait for them anyway.
     if not a.context_lens.is_meta and readable(contexts := host_lengths(a.context_lens)):
         check_length_values(a, o, contexts)
 

@@ -40,18 +40,18 @@ class Mask(NamedTuple):
 
 
 def read_mask(
-    a: Arguments, o: Options, sequence: Tensor, first_head: Tensor, place: Tensor, rows: Tensor
+    a: Arguments, o: Options, sequence: Tensor, first_head: Tensor, position: Tensor, rows: Tensor
 ) -> Mask | None:
     """The mask of entries that belong to `sequence` [E] and begin at query head `first_head` [E].
 
-    `place` [E, S] is the key position of each query row, `rows` [E, S] its row of query.
+    `position` [E, S] is the key position of each query row, `rows` [E, S] its row of query.
     """
     if a.mask is None:
         return None
     mask = from_nz(a.mask, o) if is_nz(a.mask, o) else a.mask
-    sequence, place, rows = sequence.view(-1, 1, 1, 1), place[:, None, :, None], rows[:, None, :, None]
+    sequence, position, rows = sequence.view(-1, 1, 1, 1), position[:, None, :, None], rows[:, None, :, None]
     if o.mask == NORM:
-        own = sequence if mask.dim() == 3 else place
+        own = sequence if mask.dim() == 3 else position
         return Mask(mask.flatten(0, -2), torch.zeros_like(sequence) if mask.shape[0] == 1 else own)
     if o.mask == ALIBI:
         return Mask(mask.flatten(0, -2), alibi_rows(mask, o, sequence, first_head))
@@ -59,8 +59,8 @@ def read_mask(
         inverted = o.inverted_mask and mask.dtype == torch.bfloat16
         return Mask(mask.float() * HIDDEN if inverted else mask, rows)
     if o.mask == MASK_FREE:
-        return free_mask(mask, place)
-    return compressed_mask(mask.flatten(0, -2), place)
+        return free_mask(mask, position)
+    return compressed_mask(mask.flatten(0, -2), position)
 
 
 def is_nz(mask: Tensor, o: Options) -> bool:
@@ -74,16 +74,15 @@ def from_nz(mask: Tensor, o: Options) -> Tensor:
 
     Where a mask has one row, in NZ format it has 16, of which the first counts.
     """
-    rows = mask.transpose(1, 2).flatten(2)
-    if o.mask == NORM:
-        return rows[:, :1]
-    if o.mask == ALIBI:
-        return rows[:, :1] if len(rows) == o.heads else torch.unflatten(rows[:, :1], 0, (-1, o.heads))
-    return rows[0]
+    if o.mask not in (NORM, ALIBI):
+        return mask[0].transpose(0, 1).flatten(1)
+    first_rows = mask[:, :, 0].flatten(1).unsqueeze(1)
+    per_sequence = o.mask == ALIBI and len(mask) != o.heads
+    return torch.unflatten(first_rows, 0, (-1, o.heads)) if per_sequence else first_rows
 
 
 def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -> Tensor:
-    """The row of each head in a mask [H, 1, C] or [B, H or 1, 1, C] whose leading axes are one."""
+    """The row of each query head in a mask [H, 1, C] or [B, H or 1, 1, C] that is flattened to a table of rows [C]."""
     key_head = torch.arange(o.kv_heads // o.tables_per_sequence, device=mask.device).view(-1, 1, 1)
     head = first_head.view(-1, 1, 1, 1) + key_head * o.group + torch.arange(o.group, device=mask.device)
     if mask.dim() == 3:
@@ -91,14 +90,14 @@ def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -
     return sequence * mask.shape[1] + (head if mask.shape[1] > 1 else 0)
 
 
-def free_mask(table: Tensor, place: Tensor) -> Mask:
+def free_mask(table: Tensor, position: Tensor) -> Mask:
     """The table of one block [128, 128], for each block of queries over the block of keys on its diagonal."""
-    first = place[:, :, :1]
-    row = (place - first) % FREE_BLOCK
-    return Mask(table, row, place - row)
+    first = position[:, :, :1]
+    row = (position - first) % FREE_BLOCK
+    return Mask(table, row, position - row)
 
 
-def compressed_mask(table: Tensor, place: Tensor) -> Mask:
+def compressed_mask(table: Tensor, position: Tensor) -> Mask:
     """The causal table over the last 2048 positions of a context, or over all of a shorter one."""
-    shift = (place.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
-    return Mask(table, place - shift, shift)
+    shift = (position.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
+    return Mask(table, position - shift, shift)
