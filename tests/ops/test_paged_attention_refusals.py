@@ -5,7 +5,8 @@ import torch
 
 from mla_fx.ops.common.sample import Sampler
 from ops.harness import by_name, refuses
-from ops.test_paged_attention import OPERATOR, case, close_to_oracle, int32, run
+from ops.paged_oracle import close_to_oracle
+from ops.test_paged_attention import OPERATOR, case, int32, run
 
 SPEC, SQUARE = "calc_type_spec, mask_type_spec", "calc_type_spec, mask_type_norm"
 
