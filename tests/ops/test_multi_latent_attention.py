@@ -198,21 +198,16 @@ def test_causal_tail_needs_a_mask_but_is_implied(cache_mode, heads):
 
 
 @pytest.mark.parametrize("mask_type", ["mask_type_spec", "mask_type_free"])
-@pytest.mark.parametrize(("cache_mode", "heads"), [("krope_ctkv", 128), ("kvcache", 128), ("int8_nzcache", 8)])
-def test_a_mask_that_the_kernel_ignores_is_honoured(cache_mode, heads, mask_type):
-    """The document adds it; the kernel is causal without reading it. A causal mask changes nothing, others count."""
+@pytest.mark.parametrize(
+    ("cache_mode", "heads", "reason"),
+    [("krope_ctkv", 128, "128 heads"), ("kvcache", 128, "128 heads"), ("int8_nzcache", 8, "an int8 q_nope")],
+)
+def test_a_mask_that_the_kernel_ignores_is_refused(cache_mode, heads, reason, mask_type):
+    """The document adds it, the kernel never reads it: neither would be right for a mask that is not causal."""
     dtype = dtype_of(cache_mode)
     a = drawn(dtype, cache_mode, heads=heads, contexts=(9, 140), steps=(2, 2)) | {"mask_type": mask_type}
-    implied, _ = operator.overload(**a | {"mask_type": "undefined"})
-    if mask_type == "mask_type_free":
-        a["mask"] = torch.full((129, 128), -10000.0, dtype=dtype).triu(0)
-    else:
-        columns, ends = torch.arange(140), torch.tensor([8, 9, 139, 140])
-        a["mask"] = torch.where(columns < ends[:, None], 0.0, -10000.0).to(dtype)
-    causal, _ = operator.overload(**a)
-    torch.testing.assert_close(causal, implied, rtol=0, atol=0)
-    a["mask"] = torch.randn(a["mask"].shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    mla_oracle.compare(a, operator.overload(**a)[0], heads=[0, heads - 1])
+    a["mask"] = torch.zeros((129, 128) if mask_type == "mask_type_free" else (4, 140), dtype=dtype)
+    refuses(operator, (), a, f"mask_type is '{mask_type}'; with {reason} it must be 'undefined': the kernel is causal")
 
 
 @pytest.mark.parametrize("cache_mode", ["krope_ctkv", "nzcache", "kvcache"])
@@ -310,6 +305,17 @@ def test_corner_masks_of_their_own_serve_different_numbers_of_rows():
     out, _ = operator.overload(**(a | {"mask": corners, "mask_type": "mask_type_free"}))
     for row in mla_oracle.each_row(a):
         torch.testing.assert_close(out[row.token], alone(a, row, row.context - row.steps + row.step + 1))
+
+
+def test_one_corner_mask_hides_the_last_keys_of_sequences_with_fewer_rows():
+    """The document has one q; the kernel adds the same lines to every sequence, and they count from the largest q."""
+    steps, most = (1, 4, 2), 4
+    a = drawn(torch.float64, "krope_ctkv", heads=8, contexts=(128, 130, 257), steps=steps)
+    corner = {"mask": corner_mask(most, most).double(), "mask_type": "mask_type_free"}
+    mla_oracle.compare(a | corner, operator.overload(**(a | corner))[0])
+    out, _ = operator.overload(**(a | corner | {"context_lens": torch.tensor([64, 130, 200])}))
+    for row in mla_oracle.each_row(a | {"context_lens": torch.tensor([64, 130, 200])}):
+        torch.testing.assert_close(out[row.token], alone(a, row, row.context - most + row.step + 1))
 
 
 # The twin.

@@ -1,27 +1,14 @@
 """paged_attention against a float64 oracle, one query row and head at a time, and its kernels' roundings."""
 
-import math
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from ops.harness import (
-    CATALOGUE,
-    by_name,
-    cases,
-    nd_offset,
-    nz_offset,
-    same_tensors,
-    twin_call,
-)
+from ops.harness import CATALOGUE, by_name, cases, same_tensors, twin_call
+from ops.paged_oracle import close_to_oracle, numbers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPERATOR = CATALOGUE["paged_attention"]
-
-# Half the distance of neighbouring numbers, relative to them.
-ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 
 
 def case(mode, dtype=torch.float32, **changes):
@@ -36,186 +23,6 @@ def run(arguments):
 
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-# The oracle. Everything is by name in `a`; L is a context, t a row of query, r its place among the q of its sequence.
-
-
-def numbers(tensor):
-    return tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
-
-
-def pages_of(a, cache, width, heads, entry, head, length):
-    """The rows [L, width] of one key head, read at the addresses of the cache's format."""
-    nz = cache.shape[-1] == 16 and a.query.shape[2] != 16
-    block_size = cache.shape[2] if nz or a.input_layout == "type_bnsd" else cache.shape[1]
-    position = np.arange(length)
-    block = a.block_tables.numpy()[entry][position // block_size].astype(np.int64)
-    slot, column = (block * block_size + position % block_size)[:, None], np.arange(width)[None, :]
-    if nz:  # as in 16-bit caches, whose bands of 32 bytes hold 16 elements
-        element = nz_offset(slot, head * width + column, block_size, heads * width, 2) // 2
-    elif a.input_layout == "type_bnsd":
-        row = (block * heads + head)[:, None] * block_size + (position % block_size)[:, None]
-        element = nd_offset(row, column, block_size, width, 1)
-    else:
-        element = nd_offset(slot, head * width + column, block_size, heads * width, 1)
-    return cache.contiguous().flatten()[torch.from_numpy(element)]
-
-
-def descale_values(scale):
-    """float32 scales, which int64 ones carry as bits."""
-    raw = scale.numpy()
-    return raw if raw.dtype == np.float32 else (raw & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
-
-
-def dequantized(a, rows, scale, offset, head):
-    """int8 rows of key head `head` in the dtype of query."""
-    width = rows.shape[1]
-    columns = slice(head * width, (head + 1) * width)
-    shift = np.float32(0) if offset is None else offset.numpy()[columns].astype(np.float32)
-    values = (rows.numpy().astype(np.float32) + shift) * descale_values(scale)[columns]
-    return numbers(torch.from_numpy(values).to(a.query.dtype))
-
-
-def mask_row(a, b, h, t, r, q, length):
-    """What is added to the scores of keys 0..L-1."""
-    mask, place = numbers(a.mask), length - q + r
-    if a.mask_type == "mask_type_norm":
-        row = mask[b, 0] if mask.ndim == 3 else mask[0 if mask.shape[0] == 1 else place]
-    elif a.mask_type == "mask_type_alibi":
-        row = mask[h, 0] if mask.ndim == 3 else mask[b, min(h, mask.shape[1] - 1), 0]
-    elif a.mask_type == "mask_type_spec":
-        inverted = a.mla_v_head_size and a.mask.dtype == torch.bfloat16
-        row = mask[t] * -3e38 if inverted else mask[t]
-    elif a.mask_type == "mask_type_mask_free":
-        row = np.array([free_entry(mask, r, j - (length - q)) for j in range(length)])
-    else:
-        start = max(0, length - 2048)
-        row = np.array([0 if j < start else table_entry(mask, place - start, j - start) for j in range(length)])
-    return row[:length]
-
-
-def free_entry(mask, row, column):
-    """Of one 128 x 128 table repeated along the diagonal, everything visible left of it and nothing right of it."""
-    if column // 128 < row // 128:
-        return 0.0
-    if column // 128 > row // 128:
-        return -math.inf
-    return mask[0, column % 128 // 16, row % 128, column % 16]
-
-
-def table_entry(mask, row, column):
-    return mask[0, column // 16, row, column % 16] if mask.shape[-1] == 16 else mask.reshape(2048, 2048)[row, column]
-
-
-def attend(scores, values):
-    """The result of one row, and the mean of |value| under its weights."""
-    weights = np.exp(scores - scores.max())
-    return weights @ values / weights.sum(), weights @ np.abs(values) / weights.sum()
-
-
-def attend_int8(a, h, scores, values):
-    """The result of one row whose weights become int8 tile by tile, and how far a weight close to a tie may move it."""
-    total, slack, weight, largest = 0.0, 0.0, 0.0, -math.inf
-    for start in range(0, len(scores), 128):
-        tile, rows = scores[start : start + 128], values[start : start + 128]
-        new = max(largest, tile.max())
-        weights, decay = np.exp(tile - new), math.exp(largest - new)
-        online = a.quant_type == "type_quant_qkv_online"
-        unit = math.exp(tile.max() - new) / 127 if online else 1 / float(a.p_scale[h])
-        exact = weights / unit
-        rounded = np.rint(exact.astype(np.float16).astype(np.float64)).clip(-128, 127)
-        factor = float(a.v_descale[h]) * (unit if online else 1)
-        total = total * decay + rounded @ rows * factor
-        slack = slack * decay + near_tie(exact) @ np.abs(rows) * factor
-        weight, largest = weight * decay + weights.sum(), new
-    return total / weight, slack / weight
-
-
-def near_tie(exact):
-    """Whether float32 error could change the int8 number: a hair more or less, and it rounds to another one."""
-    low, high = ((exact * (1 + sign * 1e-5)).astype(np.float16).astype(np.float64) for sign in (-1, 1))
-    return np.rint(low) != np.rint(high)
-
-
-def key_rows(a, entry, kv, length):
-    """The keys and values [L, *] that key head `kv` sees, entry being the row of block_tables."""
-    width, kv_heads = a.query.shape[2], a.kv_head_num or a.query.shape[1]
-    shared, head = (1, 0) if a.compress_type != "compress_type_undefined" else (kv_heads, kv)
-    keys = pages_of(a, a.key_cache, width, shared, entry, head, length)
-    values_width = value_columns(a)
-    if a.mla_v_head_size:
-        values = keys[:, :values_width]
-    else:
-        values = pages_of(a, a.value_cache, values_width, shared, entry, head, length)
-    if a.quant_type == "type_dequant_fusion":
-        keys = dequantized(a, keys, a.k_descale, a.k_offset, kv)
-        return keys, dequantized(a, values, a.v_descale, a.v_offset, kv)
-    return numbers(keys).astype(np.float64), numbers(values).astype(np.float64)
-
-
-def value_columns(a):
-    nz = a.key_cache.shape[-1] == 16 and a.query.shape[2] != 16
-    return a.mla_v_head_size or (a.query.shape[2] if nz else a.value_cache.shape[3])
-
-
-def scores_of(a, keys, row, b, entry, h, t, r, q):
-    """The scores of one query row and head."""
-    scores, length = keys @ row, len(keys)
-    if a.quant_type.startswith("type_quant_qkv"):
-        scores = scores * float(a.k_descale[h])
-    if a.razor_offset is not None:
-        size, blocks = a.key_cache.shape[1], a.block_tables[entry].tolist()
-        scores = scores + [float(a.razor_offset[blocks[j // size], j % size]) for j in range(length)]
-    scores = scores * a.qk_scale * (1 if a.log_n is None else float(a.log_n[b]))
-    return scores if a.mask is None else scores + mask_row(a, b, h, t, r, q, length)
-
-
-def oracle(arguments):
-    """attn_out with NaN in rows that nothing produces, and by how much a correct result may differ."""
-    a = SimpleNamespace(**arguments)
-    tokens, heads, _ = a.query.shape
-    kv_heads = a.kv_head_num or heads
-    group, per = heads // kv_heads, 1 if a.compress_type == "compress_type_undefined" else kv_heads
-    unit = ROUNDOFF[a.out_data_type or a.query.dtype]
-    scaled = a.query if a.q_scale in (0, 1) else (a.query.double() * a.q_scale).to(a.query.dtype)
-    query = numbers(scaled).astype(np.float64)
-    out = np.full((tokens, heads, value_columns(a)), np.nan)
-    error = np.zeros_like(out)
-    contexts = a.context_lens.tolist()
-    first = 0
-    for b in range(len(contexts) // per):
-        if not any(contexts[b * per : (b + 1) * per]):
-            continue
-        q = 1 if a.q_seq_lens is None else int(a.q_seq_lens[b])
-        for h in range(heads):
-            entry = b if per == 1 else b * per + h // group
-            if contexts[entry] == 0:
-                continue
-            keys, values = key_rows(a, entry, h // group, contexts[entry])
-            for r, t in enumerate(range(first, first + q)):
-                scores = scores_of(a, keys, query[t, h], b, entry, h, t, r, q)
-                if a.quant_type.startswith("type_quant_qkv"):
-                    out[t, h], slack = attend_int8(a, h, scores, values)
-                    error[t, h] = slack * 1.01 + unit * abs(out[t, h])
-                else:
-                    out[t, h], spread = attend(scores, values)
-                    # The weights are rounded, each by a relative `unit`, and so is the result.
-                    error[t, h] = unit * (abs(out[t, h]) + spread) * 1.02
-        first += q
-    return out, error
-
-
-def close_to_oracle(actual, arguments):
-    wanted, error = oracle(arguments)
-    made = ~np.isnan(wanted)
-    # Sums of float32 or float64 and their exponentials, and subnormal float16 weights.
-    double = arguments["query"].dtype == torch.float64
-    floor = 1e-12 if double else 4e-6 + (2e-5 if arguments["query"].dtype == torch.float16 else 0)
-    difference = np.abs(numbers(actual) - wanted)[made]
-    worst = (difference - error[made]).max(initial=0)
-    assert worst <= floor, f"{worst} more than rounding explains"
-    return made
 
 
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ["paged_attention"]))
@@ -274,8 +81,8 @@ def decode(scores, values, dtype=torch.bfloat16, **options):
     query = torch.zeros(1, 1, 32, dtype=dtype)
     query[0, 0, 0] = 1
     table = torch.arange(blocks, dtype=torch.int32)[None]
-    caches = keys.view(blocks, 16, 1, 32), rows.view(blocks, 16, 1, 32)
-    return OPERATOR.overload(query, *caches, table, torch.tensor([length]), **options)[0, 0]
+    key_cache, value_cache = keys.view(blocks, 16, 1, 32), rows.view(blocks, 16, 1, 32)
+    return OPERATOR.overload(query, key_cache, table, torch.tensor([length]), value_cache, **options)[0, 0]
 
 
 def test_weights_are_rounded_before_they_are_normalised():
@@ -314,14 +121,14 @@ def test_weights_refer_to_the_running_maximum_of_their_tile():
 def dequant_case(offset, descale, dtype, length=1):
     """The first `length` values, [L, 64], and the result of a query of zeros, which is their mean."""
     draw = torch.Generator().manual_seed(1)
-    caches = [torch.randint(-128, 128, (1, 16, 2, 32), generator=draw, dtype=torch.int8) for _ in range(2)]
+    keys, values = (torch.randint(-128, 128, (1, 16, 2, 32), generator=draw, dtype=torch.int8) for _ in range(2))
     query = torch.zeros(1, 2, 32, dtype=dtype)
     arguments = {"k_descale": descale, "v_descale": descale, "quant_type": "type_dequant_fusion"}
     if offset is not None:
         arguments |= {"k_offset": offset, "v_offset": offset, "has_quant_offset": True}
     table = torch.zeros(1, 1, dtype=torch.int32)
-    result = OPERATOR.overload(query, *caches, table, torch.tensor([length]), **arguments)
-    return caches[1][0, :length].flatten(1), result.flatten()
+    result = OPERATOR.overload(query, keys, table, torch.tensor([length]), values, **arguments)
+    return values[0, :length].flatten(1), result.flatten()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -344,6 +151,17 @@ def test_int64_scales_are_float32_bits_in_the_low_half():
         assert torch.equal(result, wanted)
 
 
+@pytest.mark.parametrize("quant_type", ("type_quant_qkv_online", "type_quant_qkv_offline"))
+def test_full_quantisation_takes_the_bits_of_its_scales_too(quant_type):
+    """The document says int64 or float32, the code takes float32; int64 means here what it means in dequantisation."""
+    arguments = case(quant_type, torch.float16)
+    bits = {}
+    for name, high in (("k_descale", 1), ("v_descale", -1)):
+        low = arguments[name].numpy().view(np.uint32).astype(np.int64)
+        bits[name] = torch.from_numpy(low) + (high << 32)
+    assert torch.equal(run(arguments | bits), run(arguments))
+
+
 def int8_case(scores, values, **scales):
     """One query head over keys whose scores are small integers, int8 values [L] in the first column."""
     length = len(scores)
@@ -352,9 +170,9 @@ def int8_case(scores, values, **scales):
     query = torch.zeros(1, 1, 32, dtype=torch.int8)
     query[0, 0, 0] = 1
     table = torch.arange(len(keys) // 16, dtype=torch.int32)[None]
-    caches = keys.view(-1, 16, 1, 32), rows.view(-1, 16, 1, 32)
+    key_cache, value_cache = keys.view(-1, 16, 1, 32), rows.view(-1, 16, 1, 32)
     scales = {"out_data_type": torch.float16} | scales
-    return float(OPERATOR.overload(query, *caches, table, torch.tensor([length]), **scales)[0, 0, 0])
+    return float(OPERATOR.overload(query, key_cache, table, torch.tensor([length]), value_cache, **scales)[0, 0, 0])
 
 
 def float32_scores(scores, descale):

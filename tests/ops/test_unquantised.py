@@ -301,7 +301,8 @@ def test_tables_and_gammas_in_float32():
 
 def test_both_algebras_agree_and_the_limit_chooses():
     args = mla_attention.sample(torch.float64, 1)
-    absorbed, expanded = mla_attention.absorbed(*args, scale=0.3), mla_attention.expanded(*args, scale=0.3)
+    arguments = mla_attention.Arguments(*args, scale=0.3)
+    absorbed, expanded = mla_attention.absorbed(arguments), mla_attention.expanded(arguments)
     torch.testing.assert_close(absorbed, expanded)
     for limit, form in ((2, expanded), (3, absorbed)):
         result = torch.ops.mla_fx.mla_attention(*args, scale=0.3, max_absorbed_tokens=limit)
@@ -341,13 +342,16 @@ def test_prolog_compiles_once_for_all_sizes(mode, form):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("form", [mla_attention.absorbed, mla_attention.expanded, torch.ops.mla_fx.mla_attention])
+@pytest.mark.parametrize("form", [mla_attention.absorbed, mla_attention.expanded, None])
 def test_attention_compiles_once_for_all_sizes(form, is_causal):
     weights = mla_attention.sample(torch.float32, 0)[4:6]
-    options = {"max_absorbed_tokens": 7} if form is torch.ops.mla_fx.mla_attention else {}
 
     def layer(*tensors):
-        return form(*tensors, *weights, None, scale=0.3, is_causal=is_causal, **options)
+        args = *tensors, *weights, None
+        if form is None:
+            overload = torch.ops.mla_fx.mla_attention
+            return overload(*args, scale=0.3, is_causal=is_causal, max_absorbed_tokens=7)
+        return form(mla_attention.Arguments(*args, scale=0.3, is_causal=is_causal))
 
     def tensors(batch, steps, context):
         return [torch.randn(batch, *rest) for rest in ((steps, 3, 8), (steps, 3, 4), (context, 16), (context, 4))]

@@ -32,7 +32,7 @@ def row_index(counts: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:
     """The rows of a cache [BlockNum, BlockSize, ...] at `positions` [W] of each sequence: [B, W, ...].
 
-    Positions behind the table and entries that are no block, as -1, read some block; their scores must be hidden.
+    Positions behind the table, and entries that name no block, as -1, read any block; callers hide their scores.
     """
     block_size = cache.shape[1]
     column = (positions // block_size).clamp(max=block_tables.shape[1] - 1)

@@ -1,7 +1,7 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -16,20 +16,23 @@ from . import latent_attention
 from .attention import check_mask, probabilities
 
 
-def body(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    weight_uk: Tensor,
-    weight_uv: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    fill: float | None = None,
-    max_absorbed_tokens: int = 0,
-) -> Tensor:
+@dataclass(frozen=True)
+class Arguments:
+    q_nope: Tensor
+    q_rope: Tensor
+    kv_cache: Tensor
+    kr_cache: Tensor
+    weight_uk: Tensor
+    weight_uv: Tensor
+    mask: Tensor | None
+    _: KW_ONLY
+    scale: float
+    is_causal: bool = False
+    fill: float | None = None
+    max_absorbed_tokens: int = 0
+
+
+def body(a: Arguments) -> Tensor:
     """Attention of N heads whose keys and values are expanded from one latent::
 
         k_nope[n] = weight_uk[n] kv_cache;  v[n] = weight_uv[n] kv_cache
@@ -48,59 +51,32 @@ def body(
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
-    form = absorbed if q_nope.shape[1] <= max_absorbed_tokens else expanded
-    operands = q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask
-    return form(*operands, scale=scale, is_causal=is_causal, fill=fill)
+    return absorbed(a) if a.q_nope.shape[1] <= a.max_absorbed_tokens else expanded(a)
 
 
-def absorbed(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    weight_uk: Tensor,
-    weight_uv: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    fill: float | None = None,
-) -> Tensor:
+def absorbed(a: Arguments) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
-    query = torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
+    query = torch.einsum("bsnd,ndr->bsnr", a.q_nope, a.weight_uk)
     arguments = latent_attention.Arguments(
-        query, q_rope, kv_cache, kr_cache, mask, scale=scale, is_causal=is_causal, fill=fill
+        query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, scale=a.scale, is_causal=a.is_causal, fill=a.fill
     )
     latent = latent_attention.body(arguments)
-    return torch.einsum("bsnr,nvr->bsnv", latent, weight_uv).contiguous()
+    return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
 
 
-def expanded(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    weight_uk: Tensor,
-    weight_uv: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    fill: float | None = None,
-) -> Tensor:
+def expanded(a: Arguments) -> Tensor:
     """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
-    k_nope = torch.einsum("btr,ndr->bndt", kv_cache, weight_uk)
-    value = torch.einsum("btr,nvr->bntv", kv_cache, weight_uv)
-    latent = q_nope.transpose(1, 2) @ k_nope
+    k_nope = torch.einsum("btr,ndr->bndt", a.kv_cache, a.weight_uk)
+    value = torch.einsum("btr,nvr->bntv", a.kv_cache, a.weight_uv)
+    latent = a.q_nope.transpose(1, 2) @ k_nope
     # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
-    rotated = torch.bmm(q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
-    weights = probabilities(latent, rotated, mask, scale, is_causal, fill)
+    rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), a.kr_cache.mT).view(latent.shape)
+    weights = probabilities(latent, rotated, a.mask, a.scale, a.is_causal, a.fill)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-def check(**arguments: Any) -> None:
-    a = SimpleNamespace(**arguments)
-    check_tensors(arguments, skip="mask")
+def check(a: Arguments) -> None:
+    check_tensors(vars(a), skip="mask")
     check_rank("q_nope", a.q_nope, "B, S, N, D")
     check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, nope = a.q_nope.shape
@@ -115,8 +91,8 @@ def check(**arguments: Any) -> None:
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 
 
-def fake(*, q_nope: Tensor, weight_uv: Tensor, **_: Any) -> Tensor:
-    return q_nope.new_empty(*q_nope.shape[:3], weight_uv.shape[1])
+def fake(a: Arguments) -> Tensor:
+    return a.q_nope.new_empty(*a.q_nope.shape[:3], a.weight_uv.shape[1])
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -152,9 +128,18 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
 
 
 def stays(q_nope: Tensor, *_: Any, **__: Any) -> str | None:
-    """Traced with an S that is no number, the body would guard on it and be compiled again for the other side."""
+    """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
     is_known = isinstance(q_nope.shape[1], int)
     return None if is_known else "it chooses its form by the number of query tokens of each call"
 
 
-operator = define("mla_attention", body, returns=("out",), check=check, fake=fake, samples=samples, stays=stays)
+operator = define(
+    "mla_attention",
+    body,
+    record=Arguments,
+    returns=("out",),
+    check=check,
+    fake=fake,
+    samples=samples,
+    stays=stays,
+)

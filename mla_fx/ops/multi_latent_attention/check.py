@@ -1,8 +1,6 @@
-"""Which arguments multi_latent_attention takes, and what its results look like."""
+"""Which arguments multi_latent_attention takes."""
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,84 +14,67 @@ from mla_fx.ops.common.check import (
     check_optional,
     check_rank,
     check_shape,
-    enumerator,
     known_to_differ,
     readable,
 )
 from mla_fx.ops.common.paged import TILE, host_lengths
 
-RANK, ROPE = 512, 64
+from .arguments import (
+    FREE_MASK,
+    INT8,
+    MERGED,
+    NO_MASK,
+    NZ,
+    RANK,
+    ROPE,
+    SPEC,
+    SPEC_MASK,
+    SPLIT,
+    Arguments,
+    Modes,
+    is_causal,
+    modes,
+    results,
+)
+
 HEAD_COUNTS = (8, 16, 32, 64, 128)
 MAX_BATCH, MAX_STEPS = 8192, 4
 
-SPEC_MASK, FREE_MASK = "mask_type_spec", "mask_type_free"
-SPEC, RING = "calc_type_spec", "calc_type_ring"
-INT8, MERGED = "int8_nzcache", "kvcache"
+Layout = tuple[str, tuple[int | None, ...]]
 
 _PLAIN, _NZ = "BlockNum, BlockSize, KvHeads", "BlockNum, width/n0, BlockSize, n0"
-# For each cache mode, the axes and sizes of ctkv and of k_rope; every block holds one tile.
-CACHES: Mapping[str, tuple[tuple[str, tuple[int | None, ...]], ...]] = {
-    "krope_ctkv": ((f"{_PLAIN}, Hckv", (None, TILE, 1, RANK)), (f"{_PLAIN}, Dr", (None, TILE, 1, ROPE))),
-    "nzcache": ((_NZ, (None, RANK // 16, TILE, 16)), (_NZ, (None, ROPE // 16, TILE, 16))),
-    INT8: ((_NZ, (None, RANK // 32, TILE, 32)), (_NZ, (None, ROPE // 16, TILE, 16))),
-    MERGED: ((f"{_PLAIN}, Hckv+Dr", (None, TILE, 1, RANK + ROPE)),),
+# The axes and sizes of ctkv and k_rope in each cache mode; every block holds one tile.
+LATENTS: Mapping[str, Layout] = {
+    SPLIT: (f"{_PLAIN}, Hckv", (None, TILE, 1, RANK)),
+    NZ: (_NZ, (None, RANK // 16, TILE, 16)),
+    INT8: (_NZ, (None, RANK // 32, TILE, 32)),
+    MERGED: (f"{_PLAIN}, Hckv+Dr", (None, TILE, 1, RANK + ROPE)),
+}
+ROPES: Mapping[str, Layout] = {
+    SPLIT: (f"{_PLAIN}, Dr", (None, TILE, 1, ROPE)),
+    NZ: (_NZ, (None, ROPE // 16, TILE, 16)),
+    INT8: (_NZ, (None, ROPE // 16, TILE, 16)),
 }
 
 
-class Modes(NamedTuple):
-    mask: str
-    calc: str
-    cache: str
-
-
-class Result(NamedTuple):
-    letters: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def modes(mask_type: str, calc_type: str, cache_mode: str) -> Modes:
-    """The three enumerators as torch_npu spells them; the document's MASK_TYPE_MASK_FREE is mask_type_free."""
-    if mask_type.lower() in ("mask_type_mask_free", "mask_free"):
-        mask_type = FREE_MASK
-    return Modes(
-        enumerator("mask_type", mask_type, "mask_type_", ("undefined", SPEC_MASK, FREE_MASK)),
-        enumerator("calc_type", calc_type, "calc_type_", ("calc_type_undefined", SPEC, RING)),
-        enumerator("cache_mode", cache_mode, "", tuple(CACHES)),
-    )
-
-
-def is_causal(q_nope: Tensor, mask: Tensor | None) -> bool:
-    """Whether rows see no keys behind their own without being told by a mask."""
-    return mask is None and (q_nope.dtype == torch.int8 or statically_known_true(q_nope.shape[1] == 128))
-
-
-def results(q_nope: Tensor, q_rope: Tensor | None, mode: Modes) -> dict[str, Result]:
-    """The axes, shape and dtype of each result."""
-    rows, heads, _ = q_nope.shape
-    dtype = (q_nope if q_rope is None else q_rope).dtype
-    lse_dtype = torch.float32 if mode.cache == INT8 else dtype
-    lse = Result("T, H, 1", (rows, heads, 1), lse_dtype) if mode.calc == RING else Result("empty", (0,), lse_dtype)
-    return {"atten_out": Result("T, H, Hckv", (rows, heads, RANK), dtype), "lse": lse}
-
-
-def check(**arguments: Any) -> None:
-    a = SimpleNamespace(**arguments)
-    mode = modes(a.mask_type, a.calc_type, a.cache_mode)
+def check(a: Arguments, *, atten_out: Tensor | None = None, lse: Tensor | None = None) -> None:
+    mode = modes(a)
     check_rank("q_nope", a.q_nope, "T, H, width")
     check_numbers(a)
     check_presence(a, mode)
+    check_mask_is_read(a, mode)
     check_shapes(a, mode)
-    check_dtypes(arguments, mode)
+    check_dtypes(a, mode)
+    check_devices(vars(a) | {"atten_out": atten_out, "lse": lse}, lengths=("context_lens", "q_seqlen"))
     check_lengths(a)
     check_mask(a, mode)
-    for name, result in results(a.q_nope, a.q_rope, mode).items():
-        if name in arguments:
-            check_shape(name, arguments[name], result.letters, result.shape)
-            check_dtype(name, arguments[name], (result.dtype,))
+    for name, output, result in zip(("atten_out", "lse"), (atten_out, lse), results(a, mode), strict=True):
+        if output is not None:
+            check_shape(name, output, result.letters, result.shape)
+            check_dtype(name, output, (result.dtype,))
 
 
-def check_numbers(a: SimpleNamespace) -> None:
+def check_numbers(a: Arguments) -> None:
     heads = a.q_nope.shape[1]
     if all(known_to_differ(heads, count) for count in HEAD_COUNTS):
         raise ValueError(f"q_nope has {heads} heads; allowed: {', '.join(map(str, HEAD_COUNTS))}.")
@@ -105,29 +86,48 @@ def check_numbers(a: SimpleNamespace) -> None:
         raise ValueError(f"qk_scale is {a.qk_scale}; it must be above 0 and at most 1.")
 
 
-def check_presence(a: SimpleNamespace, mode: Modes) -> None:
+def check_presence(a: Arguments, mode: Modes) -> None:
     """Each optional tensor is given exactly where the modes want it."""
-    for name in ("q_rope", "k_rope"):
-        check_optional(name, getattr(a, name), mode.cache != MERGED, f"cache_mode {mode.cache!r}")
-    for name in ("qk_descale", "pv_descale"):
-        check_optional(name, getattr(a, name), mode.cache == INT8, f"cache_mode {mode.cache!r}")
+    of_cache = f"cache_mode {mode.cache!r}"
+    check_optional("q_rope", a.q_rope, mode.cache != MERGED, of_cache)
+    check_optional("k_rope", a.k_rope, mode.cache != MERGED, of_cache)
+    check_optional("qk_descale", a.qk_descale, mode.cache == INT8, of_cache)
+    check_optional("pv_descale", a.pv_descale, mode.cache == INT8, of_cache)
     check_optional("q_seqlen", a.q_seqlen, mode.calc == SPEC, f"calc_type {mode.calc!r}")
-    check_optional("mask", a.mask, mode.mask != "undefined", f"mask_type {mode.mask!r}")
-    if mode.mask != "undefined" and mode.calc != SPEC:
-        raise ValueError(f"mask_type is {mode.mask!r}; with calc_type {mode.calc!r} it must be 'undefined'.")
+    check_optional("mask", a.mask, mode.mask != NO_MASK, f"mask_type {mode.mask!r}")
 
 
-def check_shapes(a: SimpleNamespace, mode: Modes) -> None:
+def check_mask_is_read(a: Arguments, mode: Modes) -> None:
+    if mode.mask == NO_MASK:
+        return
+    if mode.calc != SPEC:
+        raise ValueError(f"mask_type is {mode.mask!r}; with calc_type {mode.calc!r} it must be {NO_MASK!r}.")
+    if is_causal(a.q_nope):
+        reason = "an int8 q_nope" if a.q_nope.dtype == torch.int8 else "128 heads"
+        raise ValueError(
+            f"mask_type is {mode.mask!r}; with {reason} it must be {NO_MASK!r}: the kernel is causal and reads no mask."
+        )
+
+
+def check_shapes(a: Arguments, mode: Modes) -> None:
     rows, heads, _ = a.q_nope.shape
     merged = mode.cache == MERGED
-    query, *key_rope = CACHES[mode.cache]
     check_shape("q_nope", a.q_nope, "T, H, Hckv+Dr" if merged else "T, H, Hckv", (rows, heads, RANK + ROPE * merged))
-    check_shape("ctkv", a.ctkv, *query)
-    for letters, (_, *sizes) in key_rope:
+    check_shape("ctkv", a.ctkv, *LATENTS[mode.cache])
+    if a.q_rope is not None and a.k_rope is not None:
         check_shape("q_rope", a.q_rope, "T, H, Dr", (rows, heads, ROPE))
+        letters, (_, *sizes) = ROPES[mode.cache]
         check_shape("k_rope", a.k_rope, letters, (a.ctkv.shape[0], *sizes))
+    check_batch(a, mode)
+    for name, scales in (("qk_descale", a.qk_descale), ("pv_descale", a.pv_descale)):
+        if scales is not None:
+            check_shape(name, scales, "H", (heads,))
+
+
+def check_batch(a: Arguments, mode: Modes) -> None:
+    """block_tables and the lengths belong to the same sequences."""
     check_rank("block_tables", a.block_tables, "B, MaxBlocks")
-    batch = a.block_tables.shape[0]
+    rows, batch = a.q_nope.shape[0], a.block_tables.shape[0]
     if statically_known_true(batch > MAX_BATCH):
         raise ValueError(f"block_tables has {batch} rows, one for each sequence; at most {MAX_BATCH} are allowed.")
     check_shape("context_lens", a.context_lens, "B", (batch,))
@@ -135,27 +135,24 @@ def check_shapes(a: SimpleNamespace, mode: Modes) -> None:
         check_shape("q_seqlen", a.q_seqlen, "B", (batch,))
     elif known_to_differ(rows, batch):
         raise ValueError(f"q_nope has {rows} rows; with calc_type {mode.calc!r} it must have {batch}, one a sequence.")
-    for name in ("qk_descale", "pv_descale") if mode.cache == INT8 else ():
-        check_shape(name, getattr(a, name), "H", (heads,))
 
 
-def check_dtypes(arguments: Mapping[str, Any], mode: Modes) -> None:
-    """Also that all tensors lie on one device, except for the lengths."""
-    quantized = mode.cache == INT8
-    lead = "q_nope" if mode.cache == MERGED else "q_rope"
-    check_dtype(lead, arguments[lead], (torch.float16, torch.bfloat16) if quantized else FLOATS)
-    same: Sequence[torch.dtype] = (arguments[lead].dtype,)
-    content = (torch.int8,) if quantized else same
+def check_dtypes(a: Arguments, mode: Modes) -> None:
+    name, lead = ("q_nope", a.q_nope) if a.q_rope is None else ("q_rope", a.q_rope)
+    check_dtype(name, lead, (torch.float16, torch.bfloat16) if mode.cache == INT8 else FLOATS)
+    same = (lead.dtype,)
+    content = (torch.int8,) if mode.cache == INT8 else same
+    wanted: dict[str, Sequence[torch.dtype]]
     wanted = {"q_nope": content, "q_rope": same, "ctkv": content, "k_rope": same, "mask": same}
     wanted |= dict.fromkeys(("qk_descale", "pv_descale"), (torch.float32,))
     wanted |= dict.fromkeys(("block_tables", "context_lens", "q_seqlen"), INTEGERS)
     for name, allowed in wanted.items():
-        if arguments[name] is not None:
-            check_dtype(name, arguments[name], allowed)
-    check_devices(arguments, lengths=("context_lens", "q_seqlen"))
+        tensor = getattr(a, name)
+        if tensor is not None:
+            check_dtype(name, tensor, allowed)
 
 
-def check_lengths(a: SimpleNamespace) -> None:
+def check_lengths(a: Arguments) -> None:
     """The values of q_seqlen, context_lens and of the entries of block_tables that are read."""
     if a.q_seqlen is not None and readable(a.q_seqlen):
         check_steps(host_lengths(a.q_seqlen), a.q_nope.shape[0])
@@ -189,7 +186,9 @@ def check_blocks(tables: Tensor, context: Tensor, blocks: int) -> None:
         )
 
 
-def check_mask(a: SimpleNamespace, mode: Modes) -> None:
+def check_mask(a: Arguments, mode: Modes) -> None:
+    if a.mask is None or a.q_seqlen is None:
+        return
     if mode.mask == SPEC_MASK:
         check_shape("mask", a.mask, "T, max(context_lens)", (a.q_nope.shape[0], None))
         if readable(a.context_lens) and a.mask.shape[1] != (widest := largest(a.context_lens)):
@@ -201,17 +200,12 @@ def check_mask(a: SimpleNamespace, mode: Modes) -> None:
 
 
 def check_corner(mask: Tensor, batch: int, q_seqlen: Tensor) -> None:
-    """The rows of the mask fit q_seqlen; without a batch axis all sequences must have the same."""
+    """The rows of the mask fit the largest of q_seqlen."""
     letters = "125+2q, 128 or B, 125+2q, 128"
     check_rank("mask", mask, letters)
     check_shape("mask", mask, letters, (batch, None, TILE)[-mask.dim() :])
     if not readable(q_seqlen) or q_seqlen.numel() == 0:
         return
-    if mask.dim() == 2 and int(q_seqlen.min()) != int(q_seqlen.max()):
-        raise ValueError(
-            f"mask has shape {list(mask.shape)} while q_seqlen holds {int(q_seqlen.min())} and {int(q_seqlen.max())}; "
-            "sequences with different numbers of rows need a mask each, [B, 125+2q, 128]."
-        )
     rows = 125 + 2 * largest(q_seqlen)
     if mask.shape[-2] != rows:
         raise ValueError(

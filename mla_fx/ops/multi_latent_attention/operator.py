@@ -1,7 +1,7 @@
 """multi_latent_attention: absorbed MLA over a paged cache, for decoding and for a few speculated tokens."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,29 +11,12 @@ from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import to_accumulation_dtype
 from mla_fx.ops.common.paged import TILE, Tile, host_lengths, int8_product, online_softmax, rounded_product
 
-from .check import RANK, RING, SPEC_MASK, check, is_causal, modes, results
+from .arguments import RANK, RING, SPEC_MASK, Arguments, is_causal, modes, results
+from .check import check
 from .samples import samples
 
 
-def body(
-    q_nope: Tensor,
-    q_rope: Tensor | None,
-    ctkv: Tensor,
-    k_rope: Tensor | None,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    mask: Tensor | None = None,
-    q_seqlen: Tensor | None = None,
-    qk_descale: Tensor | None = None,
-    pv_descale: Tensor | None = None,
-    *,
-    head_num: int = 0,
-    qk_scale: float = 1.0,
-    kv_head_num: int = 1,
-    mask_type: str = "undefined",
-    calc_type: str = "calc_type_undefined",
-    cache_mode: str = "krope_ctkv",
-) -> tuple[Tensor, Tensor]:
+def body(a: Arguments) -> tuple[Tensor, Tensor]:
     """Attention of T query rows of H heads to the cached latents of their sequences::
 
         s         = (q_nope . ctkv + q_rope . k_rope) * qk_scale + mask     for the keys that a row sees
@@ -42,8 +25,8 @@ def body(
 
     block_tables [B, MaxBlocks] names the blocks of 128 slots that hold the keys of each sequence in order, and
     context_lens [B] counts the keys; neither slots nor entries behind the last key are read. H is 8, 16, 32, 64 or 128;
-    head_num says it again or is 0. kv_head_num is 1, or 0 for the same. qk_scale is in (0, 1]; B is at most 8192.
-    Enumerators are torch_npu's words or the document's, in any case and with or without prefix.
+    head_num is H, or 0. kv_head_num is 1, or 0 for the same. qk_scale is in (0, 1]; B is at most 8192.
+    Enumerators are torch_npu's words or the document's, in any case and with or without prefix, or their numbers, "1".
 
     cache_mode says what the tensors hold:
     "krope_ctkv"    q_nope [T, H, 512], q_rope [T, H, 64], ctkv [BlockNum, 128, 1, 512], k_rope [BlockNum, 128, 1, 64];
@@ -60,15 +43,16 @@ def body(
     "calc_type_ring"       one, T = B, and lse is returned.
     q_seqlen is None but for "calc_type_spec"; only there mask_type may differ from "undefined".
 
-    Row r of a sequence with q rows and L keys sees all L, and mask_type says what mask, of the dtype of the results,
-    adds to their scores:
-    "undefined"       mask is None and adds nothing. If H is 128 or q_nope is int8, the row sees the first L - q + r + 1
-                      keys only; otherwise there is no causal cut, even with q > 1;
+    If H is 128 or q_nope is int8, row r of a sequence with q rows and L keys sees the first L - q + r + 1 of them, and
+    mask_type must be "undefined": the kernel reads no mask there. Otherwise it sees all L, also with q > 1, and
+    mask_type says what mask, of the dtype of the results, adds to their scores:
+    "undefined"       nothing, mask is None;
     "mask_type_spec"  row by row, [T, max(context_lens)];
-    "mask_type_free"  or "MASK_TYPE_MASK_FREE": the corner [125+2q, 128] of a causal mask, for q rows in every sequence,
-                      or [B, 125+2q, 128], for at most q. With t keys in the last block, row r adds mask[t-1+r] to
-                      these and, if t < q-1, mask[t+127+r] to the block before; a row behind the mask (q = 1, t = 128)
-                      adds nothing.
+    "mask_type_free"  or "MASK_TYPE_MASK_FREE": the corner [125+2q, 128] of a causal mask, or one for each sequence, [B,
+                      125+2q, 128], q being the largest of q_seqlen. With t keys in the last block, row r adds
+                      mask[t-1+r] to these and, if t < q-1 for the q of its sequence, mask[t+127+r] to the block before;
+                      a row behind the mask (q = 1, t = 128) adds nothing. The document's corner for the largest q is
+                      causal where a sequence has that many rows; from one with fewer it hides its last keys.
 
     Roundings are the device's. Over blocks of 128 keys with running maximum m, `p = exp(s - m)` is summed unrounded but
     rounded to the dtype before it meets ctkv; the quotient of the two sums is rounded once. "int8_nzcache" takes
@@ -84,59 +68,60 @@ def body(
 
     Source: ATB MultiLatentAttentionOperation, torch_npu.atb.npu_multi_head_latent_attention. Against the document, with
     the code: lse exists in every cache mode; 128 heads and int8 go together; a block has 128 slots, not fewer; 128
-    heads and int8 are causal without a mask. A mask for these, which the device takes for a causal one without reading
-    it, is applied as it is. "kvcache", which no device runs, is "krope_ctkv" with merged tensors.
+    heads and int8 are causal without a mask. "kvcache", which no device runs, is "krope_ctkv" with merged tensors.
     """
-    mode = modes(mask_type, calc_type, cache_mode)
-    wanted = results(q_nope, q_rope, mode)
-    rows = query_rows(context_lens, q_seqlen)
-    visible = rows.context
-    if is_causal(q_nope, mask):
-        visible = rows.context - rows.steps + rows.step + 1
-    added = added_mask(mask, mode.mask, rows, len(context_lens))
-    sequence, limit = (of_row.to(q_nope.device) for of_row in (rows.sequence, visible.unsqueeze(-1)))
-    query, query_rope = to_accumulation_dtype(q_nope), None if q_rope is None else to_accumulation_dtype(q_rope)
-    tables = block_tables.long().clamp(0, ctkv.shape[0] - 1)
-
-    def score(latent: Tensor, block: Tensor, seen: Tensor) -> Tensor:
-        scores = query @ latent.mT
-        if qk_descale is not None:
-            scores = scores * qk_descale.unsqueeze(-1)
-        if query_rope is not None and k_rope is not None:
-            scores = scores + query_rope @ keys(k_rope, block, seen, mode.cache).mT
-        return scores * qk_scale
+    mode = modes(a)
+    kinds = results(a, mode)
+    rows = query_rows(a)
+    visible = rows.context - rows.steps + rows.step + 1 if is_causal(a.q_nope) else rows.context
+    added = added_mask(a, mode.mask, rows)
+    sequence, limit = (of_row.to(a.q_nope.device) for of_row in (rows.sequence, visible.unsqueeze(-1)))
+    query = to_accumulation_dtype(a.q_nope)
+    tables = a.block_tables.long().clamp(0, a.ctkv.shape[0] - 1)
 
     def tiles() -> Iterator[Tile]:
         end = int(visible.max()) if len(visible) else 0
         for number, start in enumerate(range(0, end, TILE)):
             seen = torch.arange(start, start + TILE, device=limit.device) < limit
             block = tables[sequence, number]
-            latent = keys(ctkv, block, seen, mode.cache)
-            scores = score(latent, block, seen)
+            latent = keys(a.ctkv, block, seen, mode.cache)
+            scores = unscaled_scores(a, query, latent, block, seen, mode.cache) * a.qk_scale
             if added is not None:
                 scores = scores + added[:, None, start : start + TILE]
             yield scores.masked_fill(~seen.unsqueeze(1), -torch.inf), latent[..., :RANK]
 
-    dtype = wanted["atten_out"].dtype
-    product = rounded_product(dtype) if pv_descale is None else int8_product(pv_descale.unsqueeze(-1))
+    dtype, lse_dtype = (kind.dtype for kind in kinds)
+    product = rounded_product(dtype) if a.pv_descale is None else int8_product(a.pv_descale.unsqueeze(-1))
     out, lse = online_softmax(tiles(), product, query[..., :RANK])
     if mode.calc != RING:
         lse = lse.new_empty(0)
-    return out.to(dtype), lse.to(wanted["lse"].dtype)
+    return out.to(dtype), lse.to(lse_dtype)
+
+
+def unscaled_scores(
+    a: Arguments, query: Tensor, latent: Tensor, block: Tensor, seen: Tensor, cache_mode: str
+) -> Tensor:
+    """[T, H, 128]; the rotary part is not quantised, and so not descaled."""
+    scores = query @ latent.mT
+    if a.qk_descale is not None:
+        scores = scores * a.qk_descale.unsqueeze(-1)
+    if a.q_rope is None or a.k_rope is None:
+        return scores
+    return scores + to_accumulation_dtype(a.q_rope) @ keys(a.k_rope, block, seen, cache_mode).mT
 
 
 class Rows(NamedTuple):
-    """Of each query row, [T] on the CPU: its sequence, its number there, and how many rows and keys that one has."""
+    """The query rows, [T] each on the CPU."""
 
     sequence: Tensor
-    step: Tensor
-    steps: Tensor
-    context: Tensor
+    step: Tensor  # the place of the row among the rows of its sequence
+    steps: Tensor  # how many rows its sequence has
+    context: Tensor  # how many keys its sequence has
 
 
-def query_rows(context_lens: Tensor, q_seqlen: Tensor | None) -> Rows:
-    context = host_lengths(context_lens)
-    steps = torch.ones_like(context) if q_seqlen is None else host_lengths(q_seqlen)
+def query_rows(a: Arguments) -> Rows:
+    context = host_lengths(a.context_lens)
+    steps = torch.ones_like(context) if a.q_seqlen is None else host_lengths(a.q_seqlen)
     sequence = torch.arange(len(steps)).repeat_interleave(steps)
     first = steps.cumsum(0) - steps
     return Rows(sequence, torch.arange(len(sequence)) - first[sequence], steps[sequence], context[sequence])
@@ -149,8 +134,9 @@ def keys(cache: Tensor, block: Tensor, seen: Tensor, cache_mode: str) -> Tensor:
     return torch.where(seen.unsqueeze(-1), to_accumulation_dtype(page), 0)
 
 
-def added_mask(mask: Tensor | None, mask_type: str, rows: Rows, batch: int) -> Tensor | None:
+def added_mask(a: Arguments, mask_type: str, rows: Rows) -> Tensor | None:
     """What mask adds to the scores of each query row at each key position, [T, whole tiles]."""
+    mask = a.mask
     if mask is None:
         return None
     if mask_type == SPEC_MASK:
@@ -163,30 +149,28 @@ def added_mask(mask: Tensor | None, mask_type: str, rows: Rows, batch: int) -> T
     line = tail - 1 + step + TILE * to_last
     lines = mask.shape[-2]
     read = ((to_last == 0) | ((to_last == 1) & (tail < steps - 1))) & (line < lines)
-    picked = mask.expand(batch, lines, TILE)[sequence, line.clamp(0, lines - 1), position % TILE]
+    corners = mask.expand(len(a.context_lens), lines, TILE)
+    picked = corners[sequence, line.clamp(0, lines - 1), position % TILE]
     return torch.where(read.to(mask.device), to_accumulation_dtype(picked), 0)
 
 
-def body_(*, atten_out: Tensor, lse: Tensor, **arguments: Any) -> None:
-    rows = query_rows(arguments["context_lens"], arguments["q_seqlen"])
-    written = (rows.context > 0).to(atten_out.device)
-    out, sums = body(**arguments)
+def body_(a: Arguments, *, atten_out: Tensor, lse: Tensor) -> None:
+    written = (query_rows(a).context > 0).to(atten_out.device)
+    out, sums = body(a)
     atten_out[written] = out[written]
     if sums.dim() == out.dim():
         lse[written] = sums[written]
 
 
-def fake(
-    *, q_nope: Tensor, q_rope: Tensor | None, mask_type: str, calc_type: str, cache_mode: str, **_: Any
-) -> tuple[Tensor, Tensor]:
-    wanted = results(q_nope, q_rope, modes(mask_type, calc_type, cache_mode))
-    atten_out, lse = (q_nope.new_empty(result.shape, dtype=result.dtype) for result in wanted.values())
+def fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    atten_out, lse = (a.q_nope.new_empty(kind.shape, dtype=kind.dtype) for kind in results(a, modes(a)))
     return atten_out, lse
 
 
 operator = define(
     "multi_latent_attention",
     body,
+    record=Arguments,
     returns=("atten_out", "lse"),
     check=check,
     fake=fake,

@@ -10,9 +10,9 @@ from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.paged import TILE
 from mla_fx.ops.common.sample import Sampler
 
-from .check import FREE_MASK, INT8, MERGED, RANK, RING, ROPE, SPEC, SPEC_MASK
+from .arguments import DECODE, FREE_MASK, INT8, MERGED, NO_MASK, RANK, RING, ROPE, SPEC, SPEC_MASK
 
-WORDS = {"calc_type_undefined": "decode", SPEC: "SPEC", RING: "RING", SPEC_MASK: "mask SPEC", FREE_MASK: "MASK_FREE"}
+WORDS = {DECODE: "decode", SPEC: "SPEC", RING: "RING", SPEC_MASK: "mask SPEC", FREE_MASK: "MASK_FREE"}
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -24,7 +24,10 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(dtype, number, cache, heads=128, contexts=(129, 5), steps=(2, 1))
         yield sample(dtype, number, cache, heads=8, contexts=(140, 4, 0), steps=(3, 1, 2), mask_type=SPEC_MASK)
         yield sample(dtype, number, cache, heads=8, contexts=(130, 128, 257), steps=(4, 4, 4), mask_type=FREE_MASK)
-    yield sample(dtype, 3, "krope_ctkv", heads=8, contexts=(129, 256), steps=(3, 1), mask_type=FREE_MASK, split=True)
+    for split in (False, True):
+        yield sample(
+            dtype, 3, "krope_ctkv", heads=8, contexts=(129, 256), steps=(3, 1), mask_type=FREE_MASK, split=split
+        )
     if dtype not in (torch.float16, torch.bfloat16):
         return
     yield sample(dtype, 4, INT8, heads=8, contexts=(130, 0, 128))
@@ -41,8 +44,8 @@ def sample(
     heads: int,
     contexts: Sequence[int],
     steps: Sequence[int] | None = None,
-    calc_type: str = "calc_type_undefined",
-    mask_type: str = "undefined",
+    calc_type: str = DECODE,
+    mask_type: str = NO_MASK,
     split: bool = False,
 ) -> Sample:
     """With `steps` for each sequence the calculation is SPEC. `split` gives each sequence a mask_type_free mask."""
@@ -108,11 +111,11 @@ def drawn_mask(
         return None
     # The document's mask, and finite terms below its diagonal, which an implementation that computes the causal cut
     # in place of reading the mask would not add.
-    corners = [corner_mask(max(steps), of_sequence) for of_sequence in (steps if split else steps[:1])]
+    corners = [corner_mask(max(steps), of_sequence) for of_sequence in (steps if split else (max(steps),))]
     corner = torch.stack(corners) if split else corners[0]
     return corner.to(draw.dtype) + draw.normal(*corner.shape).tril_(-1)
 
 
 def corner_mask(most_steps: int, steps: int) -> Tensor:
-    """The document's mask for `steps` rows, with the rows of one for `most_steps`."""
+    """The document's mask for `steps` query rows, with as many lines as one for `most_steps`."""
     return torch.full((125 + 2 * most_steps, TILE), -10000.0).triu(2 - steps)

@@ -6,7 +6,6 @@ entry, G query heads of a key head, M = S*G, W key positions of a tile, D and Dv
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,68 +24,64 @@ from mla_fx.ops.common.paged import (
     row_index,
 )
 
+from .arguments import Arguments
 from .masks import read_mask
-from .options import BNSD, DEQUANT_FUSION, OFFLINE, ONLINE, Options
+from .options import BNSD, DEQUANT_FUSION, Options
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What runs: `table` [E] is the row of context_lens and block_tables, `present` [E, S] which rows of query exist.
+    """The entries, on the CPU: [E] each, or [E, S] for their query rows, of which some entries have fewer than S."""
 
-    `rows` [E, S] are these rows, `places` [E, S] their key positions when the last one is the end of the context.
-    """
-
-    table: Tensor
-    contexts: Tensor
-    rows: Tensor
-    present: Tensor
-    places: Tensor
+    table_row: Tensor  # in context_lens and block_tables
     sequence: Tensor
-    key_head: Tensor
+    key_head: Tensor  # with compression; otherwise 0
+    context: Tensor
+    query_row: Tensor  # in query; 0 where there is none
+    exists: Tensor  # whether there is such a query row
+    query_position: Tensor  # among the keys, whose last one belongs to the last query row
 
 
 def query_counts(contexts: Tensor, q_seq_lens: Tensor | None, o: Options) -> Tensor:
-    """The query rows [B] of each sequence; those without a context have none."""
+    """How many query rows each sequence has, [B]; those without a context have none."""
     runs = contexts.view(-1, o.tables_per_sequence).amax(1) > 0
     counts = torch.ones_like(runs, dtype=torch.int64) if q_seq_lens is None else host_lengths(q_seq_lens)
     return torch.where(runs, counts, 0)
 
 
-def find_entries(a: Any, o: Options) -> Entries:
+def find_entries(a: Arguments, o: Options) -> Entries:
     contexts = host_lengths(a.context_lens)
     counts = query_counts(contexts, a.q_seq_lens, o)
-    rows, present = row_index(counts)
-    table = contexts.nonzero().squeeze(1)
-    sequence, key_head = table // o.tables_per_sequence, table % o.tables_per_sequence
-    contexts, rows, present = contexts[table], rows[sequence], present[sequence]
-    step = torch.where(present, torch.arange(rows.shape[1]), 0)
-    places = (contexts - counts[sequence]).unsqueeze(1) + step
-    return Entries(table, contexts, rows, present, places, sequence, key_head)
+    rows, exists = row_index(counts)
+    table_row = contexts.nonzero().squeeze(1)
+    sequence, key_head = table_row // o.tables_per_sequence, table_row % o.tables_per_sequence
+    context, row, exists = contexts[table_row], rows[sequence], exists[sequence]
+    step = torch.where(exists, torch.arange(row.shape[1]), 0)
+    position = (context - counts[sequence]).unsqueeze(1) + step
+    return Entries(table_row, sequence, key_head, context, row, exists, position)
 
 
-def value_size(a: Any, o: Options) -> int:
+def value_size(a: Arguments, o: Options) -> int:
     """Dv."""
-    size: int = a.mla_v_head_size if o.combined else a.query.shape[2] if o.nz else a.value_cache.shape[3]
-    return size
+    if a.value_cache is None:
+        return a.mla_v_head_size
+    return a.query.shape[2] if o.nz else a.value_cache.shape[3]
 
 
-def attend_(attn_out: Tensor, a: Any, o: Options) -> None:
-    """Write the attention of every row of query that belongs to a sequence with a context.
-
-    `a` has the arguments of the operator as attributes.
-    """
+def attend_(attn_out: Tensor, a: Arguments, o: Options) -> None:
+    """Write the attention of every row of query that belongs to a sequence with a context."""
     entries = find_entries(a, o)
-    if entries.table.numel() == 0:
+    if entries.table_row.numel() == 0:
         return
-    present = entries.present.to(attn_out.device)
-    result = attention(a, o, entries)[present].to(attn_out.dtype)
+    exists = entries.exists.to(attn_out.device)
+    result = attention(a, o, entries)[exists].to(attn_out.dtype)
     index: list[Tensor | None] = [
-        part.expand_as(entries.rows).to(attn_out.device)[present] for part in query_index(entries, o)
+        part.expand_as(entries.query_row).to(attn_out.device)[exists] for part in query_index(entries, o)
     ]
     by_key_head(attn_out, o).index_put_(index, result.squeeze(1) if o.compressed else result)
 
 
-def attention(a: Any, o: Options, entries: Entries) -> Tensor:
+def attention(a: Arguments, o: Options, entries: Entries) -> Tensor:
     """[E, S, K, G, Dv], not yet rounded."""
     query = grouped_query(a, o, entries)
     count, key_heads, steps, group, _ = query.shape
@@ -95,12 +90,12 @@ def attention(a: Any, o: Options, entries: Entries) -> Tensor:
     return torch.unflatten(out, 2, (steps, group)).transpose(1, 2)
 
 
-def tiles(a: Any, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]:
+def tiles(a: Arguments, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]:
     """Scores [E, K, M, W] and values [E, K, W, Dv] of one tile after another; `query` is [E, K, S, G, D]."""
     read = Pages(a, o, entries, query.dtype)
     finish = Scores(a, o, entries, query.dtype)
-    contexts = entries.contexts.to(query.device)
-    shortest, longest = int(entries.contexts.min()), int(entries.contexts.max())
+    contexts = entries.context.to(query.device)
+    shortest, longest = int(entries.context.min()), int(entries.context.max())
     for start in range(0, longest, TILE):
         positions = torch.arange(start, min(start + TILE, longest), device=query.device)
         keys, values = read.at(positions)
@@ -113,8 +108,8 @@ def tiles(a: Any, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]
         yield scores.flatten(2, 3), values
 
 
-def grouped_query(a: Any, o: Options, entries: Entries) -> Tensor:
-    """The query rows [E, K, S, G, D] in the dtype of sums; rows that do not exist are some others."""
+def grouped_query(a: Arguments, o: Options, entries: Entries) -> Tensor:
+    """The query rows [E, K, S, G, D] in the dtype of sums; where there is no row, another one that nobody reads."""
     query = a.query if a.q_scale in (0.0, 1.0) else a.query * a.q_scale
     index = tuple(part.to(query.device) for part in query_index(entries, o))
     rows = by_key_head(query, o)[index]
@@ -125,7 +120,7 @@ def grouped_query(a: Any, o: Options, entries: Entries) -> Tensor:
 
 def query_index(entries: Entries, o: Options) -> tuple[Tensor, ...]:
     """Where the rows of an entry are in [T, Hkv, G, D]: all heads of a token, or those of one key head."""
-    return (entries.rows, entries.key_head.unsqueeze(1)) if o.compressed else (entries.rows,)
+    return (entries.query_row, entries.key_head.unsqueeze(1)) if o.compressed else (entries.query_row,)
 
 
 def by_key_head(rows: Tensor, o: Options) -> Tensor:
@@ -136,12 +131,12 @@ def by_key_head(rows: Tensor, o: Options) -> Tensor:
 class Pages:
     """Reads keys and values from the caches, in the dtype of sums."""
 
-    def __init__(self, a: Any, o: Options, entries: Entries, dtype: torch.dtype) -> None:
+    def __init__(self, a: Arguments, o: Options, entries: Entries, dtype: torch.dtype) -> None:
         self.a, self.o, self.dtype = a, o, dtype
         self.keys = by_position(a.key_cache, o)
-        self.values = None if o.combined else by_position(a.value_cache, o)
+        self.values = None if a.value_cache is None else by_position(a.value_cache, o)
         self.key_head = entries.key_head.to(a.query.device)
-        self.tables = a.block_tables[entries.table.to(a.block_tables.device)]
+        self.tables = a.block_tables[entries.table_row.to(a.block_tables.device)]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[E, K, W, D] and [E, K, W, Dv] at `positions` [W]."""
@@ -163,7 +158,7 @@ class Pages:
         rows = rows.float()
         if offset is not None:
             rows = rows + self.by_column(offset).float()
-        return (rows * self.by_column(as_float(descale))).to(self.a.query.dtype)
+        return (rows * self.by_column(as_float32(descale))).to(self.a.query.dtype)
 
     def by_column(self, columns: Tensor) -> Tensor:
         """[Hkv*D] as [K, D], or with compression that of the key head of each entry, [E, 1, 1, D]."""
@@ -178,26 +173,23 @@ def by_position(cache: Tensor, o: Options) -> Tensor:
     return cache.transpose(1, 2) if o.layout == BNSD else cache
 
 
-def as_float(descale: Tensor) -> Tensor:
-    """int64 scales carry the bits of a float32 in their low half."""
-    return descale if descale.is_floating_point() else descale.to(torch.int32).view(torch.float32)
-
-
 class Scores:
     """What happens to the products of query and keys."""
 
-    def __init__(self, a: Any, o: Options, entries: Entries, dtype: torch.dtype) -> None:
+    def __init__(self, a: Arguments, o: Options, entries: Entries, dtype: torch.dtype) -> None:
         device = a.query.device
         sequence, key_head = entries.sequence.to(device), entries.key_head.to(device)
         self.dtype = dtype
-        self.razor_offset: Tensor | None = a.razor_offset
-        self.descale = per_head(a.k_descale, o).unsqueeze(1) if o.fully_quantized else None
+        self.razor_offset = a.razor_offset
+        self.descale: Tensor | None = None
+        if a.k_descale is not None and o.fully_quantized:
+            self.descale = per_head(a.k_descale, o).unsqueeze(1)
         self.scale: float | Tensor = a.qk_scale
         if a.log_n is not None:
             scale = torch.full_like(a.log_n, a.qk_scale) * a.log_n
             self.scale = scale[sequence].to(dtype).view(-1, 1, 1, 1, 1)
-        places, rows = entries.places.to(device), entries.rows.to(device)
-        self.mask = read_mask(a, o, sequence, key_head * o.group, places, rows)
+        positions, rows = entries.query_position.to(device), entries.query_row.to(device)
+        self.mask = read_mask(a, o, sequence, key_head * o.group, positions, rows)
 
     def at(self, positions: Tensor, products: Tensor, tables: Tensor) -> Tensor:
         """The scores [E, K, S, G, W] of `positions` [W]."""
@@ -209,17 +201,21 @@ class Scores:
 
 
 def per_head(scale: Tensor, o: Options) -> Tensor:
-    """[H] as [K, G, 1]."""
-    return scale.view(o.kv_heads, o.group, 1)
+    """[H] as float32 [K, G, 1]."""
+    return as_float32(scale).view(o.kv_heads, o.group, 1)
 
 
-def weighted_values(a: Any, o: Options) -> Product:
+def as_float32(scale: Tensor) -> Tensor:
+    """int64 scales carry the bits of a float32 in their low half."""
+    return scale if scale.is_floating_point() else scale.to(torch.int32).view(torch.float32)
+
+
+def weighted_values(a: Arguments, o: Options) -> Product:
     """How the weights of a tile are rounded and meet its values."""
-    if o.quant == ONLINE:
-        return int8_product(per_head(a.v_descale, o))
-    if o.quant == OFFLINE:
-        return offline_product(per_head(a.p_scale, o), per_head(a.v_descale, o))
-    return rounded_product(a.query.dtype)
+    if a.v_descale is None or not o.fully_quantized:
+        return rounded_product(a.query.dtype)
+    descale = per_head(a.v_descale, o)
+    return int8_product(descale) if a.p_scale is None else offline_product(per_head(a.p_scale, o), descale)
 
 
 def offline_product(scale: Tensor, descale: Tensor) -> Product:

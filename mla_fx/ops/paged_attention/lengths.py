@@ -1,7 +1,5 @@
 """The checks of paged_attention's lengths and block tables: shapes, and values where these can be read."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -9,13 +7,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mla_fx.ops.common.check import INTEGERS, check_dtype, check_rank, check_shape, readable
 from mla_fx.ops.common.paged import host_lengths
 
+from .arguments import Arguments
 from .attention import query_counts
-from .masks import FREE_BLOCK, TABLE
-from .options import ALIBI, MASK_FREE, NORM, NORM_COMPRESS, SPEC, Options
+from .masks import FREE_BLOCK, TABLE, is_nz
+from .options import ALIBI, MASK_FREE, NORM, NORM_COMPRESS, NZ_WIDTH, SPEC, Options
 from .tensors import LENGTHS, block_size
 
 
-def check_lengths(a: Any, o: Options) -> None:
+def check_lengths(a: Arguments, o: Options) -> None:
     """The shapes of lengths and block_tables, and their values where these can be read."""
     for name in (*LENGTHS, "block_tables"):
         if getattr(a, name) is not None:
@@ -37,12 +36,12 @@ def check_lengths(a: Any, o: Options) -> None:
         raise ValueError(
             f"query has {a.query.shape[0]} tokens; it may have {entries // each}, one for each of context_lens."
         )
-    # Read wherever they are: the computation waits for them all the same.
+    # On a device too: the computation has to wait for them anyway.
     if not a.context_lens.is_meta and readable(contexts := host_lengths(a.context_lens)):
         check_length_values(a, o, contexts)
 
 
-def check_length_values(a: Any, o: Options, contexts: Tensor) -> None:
+def check_length_values(a: Arguments, o: Options, contexts: Tensor) -> None:
     if bool((contexts < 0).any()):
         raise ValueError(f"context_lens holds {int(contexts.min())}; it must not be negative.")
     runs = contexts.view(-1, o.tables_per_sequence).amax(1) > 0
@@ -58,41 +57,46 @@ def check_length_values(a: Any, o: Options, contexts: Tensor) -> None:
     check_blocks(a, o, contexts)
 
 
-def check_counts(a: Any, o: Options, contexts: Tensor, runs: Tensor) -> None:
+def check_counts(a: Arguments, o: Options, contexts: Tensor, runs: Tensor) -> None:
     counts = query_counts(contexts, a.q_seq_lens, o)
-    if bool((counts < runs.to(counts.dtype)).any()):
-        raise ValueError(f"q_seq_lens is {a.q_seq_lens.tolist()}; it must be 1 or more where context_lens is not 0.")
     total, tokens = int(counts.sum()), a.query.shape[0]
-    if o.parallel and total != tokens:
+    if a.q_seq_lens is None:
+        if total > tokens:
+            raise ValueError(
+                f"context_lens holds {total} sequences with a context; query has {tokens} tokens, one for each."
+            )
+        return
+    given = f"q_seq_lens is {a.q_seq_lens.tolist()}"
+    if bool((counts < runs.to(counts.dtype)).any()):
+        raise ValueError(f"{given}; it must be 1 or more where context_lens is not 0.")
+    if total != tokens:
         raise ValueError(
-            f"q_seq_lens is {a.q_seq_lens.tolist()}, {total} tokens in the sequences with a context; they must sum to "
-            f"{tokens}, the tokens of query."
-        )
-    if total > tokens:
-        raise ValueError(
-            f"context_lens holds {total} sequences with a context; query has {tokens} tokens, one for each."
+            f"{given}, {total} tokens in the sequences with a context; they must sum to {tokens}, the tokens of query."
         )
     rows_by_position = o.mask in (MASK_FREE, NORM_COMPRESS) or (o.mask == NORM and is_square(a.mask))
-    if o.parallel and rows_by_position and bool((counts > contexts).any()):
-        raise ValueError(f"q_seq_lens is {a.q_seq_lens.tolist()}; with {o.mask!r} it must not exceed context_lens.")
+    if rows_by_position and bool((counts > contexts).any()):
+        raise ValueError(f"{given}; with {o.mask!r} it must not exceed context_lens.")
     if o.mask == MASK_FREE and bool(((contexts - counts) % FREE_BLOCK != 0).any()):
         raise ValueError(
-            f"q_seq_lens is {a.q_seq_lens.tolist()} and context_lens {a.context_lens.tolist()}; "
+            f"{given} and context_lens {a.context_lens.tolist()}; "
             f"with {MASK_FREE!r} they must differ by a multiple of {FREE_BLOCK}."
         )
     if o.mask == NORM_COMPRESS and bool((counts > TABLE).any()):
         raise ValueError(f"q_seq_lens holds {int(counts.max())}; it must be at most {TABLE} with {NORM_COMPRESS!r}.")
 
 
-def is_square(mask: Tensor) -> bool:
-    return mask.dim() == 2 and mask.shape[0] != 1
+def is_square(mask: Tensor | None) -> bool:
+    return mask is not None and mask.dim() == 2 and mask.shape[0] != 1
 
 
-def check_columns(a: Any, o: Options, contexts: Tensor) -> None:
+def check_columns(a: Arguments, o: Options, contexts: Tensor) -> None:
     """A mask reaches to the longest context; the mask of bfloat16 parallel decoding with a combined cache is 0 or 1."""
+    if a.mask is None:
+        return
     longest = int(contexts.max()) if contexts.numel() else 0
-    if o.mask in (NORM, ALIBI, SPEC) and a.mask.shape[-1] < longest:
-        raise ValueError(f"mask has {a.mask.shape[-1]} columns; it must have {longest}, the largest of context_lens.")
+    columns = NZ_WIDTH * a.mask.shape[1] if is_nz(a.mask, o) else a.mask.shape[-1]
+    if o.mask in (NORM, ALIBI, SPEC) and columns < longest:
+        raise ValueError(f"mask has {columns} columns; it must have {longest}, the largest of context_lens.")
     if not (o.inverted_mask and a.mask.dtype == torch.bfloat16 and readable(a.mask)):
         return
     if bool(((a.mask != 0) & (a.mask != 1)).any()):
@@ -102,7 +106,7 @@ def check_columns(a: Any, o: Options, contexts: Tensor) -> None:
         )
 
 
-def check_blocks(a: Any, o: Options, contexts: Tensor) -> None:
+def check_blocks(a: Arguments, o: Options, contexts: Tensor) -> None:
     """block_tables is wide enough, and holds blocks of the cache as far as a context reaches."""
     page = block_size(a, o)
     pages = (contexts + page - 1) // page

@@ -4,12 +4,14 @@ E entries (sequences, or with compression the key heads of each), K key heads of
 G query heads of a key head, W key positions.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .options import ALIBI, MASK_FREE, NORM, SPEC, Options
+from .arguments import Arguments
+from .options import ALIBI, MASK_FREE, NORM, NZ_WIDTH, SPEC, Options
 
 FREE_BLOCK = 128
 TABLE = 2048
@@ -37,32 +39,50 @@ class Mask(NamedTuple):
         return torch.where(column < 0, 0, torch.where(column < width, held, -torch.inf))
 
 
-def read_mask(a: Any, o: Options, sequence: Tensor, first_head: Tensor, place: Tensor, rows: Tensor) -> Mask | None:
+def read_mask(
+    a: Arguments, o: Options, sequence: Tensor, first_head: Tensor, position: Tensor, rows: Tensor
+) -> Mask | None:
     """The mask of entries that belong to `sequence` [E] and begin at query head `first_head` [E].
 
-    `place` [E, S] is the key position of each query row, `rows` [E, S] its row of query.
+    `position` [E, S] is the key position of each query row, `rows` [E, S] its row of query.
     """
-    mask = a.mask
-    if mask is None:
+    if a.mask is None:
         return None
-    sequence, place, rows = sequence.view(-1, 1, 1, 1), place[:, None, :, None], rows[:, None, :, None]
+    mask = from_nz(a.mask, o) if is_nz(a.mask, o) else a.mask
+    sequence, position, rows = sequence.view(-1, 1, 1, 1), position[:, None, :, None], rows[:, None, :, None]
     if o.mask == NORM:
-        table = mask.flatten(0, -2)
-        if mask.dim() == 3:
-            return Mask(table, sequence)
-        return Mask(table, torch.zeros_like(sequence) if mask.shape[0] == 1 else place)
+        own = sequence if mask.dim() == 3 else position
+        return Mask(mask.flatten(0, -2), torch.zeros_like(sequence) if mask.shape[0] == 1 else own)
     if o.mask == ALIBI:
         return Mask(mask.flatten(0, -2), alibi_rows(mask, o, sequence, first_head))
     if o.mask == SPEC:
         inverted = o.inverted_mask and mask.dtype == torch.bfloat16
         return Mask(mask.float() * HIDDEN if inverted else mask, rows)
     if o.mask == MASK_FREE:
-        return free_mask(mask, place)
-    return compressed_mask(mask, place)
+        return free_mask(mask, position)
+    return compressed_mask(mask.flatten(0, -2), position)
+
+
+def is_nz(mask: Tensor, o: Options) -> bool:
+    """Whether a mask is in NZ format; an ND mask may have 16 columns too, but then it has one row, [B, H, 1, 16]."""
+    nz = o.nz and mask.dim() == 4 and mask.shape[3] == NZ_WIDTH
+    return nz and not (o.mask == ALIBI and statically_known_true(mask.shape[2] == 1))
+
+
+def from_nz(mask: Tensor, o: Options) -> Tensor:
+    """The ND mask that [X, C/16, R, 16] stands for, whose element (x, r, c) is at [x, c // 16, r, c % 16].
+
+    Where a mask has one row, in NZ format it has 16, of which the first counts.
+    """
+    if o.mask not in (NORM, ALIBI):
+        return mask[0].transpose(0, 1).flatten(1)
+    first_rows = mask[:, :, 0].flatten(1).unsqueeze(1)
+    per_sequence = o.mask == ALIBI and len(mask) != o.heads
+    return torch.unflatten(first_rows, 0, (-1, o.heads)) if per_sequence else first_rows
 
 
 def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -> Tensor:
-    """The row of each head in a mask [H, 1, C] or [B, H or 1, 1, C] whose leading axes are one."""
+    """The row of each query head in a mask [H, 1, C] or [B, H or 1, 1, C] that is flattened to a table of rows [C]."""
     key_head = torch.arange(o.kv_heads // o.tables_per_sequence, device=mask.device).view(-1, 1, 1)
     head = first_head.view(-1, 1, 1, 1) + key_head * o.group + torch.arange(o.group, device=mask.device)
     if mask.dim() == 3:
@@ -70,20 +90,14 @@ def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -
     return sequence * mask.shape[1] + (head if mask.shape[1] > 1 else 0)
 
 
-def free_mask(mask: Tensor, place: Tensor) -> Mask:
-    """The table of one block [1, 8, 128, 16], for each block of queries over the block of keys on its diagonal."""
-    first = place[:, :, :1]
-    row = (place - first) % FREE_BLOCK
-    return Mask(from_nz(mask), row, place - row)
+def free_mask(table: Tensor, position: Tensor) -> Mask:
+    """The table of one block [128, 128], for each block of queries over the block of keys on its diagonal."""
+    first = position[:, :, :1]
+    row = (position - first) % FREE_BLOCK
+    return Mask(table, row, position - row)
 
 
-def compressed_mask(mask: Tensor, place: Tensor) -> Mask:
+def compressed_mask(table: Tensor, position: Tensor) -> Mask:
     """The causal table over the last 2048 positions of a context, or over all of a shorter one."""
-    table = from_nz(mask) if mask.shape[-1] != TABLE else mask.flatten(0, -2)
-    shift = (place.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
-    return Mask(table, place - shift, shift)
-
-
-def from_nz(mask: Tensor) -> Tensor:
-    """The matrix [R, C] whose element (r, c) is at [0, c // 16, r, c % 16]."""
-    return mask[0].transpose(0, 1).flatten(1)
+    shift = (position.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
+    return Mask(table, position - shift, shift)

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from mla_fx.ops.common.check import check_optional, enumerator, known_to_differ
+from mla_fx.ops.common.check import check_optional, known_to_differ
+from mla_fx.ops.common.enumerators import enumerator
+
+from .arguments import Arguments
 
 NZ_WIDTH = 16
 
@@ -29,6 +31,7 @@ RUN_STATUS, COMBINED, NZ = "batch_run_status_enable", "mla_v_head_size", "NZ"
 COMPRESSED = (KVHEAD, KVHEAD_ROPE)
 FULLY_QUANTIZED = (OFFLINE, ONLINE)
 QUANTIZED = (DEQUANT_FUSION, *FULLY_QUANTIZED)
+SECOND_QUANT_NAMES = {"type_quant_unquant": UNQUANTIZED}
 
 EXCLUSIONS = (
     (PARALLEL_DECODING, (RUN_STATUS, *COMPRESSED, *QUANTIZED, LOGN, BNSD, ALIBI)),
@@ -85,15 +88,13 @@ class Options:
         return self.kv_heads if self.compressed else 1
 
 
-def read_options(a: Any) -> Options:
-    """`a` has the arguments of the operator as attributes."""
+def read_options(a: Arguments) -> Options:
     heads = a.query.shape[1] if statically_known_true(a.head_num == 0) else a.head_num
-    mask = enumerator("mask_type", a.mask_type, "mask_type_", (*MASKS, "mask_type_free"))
     return Options(
         heads=heads,
         kv_heads=heads if statically_known_true(a.kv_head_num == 0) else a.kv_head_num,
-        mask=MASK_FREE if mask == "mask_type_free" else mask,
-        quant=enumerator("quant_type", a.quant_type, "type_", (UNQUANTIZED, *QUANTIZED)),
+        mask=enumerator("mask_type", a.mask_type, "mask_type_", MASKS, {"mask_type_free": MASK_FREE}),
+        quant=enumerator("quant_type", a.quant_type, "type_", (UNQUANTIZED, *QUANTIZED), SECOND_QUANT_NAMES),
         compress=enumerator("compress_type", a.compress_type, "compress_type_", (UNCOMPRESSED, *COMPRESSED)),
         calc=enumerator("calc_type", a.calc_type, "calc_type_", (DECODING, PARALLEL_DECODING)),
         scale=enumerator("scale_type", a.scale_type, "scale_type_", (PLAIN_SCALE, LOGN)),
@@ -103,7 +104,7 @@ def read_options(a: Any) -> Options:
     )
 
 
-def check_options(a: Any, o: Options) -> None:
+def check_options(a: Arguments, o: Options) -> None:
     """The options fit each other and the tensors that are given."""
     check_heads(a, o)
     check_exclusions(a, o)
@@ -119,7 +120,7 @@ def check_options(a: Any, o: Options) -> None:
         raise ValueError(f"q_scale is {a.q_scale}; it must be 0.0 or 1.0 with an int8 query, which it cannot scale.")
 
 
-def check_heads(a: Any, o: Options) -> None:
+def check_heads(a: Arguments, o: Options) -> None:
     if statically_known_true(a.head_num < 0) or known_to_differ(a.query.shape[1], o.heads):
         raise ValueError(f"head_num is {a.head_num}; it must be 0 or {a.query.shape[1]}, the heads of query.")
     if statically_known_true(o.kv_heads < 1) or statically_known_true(o.heads % o.kv_heads != 0):
@@ -138,7 +139,7 @@ def check_combined(columns: int, o: Options) -> None:
         raise ValueError(f"value_cache is given; it must be None with mla_v_head_size {columns}.")
 
 
-def check_exclusions(a: Any, o: Options) -> None:
+def check_exclusions(a: Arguments, o: Options) -> None:
     chosen = dict(features(a, o))
     for left, others in EXCLUSIONS:
         for right in others:
@@ -146,7 +147,7 @@ def check_exclusions(a: Any, o: Options) -> None:
                 raise ValueError(f"{chosen[left]} and {chosen[right]} exclude each other.")
 
 
-def features(a: Any, o: Options) -> Iterator[tuple[str, str]]:
+def features(a: Arguments, o: Options) -> Iterator[tuple[str, str]]:
     """What `EXCLUSIONS` is about, each with its words in a message."""
     for argument, value in (
         ("mask_type", o.mask),
@@ -184,7 +185,7 @@ def check_mask_type(o: Options) -> None:
         )
 
 
-def check_given(a: Any, o: Options) -> None:
+def check_given(a: Arguments, o: Options) -> None:
     """Every optional tensor is given exactly in the scenario that reads it."""
     quant, offset = f"quant_type {o.quant!r}", f"has_quant_offset {a.has_quant_offset}"
     check_optional("mask", a.mask, o.mask != UNMASKED, f"mask_type {o.mask!r}")

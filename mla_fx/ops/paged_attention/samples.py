@@ -30,6 +30,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("NZ", base(draw, form="NZ"))
     yield from mask_samples(draw)
     yield from parallel_samples(draw)
+    yield from nz_mask_samples(draw)
     yield from table_samples(draw)
     yield sample("type_dequant_fusion", dequantized(draw, base(draw)))
     yield sample("type_dequant_fusion, offsets", dequantized(draw, base(draw), offsets=True))
@@ -62,6 +63,20 @@ def parallel_samples(draw: Sampler) -> Iterator[Sample]:
     yield sample("calc_type_spec, NZ", base(draw, form="NZ", steps=STEPS))
 
 
+def nz_mask_samples(draw: Sampler) -> Iterator[Sample]:
+    """Masks in the format of NZ caches, with rows and columns behind those that count."""
+    bands, batch, tokens = math.ceil(max(CONTEXTS) / 16), len(CONTEXTS), 6
+    for sequences in (batch, 1):
+        mask = draw.normal(sequences, bands, 16, 16)
+        yield sample("mask_type_norm, NZ", base(draw, form="NZ"), mask_type=NORM, mask=mask)
+    for heads in (batch * HEADS, HEADS):
+        mask = draw.normal(heads, bands, 16, 16)
+        yield sample("mask_type_alibi, NZ", base(draw, form="NZ"), mask_type=ALIBI, mask=mask)
+    for rows in (tokens, 16):
+        spec = base(draw, form="NZ", steps=STEPS)
+        yield sample("mask_type_spec, NZ", spec, mask_type=SPEC, mask=draw.normal(1, bands + 1, rows, 16))
+
+
 def table_samples(draw: Sampler) -> Iterator[Sample]:
     """Masks of one table for all sequences, whose part is chosen by the end of the context."""
     free = base(draw, (130, 3, 257), steps=(2, 3, 129), form="NZ", block_size=128)
@@ -78,6 +93,9 @@ def quantized_samples(draw: Sampler) -> Iterator[Sample]:
     offline = quantized(draw, base(draw), quant_type="type_quant_qkv_offline")
     yield sample("type_quant_qkv_offline", offline, mask=mask, mask_type=NORM)
     yield sample("type_quant_qkv_online", quantized(draw, base(draw), quant_type="type_quant_qkv_online"))
+    for quant_type in ("type_quant_qkv_offline", "type_quant_qkv_online"):
+        bits = as_bits(quantized(draw, base(draw), quant_type=quant_type))
+        yield sample(f"{quant_type}, int64 scales", bits)
     combined = quantized(draw, base(draw, kv_heads=1, combined=24), quant_type="type_quant_qkv_online")
     yield sample("mla_v_head_size, type_quant_qkv_online", combined, mask=mask, mask_type=NORM)
 
@@ -105,7 +123,7 @@ def combined_samples(draw: Sampler) -> Iterator[Sample]:
 
 def sample(mode: str, arguments: Arguments, **more: Any) -> Sample:
     arguments = arguments | more
-    names = ("query", "key_cache", "value_cache", "block_tables", "context_lens")
+    names = ("query", "key_cache", "block_tables", "context_lens")
     return Sample(mode, tuple(arguments.pop(name) for name in names), arguments)
 
 
@@ -130,12 +148,13 @@ def base(
     arguments = {
         "query": draw.normal(tokens, HEADS, HEAD_SIZE),
         "key_cache": cache(draw, form, blocks, block_size, cache_heads, HEAD_SIZE),
-        "value_cache": None if combined else cache(draw, form, blocks, block_size, cache_heads, value_size),
         "block_tables": tables,
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "kv_head_num": kv_heads,
         "qk_scale": 1 / math.sqrt(HEAD_SIZE),
     }
+    if not combined:
+        arguments["value_cache"] = cache(draw, form, blocks, block_size, cache_heads, value_size)
     if steps is not None:
         options |= {
             "calc_type": "calc_type_spec",
@@ -191,18 +210,23 @@ def dequantized(draw: Sampler, arguments: Arguments, offsets: bool = False) -> A
     changed: Arguments = {"quant_type": "type_dequant_fusion", "has_quant_offset": offsets}
     for side in ("key", "value"):
         changed[f"{side}_cache"] = int8(arguments[f"{side}_cache"])
-        scale = Sampler(torch.float32, len(side)).gamma(columns) / 30
-        changed[f"{side[0]}_descale"] = scale.view(torch.int32).long() - 2**32 if offsets else scale
+        changed[f"{side[0]}_descale"] = Sampler(torch.float32, len(side)).gamma(columns) / 30
         if offsets:
             changed[f"{side[0]}_offset"] = torch.arange(columns, dtype=torch.int32) % 7 - 3
-    return arguments | changed
+    return arguments | (as_bits(changed) if offsets else changed)
+
+
+def as_bits(arguments: Arguments) -> Arguments:
+    """The same with scales of int64, whose low half has the bits of a float32 and whose high half is full."""
+    names = ("k_descale", "v_descale")
+    return arguments | {name: arguments[name].view(torch.int32).long() - 2**32 for name in names}
 
 
 def quantized(draw: Sampler, arguments: Arguments, quant_type: str) -> Arguments:
     """The same with int8 query and caches, and scales for each query head."""
     scales = Sampler(torch.float32, 9)
-    changed = {
-        name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if arguments[name] is not None
+    changed: Arguments = {
+        name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if name in arguments
     }
     changed |= {"k_descale": scales.gamma(HEADS) / 900, "v_descale": scales.gamma(HEADS) / 30}
     if quant_type.endswith("offline"):

@@ -1,14 +1,13 @@
 """The checks of what paged_attention computes with: shapes and dtypes of caches, scales and masks."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import FLOATS, check_dtype, check_multiple, check_rank, check_shape, known_to_differ
 
-from .masks import FREE_BLOCK, TABLE
+from .arguments import Arguments
+from .masks import FREE_BLOCK, TABLE, is_nz
 from .options import (
     ALIBI,
     BNSD,
@@ -29,13 +28,13 @@ PAGE, HEAD = 128 * 128, 256
 WIDEST = 576
 
 
-def check_caches(a: Any, o: Options) -> None:
+def check_caches(a: Arguments, o: Options) -> None:
     quantized = o.fully_quantized or o.quant == DEQUANT_FUSION
     check_dtype("query", a.query, (torch.int8,) if o.fully_quantized else FLOATS)
     wanted = torch.int8 if quantized else a.query.dtype
     key_size = a.query.shape[2]
     check_cache("key_cache", a.key_cache, wanted, o, key_size)
-    if o.combined:
+    if a.value_cache is None:
         if statically_known_true(a.mla_v_head_size > key_size):
             raise ValueError(f"mla_v_head_size is {a.mla_v_head_size}; it must be at most {key_size}, the head size.")
         check_sizes(o, key_size, a.mla_v_head_size, block_size(a, o))
@@ -62,9 +61,8 @@ def check_cache(name: str, cache: Tensor, dtype: torch.dtype, o: Options, size: 
         check_shape(name, cache, "BlockNum, BlockSize, Hkv, D", (None, None, heads, size))
 
 
-def block_size(a: Any, o: Options) -> int:
-    size: int = a.key_cache.shape[2 if o.nz or o.layout == BNSD else 1]
-    return size
+def block_size(a: Arguments, o: Options) -> int:
+    return a.key_cache.shape[2 if o.nz or o.layout == BNSD else 1]
 
 
 def check_sizes(o: Options, key_size: int, value_size: int, page: int) -> None:
@@ -103,24 +101,22 @@ def is_wide_page(o: Options, key_size: int, value_size: int, page: int) -> bool:
     )
 
 
-def check_scales(a: Any, o: Options) -> None:
+def check_scales(a: Arguments, o: Options) -> None:
     """Scales, offsets and the other small tensors."""
-    if o.quant == DEQUANT_FUSION:
-        for side in ("k", "v"):
-            descale, offset = getattr(a, f"{side}_descale"), getattr(a, f"{side}_offset")
-            check_dtype(f"{side}_descale", descale, (torch.float32, torch.int64))
-            check_shape(f"{side}_descale", descale, "Hkv*D", (o.kv_heads * a.query.shape[2],))
-            if offset is not None:
-                check_dtype(f"{side}_offset", offset, (torch.int32,))
-                check_shape(f"{side}_offset", offset, "Hkv*D", (o.kv_heads * a.query.shape[2],))
-        if a.k_descale.dtype != a.v_descale.dtype:
-            raise ValueError(f"v_descale has dtype {a.v_descale.dtype}; it must be {a.k_descale.dtype}, as k_descale.")
-    if o.fully_quantized:
-        for name in ("k_descale", "v_descale", "p_scale"):
-            scale = getattr(a, name)
-            if scale is not None:
-                check_dtype(name, scale, (torch.float32,))
-                check_shape(name, scale, "H", (o.heads,))
+    letters, count = ("H", o.heads) if o.fully_quantized else ("Hkv*D", o.kv_heads * a.query.shape[2])
+    for name, descale in (("k_descale", a.k_descale), ("v_descale", a.v_descale)):
+        if descale is not None:
+            check_dtype(name, descale, (torch.float32, torch.int64))
+            check_shape(name, descale, letters, (count,))
+    if a.k_descale is not None and a.v_descale is not None and a.k_descale.dtype != a.v_descale.dtype:
+        raise ValueError(f"v_descale has dtype {a.v_descale.dtype}; it must be {a.k_descale.dtype}, as k_descale.")
+    for name, offset in (("k_offset", a.k_offset), ("v_offset", a.v_offset)):
+        if offset is not None:
+            check_dtype(name, offset, (torch.int32,))
+            check_shape(name, offset, letters, (count,))
+    if a.p_scale is not None:
+        check_dtype("p_scale", a.p_scale, (torch.float32,))
+        check_shape("p_scale", a.p_scale, letters, (count,))
     if a.razor_offset is not None:
         check_dtype("razor_offset", a.razor_offset, (torch.float32,))
         check_shape("razor_offset", a.razor_offset, "BlockNum, BlockSize", a.key_cache.shape[:2])
@@ -131,35 +127,55 @@ def check_scales(a: Any, o: Options) -> None:
         check_shape("log_n", a.log_n, "B", a.context_lens.shape)
 
 
-def check_mask(a: Any, o: Options, dtype: torch.dtype) -> None:
+def check_mask(a: Arguments, o: Options, dtype: torch.dtype) -> None:
     """`dtype` is that of the result."""
     if a.mask is None:
         return
     check_dtype("mask", a.mask, (dtype,))
     batch = a.context_lens.shape[0] // o.tables_per_sequence
-    if o.mask == NORM:
-        check_rank("mask", a.mask, "S, S or B, 1, S")
-        if a.mask.dim() == 3:
-            check_shape("mask", a.mask, "B, 1, S", (batch, 1, None))
-        elif known_to_differ(a.mask.shape[0], 1) and known_to_differ(a.mask.shape[0], a.mask.shape[1]):
-            raise ValueError(f"mask has shape {list(a.mask.shape)}; it must be [1, S], [S, S] or [B, 1, S].")
-    elif o.mask == ALIBI:
-        check_rank("mask", a.mask, "H, 1, S or B, H, 1, S")
-        if a.mask.dim() == 3:
-            check_shape("mask", a.mask, "H, 1, S", (o.heads, 1, None))
-        else:
-            heads = o.heads if known_to_differ(a.mask.shape[1], 1) else None
-            check_shape("mask", a.mask, "B, H (1), 1, S", (batch, heads, 1, None))
-    elif o.mask == SPEC:
-        check_shape("mask", a.mask, "T, S", (a.query.shape[0], None))
-    elif o.mask == MASK_FREE:
+    if o.mask == MASK_FREE:
         check_shape("mask", a.mask, "1, 8, 128, 16", (1, FREE_BLOCK // NZ_WIDTH, FREE_BLOCK, NZ_WIDTH))
         if known_to_differ(block_size(a, o), FREE_BLOCK):
             raise ValueError(
                 f"The BlockSize of key_cache is {block_size(a, o)}; it must be 128 with mask_type {MASK_FREE!r}."
             )
-    else:
+    elif o.mask == NORM_COMPRESS:
         check_table(a.mask)
+    elif is_nz(a.mask, o):
+        check_nz_mask(a.mask, o, batch, a.query.shape[0])
+    else:
+        check_nd_mask(a.mask, o, batch, a.query.shape[0])
+
+
+def check_nd_mask(mask: Tensor, o: Options, batch: int, tokens: int) -> None:
+    if o.mask == SPEC:
+        check_shape("mask", mask, "T, S", (tokens, None))
+    elif o.mask == ALIBI and mask.dim() == 4:
+        heads = o.heads if known_to_differ(mask.shape[1], 1) else None
+        check_shape("mask", mask, "B, H (1), 1, S", (batch, heads, 1, None))
+    elif o.mask == ALIBI:
+        check_rank("mask", mask, "H, 1, S or B, H, 1, S")
+        check_shape("mask", mask, "H, 1, S", (o.heads, 1, None))
+    elif mask.dim() == 3:
+        check_shape("mask", mask, "B, 1, S", (batch, 1, None))
+    else:
+        check_rank("mask", mask, "S, S or B, 1, S")
+        if known_to_differ(mask.shape[0], 1) and known_to_differ(mask.shape[0], mask.shape[1]):
+            raise ValueError(f"mask has shape {list(mask.shape)}; it must be [1, S], [S, S] or [B, 1, S].")
+
+
+def check_nz_mask(mask: Tensor, o: Options, batch: int, tokens: int) -> None:
+    """Rows are padded to 16 where a mask has one, and may be where it has one for each token."""
+    if o.mask == NORM:
+        check_shape("mask", mask, "B, S/16, 16, 16", (batch, None, NZ_WIDTH, NZ_WIDTH), broadcast=True)
+    elif o.mask == ALIBI and known_to_differ(mask.shape[0], o.heads):
+        check_shape("mask", mask, "B*H, S/16, 16, 16", (batch * o.heads, None, NZ_WIDTH, NZ_WIDTH))
+    elif o.mask == ALIBI:
+        check_shape("mask", mask, "H, S/16, 16, 16", (o.heads, None, NZ_WIDTH, NZ_WIDTH))
+    else:
+        padded = -(-tokens // NZ_WIDTH) * NZ_WIDTH
+        rows = tokens if known_to_differ(mask.shape[2], padded) else None
+        check_shape("mask", mask, "1, S/16, T, 16", (1, None, rows, NZ_WIDTH))
 
 
 def check_table(mask: Tensor) -> None:
@@ -173,7 +189,7 @@ def check_table(mask: Tensor) -> None:
     raise ValueError(f"mask has shape {list(mask.shape)}; it must be one of {shown} with mask_type {NORM_COMPRESS!r}.")
 
 
-def check_out(a: Any, out: Tensor | None, dtype: torch.dtype, value_size: int) -> None:
+def check_out(a: Arguments, out: Tensor | None, dtype: torch.dtype, value_size: int) -> None:
     """The output of the in-place twin."""
     if out is None:
         return
