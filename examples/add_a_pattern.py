@@ -64,7 +64,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("plain", (draw.normal(4, 3, 8), *weights), {})
 
 
-operator = define("latent_output", body, record=Arguments, returns=("out",), check=check, fake=fake, samples=samples)
+operator = define("latent_output", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples)
 
 # --- the pattern -----------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,9 +43,15 @@ def test_uuid_changes_with_the_sources(monkeypatch):
     assert mla_fx.MlaPass().uuid() != before
 
 
-def test_uuid_knows_the_sources_of_every_package():
-    from mla_fx import graph_pass
+@pytest.mark.parametrize("changed", ["mla_fx/ops/common/math.py", "mla_fx/readings/rope.py", "patterns/mla_prolog.py"])
+def test_uuid_knows_the_sources_in_every_folder(tmp_path, monkeypatch, changed):
+    from mla_fx import discover, graph_pass
 
-    project = (Path(mla_fx.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    (packages,) = re.findall(r"^packages = (\[.*\])$", project, re.MULTILINE)
-    assert list(graph_pass.PACKAGES) == ast.literal_eval(packages)
+    root, before = Path(mla_fx.__file__).parents[1], graph_pass.source_hash()
+    for folder in ("mla_fx", "patterns", "lowering"):
+        shutil.copytree(root / folder, tmp_path / folder)
+    places = {"mla_fx": "mla_fx", "mla_fx.patterns": "patterns", "mla_fx.lowering": "lowering"}
+    monkeypatch.setattr(discover, "folder", lambda package: str(tmp_path / places[package]))
+    assert graph_pass.source_hash.__wrapped__() == before
+    (tmp_path / changed).write_text("changed = True")
+    assert graph_pass.source_hash.__wrapped__() != before

@@ -4,13 +4,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 Kernel = Callable[..., Any]
+Record = TypeVar("Record")
 
 NAMESPACE = "mla_fx"
 
@@ -67,12 +68,12 @@ class Operator:
 
 def define(
     name: str,
-    body: Kernel,
+    record: type[Record],
+    body: Callable[[Record], Any],
     *,
-    record: Callable[..., Any] | None = None,
     returns: Sequence[str],
     check: Kernel,
-    fake: Kernel,
+    fake: Callable[[Record], Any],
     samples: Samples,
     in_place: Kernel | None = None,
     writes: Mapping[str, str] | None = None,
@@ -88,48 +89,47 @@ def define(
     behind the arguments without a default. Both forms have an overload `host`, which takes lists for the tensors
     `lengths`. None for a required tensor raises a ValueError before `check` is called.
     """
-    if record is not None:
-        body, check, fake = (_on_arguments(function, record) for function in (body, check, fake))
-        in_place = None if in_place is None else _on_arguments(in_place, record)
-    signature = inspect.signature(body)
+    meaning = _on_arguments(body, record)
+    signature = inspect.signature(meaning)
 
-    def run(**arguments: Any) -> Any:
-        check(**arguments)
-        return body(**arguments)
+    def run(a: Record) -> Any:
+        check(a)
+        return body(a)
 
-    def run_fake(**arguments: Any) -> Any:
-        check(**arguments)
-        return fake(**arguments)
+    def run_fake(a: Record) -> Any:
+        check(a)
+        return fake(a)
 
-    overload, host = _register(name, signature, run, run_fake, returns, (), lengths)
+    kernels = _on_arguments(run, record), _on_arguments(run_fake, record)
+    overload, host = _register(name, signature, *kernels, returns, (), lengths)
     if in_place is None or writes is None:
-        return Operator(name, overload, body, samples, TOLERANCE, None, host, None, traceable, stays)
+        return Operator(name, overload, meaning, samples, TOLERANCE, None, host, None, traceable, stays)
 
     outputs = [argument for argument in writes.values() if argument not in signature.parameters]
     kept = [position for position, result in enumerate(returns) if result not in writes]
 
-    def run_in_place(**arguments: Any) -> Any:
-        check(**arguments)
-        return in_place(**arguments)
+    def run_in_place(a: Record, **written: Tensor) -> Any:
+        check(a, **written)
+        return in_place(a, **written)
 
-    def run_fake_in_place(**arguments: Any) -> Any:
-        check(**arguments)
-        results = fake(**{argument: value for argument, value in arguments.items() if argument not in outputs})
+    def run_fake_in_place(a: Record, **written: Tensor) -> Any:
+        check(a, **written)
+        results = fake(a)
         return tuple(results[position] for position in kept) or None
 
     twin, twin_host = _register(
         f"{name}_",
         _with_outputs(signature, outputs),
-        run_in_place,
-        run_fake_in_place,
+        _on_arguments(run_in_place, record),
+        _on_arguments(run_fake_in_place, record),
         [returns[position] for position in kept],
         tuple(writes.values()),
         lengths,
     )
-    return Operator(name, overload, body, samples, TOLERANCE, twin, host, twin_host, traceable, stays)
+    return Operator(name, overload, meaning, samples, TOLERANCE, twin, host, twin_host, traceable, stays)
 
 
-def _on_arguments(function: Kernel, record: Callable[..., Any]) -> Kernel:
+def _on_arguments(function: Kernel, record: type[Any]) -> Kernel:
     """`function`, which takes a record, as a function of the record's fields; other keywords are handed on."""
     results = inspect.signature(function).return_annotation
     signature = inspect.signature(record).replace(return_annotation=results)

@@ -86,4 +86,4 @@ def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None
     return (*queries, draw.normal(batch, context, rank), draw.normal(batch, context, width), mask)
 
 
-operator = define("latent_attention", body, record=Arguments, returns=("out",), check=check, fake=fake, samples=samples)
+operator = define("latent_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples)

@@ -135,8 +135,8 @@ def stays(q_nope: Tensor, *_: Any, **__: Any) -> str | None:
 
 operator = define(
     "mla_attention",
+    Arguments,
     body,
-    record=Arguments,
     returns=("out",),
     check=check,
     fake=fake,

@@ -94,8 +94,8 @@ def fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 operator = define(
     "kv_rmsnorm_rope_cache",
+    Arguments,
     body,
-    record=Arguments,
     returns=("k_cache", "ckv_cache", "k_rope", "c_kv"),
     check=check,
     fake=fake,

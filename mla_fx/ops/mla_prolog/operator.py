@@ -107,8 +107,8 @@ def fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 operator = define(
     "mla_prolog",
+    Arguments,
     body,
-    record=Arguments,
     returns=("query", "query_rope", *v3.CACHES),
     check=check,
     fake=fake,

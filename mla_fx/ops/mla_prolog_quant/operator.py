@@ -186,8 +186,8 @@ def fake(a: Arguments) -> Results:
 
 operator = define(
     "mla_prolog_quant",
+    Arguments,
     body,
-    record=Arguments,
     returns=(
         "q_norm_out",
         "q_norm_scale_out",

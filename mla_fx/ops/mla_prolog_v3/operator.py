@@ -228,8 +228,8 @@ def fake(a: Arguments) -> Results:
 
 operator = define(
     "mla_prolog_v3",
+    Arguments,
     body,
-    record=Arguments,
     returns=("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm", *CACHES),
     check=check,
     fake=fake,

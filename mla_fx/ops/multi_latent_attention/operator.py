@@ -169,8 +169,8 @@ def fake(a: Arguments) -> tuple[Tensor, Tensor]:
 
 operator = define(
     "multi_latent_attention",
+    Arguments,
     body,
-    record=Arguments,
     returns=("atten_out", "lse"),
     check=check,
     fake=fake,

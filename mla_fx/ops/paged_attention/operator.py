@@ -121,8 +121,8 @@ def fake(a: Arguments) -> Tensor:
 
 operator = define(
     "paged_attention",
+    Arguments,
     body,
-    record=Arguments,
     returns=("attn_out",),
     check=check,
     fake=fake,
