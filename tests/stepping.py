@@ -16,6 +16,11 @@ def compiled(module, **options):
     return torch.compile(module, backend=mla_fx.mla_backend, options={"target": "reference", **options})
 
 
+def with_backend(module, **options):
+    """The same by a backend from `get_backend`, which checks its options when it is made."""
+    return torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference", **options}))
+
+
 def check_same(module, arguments, run):
     """What `run` returns, and what it leaves in the caches, is what the module does."""
     theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)

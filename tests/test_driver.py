@@ -7,9 +7,10 @@ import warnings
 
 import pytest
 import torch
+from stepping import ALL, EXACT, check_same, mla_warnings, with_backend
 from torch import nn
 from zoo.entries import DEFAULT, Entry
-from zoo.sizes import DECODE, PREFILL
+from zoo.sizes import PREFILL
 
 import mla_fx
 from mla_fx import cases, compilation, discover
@@ -17,29 +18,7 @@ from mla_fx.debug.recorder import Recorder
 from mla_fx.options import Options
 from mla_fx.pipeline import PIPELINE, Pass, Run, run_pipeline
 
-EXACT = {"rtol": 1e-4, "atol": 1e-5}
-ALL = {"mla_prolog": 1, "latent_attention": 1}
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def decode():
-    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
-
-
-def compiled(module, **options):
-    return torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference", **options}))
-
-
-def check_same(module, arguments, run):
-    theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    expected = module(*theirs)
-    torch.testing.assert_close((run(*ours), ours), (expected, theirs), **EXACT)
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def told(module, arguments, run):
@@ -47,7 +26,7 @@ def told(module, arguments, run):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_same(module, arguments, run)
-    return [str(warning.message) for warning in caught if issubclass(warning.category, mla_fx.MlaWarning)]
+    return mla_warnings(caught)
 
 
 def fail(*_, **__):
@@ -60,7 +39,7 @@ def fail(*_, **__):
 def test_floats_that_cannot_be_recovered_break_no_model(decode, monkeypatch):
     module, arguments = decode
     monkeypatch.setattr(compilation, "recover_floats", fail)
-    (message,) = told(module, arguments, compiled(module))
+    (message,) = told(module, arguments, with_backend(module))
     assert "recovering lifted floats failed with ZeroDivisionError: a bug; the model runs unfused" in message
     assert mla_fx.last_report().fused == {}
 
@@ -69,7 +48,7 @@ def test_floats_that_cannot_be_recovered_are_an_error_when_strict(decode, monkey
     module, arguments = decode
     monkeypatch.setattr(compilation, "recover_floats", fail)
     with pytest.raises(mla_fx.FusionError, match="recovering lifted floats failed: ZeroDivisionError: a bug"):
-        compiled(module, strict=True)(*arguments)
+        with_backend(module, strict=True)(*arguments)
 
 
 @pytest.fixture
@@ -93,7 +72,7 @@ def moody_inductor(monkeypatch):
 @pytest.mark.usefixtures("moody_inductor")
 def test_a_graph_that_inductor_cannot_compile_once_it_is_fused_is_compiled_as_it_came(decode):
     module, arguments = decode
-    (message,) = told(module, arguments, compiled(module, target="inductor"))
+    (message,) = told(module, arguments, with_backend(module, target="inductor"))
     assert "compiling the fused graph for inductor failed with ZeroDivisionError: a bug; the model runs unf" in message
     assert mla_fx.last_report().fused == {}
 
@@ -108,21 +87,21 @@ def test_a_graph_that_inductor_cannot_compile_once_it_is_fused_is_compiled_as_it
 def test_who_insists_on_fusion_is_told(decode, options, complaint):
     module, arguments = decode
     with pytest.raises(mla_fx.FusionError, match=complaint):
-        compiled(module, target="inductor", **options)(*arguments)
+        with_backend(module, target="inductor", **options)(*arguments)
 
 
 def test_a_training_graph_that_cannot_be_looked_at_trains_on(monkeypatch):
     monkeypatch.setattr(compilation, "survey", fail)
     model, x = nn.Linear(3, 3), torch.ones(2, 3)
     with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="looking at a training graph failed") as caught:
-        compiled(model)(x).sum().backward()
+        with_backend(model)(x).sum().backward()
     assert model.weight.grad is not None and len(caught) == 1
 
 
 def test_an_error_of_the_users_own_stays_what_it_is(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a bug"):
-        compiled(nn.Linear(3, 3), target="inductor")(torch.ones(1, 3))
+        with_backend(nn.Linear(3, 3), target="inductor")(torch.ones(1, 3))
 
 
 # --- what every pass is held to --------------------------------------------------------------------------------------
@@ -159,14 +138,14 @@ def test_a_pass_that_spoils_the_graph_is_caught(decode, monkeypatch, spoil, comp
     module, arguments = decode
     passes = (*PIPELINE[:5], Pass("spoil", spoil), *PIPELINE[5:])
     monkeypatch.setattr(compilation, "run_pipeline", lambda run, _: run_pipeline(run, passes))
-    (message,) = told(module, arguments, compiled(module))
+    (message,) = told(module, arguments, with_backend(module))
     assert "pass 'spoil' failed with RuntimeError: " in message and complaint in message
 
 
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
     module, arguments = decode
-    compiled(module, target=target, dump=str(tmp_path))(*arguments)
+    with_backend(module, target=target, dump=str(tmp_path))(*arguments)
     report = mla_fx.last_report()
     assert [record.name for record in report.passes] == [step.name for step in PIPELINE]
     assert [step.name for step in PIPELINE[-2:]] == ["reinplace", "lower"]
@@ -185,7 +164,7 @@ def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
 def test_a_folder_that_cannot_be_written_costs_a_warning(decode, tmp_path, strict):
     module, arguments = decode
     (tmp_path / "file").write_text("")
-    (message,) = told(module, arguments, compiled(module, dump=str(tmp_path / "file"), strict=strict))
+    (message,) = told(module, arguments, with_backend(module, dump=str(tmp_path / "file"), strict=strict))
     assert "the dump is not complete: The dump folder" in message
     assert mla_fx.last_report().fused == ALL
 

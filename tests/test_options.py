@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stepping import ALL, with_backend
 from torch import nn
 from zoo.entries import DEFAULT, Entry
 from zoo.negatives import expanded_cache
@@ -19,7 +20,8 @@ import mla_fx
 from mla_fx import cases
 from mla_fx.expect import expectation
 
-ALL = {"mla_prolog": 1, "latent_attention": 1}
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 WRONG = {
     "strict, as text": ({"strict": "False"}, "option strict is 'False'; it takes False, True"),
     "strict, as a number": ({"strict": 1}, "option strict is 1; it takes False, True"),
@@ -37,21 +39,6 @@ WRONG = {
     "expect, no number": ({"expect": {"mla_prolog": ()}}, r"expect holds the number \(\)"),
     "expect, less than nothing": ({"expect": {"mla_prolog": -1}}, "expect holds the number -1"),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def decode():
-    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
-
-
-def compiled(module, **options):
-    return torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference", **options}))
 
 
 @pytest.mark.parametrize("make", [mla_fx.get_backend, mla_fx.MlaPass], ids=["get_backend", "MlaPass"])
@@ -75,7 +62,7 @@ def test_an_unknown_mode_is_refused(decode):
 
 def test_a_path_is_a_folder(decode, tmp_path):
     module, arguments = decode
-    compiled(module, dump=Path(tmp_path))(*arguments)
+    with_backend(module, dump=Path(tmp_path))(*arguments)
     assert (tmp_path / "graph_000" / "index.md").exists()
 
 
@@ -133,7 +120,7 @@ def test_met(expect):
 def test_unmet(decode, expect):
     module, arguments = decode
     with pytest.raises(mla_fx.FusionError, match=r"expected .*, fused {'mla_prolog': 1, 'latent_attention': 1}"):
-        compiled(module, expect=expect)(*arguments)
+        with_backend(module, expect=expect)(*arguments)
 
 
 class Broken(nn.Module):
@@ -158,12 +145,13 @@ def broken_call():
 
 
 def test_a_graph_without_attention_is_held_to_nothing():
-    compiled(Broken().eval(), expect=ALL, strict=True)(*broken_call())
+    with_backend(Broken().eval(), expect=ALL, strict=True)(*broken_call())
 
 
 def test_one_expectation_for_every_prompt_length():
     entry = Entry(replace(DEFAULT, cache="appended"))
-    run = compiled(entry.build(), expect={"mla_prolog": (0, 1), "latent_attention": (0, 1), "mla_attention": (0, 1)})
+    alternatives = {"mla_prolog": (0, 1), "latent_attention": (0, 1), "mla_attention": (0, 1)}
+    run = with_backend(entry.build(), expect=alternatives)
     with mla_fx.expecting(mla_prolog=1, mla_attention=1, latent_attention=1):
         run(*entry.arguments(DECODE))
         torch._dynamo.reset()
@@ -176,7 +164,7 @@ def test_expecting_counts_over_all_graphs(backend):
     if backend == "pass":
         run = torch.compile(module, options={"post_grad_custom_pre_pass": mla_fx.MlaPass()})
     else:
-        run = compiled(module)
+        run = with_backend(module)
     with mla_fx.expecting(mla_prolog=2, latent_attention=2):
         run(*broken_call())
 
@@ -187,7 +175,7 @@ def test_expecting_tells_both_counts(decode):
         pytest.raises(mla_fx.FusionError, match=r"expected {'mla_prolog': 2}, fused {'mla_prolog': 1, 'latent_att"),
         mla_fx.expecting(mla_prolog=2),
     ):
-        compiled(module)(*arguments)
+        with_backend(module)(*arguments)
 
 
 def test_expecting_without_a_compilation():
@@ -250,13 +238,13 @@ HINDERED = {
 @pytest.mark.parametrize("kind", HINDERED, ids=lambda kind: kind.__name__)
 def test_strict_refuses_what_could_not_be_looked_at(kind, target):
     with pytest.raises(mla_fx.FusionError, match=f"looks like MLA stays unfused: .*{HINDERED[kind]}"):
-        compiled(kind(), strict=True, target=target)(*cases.inputs())
+        with_backend(kind(), strict=True, target=target)(*cases.inputs())
 
 
 @pytest.mark.parametrize("kind", [Dropped, DroppedInside, Flexible], ids=lambda kind: kind.__name__)
 def test_expect_holds_what_could_not_be_looked_at(kind):
     with pytest.raises(mla_fx.FusionError, match=r"expected 'mla_prolog', fused {}"):
-        compiled(kind(), expect="mla_prolog")(*cases.inputs())
+        with_backend(kind(), expect="mla_prolog")(*cases.inputs())
 
 
 @pytest.mark.parametrize("kind", HINDERED, ids=lambda kind: kind.__name__)
@@ -281,16 +269,16 @@ def test_strict_and_expect_in_training(target):
     module = Entry(DEFAULT).build()
     with torch.enable_grad():
         with pytest.raises(mla_fx.FusionError, match="stays unfused: training graph: left alone"):
-            compiled(module, strict=True, target=target)(*Entry(DEFAULT).arguments(PREFILL))
+            with_backend(module, strict=True, target=target)(*Entry(DEFAULT).arguments(PREFILL))
         torch._dynamo.reset()
         with pytest.raises(mla_fx.FusionError, match=r"expected 'mla_prolog', fused {}"):
-            compiled(module, expect="mla_prolog", target=target)(*Entry(DEFAULT).arguments(PREFILL))
+            with_backend(module, expect="mla_prolog", target=target)(*Entry(DEFAULT).arguments(PREFILL))
 
 
 def test_strict_has_nothing_against_training_something_else():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="fuses inference only"):
-        compiled(model, strict=True, expect=ALL)(torch.randn(2, 8)).sum().backward()
+        with_backend(model, strict=True, expect=ALL)(torch.randn(2, 8)).sum().backward()
 
 
 def test_a_pass_is_as_strict_with_a_warm_cache():
