@@ -34,14 +34,14 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     "int8_nzcache"  q_nope and ctkv [BlockNum, 16, 128, 32] are int8, k_rope [BlockNum, 4, 128, 16] is not; qk_descale
                     and pv_descale [H] float32, None in the other modes, are the scales of each head;
     "kvcache"       q_nope [T, H, 576] and ctkv [BlockNum, 128, 1, 576] hold both parts; q_rope and k_rope are None.
-    What is not int8 shares one dtype: float16 or bfloat16, but for "int8_nzcache" also float32 or float64. Sums are
-    float32, or float64 for float64. Lengths and tables are int32 or int64; lengths may lie on the CPU, as on the NPU.
+    What is not int8 shares one dtype: float16 or bfloat16, without int8 also float32 or float64. Sums are float32, or
+    float64 for float64. Lengths and tables are int32 or int64; lengths may lie on the CPU, as on the NPU.
 
     calc_type says how many rows a sequence has:
-    "calc_type_undefined"  one, T = B;
     "calc_type_spec"       q_seqlen [B] rows, each 1 to 4, one sequence after another, T in all;
+    "calc_type_undefined"  one, T = B;
     "calc_type_ring"       one, T = B, and lse is returned.
-    q_seqlen is None but for "calc_type_spec"; only there mask_type may differ from "undefined".
+    With the last two q_seqlen is None and mask_type "undefined".
 
     If H is 128 or q_nope is int8, row r of a sequence with q rows and L keys sees the first L - q + r + 1 of them, and
     mask_type must be "undefined": the kernel reads no mask there. Otherwise it sees all L, also with q > 1, and
@@ -71,7 +71,6 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     heads and int8 are causal without a mask. "kvcache", which no device runs, is "krope_ctkv" with merged tensors.
     """
     mode = modes(a)
-    kinds = results(a, mode)
     rows = query_rows(a)
     visible = rows.context - rows.steps + rows.step + 1 if is_causal(a.q_nope) else rows.context
     added = added_mask(a, mode.mask, rows)
@@ -90,7 +89,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
                 scores = scores + added[:, None, start : start + TILE]
             yield scores.masked_fill(~seen.unsqueeze(1), -torch.inf), latent[..., :RANK]
 
-    dtype, lse_dtype = (kind.dtype for kind in kinds)
+    dtype, lse_dtype = (result.dtype for result in results(a, mode))
     product = rounded_product(dtype) if a.pv_descale is None else int8_product(a.pv_descale.unsqueeze(-1))
     out, lse = online_softmax(tiles(), product, query[..., :RANK])
     if mode.calc != RING:
@@ -163,7 +162,7 @@ def body_(a: Arguments, *, atten_out: Tensor, lse: Tensor) -> None:
 
 
 def fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    atten_out, lse = (a.q_nope.new_empty(kind.shape, dtype=kind.dtype) for kind in results(a, modes(a)))
+    atten_out, lse = (a.q_nope.new_empty(result.shape, dtype=result.dtype) for result in results(a, modes(a)))
     return atten_out, lse
 
 

@@ -18,7 +18,7 @@ HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 16
 CONTEXTS = (150, 32, 1, 0)
 STEPS = (3, 1, 2, 1)
 
-Arguments = dict[str, Any]
+Keywords = dict[str, Any]
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -121,7 +121,7 @@ def combined_samples(draw: Sampler) -> Iterator[Sample]:
     yield sample("mla_v_head_size, calc_type_spec", spec, mask_type=SPEC, mask=mask)
 
 
-def sample(mode: str, arguments: Arguments, **more: Any) -> Sample:
+def sample(mode: str, arguments: Keywords, **more: Any) -> Sample:
     arguments = arguments | more
     names = ("query", "key_cache", "block_tables", "context_lens")
     return Sample(mode, tuple(arguments.pop(name) for name in names), arguments)
@@ -139,7 +139,7 @@ def base(
     combined: int = 0,
     compressed: bool = False,
     **options: Any,
-) -> Arguments:
+) -> Keywords:
     """What every scenario has; `steps` makes it parallel decoding, `combined` is the width of values in the keys."""
     tables, blocks = block_tables(draw, contexts, block_size)
     live = [context > 0 for context in contexts[:: kv_heads if compressed else 1]]
@@ -204,10 +204,10 @@ def log_n(draw: Sampler) -> Tensor:
     return Sampler(dtype, 3).gamma(len(CONTEXTS))
 
 
-def dequantized(draw: Sampler, arguments: Arguments, offsets: bool = False) -> Arguments:
+def dequantized(draw: Sampler, arguments: Keywords, offsets: bool = False) -> Keywords:
     """The same with int8 caches; with offsets, scales of int64 that hold the bits of a float32."""
     columns = arguments["kv_head_num"] * HEAD_SIZE
-    changed: Arguments = {"quant_type": "type_dequant_fusion", "has_quant_offset": offsets}
+    changed: Keywords = {"quant_type": "type_dequant_fusion", "has_quant_offset": offsets}
     for side in ("key", "value"):
         changed[f"{side}_cache"] = int8(arguments[f"{side}_cache"])
         changed[f"{side[0]}_descale"] = Sampler(torch.float32, len(side)).gamma(columns) / 30
@@ -216,16 +216,16 @@ def dequantized(draw: Sampler, arguments: Arguments, offsets: bool = False) -> A
     return arguments | (as_bits(changed) if offsets else changed)
 
 
-def as_bits(arguments: Arguments) -> Arguments:
+def as_bits(arguments: Keywords) -> Keywords:
     """The same with scales of int64, whose low half has the bits of a float32 and whose high half is full."""
     names = ("k_descale", "v_descale")
     return arguments | {name: arguments[name].view(torch.int32).long() - 2**32 for name in names}
 
 
-def quantized(draw: Sampler, arguments: Arguments, quant_type: str) -> Arguments:
+def quantized(draw: Sampler, arguments: Keywords, quant_type: str) -> Keywords:
     """The same with int8 query and caches, and scales for each query head."""
     scales = Sampler(torch.float32, 9)
-    changed: Arguments = {
+    changed: Keywords = {
         name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if name in arguments
     }
     changed |= {"k_descale": scales.gamma(HEADS) / 900, "v_descale": scales.gamma(HEADS) / 30}
