@@ -41,7 +41,9 @@ class Arguments:
 
 
 def body(a: Arguments) -> Tensor:
-    """latents [T, N, Hckv], weight_uv [N, Dv, Hckv], weight_o [N*Dv, He], all of one dtype, to [T, He]."""
+    """latents [T, N, Hckv], weight_uv [N, Dv, Hckv], weight_o [N*Dv, He], all of one dtype, to [T, He].
+
+    Raises ValueError for arguments that do not fit. Inference only."""
     values = torch.einsum("tnc,nvc->tnv", a.latents, a.weight_uv)
     return values.flatten(1) @ a.weight_o
 

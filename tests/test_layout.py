@@ -12,7 +12,7 @@ from mla_fx import discover
 ROOT = Path(__file__).parent.parent
 CORE = sorted((ROOT / "mla_fx").rglob("*.py"))
 PLUGINS = sorted([*(ROOT / "patterns").glob("*.py"), *(ROOT / "lowering").glob("*.py")])
-OPERATORS = sorted((ROOT / "mla_fx" / "ops").glob("*.py"))
+OPERATORS = sorted((ROOT / "mla_fx" / "ops").rglob("*.py"))
 LINES = 400
 
 

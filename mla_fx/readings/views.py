@@ -314,6 +314,7 @@ def _replaced(index: tuple[Index, ...], dim: int, part: Index) -> tuple[Index, .
     return (*index[:dim], part, *index[dim + 1 :])
 
 
+# How each view moves an index: to its first argument, but for `copy`, which is read from its second.
 MOVERS: dict[Any, Mover] = {
     aten.alias.default: _same,
     aten.clone.default: _same,

@@ -7,9 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fx.ops
-from mla_fx.ops.common.check import check_devices, enumerator, readable
-
-MASKS = ("undefined", "mask_type_spec", "mask_type_free")
+from mla_fx.ops.common.check import check_devices, readable
 
 
 def test_values_on_a_device_are_read_only_when_asked():
@@ -22,19 +20,6 @@ def test_values_on_a_device_are_read_only_when_asked():
             assert not readable(mode.from_tensor(host))
         assert not readable(torch.zeros(1, device="meta"))
     assert not readable(device)
-
-
-@pytest.mark.parametrize("spelling", ["mask_type_spec", "MASK_TYPE_SPEC", "spec", "Spec"])
-def test_an_enumerator_has_spellings(spelling):
-    assert enumerator("mask_type", spelling, "mask_type_", MASKS) == "mask_type_spec"
-
-
-@pytest.mark.parametrize("spelling", ["", "mask_type", "mask_type_", "calc_type_spec"])
-def test_an_unknown_enumerator_is_refused(spelling):
-    with pytest.raises(
-        ValueError, match=r"mask_type is '.*'; allowed: 'undefined', 'mask_type_spec', 'mask_type_free'"
-    ):
-        enumerator("mask_type", spelling, "mask_type_", MASKS)
 
 
 def test_tensors_share_a_device_but_lengths_may_lie_elsewhere():

@@ -335,10 +335,18 @@ def test_the_twin_leaves_rows_without_keys_alone(cache_mode, calc_type):
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
+def test_the_twin_asks_for_lse_where_it_is_written():
+    a = drawn(torch.float16, "krope_ctkv", heads=8, contexts=(3, 5), calc_type="calc_type_ring")
+    out = torch.full((2, 8, 512), 77.0, dtype=torch.float16)
+    with pytest.raises(ValueError, match="lse is None; it must be a tensor with calc_type 'calc_type_ring'"):
+        operator.inplace(**a, atten_out=out)
+    assert (out == 77).all()
+
+
 def test_the_twin_leaves_rows_of_several_steps_alone():
     a = drawn(torch.float16, "krope_ctkv", heads=8, contexts=(3, 0, 5), steps=(2, 3, 1))
     out = torch.full((6, 8, 512), 77.0, dtype=torch.float16)
-    operator.inplace(**a, atten_out=out, lse=out.new_empty(0))
+    operator.inplace(**a, atten_out=out)
     assert (out == 77).flatten(1).all(1).tolist() == [False, False, True, True, True, False]
     torch.testing.assert_close(out[[0, 1, 5]], operator.overload(**a)[0][[0, 1, 5]], rtol=0, atol=0)
 

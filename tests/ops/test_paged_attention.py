@@ -82,7 +82,7 @@ def decode(scores, values, dtype=torch.bfloat16, **options):
     query[0, 0, 0] = 1
     table = torch.arange(blocks, dtype=torch.int32)[None]
     key_cache, value_cache = keys.view(blocks, 16, 1, 32), rows.view(blocks, 16, 1, 32)
-    return OPERATOR.overload(query, key_cache, table, torch.tensor([length]), value_cache, **options)[0, 0]
+    return OPERATOR.overload(query, key_cache, value_cache, table, torch.tensor([length]), **options)[0, 0]
 
 
 def test_weights_are_rounded_before_they_are_normalised():
@@ -127,7 +127,7 @@ def dequant_case(offset, descale, dtype, length=1):
     if offset is not None:
         arguments |= {"k_offset": offset, "v_offset": offset, "has_quant_offset": True}
     table = torch.zeros(1, 1, dtype=torch.int32)
-    result = OPERATOR.overload(query, keys, table, torch.tensor([length]), values, **arguments)
+    result = OPERATOR.overload(query, keys, values, table, torch.tensor([length]), **arguments)
     return values[0, :length].flatten(1), result.flatten()
 
 
@@ -172,7 +172,7 @@ def int8_case(scores, values, **scales):
     table = torch.arange(len(keys) // 16, dtype=torch.int32)[None]
     key_cache, value_cache = keys.view(-1, 16, 1, 32), rows.view(-1, 16, 1, 32)
     scales = {"out_data_type": torch.float16} | scales
-    return float(OPERATOR.overload(query, key_cache, table, torch.tensor([length]), value_cache, **scales)[0, 0, 0])
+    return float(OPERATOR.overload(query, key_cache, value_cache, table, torch.tensor([length]), **scales)[0, 0, 0])
 
 
 def float32_scores(scores, descale):

@@ -89,6 +89,16 @@ def test_float16_combined_parallel_mask_is_added():
     close_to_oracle(run(arguments), arguments)
 
 
+def test_value_cache_may_be_left_out_and_comes_third():
+    """The document's order; a combined cache has no value_cache."""
+    (combined, *_) = [each for each in OPERATOR.samples(torch.float32) if "mla_v_head_size" in each.kwargs]
+    query, keys, values, tables, lengths = combined.args
+    assert values is None
+    wanted = OPERATOR.overload(*combined.args, **combined.kwargs)
+    left_out = OPERATOR.overload(query, keys, block_tables=tables, context_lens=lengths, **combined.kwargs)
+    torch.testing.assert_close(left_out, wanted, rtol=0, atol=0)
+
+
 def test_block_tables_has_a_row_for_each_sequence():
     """The document names axis 0 num_tokens; the code has batch, which differs in parallel decoding, or batch * Hkv."""
     arguments = case("calc_type_spec, mask_type_spec")

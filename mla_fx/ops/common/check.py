@@ -118,15 +118,6 @@ def check_dense_pages(name: str, cache: Tensor) -> None:
         wanted *= cache.shape[axis]
 
 
-def enumerator(name: str, value: str, prefix: str, allowed: Sequence[str]) -> str:
-    """The one of `allowed` that `value` spells: in any case, with or without `prefix`."""
-    lowered = value.lower()
-    for choice in allowed:
-        if lowered in (choice, prefix + choice, choice.removeprefix(prefix)):
-            return choice
-    raise ValueError(f"{name} is {value!r}; allowed: {', '.join(repr(choice) for choice in allowed)}.")
-
-
 @contextmanager
 def check_values() -> Iterator[None]:
     """Within, operators check the values of indices, lengths and block tables that lie on a device too.

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from .forms import Forms, is_required
+
 Kernel = Callable[..., Any]
 Record = TypeVar("Record")
 
@@ -77,7 +79,9 @@ def define(
     samples: Samples,
     in_place: Kernel | None = None,
     writes: Mapping[str, str] | None = None,
+    optional: Sequence[str] = (),
     lengths: Sequence[str] = (),
+    enumerators: Mapping[str, int] | None = None,
     traceable: bool = True,
     stays: Callable[..., str | None] = lambda *_, **__: None,
 ) -> Operator:
@@ -86,8 +90,10 @@ def define(
     `body`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the twin has.
     `in_place` is what the twin `mla_fx::name_` does. `writes` maps each result that the twin does not return to the
     argument that it writes instead: a cache among the arguments of `body`, or an output that only the twin takes,
-    behind the arguments without a default. Both forms have an overload `host`, which takes lists for the tensors
-    `lengths`. None for a required tensor raises a ValueError before `check` is called.
+    behind the required arguments; an `optional` one may be left out. Overloads of both forms take something else:
+    `host` takes lists for the tensors `lengths`; `enum` takes numbers for the `enumerators`, which are otherwise named,
+    and of which the number of the default is given; `host_enum` takes both. None for a required tensor raises a
+    ValueError before `check` is called.
     """
     meaning = _on_arguments(body, record)
     signature = inspect.signature(meaning)
@@ -101,7 +107,8 @@ def define(
         return fake(a)
 
     kernels = _on_arguments(run, record), _on_arguments(run_fake, record)
-    overload, host = _register(name, signature, *kernels, returns, (), lengths)
+    forms = Forms(lengths, enumerators or {})
+    overload, host = _register(name, signature, *kernels, returns, (), forms)
     if in_place is None or writes is None:
         return Operator(name, overload, meaning, samples, TOLERANCE, None, host, None, traceable, stays)
 
@@ -119,12 +126,12 @@ def define(
 
     twin, twin_host = _register(
         f"{name}_",
-        _with_outputs(signature, outputs),
+        _with_outputs(signature, outputs, optional),
         _on_arguments(run_in_place, record),
         _on_arguments(run_fake_in_place, record),
         [returns[position] for position in kept],
         tuple(writes.values()),
-        lengths,
+        forms,
     )
     return Operator(name, overload, meaning, samples, TOLERANCE, twin, host, twin_host, traceable, stays)
 
@@ -150,26 +157,28 @@ def _register(
     fake: Kernel,
     returns: Sequence[str],
     mutates: Sequence[str],
-    lengths: Sequence[str],
+    forms: Forms,
 ) -> tuple[OpOverload, OpOverload | None]:
     """The overload whose lengths are tensors, and the one whose lengths are host lists, if there are lengths."""
-    overload = _register_overload(name, signature, run, fake, returns, mutates)
-    if not lengths:
-        return overload, None
-
-    def listed(kernel: Kernel) -> Kernel:
-        return lambda **arguments: kernel(**(arguments | {key: as_lengths(arguments[key]) for key in lengths}))
-
-    listed_signature = _with_lists(signature, lengths)
-    host = _register_overload(f"{name}.host", listed_signature, listed(run), listed(fake), returns, mutates)
-    return overload, host
+    required = [parameter.name for parameter in signature.parameters.values() if parameter.annotation is Tensor]
+    overloads = {}
+    for form in forms.names:
+        whole_name = f"{name}.{form}" if form else name
+        kernels = forms.reading(form, run), forms.reading(form, fake)
+        changed = forms.signature(form, signature)
+        overloads[form] = _register_overload(whole_name, changed, required, *kernels, returns, mutates)
+    return overloads[""], overloads.get("host")
 
 
 def _register_overload(
-    name: str, signature: inspect.Signature, run: Kernel, fake: Kernel, returns: Sequence[str], mutates: Sequence[str]
+    name: str,
+    signature: inspect.Signature,
+    required: Sequence[str],
+    run: Kernel,
+    fake: Kernel,
+    returns: Sequence[str],
+    mutates: Sequence[str],
 ) -> OpOverload:
-    required = [parameter.name for parameter in signature.parameters.values() if parameter.annotation is Tensor]
-
     def named(kernel: Kernel) -> Kernel:
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
@@ -194,29 +203,14 @@ def _register_overload(
     return overload
 
 
-def _with_outputs(signature: inspect.Signature, outputs: Sequence[str]) -> inspect.Signature:
-    """The signature with tensors to write, behind the parameters that have no default."""
+def _with_outputs(
+    signature: inspect.Signature, outputs: Sequence[str], optional: Sequence[str]
+) -> inspect.Signature:
+    """The signature with tensors to write, behind the required tensors and all else that has no default."""
     parameters = list(signature.parameters.values())
-    place = sum(parameter.default is parameter.empty for parameter in parameters)
+    place = 1 + max(place for place, parameter in enumerate(parameters) if is_required(parameter))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    added = [inspect.Parameter(output, kind, annotation=Tensor) for output in outputs]
+    required = inspect.Parameter("output", kind, annotation=Tensor, default=parameters[place - 1].default)
+    left_out = required.replace(annotation=Tensor | None, default=None)
+    added = [(left_out if output in optional else required).replace(name=output) for output in outputs]
     return signature.replace(parameters=[*parameters[:place], *added, *parameters[place:]])
-
-
-def _with_lists(signature: inspect.Signature, lengths: Sequence[str]) -> inspect.Signature:
-    """The signature with lists of integers for the tensors `lengths`."""
-    lists = {Tensor: Sequence[int], Tensor | None: Sequence[int] | None}
-    parameters = [
-        parameter.replace(annotation=lists[parameter.annotation]) if name in lengths else parameter
-        for name, parameter in signature.parameters.items()
-    ]
-    return signature.replace(parameters=parameters)
-
-
-def as_lengths(values: Sequence[int] | None) -> Tensor | None:
-    """A host list as an int64 tensor on the CPU; symbolic lengths leave only their count."""
-    if values is None:
-        return None
-    if any(isinstance(value, torch.SymInt) for value in values):
-        return torch.empty(len(values), dtype=torch.int64)
-    return torch.tensor(values, dtype=torch.int64)

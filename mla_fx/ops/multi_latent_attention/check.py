@@ -26,6 +26,7 @@ from .arguments import (
     NO_MASK,
     NZ,
     RANK,
+    RING,
     ROPE,
     SPEC,
     SPEC_MASK,
@@ -72,6 +73,8 @@ def check(a: Arguments, *, atten_out: Tensor | None = None, lse: Tensor | None =
         if output is not None:
             check_shape(name, output, result.letters, result.shape)
             check_dtype(name, output, (result.dtype,))
+    if atten_out is not None and mode.calc == RING:
+        check_optional("lse", lse, True, f"calc_type {RING!r}")
 
 
 def check_numbers(a: Arguments) -> None:

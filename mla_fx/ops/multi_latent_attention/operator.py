@@ -26,7 +26,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     block_tables [B, MaxBlocks] names the blocks of 128 slots that hold the keys of each sequence in order, and
     context_lens [B] counts the keys; neither slots nor entries behind the last key are read. H is 8, 16, 32, 64 or 128;
     head_num is H, or 0. kv_head_num is 1, or 0 for the same. qk_scale is in (0, 1]; B is at most 8192.
-    Enumerators are torch_npu's words or the document's, in any case and with or without prefix, or their numbers, "1".
+    Enumerators are torch_npu's words or the document's, in any case and with or without prefix, or all of them
+    their numbers.
 
     cache_mode says what the tensors hold:
     "krope_ctkv"    q_nope [T, H, 512], q_rope [T, H, 64], ctkv [BlockNum, 128, 1, 512], k_rope [BlockNum, 128, 1, 64];
@@ -61,10 +62,10 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 
     Returns atten_out [T, H, 512] in the dtype of q_rope ("kvcache": of q_nope) and lse [T, H, 1] in the same, in
     float32 for "int8_nzcache"; without "calc_type_ring" lse is [0]. A row that sees nothing is 0, its lse -inf. The
-    twin `multi_latent_attention_` writes tensors atten_out and lse like these instead and, as the device does, leaves
-    the rows of sequences without keys as they are. The overload `host` takes context_lens and q_seqlen as lists.
-    Raises ValueError for arguments that do not fit; values of lengths and tables are checked on the CPU only, unless
-    within `check_values`. Inference only.
+    twin `multi_latent_attention_` writes a tensor atten_out like this instead, with "calc_type_ring" an lse too, and
+    leaves the rows of sequences without keys as they are, as the device does. The overload `host` takes context_lens
+    and q_seqlen as lists. Raises ValueError for arguments that do not fit; values of lengths and tables are checked on
+    the CPU only, unless within `check_values`. Inference only.
 
     Source: ATB MultiLatentAttentionOperation, torch_npu.atb.npu_multi_head_latent_attention. Against the document, with
     the code: lse exists in every cache mode; 128 heads and int8 go together; a block has 128 slots, not fewer; 128
@@ -153,11 +154,11 @@ def added_mask(a: Arguments, mask_type: str, rows: Rows) -> Tensor | None:
     return torch.where(read.to(mask.device), to_accumulation_dtype(picked), 0)
 
 
-def body_(a: Arguments, *, atten_out: Tensor, lse: Tensor) -> None:
+def body_(a: Arguments, *, atten_out: Tensor, lse: Tensor | None) -> None:
     written = (query_rows(a).context > 0).to(atten_out.device)
     out, sums = body(a)
     atten_out[written] = out[written]
-    if sums.dim() == out.dim():
+    if lse is not None and sums.numel():
         lse[written] = sums[written]
 
 
@@ -176,6 +177,8 @@ operator = define(
     samples=samples,
     in_place=body_,
     writes={"atten_out": "atten_out", "lse": "lse"},
+    optional=("lse",),
     lengths=("context_lens", "q_seqlen"),
+    enumerators={"mask_type": 0, "calc_type": 0, "cache_mode": 1},
     traceable=False,
 )

@@ -10,9 +10,10 @@ from torch import Tensor
 class Arguments:
     query: Tensor
     key_cache: Tensor
-    block_tables: Tensor
-    context_lens: Tensor
     value_cache: Tensor | None = None
+    # Required all the same: the document's order has value_cache, which may be left out, before them.
+    block_tables: Tensor = None  # type: ignore[assignment]  # None is refused by name, as for every required tensor
+    context_lens: Tensor = None  # type: ignore[assignment]
     mask: Tensor | None = None
     batch_run_status: Tensor | None = None
     k_descale: Tensor | None = None

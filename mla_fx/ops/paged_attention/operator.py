@@ -76,7 +76,7 @@ def body(a: Arguments) -> Tensor:
     scale_type "scale_type_logn": log_n [B] multiplies qk_scale in its own dtype, float32; also float16 with NZ caches,
     and float64 with float64. "scale_type_tor" has none.
 
-    Enumerators are the document's names in any case, with or without their prefix, or their numbers, as "1".
+    Enumerators are the document's names in any case, with or without their prefix, or all of them their numbers.
     Returns attn_out [T, H, Dv] in the dtype of query or out_data_type, 0 where no sequence makes a row; the twin
     `paged_attention_` writes attn_out and leaves such rows.
     Raises ValueError for arguments that do not fit, and for combinations that no chip has:
@@ -88,7 +88,7 @@ def body(a: Arguments) -> Tensor:
     - type_bnsd with compress_type or quant_type, and full quantisation with compress_type;
     - NZ caches with batch_run_status_enable, compress_type, quant_type, mla_v_head_size or type_bnsd.
     Lengths are checked always, values of block_tables and mask on the CPU. Inference only.
-    The document is ATB PagedAttentionOperation; value_cache follows context_lens, as in _npu_paged_attention_v2.
+    The document is ATB PagedAttentionOperation, whose order of arguments this is.
     """
     o = read_options(a)
     attn_out = a.query.new_zeros(*a.query.shape[:2], value_size(a, o), dtype=a.out_data_type)
@@ -119,6 +119,7 @@ def fake(a: Arguments) -> Tensor:
     return torch.empty((*a.query.shape[:2], size), dtype=a.out_data_type or a.query.dtype, device=a.query.device)
 
 
+ENUMERATORS = ("mask_type", "quant_type", "compress_type", "calc_type", "scale_type", "input_layout")
 operator = define(
     "paged_attention",
     Arguments,
@@ -130,5 +131,6 @@ operator = define(
     in_place=body_,
     writes={"attn_out": "attn_out"},
     lengths=("context_lens", "batch_run_status", "q_seq_lens"),
+    enumerators=dict.fromkeys(ENUMERATORS, 0),
     traceable=False,
 )

@@ -123,8 +123,8 @@ def combined_samples(draw: Sampler) -> Iterator[Sample]:
 
 def sample(mode: str, arguments: Keywords, **more: Any) -> Sample:
     arguments = arguments | more
-    names = ("query", "key_cache", "block_tables", "context_lens")
-    return Sample(mode, tuple(arguments.pop(name) for name in names), arguments)
+    names = ("query", "key_cache", "value_cache", "block_tables", "context_lens")
+    return Sample(mode, tuple(arguments.pop(name, None) for name in names), arguments)
 
 
 def base(
