@@ -158,7 +158,7 @@ def test_one_expectation_for_every_prompt_length():
         run(*entry.arguments(PREFILL))
 
 
-@pytest.mark.parametrize("backend", ["reference", "pass"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("pass", marks=pytest.mark.slow)])
 def test_expecting_counts_over_all_graphs(backend):
     module = Broken().eval()
     if backend == "pass":

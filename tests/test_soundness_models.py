@@ -46,7 +46,7 @@ def check_all_fused(backend):
         assert sum(report.fused.get(name, 0) for name in ("mla_attention", "latent_attention")) == LAYERS, str(report)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"])
 def test_prompts_of_other_lengths(family):
     """A growing cache is empty at first; the second prompt's length is a symbol."""
     *models, backend = pair(family)
@@ -57,7 +57,7 @@ def test_prompts_of_other_lengths(family):
     check_all_fused(backend)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
 def test_everything_dynamic(kind):
     *models, backend = pair(dynamic=True)
     caches = [empty_cache(models[0], kind) for _ in models]
@@ -91,7 +91,7 @@ ASSISTED = {
 }
 
 
-@pytest.mark.parametrize("name", ASSISTED)
+@pytest.mark.parametrize("name", [pytest.param("lookup", marks=pytest.mark.slow), "assistant"])
 def test_assisted_generation(name):
     """Candidates are judged several at a time, on a cache that is cropped where they are refused."""
     model, other, _ = pair()

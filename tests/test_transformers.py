@@ -111,7 +111,10 @@ def test_no_copy_of_a_cache(name):
         assert not (is_copy and held_sizes & sizes), operator
 
 
-@pytest.mark.parametrize("backend, name", [("mla", "v3"), (mla_fx.mla_backend, "v2")], ids=["v3", "v2"])
+V3, V2 = pytest.param("mla", "v3", id="v3"), pytest.param(mla_fx.mla_backend, "v2", id="v2", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("backend, name", [V3, V2])
 def test_inductor(backend, name):
     """Sixteen steps, and generated code that allocates nothing as long as a cache but the attention scores."""
     model = tiny(name)

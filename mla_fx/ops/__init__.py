@@ -1,8 +1,8 @@
-"""The fused operators of Multi-head Latent Attention, one per folder, registered as `torch.ops.mla_fx.<name>`.
+"""The fused operators of Multi-head Latent Attention, each in a place of its own, as `torch.ops.mla_fx.<name>`.
 
 Every operator runs eagerly on any device, has a fake kernel that is exact for symbolic shapes, and refuses bad
 arguments with a `ValueError` before anything is written. They are for inference: none has an autograd formula.
-A new operator is a new folder here; nothing lists them.
+A new operator is a new file or folder here; no code lists them.
 """
 
 import importlib

@@ -58,7 +58,7 @@ def test_online_running_sum_decays_what_went_before():
     one = torch.ones(1)
     table, length = torch.arange(24, dtype=torch.int32)[None], int32(384)
     options = {"quant_type": "type_quant_qkv_online", "out_data_type": torch.float16}
-    out = PAGED_ATTENTION(query, keys, table, length, values, k_descale=one, v_descale=one, **options)
+    out = PAGED_ATTENTION(query, keys, values, table, length, k_descale=one, v_descale=one, **options)
     assert (out == 50).all()  # three tiles of equal weights; the script's sum of two would give 75
 
 

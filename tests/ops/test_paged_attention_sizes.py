@@ -90,7 +90,7 @@ def test_decoding_of_any_size_equals_the_oracle(contexts, heads, sizes, block_si
     tokens = sum(length > 0 for length in contexts)
     query = torch.randn(tokens, heads[0], sizes[0], generator=draw, dtype=torch.float64)
     tables = tables.view(len(contexts), -1).to(torch.int32)
-    given = (query, caches[0], tables, int32(*contexts), caches[1])
+    given = (query, *caches, tables, int32(*contexts))
     arguments = by_name(OPERATOR, given, {"kv_head_num": heads[1]})
     close_to_oracle(run(arguments), arguments)
 
