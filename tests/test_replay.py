@@ -4,8 +4,14 @@ import pytest
 import torch
 from layers import QUIET, Layer, Sizes, arguments, check
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx import discover
+from mla_fx.emitter import Emitter
+from mla_fx.replacement import Replacement
+from mla_fx.replay import MOST_NODES, recipe, replay
+
+aten = torch.ops.aten
 
 pytestmark = [pytest.mark.filterwarnings(mark) for mark in QUIET]
 
@@ -188,3 +194,87 @@ def test_shapes_may_be_symbols(matched):
     report = check(Stack(Layer(), drawn_anew(Layer())), given(2), dynamic=True)
     assert report.fused == {"mla_attention": 2, "kv_rmsnorm_rope_cache": 2}
     assert matched == {"mla_attention": 1, "kv_rmsnorm_rope_cache": 1}
+
+
+# --- recipes by themselves -------------------------------------------------------------------------------------------
+
+
+def sines(function, *inputs):
+    """The graph of a function, and its calls of sin: the anchors of the recipes below."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    return graph, graph.find_nodes(op="call_function", target=aten.sin.default)
+
+
+def recorded(graph, anchor, old=None, reads=None):
+    """The recipe that replaces `old` by the cosine of the first graph input behind it, or of what `reads` says."""
+    emit = Emitter(graph)
+    source = anchor
+    while source.op != "placeholder":
+        source = source.all_input_nodes[0]
+    with emit.at(graph.output_node(), "test"):
+        emit.sources.add(source)
+        new = emit.call(aten.cos.default, reads or source)
+        return emit, recipe(emit, anchor, [Replacement(old or anchor, new)])
+
+
+X, Y = torch.randn(3, 4), torch.randn(3, 4)
+
+
+def test_a_recipe_is_done_again():
+    graph, (first, second) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
+    emit, found = recorded(graph, first)
+    images = found.images(second)
+    assert {one.name: other.name for one, other in images.items()} == {"sin": "sin_1", "relu": "relu_1", "x_1": "y_1"}
+    with emit.at(graph.output_node(), "test"):
+        (replacement,) = replay(emit, found, images)
+    assert replacement.old is second
+    assert (replacement.new.target, replacement.new.args[0].name) == (aten.cos.default, "y_1")
+
+
+OTHERS = {
+    "another call": (lambda x, y: (x.relu().sin(), y.abs().sin()), Y),
+    "no call": (lambda x, y: (x.relu().sin(), y.sin()), Y),
+    "another type": (lambda x, y: (x.relu().sin(), y.relu().sin()), Y.double()),
+    "another shape": (lambda x, y: (x.relu().sin(), y.relu().sin()), Y.T),
+    "an integer for a float": (lambda x, y: ((x * 2.0).sin(), (y * 2).sin()), Y),
+    "another number": (lambda x, y: ((x * 2.0).sin(), (y * 3.0).sin()), Y),
+    "one operand for two": (lambda x, y: ((x + y).sin(), (y + y).sin()), Y),
+    "two operands for one": (lambda x, y: ((x + x).sin(), (x + y).sin()), Y),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_the_same_is_not_taken_for_it(name):
+    function, other = OTHERS[name]
+    graph, (first, second) = sines(function, X, other)
+    _, found = recorded(graph, first)
+    assert found.images(second) is None
+
+
+def test_a_way_that_ends_early_leads_nowhere():
+    graph, (first, second) = sines(lambda x, y: (x.sin().neg(), y.sin()), X, Y)
+    _, found = recorded(graph, first, old=next(iter(first.users)))
+    second.graph.output_node().args = ((second.graph.output_node().args[0][0],),)  # nobody uses the second sine
+    assert found.images(second) is None
+
+
+def test_what_cannot_be_reached_from_the_anchor_makes_no_recipe():
+    graph, (first, _) = sines(lambda x, y: (x.sin(), y.sin()), X, Y)
+    (other,) = (node for node in graph.find_nodes(op="placeholder") if node.name == "y_1")
+    assert recorded(graph, first, old=other)[1] is None
+
+
+def test_a_long_part_of_a_graph_makes_no_recipe():
+    def long(x):
+        for _ in range(MOST_NODES):
+            x = x.relu()
+        return x.sin()
+
+    graph, (anchor,) = sines(long, X)
+    assert recorded(graph, anchor)[1] is None
+
+
+def test_what_reads_an_unknown_input_makes_no_recipe():
+    graph, (first, _) = sines(lambda x, y: (x.sin(), y.sin()), X, Y)
+    unknown = graph.find_nodes(op="placeholder")[1]
+    assert recorded(graph, first, reads=unknown)[1] is None
