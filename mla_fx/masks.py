@@ -1,4 +1,4 @@
-"""The masks of attention scores as the one operand that the operators take."""
+"""The masks of attention scores as the operands that the operators take."""
 
 from __future__ import annotations
 
@@ -10,10 +10,42 @@ import torch
 from torch.fx import Node
 
 from .emitter import Emitter
-from .layout import Dims, tensor
-from .readings.softmax import Mask
+from .errors import NoMatch
+from .layout import Axes, Dims, tensor
+from .readings.causal import causal_by_position
+from .readings.element import Element, is_coarser
+from .readings.sizes import product
+from .readings.softmax import Attention, Mask
 
 aten = torch.ops.aten
+
+
+def emit_context_lens(
+    emit: Emitter, found: Attention, b: Axes, s: Axes, dtype: torch.dtype
+) -> tuple[Node, float | None]:
+    """How many keys the last row of each sequence sees, int64 [B] or [1], and with what the scores of the others are
+    filled. Raises NoMatch if the masks are not known to be causal, or are rounded coarser than `dtype`, in which the
+    operator computes."""
+    for mask in found.masks:
+        _check_type(mask, dtype)
+    causal = causal_by_position(found, b, s)
+    steps = product(axis.size for axis in s)
+    device = found.node.meta["val"].device
+    if isinstance(causal.position, Element):
+        positions = emit.cast(tensor(emit, causal.position, (b,)), torch.int64)
+        held = positions.meta["val"].device
+        if held != device:
+            raise NoMatch(f"the positions are on {held}, the attention is on {device}", causal.position.origin)
+        return emit.call(aten.add.Tensor, positions, emit.size(steps)), causal.fill
+    length = emit.size(causal.position + steps)
+    return emit.call(aten.full.default, [1], length, dtype=torch.int64, device=device), causal.fill
+
+
+def _check_type(mask: Mask, dtype: torch.dtype) -> None:
+    """Numbers that are added are no operand any more, so that what they are rounded to counts as the program's."""
+    held = (mask.element.origin.meta["val"].dtype, *mask.element.roundings)
+    if mask.fill is None and any(is_coarser(own, dtype) for own in held):
+        raise NoMatch(f"the mask is held in {held[0]}, the operator computes in {dtype}", mask.node)
 
 
 def emit_mask(emit: Emitter, masks: Sequence[Mask], dims: Dims) -> Node | None:

@@ -12,6 +12,8 @@ noise is gone by construction, and what a pattern sees is the same for every spe
     reading.py       what every reading has: where it begins, its elements and indices, and its constants
     algebra.py       sums and products of elements, with every factor on the way
     contraction.py   matmul in any spelling; split where its operands were concatenated
+    counts.py        sums of positions in whole numbers, and what comparing two of them says
+    causal.py        masks that hide exactly the keys behind a position
     rms_norm.py, rope.py, softmax.py, cache_update.py   the pieces MLA is made of
 
 An axis never changes. What an element carries (factor, types it was rounded to, every axis) is consumed by whoever

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .element import Element, constant, operand
+from .element import CASTS, Element, constant, operand
 from .views import args_of, argument
 
 aten = torch.ops.aten
@@ -51,13 +51,14 @@ def _spend(budget: Budget, node: Node) -> None:
 
 
 _SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
+_REVERSED = frozenset({aten.rsub.Tensor, aten.rsub.Scalar})
 _ADDS = frozenset({aten.add.Tensor, aten.add.Scalar, *_SUBTRACTS})
 
 
 def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
     node = element.origin
     _spend(budget, node)
-    if not _adds_numbers(node):
+    if not _adds_numbers(node) or complemented(element) is not None:
         terms.append(element)
         return 0.0
     total = 0.0
@@ -69,6 +70,19 @@ def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
         else:
             total += _add_up(operand(value, element.index, element.factor * sign), terms, budget)
     return total
+
+
+def complemented(element: Element) -> Element | None:
+    """The condition as a number in `1 - condition`, which is no sum of numbers but the opposite condition."""
+    node = element.origin
+    if node.target not in _SUBTRACTS | _REVERSED or argument(node, 2, "alpha", 1) != 1:
+        return None
+    one, value = args_of(node)[:2] if node.target in _SUBTRACTS else args_of(node)[1::-1]
+    if constant(one) != 1 or not isinstance(value, Node):
+        return None
+    found = operand(value, element.index)
+    is_condition = found.origin.target in CASTS and args_of(found.origin)[0].meta["val"].dtype == torch.bool
+    return found if is_condition else None
 
 
 def _adds_numbers(node: Node) -> bool:

@@ -124,8 +124,8 @@ def final_graphs(monkeypatch):
     """The graphs as the backend hands them on."""
     graphs, rewrite = [], Compilation.rewrite
 
-    def kept(self, gm):
-        run = rewrite(self, gm)
+    def kept(self, gm, **given):
+        run = rewrite(self, gm, **given)
         graphs.append(run.graph)
         return run
 

@@ -1,12 +1,10 @@
 """How the options of the ATB operators may be written."""
 
-import inspect
-
 import pytest
 import torch
 
-import mla_fx.ops
 from mla_fx.ops.common.enumerators import enumerator
+from ops.harness import CATALOGUE, by_name
 
 MASKS = ("undefined", "mask_type_spec", "mask_type_free")
 SECOND_NAMES = {"mask_type_mask_free": "mask_type_free"}
@@ -61,12 +59,10 @@ def number_of(value, choices):
 @pytest.mark.parametrize("name", NAMED)
 def test_numbers_mean_what_the_names_mean(name, as_lists):
     """Every sample in bfloat16, with numbers for all of its enumerators."""
-    operator = mla_fx.ops.catalogue()[name]
+    operator = CATALOGUE[name]
     packet = getattr(torch.ops.mla_fx, name)
     for sample in operator.samples(torch.bfloat16):
-        bound = inspect.signature(operator.body).bind(*sample.args, **sample.kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
+        arguments = by_name(operator, sample.args, sample.kwargs)
         wanted = operator.overload(**arguments)
         numbered = arguments | {key: number_of(arguments[key], choices) for key, choices in NAMED[name]}
         if as_lists:

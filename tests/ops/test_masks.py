@@ -68,3 +68,43 @@ def test_fill_is_finite(module, fill):
     args = (*module.sample(torch.float32, 0, 3)[:-1], torch.ones(3, 5).bool())
     with pytest.raises(ValueError, match=rf"fill is {fill}; it must be finite, or None for minus infinity"):
         module.operator.overload(*args, scale=0.3, fill=fill)
+
+
+@pytest.mark.parametrize("lens", [[5, 3], [4], [1], [0], [-3, 9], [2**63 - 1]])
+def test_context_lens_are_the_mask_that_they_say(lens):
+    """Numbers beyond the ends of the cache and of int64 included: hiding is counted as the machine counts."""
+    lens = torch.tensor(lens)
+    visible = torch.arange(5) <= (lens - 3).view(-1, 1, 1, 1) + torch.arange(3).view(-1, 1)
+    for by_mask, by_lens in zip(attentions(visible), attentions(None), strict=True):
+        for options in ({}, {"fill": -1.5}):
+            expected = by_mask(**options)
+            torch.testing.assert_close(by_lens(context_lens=lens, **options), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_a_row_before_the_first_key_gives_zeros_or_the_mean(module):
+    args = module.sample(torch.float64, 0, 3)
+    rows = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3)
+    assert [not row.any() for row in rows.flatten(0, 1)] == [True, False, False, False, False, False]
+    filled = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3, fill=-1e4)
+    alike = module.operator.overload(*args[:-1], torch.zeros(3, 5).bool(), scale=0.3, fill=0.0)
+    torch.testing.assert_close(filled[0, 0], alike[0, 0])
+
+
+LENS = torch.tensor([5, 3])
+REFUSED = {
+    "beside a mask": ((torch.ones(3, 5).bool(), LENS), {}, "context_lens is given and mask is given"),
+    "beside is_causal": ((None, LENS), {"is_causal": True}, "context_lens is given and is_causal is True"),
+    "another type": ((None, LENS.int()), {}, r"context_lens has dtype torch\.int32; allowed: torch\.int64"),
+    "another batch": ((None, LENS.repeat(2)), {}, r"context_lens has shape \[4\]; it must be \[B\] = \[2\]"),
+    "a number": ((None, torch.tensor(5)), {}, r"context_lens has shape \[\]; it must be \[B\]"),
+    "elsewhere": ((None, LENS.to("meta")), {}, "context_lens is on meta; it must be on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_context_lens_are_refused(module, name):
+    masks, options, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        module.operator.overload(*module.sample(torch.float32, 0, 3)[:-1], *masks, scale=0.3, **options)

@@ -1,5 +1,6 @@
 """What the compiler emits, the operators without quantisation, against a float64 oracle written from their formulas."""
 
+import itertools
 import math
 
 import pytest
@@ -119,8 +120,12 @@ def oracle_softmax(scores, mask, is_causal, fill):
     return weights / weights.sum()
 
 
-def oracle_mla(q, q_rope, kv, kr, w_uk, w_uv, mask, *, scale, is_causal=False, fill=None, max_absorbed_tokens=0):
+def oracle_mla(
+    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, *, scale, is_causal=False, fill=None, max_absorbed_tokens=0
+):
     batch, steps, heads, _ = q.shape
+    if lens is not None:
+        mask = oracle_visible(lens.expand(batch), steps, kv.shape[1])
     out = torch.empty(batch, steps, heads, w_uv.shape[1]).double()
     mask = None if mask is None else mask.expand(batch, heads, steps, kv.shape[1])
     for b in range(batch):
@@ -133,9 +138,30 @@ def oracle_mla(q, q_rope, kv, kr, w_uk, w_uv, mask, *, scale, is_causal=False, f
     return (out,)
 
 
-def oracle_latent(query, query_rope, kv, kr, mask, **options):
+def oracle_visible(lens, steps, context):
+    """[B, 1, S, T]: the last row attends to as many keys as the length says, each row before it to one less."""
+    visible = torch.zeros(len(lens), 1, steps, context).bool()
+    for b, length in enumerate(lens.tolist()):
+        for s in range(steps):
+            for t in range(context):
+                visible[b, 0, s, t] = t < length - (steps - 1 - s)
+    return visible
+
+
+def oracle_latent(query, query_rope, kv, kr, mask, lens=None, **options):
     same = torch.eye(kv.shape[-1]).double().expand(query.shape[2], -1, -1)
-    return oracle_mla(query, query_rope, kv, kr, same, same, mask, **options)
+    return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, **options)
+
+
+def oracle_rows(x, gamma, *, epsilon, gamma_after_cast=False):
+    return (torch.stack([oracle_norm(row, gamma, epsilon) for row in x.reshape(-1, len(gamma))]).view(x.shape),)
+
+
+def oracle_heads(x, cos, sin, *, rope_layout="interleave_half"):
+    out = torch.empty_like(x)
+    for b, s, n in itertools.product(*map(range, x.shape[:3])):
+        out[b, s, n] = oracle_rope(x[b, s, n], table_row(cos, b, s), table_row(sin, b, s), rope_layout)
+    return (out,)
 
 
 ORACLES = {
@@ -143,6 +169,8 @@ ORACLES = {
     "kv_rmsnorm_rope_cache": oracle_kv,
     "latent_attention": oracle_latent,
     "mla_attention": oracle_mla,
+    "rms_norm": oracle_rows,
+    "rope": oracle_heads,
 }
 # For each result that is an updated cache, the argument that holds the old one.
 CACHES = {"mla_prolog": {2: 10, 3: 11}, "kv_rmsnorm_rope_cache": {0: 5, 1: 6}}
@@ -173,7 +201,7 @@ def expect(operator, args, kwargs):
 
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "BSND", "TND"))
 PLAIN = [
-    *cases(DTYPES, ("latent_attention", "mla_attention")),
+    *cases(DTYPES, ("latent_attention", "mla_attention", "rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
 

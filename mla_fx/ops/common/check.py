@@ -52,7 +52,7 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> No
     raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in allowed)}.")
 
 
-def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: str | None = None) -> None:
+def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: Sequence[str] = ()) -> None:
     """All tensors lie on the device of the first and have its dtype, except `skip`; `free` may be any float."""
     check_devices(arguments)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -61,7 +61,7 @@ def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: 
     for name, tensor in tensors.items():
         if name in free:
             check_dtype(name, tensor, FLOATS)
-        elif name != skip and tensor.dtype != lead.dtype:
+        elif name not in skip and tensor.dtype != lead.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {lead.dtype}, the dtype of {first}.")
 
 

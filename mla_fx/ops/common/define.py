@@ -203,9 +203,7 @@ def _register_overload(
     return overload
 
 
-def _with_outputs(
-    signature: inspect.Signature, outputs: Sequence[str], optional: Sequence[str]
-) -> inspect.Signature:
+def _with_outputs(signature: inspect.Signature, outputs: Sequence[str], optional: Sequence[str]) -> inspect.Signature:
     """The signature with tensors to write, behind the required tensors and all else that has no default."""
     parameters = list(signature.parameters.values())
     place = 1 + max(place for place, parameter in enumerate(parameters) if is_required(parameter))

@@ -32,6 +32,8 @@ class Forms(NamedTuple):
 
     def reading(self, form: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """The kernel, which takes tensors and names, as one of the form's arguments."""
+        if not form:
+            return kernel
 
         def call(**arguments: Any) -> Any:
             read: dict[str, Any] = {}

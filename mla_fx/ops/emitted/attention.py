@@ -5,18 +5,26 @@ import math
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import FLOATS, check_dtype, known_to_differ
+from mla_fx.ops.common.check import FLOATS, check_dtype, check_shape, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
 
 
+def as_mask(
+    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, keys: Tensor
+) -> Tensor | None:
+    """The one of three ways to hide keys that is given, as a mask that broadcasts to [B, N, S, T], or None.
+
+    `queries` is [B, S, ...] and `keys` [B, T, ...]."""
+    if context_lens is None and not is_causal:
+        return mask
+    steps, context = queries.shape[1], keys.shape[1]
+    slots, rows = (torch.arange(size, device=keys.device) for size in (context, steps))
+    last = rows if context_lens is None else rows + (context_lens - steps).view(-1, 1, 1)
+    return slots <= last.unsqueeze(-1)
+
+
 def probabilities(
-    latent: Tensor,
-    rotated: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    fill: float | None,
-    rows_first: bool = False,
+    latent: Tensor, rotated: Tensor, mask: Tensor | None, scale: float, fill: float | None, rows_first: bool = False
 ) -> Tensor:
     """softmax((latent + rotated) * scale + mask) over the last axis, rounded to the dtype of `latent`.
 
@@ -25,10 +33,6 @@ def probabilities(
     """
     dtype = accumulation_dtype(latent.dtype)
     scores = (latent.to(dtype) + rotated) * scale
-    if is_causal:
-        steps, context = latent.shape[1 if rows_first else 2], latent.shape[-1]
-        keys, rows = (torch.arange(size, device=latent.device) for size in (context, steps))
-        mask = keys <= rows.unsqueeze(-1)
     if mask is None:
         return scores.softmax(-1).to(latent.dtype)
     mask = mask[(None,) * (4 - mask.dim())]
@@ -41,16 +45,27 @@ def probabilities(
     return weights.to(latent.dtype)
 
 
-def check_mask(mask: Tensor | None, is_causal: bool, fill: float | None, sizes: tuple[int, int, int, int]) -> None:
+def check_mask(
+    mask: Tensor | None,
+    context_lens: Tensor | None,
+    is_causal: bool,
+    fill: float | None,
+    sizes: tuple[int, int, int, int],
+) -> None:
     """`sizes` is [B, N, S, T], to which the mask must broadcast."""
     if fill is not None and not math.isfinite(fill):
         raise ValueError(f"fill is {fill}; it must be finite, or None for minus infinity.")
-    if fill is not None and (mask is None or mask.dtype != torch.bool):
-        raise ValueError(f"fill is {fill}, but mask is no bool mask; only where one is False are scores filled.")
+    if fill is not None and context_lens is None and (mask is None or mask.dtype != torch.bool):
+        raise ValueError(
+            f"fill is {fill}, but mask is no bool mask and context_lens is None; scores are filled only where one of "
+            "them hides a key."
+        )
+    if mask is not None and is_causal:
+        raise ValueError("mask is given and is_causal is True; at most one of them is allowed.")
+    if context_lens is not None:
+        _check_context_lens(context_lens, mask, is_causal, sizes[0])
     if mask is None:
         return
-    if is_causal:
-        raise ValueError("mask is given and is_causal is True; at most one of them is allowed.")
     check_dtype("mask", mask, (torch.bool, *FLOATS))
     trailing = sizes[4 - mask.dim() :]
     pairs = zip(mask.shape, trailing, strict=False)
@@ -58,3 +73,11 @@ def check_mask(mask: Tensor | None, is_causal: bool, fill: float | None, sizes: 
         known_to_differ(actual, wanted) and known_to_differ(actual, 1) for actual, wanted in pairs
     ):
         raise ValueError(f"mask has shape {list(mask.shape)}; it must broadcast to [B, N, S, T] = {list(sizes)}.")
+
+
+def _check_context_lens(context_lens: Tensor, mask: Tensor | None, is_causal: bool, batch: int) -> None:
+    if mask is not None or is_causal:
+        other = "is_causal is True" if mask is None else "mask is given"
+        raise ValueError(f"context_lens is given and {other}; at most one of them is allowed.")
+    check_dtype("context_lens", context_lens, (torch.int64,))
+    check_shape("context_lens", context_lens, "B", (batch,), broadcast=True)

@@ -11,7 +11,7 @@ from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import check_mask, probabilities
+from .attention import as_mask, check_mask, probabilities
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Arguments:
     kv_cache: Tensor
     kr_cache: Tensor
     mask: Tensor | None
+    context_lens: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -34,9 +35,13 @@ def body(a: Arguments) -> Tensor:
 
     query is [B, S, N, Hckv], query_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], all of one dtype:
     bfloat16, float16, float32 or float64. mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and
-    added. Where a bool mask is False the score is `fill`, minus infinity if that is None. is_causal lets row s attend
-    to keys t <= s, and excludes a mask. A row whose scores are all minus infinity gives zeros. The softmax runs in
-    float32 (float64 for float64); probabilities are rounded to the dtype of query.
+    added. context_lens, int64 [B] or [1], is the number of keys that the last row attends to, and each row before it to
+    one less: row s attends to keys t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the cache
+    there is nothing to hide or to see. is_causal lets row s attend to keys t <= s. At most one of the three is given.
+    Where a bool mask is False or context_lens hides a key, the score is `fill`, minus infinity if that is None. A row
+    whose scores are all minus infinity gives zeros; one without any visible key so gives zeros, and with `fill` the
+    mean of all T values. The softmax runs in float32 (float64 for float64); probabilities are rounded to the dtype of
+    query.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -44,12 +49,13 @@ def body(a: Arguments) -> Tensor:
     grouped = (batch, steps, heads, a.kv_cache.shape[1])
     latent = torch.bmm(a.query.flatten(1, 2), a.kv_cache.mT).view(grouped)
     rotated = torch.bmm(a.query_rope.flatten(1, 2), a.kr_cache.mT).view(grouped)
-    weights = probabilities(latent, rotated, a.mask, a.scale, a.is_causal, a.fill, rows_first=True)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, a.kv_cache)
+    weights = probabilities(latent, rotated, mask, a.scale, a.fill, rows_first=True)
     return torch.bmm(weights.flatten(1, 2), a.kv_cache).view(batch, steps, heads, rank)
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), skip="mask")
+    check_tensors(vars(a), skip=("mask", "context_lens"))
     check_rank("query", a.query, "B, S, N, Hckv")
     check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, rank = a.query.shape
@@ -57,7 +63,7 @@ def check(a: Arguments) -> None:
     check_shape("query_rope", a.query_rope, "B, S, N, Dr", (batch, steps, heads, None))
     check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, rank))
     check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.query_rope.shape[-1]))
-    check_mask(a.mask, a.is_causal, a.fill, (batch, heads, steps, context))
+    check_mask(a.mask, a.context_lens, a.is_causal, a.fill, (batch, heads, steps, context))
 
 
 def fake(a: Arguments) -> Tensor:
@@ -65,7 +71,7 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """No mask, causal, bool and additive masks, one query token, and a row that sees nothing, masked or filled."""
+    """No mask, causal, bool and additive masks, lengths, one query token, and a row that sees nothing, or is filled."""
     bias = Sampler(dtype, 9).normal(2, 1, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     blind = allowed.clone()
@@ -77,6 +83,11 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no mask", sample(dtype, 4, 1), {"scale": 0.3})
     yield Sample("bool mask", sample(dtype, 5, 3, blind), {"scale": 0.3})
     yield Sample("bool mask, fill", sample(dtype, 6, 3, blind), {"scale": 0.3, "fill": -1.5})
+    lens, short = torch.tensor([5, 3]), torch.tensor([2])
+    yield Sample("context_lens", (*sample(dtype, 7, 3), lens), {"scale": 0.3})
+    yield Sample("context_lens", (*sample(dtype, 8, 1), lens), {"scale": 0.3})
+    yield Sample("context_lens, one for all", (*sample(dtype, 9, 3), short), {"scale": 0.3})
+    yield Sample("context_lens, fill", (*sample(dtype, 10, 3), short), {"scale": 0.3, "fill": -1.5})
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:

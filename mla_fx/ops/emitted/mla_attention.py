@@ -13,7 +13,7 @@ from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
-from .attention import check_mask, probabilities
+from .attention import as_mask, check_mask, probabilities
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Arguments:
     weight_uk: Tensor
     weight_uv: Tensor
     mask: Tensor | None
+    context_lens: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -43,23 +44,26 @@ def body(a: Arguments) -> Tensor:
 
     q_nope is [B, S, N, D], q_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], weight_uk [N, D, Hckv],
     weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; strides of the weights are free.
-    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. Where a bool mask is False the
-    score is `fill`, minus infinity if that is None. is_causal lets row s attend to keys t <= s, and excludes a mask. A
-    row whose scores are all minus infinity gives zeros. The softmax runs in float32 (float64 for float64);
-    probabilities are rounded to the dtype of q_nope.
+    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. context_lens, int64 [B] or [1],
+    is the number of keys that the last row attends to, and each row before it to one less: row s attends to keys
+    t < context_lens[b] - S + 1 + s, whatever the number. is_causal lets row s attend to keys t <= s. At most one of the
+    three is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, minus infinity if that
+    is None. A row whose scores are all minus infinity gives zeros; one without any visible key so gives zeros, and with
+    `fill` the mean of all T values. The softmax runs in float32 (float64 for float64); probabilities are rounded to the
+    dtype of q_nope.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
-    return absorbed(a) if a.q_nope.shape[1] <= a.max_absorbed_tokens else expanded(a)
+    is_absorbed = a.max_absorbed_tokens and a.q_nope.shape[1] <= a.max_absorbed_tokens
+    return absorbed(a) if is_absorbed else expanded(a)
 
 
 def absorbed(a: Arguments) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
     query = torch.einsum("bsnd,ndr->bsnr", a.q_nope, a.weight_uk)
-    arguments = latent_attention.Arguments(
-        query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, scale=a.scale, is_causal=a.is_causal, fill=a.fill
-    )
+    operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens
+    arguments = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
     latent = latent_attention.body(arguments)
     return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
 
@@ -71,12 +75,13 @@ def expanded(a: Arguments) -> Tensor:
     latent = a.q_nope.transpose(1, 2) @ k_nope
     # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
     rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), a.kr_cache.mT).view(latent.shape)
-    weights = probabilities(latent, rotated, a.mask, a.scale, a.is_causal, a.fill)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, a.kv_cache)
+    weights = probabilities(latent, rotated, mask, a.scale, a.fill)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), skip="mask")
+    check_tensors(vars(a), skip=("mask", "context_lens"))
     check_rank("q_nope", a.q_nope, "B, S, N, D")
     check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, nope = a.q_nope.shape
@@ -86,7 +91,7 @@ def check(a: Arguments) -> None:
     check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.q_rope.shape[-1]))
     check_shape("weight_uk", a.weight_uk, "N, D, Hckv", (heads, nope, rank))
     check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
-    check_mask(a.mask, a.is_causal, a.fill, (batch, heads, steps, context))
+    check_mask(a.mask, a.context_lens, a.is_causal, a.fill, (batch, heads, steps, context))
     if statically_known_true(a.max_absorbed_tokens < 0):
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 
@@ -110,6 +115,13 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     filled = {"scale": 0.3, "fill": -1.5}
     yield Sample("expanded, bool mask, fill", sample(dtype, 5, mask=blind), filled)
     yield Sample("absorbed, bool mask, fill", sample(dtype, 5, mask=blind), filled | {"max_absorbed_tokens": 3})
+    lens, short = torch.tensor([5, 3]), torch.tensor([2])
+    yield Sample("expanded, context_lens", (*sample(dtype, 6), lens), {"scale": 0.3})
+    yield Sample("absorbed, context_lens", (*sample(dtype, 6), lens), {"scale": 0.3, "max_absorbed_tokens": 3})
+    yield Sample("expanded, context_lens, fill", (*sample(dtype, 7), short), filled)
+    yield Sample(
+        "absorbed, context_lens", (*sample(dtype, 8, steps=1), short), {"scale": 0.3, "max_absorbed_tokens": 1}
+    )
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:
@@ -127,10 +139,11 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
     )
 
 
-def stays(q_nope: Tensor, *_: Any, **__: Any) -> str | None:
+def stays(*args: Any, **kwargs: Any) -> str | None:
     """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
-    is_known = isinstance(q_nope.shape[1], int)
-    return None if is_known else "it chooses its form by the number of query tokens of each call"
+    a = Arguments(*args, **kwargs)
+    has_one_form = a.max_absorbed_tokens == 0 or not isinstance(a.q_nope.shape[1], torch.SymInt)
+    return None if has_one_form else "it chooses its form by the number of query tokens of each call"
 
 
 operator = define(

@@ -66,7 +66,7 @@ def check_unquantized(a: Arguments) -> None:
     for name in RESERVED_BUT_READ:
         check_optional(name, getattr(a, name), False, f"a weight_uq_qr of {a.weight_uq_qr.dtype}")
     free = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
-    check_tensors(vars(a), free=free, skip="cache_index")
+    check_tensors(vars(a), free=free, skip=("cache_index",))
     check_choice("cache_mode", a.cache_mode, tuple(CACHE_MODES))
     check_rank("token_x", a.token_x, CACHE_MODES[a.cache_mode][0])
     check_rank("weight_uk", a.weight_uk, "N, D, Hckv")

@@ -1,0 +1,208 @@
+"""Causal masks by position: row s of a sequence attends to the keys up to `position + s`, and to no others.
+
+The masks of an attention are taken apart into comparisons of whole numbers, all of which hold where a key is seen.
+Those that hold everywhere fall away. What is left must be one comparison, of the number of a key with a position and
+the number of a row; anything else is refused, and stays a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+
+from .algebra import complemented
+from .axes import Axis, Index, composite, difference, shifted
+from .counts import COMPARISONS, Count, excess, opposite
+from .element import CASTS, Element, constant, operand, rounded
+from .sizes import Size, at_most, plain
+from .softmax import MASKED_FILL, NOT, Attention, Mask
+from .views import args_of, argument, name_of
+
+aten = torch.ops.aten
+
+BOTH = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor, aten.mul.Tensor})
+EITHER = frozenset({aten.logical_or.default, aten.bitwise_or.Tensor})
+TRIANGLES = frozenset({aten.tril.default, aten.triu.default})
+FILLED = {
+    **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), True),
+    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), False),
+}
+# Where a number is among the arguments of what fills a tensor with it.
+FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0}
+MOST_CONDITIONS = 50  # read in one mask: those that share conditions double with each level
+
+
+@dataclass(frozen=True)
+class CausalByPosition:
+    """Row s sees the keys t <= position + s; the scores of the others are `fill`, minus infinity if that is None.
+
+    `position` is an element of whole numbers, one for each sequence or one for all, or a number."""
+
+    position: Element | Size
+    fill: float | None
+
+
+def causal_by_position(found: Attention, sequences: tuple[Axis, ...], rows: tuple[Axis, ...]) -> CausalByPosition:
+    """What all masks of an attention together hide, whose rows are counted along the axes `rows`, slowest first.
+
+    Raises NoMatch if it is not proved that they hide exactly the keys behind a position."""
+    hiding = [(mask, left) for mask in found.masks if (left := _left(_conditions(mask)))]
+    if len(hiding) != 1:
+        raise NoMatch(f"{len(hiding)} masks hide keys, where one would by position", found.node)
+    mask, conditions = hiding[0]
+    if len(conditions) != 1:
+        raise NoMatch("the mask hides more than the keys behind a position", mask.node)
+    position = _position(conditions.pop(), found.keys, rows, mask.node)
+    if isinstance(position, Element) and not position.axes <= set(sequences):
+        raise NoMatch("the positions of rows or heads are not known to follow each other", position.origin)
+    if not isinstance(position, Element) and not at_most(0, position):
+        raise NoMatch(f"the mask counts from position {position}, and the first key is number 0", mask.node)
+    number = _added(mask.element)[0] if mask.fill is None else mask.fill
+    _check_lowest(number, mask)
+    return CausalByPosition(position, None if number == -math.inf else number)
+
+
+def _left(conditions: Iterable[Count]) -> set[Count]:
+    return {condition for condition in conditions if not condition.is_at_most_zero}
+
+
+def _position(condition: Count, keys: Index, rows: tuple[Axis, ...], node: Node) -> Element | Size:
+    """`p` of the condition `key - row - p <= 0`."""
+    keys_behind_rows = Count(keys).plus(Count(composite(rows)), -1)
+    rest = difference(condition.index, keys_behind_rows.index)
+    if rest is None or rest.terms:
+        raise NoMatch("the mask compares something else than the number of a key with that of a row", node)
+    if not condition.elements:
+        return plain(-rest.offset)
+    (element, times), *others = condition.elements
+    if others or times != -1:
+        raise NoMatch("the mask compares keys with more than one position", node)
+    # a row that sees more than its own position says, or less, is none of those whose lengths fit the cache
+    if rest.offset != 0:
+        raise NoMatch(f"the mask hides keys from {1 - rest.offset} behind a position on, not from 1", node)
+    return element
+
+
+def _check_lowest(number: float, mask: Mask) -> None:
+    """Beside the lowest number no probability is left, and no score changes it: but in float16 a score may."""
+    if number == -math.inf:
+        return
+    is_added = mask.fill is None
+    dtype = mask.element.dtype if is_added else mask.node.meta["val"].dtype
+    if number != torch.finfo(dtype).min or (is_added and dtype == torch.float16):
+        raise NoMatch(f"scores are masked with {number:.6g}, which is not the lowest number of {dtype}", mask.node)
+
+
+def _conditions(mask: Mask) -> list[Count]:
+    if mask.fill is None:
+        return _added(mask.element)[1]
+    return _conjuncts(mask.element, mask.keep_where)
+
+
+# --- numbers that are added ---------------------------------------------------------------------------------------
+
+
+def _added(element: Element) -> tuple[float, list[Count]]:
+    """A value that is zero where all of some conditions hold, and elsewhere the number. Raises NoMatch for others."""
+    factor, inner = element.apart()
+    if factor != 1.0 and element.roundings:
+        raise NoMatch("a mask is multiplied by a number and rounded", element.origin)
+    number, conditions = _zero_or(inner)
+    for dtype in (inner.node.meta["val"].dtype, *reversed(element.roundings)):
+        number = rounded(number, dtype)
+    return rounded(number * factor, element.dtype), conditions
+
+
+def _zero_or(element: Element) -> tuple[float, list[Count]]:
+    node, index = element.node, element.index
+    if node.target is aten.where.self:
+        condition, chosen, other = args_of(node)
+        ways = [(chosen, other, True), (other, chosen, False)]
+    elif node.target in MASKED_FILL:
+        chosen, condition, other = args_of(node)
+        ways = [(chosen, other, False), (other, chosen, True)]
+    elif node.target is aten.triu.default:
+        return _above(node, index)
+    else:
+        return 1.0, _flag(element)
+    for kept, fill, keep_where in ways:
+        if constant(kept) == 0 and (number := constant(fill)) is not None:
+            return number, _conjuncts(operand(condition, index), keep_where)
+    raise NoMatch(f"{name_of(node)} adds something else than zero or one number to the scores", node)
+
+
+def _above(node: Node, index: tuple[Index, ...]) -> tuple[float, list[Count]]:
+    """`full(number).triu()`."""
+    number = constant(args_of(node)[0])
+    if number is None:
+        raise NoMatch("a mask has more than one number above its diagonal", node)
+    return number, [opposite(_in_triangle(node, index))]
+
+
+def _flag(element: Element, is_one: bool = True) -> list[Count]:
+    """What holds where a condition as a number, or one less that number, is zero."""
+    node, index = element.node, element.index
+    if node.target in CASTS:
+        return _conjuncts(operand(args_of(node)[0], index), not is_one)
+    complement = complemented(element)
+    if complement is None:
+        raise NoMatch(f"{name_of(node)} is added to the scores, and not known to be zero or one number", node)
+    return _flag(complement, not is_one)
+
+
+# --- conditions ---------------------------------------------------------------------------------------------------
+
+
+def _conjuncts(condition: Element, holds: bool) -> list[Count]:
+    """What is not above zero, all of it, exactly where the condition holds, or does not. Raises NoMatch if unknown."""
+    pending, found = [(condition, holds)], list[Count]()
+    for _ in range(MOST_CONDITIONS):
+        if not pending:
+            return found
+        element, holds = pending.pop()
+        more, compared = _taken_apart(element, holds)
+        pending += more
+        found += compared
+    raise NoMatch(f"a mask of more than {MOST_CONDITIONS} conditions", condition.origin)
+
+
+def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, bool]], list[Count]]:
+    """The conditions in a condition, and what is compared in it."""
+    node, index = element.node, element.index
+    if node.meta["val"].dtype != torch.bool:
+        raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype} where a condition is expected", node)
+    if node.target in NOT:
+        return [(operand(args_of(node)[0], index), not holds)], []
+    if node.target in (BOTH if holds else EITHER):
+        return [(operand(value, index), holds) for value in args_of(node)[:2]], []
+    if node.target in COMPARISONS:
+        compared = excess(node, index)
+        return [], [compared if holds else opposite(compared)]
+    if node.target in TRIANGLES and holds:
+        return [(operand(args_of(node)[0], index), True)], [_in_triangle(node, index)]
+    if node.target in TRIANGLES and _always(args_of(node)[0]) is True:
+        return [], [opposite(_in_triangle(node, index))]
+    if _always(node) is holds:
+        return [], []
+    raise NoMatch(f"{name_of(node)} is no comparison of positions", node)
+
+
+def _in_triangle(node: Node, index: tuple[Index, ...]) -> Count:
+    """Not above zero where a triangle keeps what it is cut from: `column <= row + diagonal`, or from there on."""
+    row, column = Count(index[-2]), Count(shifted(index[-1], -argument(node, 1, "diagonal", 0)))
+    upper_left, lower_right = (column, row) if node.target is aten.tril.default else (row, column)
+    return upper_left.plus(lower_right, -1)
+
+
+def _always(node: Node) -> bool | None:
+    """What a condition that is the same everywhere says."""
+    if node.target in FILLED:
+        return FILLED[node.target]
+    number = argument(node, FILLS[node.target]) if node.target in FILLS else None
+    return bool(number) if isinstance(number, (bool, int)) else None

@@ -1,0 +1,149 @@
+"""Whole numbers: positions that are counted and added, and what comparing two of them says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+
+from .axes import ZERO, Index, combine, shifted
+from .element import CASTS, Element, constant, operand
+from .sizes import Size, at_most, plain, size_of
+from .views import args_of, argument, name_of, number
+
+aten = torch.ops.aten
+
+INTEGERS = frozenset({torch.int64, torch.int32})
+IOTA, ARANGES = torch.ops.prims.iota.default, (aten.arange.start, aten.arange.start_step)
+ADDS = frozenset({aten.add.Tensor, aten.add.Scalar})
+SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
+REVERSED = frozenset({aten.rsub.Tensor, aten.rsub.Scalar})  # the second operand minus the first
+EXACT = 2**53  # up to here a float holds every whole number, as `constant` returns it
+
+
+@dataclass(frozen=True)
+class Count:
+    """`index + sum(times * element)`: a number counted along axes, with what tensors of integers hold added to it."""
+
+    index: Index
+    elements: frozenset[tuple[Element, int]] = frozenset()
+
+    def plus(self, other: Count, times: int = 1) -> Count:
+        """`self + times * other`."""
+        scaled = shifted(other.index, 0, times)
+        index = combine(self.index.offset + scaled.offset, [*self.index.terms, *scaled.terms])
+        total = Counter(dict(self.elements))
+        for element, own in other.elements:
+            total[element] += times * own
+        return Count(index, frozenset(item for item in total.items() if item[1] != 0))
+
+    @property
+    def is_at_most_zero(self) -> bool:
+        """Provably, wherever the axes stand."""
+        reach = self.index.offset
+        for digit, stride in self.index.terms:
+            if not at_most(stride, 0):
+                reach = plain(reach + stride * (digit.size - 1))
+        return not self.elements and at_most(reach, 0) and all(map(_has_sign, self.index.terms))
+
+
+def _has_sign(term: tuple[Any, Size]) -> bool:
+    return at_most(term[1], 0) or at_most(0, term[1])
+
+
+def count(element: Element) -> Count:
+    """Reads a whole number. Raises NoMatch if it is none.
+
+    Sums are followed in 64 bits alone: of what a narrower type adds up, only the result is known."""
+    node, index = element.node, element.index
+    dtype = node.meta["val"].dtype
+    if dtype not in INTEGERS:
+        raise NoMatch(f"{name_of(node)} gives a position in {dtype}, and only int64 and int32 count exactly", node)
+    filled = constant(node)
+    if filled is not None and abs(filled) < EXACT:
+        return Count(Index(int(filled)))
+    steps = _steps(node)
+    if steps is not None:
+        return Count(shifted(index[0], *steps))
+    if dtype == torch.int64 and (total := _summed(node, index)) is not None:
+        return total
+    return Count(ZERO, frozenset({(element, 1)}))
+
+
+def _steps(node: Node) -> tuple[Size, int] | None:
+    """(start, step) of an arange of whole numbers."""
+    if node.target is aten.arange.default:
+        return 0, 1
+    if node.target is IOTA:
+        start, step = node.kwargs.get("start"), node.kwargs.get("step")
+    elif node.target in ARANGES:
+        start, step = argument(node, 0, "start"), argument(node, 2, "step", 1)
+    else:
+        return None
+    return (number(start), step) if _is_whole(start) and isinstance(step, int) else None
+
+
+def _is_whole(value: Any) -> bool:
+    held = value.meta.get("val") if isinstance(value, Node) else value
+    return isinstance(held, (int, torch.SymInt)) and not isinstance(held, bool)
+
+
+def _summed(node: Node, index: tuple[Index, ...]) -> Count | None:
+    """A sum or a difference, or a number of 32 bits in 64."""
+    if node.target in CASTS:
+        source = args_of(node)[0]
+        return count(operand(source, index)) if source.meta["val"].dtype in INTEGERS else None
+    if node.target not in ADDS | SUBTRACTS | REVERSED or argument(node, 2, "alpha", 1) != 1:
+        return None
+    left, right = (_addend(value, index) for value in args_of(node)[:2])
+    if node.target in REVERSED:
+        left, right = right, left
+    return left.plus(right, 1 if node.target in ADDS else -1)
+
+
+def _addend(value: Any, index: tuple[Index, ...]) -> Count:
+    if _is_whole(value):
+        return Count(Index(size_of(value.meta["val"] if isinstance(value, Node) else value)))
+    return count(operand(value, index))
+
+
+# --- comparisons: what must not be above zero where one holds -----------------------------------------------------
+
+
+def _up_to(left: Count, right: Count) -> Count:
+    return left.plus(right, -1)
+
+
+def _below(left: Count, right: Count) -> Count:
+    return _up_to(left, right).plus(Count(Index(1)))
+
+
+_Excess = Callable[[Count, Count], Count]
+_COMPARISONS: dict[str, _Excess] = {
+    "le": _up_to,
+    "lt": _below,
+    "ge": lambda left, right: _up_to(right, left),
+    "gt": lambda left, right: _below(right, left),
+}
+COMPARISONS = {
+    getattr(getattr(aten, name), overload): excess
+    for name, excess in _COMPARISONS.items()
+    for overload in ("Tensor", "Scalar")
+}
+
+
+def excess(comparison: Node, index: tuple[Index, ...]) -> Count:
+    """The comparison holds exactly where this is not above zero. Raises NoMatch if it is none of whole numbers."""
+    left, right = (_addend(value, index) for value in args_of(comparison)[:2])
+    return COMPARISONS[comparison.target](left, right)
+
+
+def opposite(found: Count) -> Count:
+    """Not above zero exactly where `found` is."""
+    return Count(Index(1)).plus(found, -1)
