@@ -1,1 +1,1 @@
-"""Operators that the compiler emits and no vendor has."""
+"""Operators that the compiler emits, with shapes and options of its own."""

@@ -1,0 +1,110 @@
+"""A norm that no larger operator took, by itself: the query's, and those between layers.
+
+    out = rms_norm(x) gamma
+
+It starts from the reciprocal root, and tries the products that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mla_fx.binding import Match
+from mla_fx.cases import HCQ, Case, ScaledQuery
+from mla_fx.emitter import Emitter
+from mla_fx.layout import Axes, result, tensor
+from mla_fx.match import NearestMiss, OperandAxes, ValuePattern, rms_norm, var
+from mla_fx.operands import check_norm_of_rows, roles
+from mla_fx.readings.element import CASTS, Element, is_coarser
+from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.replacement import Replacement, replaced
+from mla_fx.rule import Rule
+
+aten = torch.ops.aten
+
+PATTERN = rms_norm(var("x"), var("gamma"), name="norm")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`dims` are the axes of each dimension of the result, the normalised one last."""
+
+    match: Match
+    norm: RmsNorm
+    dims: tuple[Axes, ...]
+
+
+class _WeightFirst(ScaledQuery):
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return x * gamma * (x.square().sum(-1, keepdim=True) / x.shape[-1] + 1e-5).rsqrt()
+
+
+class _OneOfTwo(ScaledQuery):
+    """The query's latent, which is normalised, is added to the norm of it."""
+
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        normed = super().norm(x, gamma)
+        return normed + x if x.shape[-1] == HCQ else normed
+
+
+FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
+
+
+class RmsNormAlone(Rule[Facts]):
+    stage = "piece"
+    targets = (aten.rsqrt.default,)
+    yields_to_target = True
+    tells_misses = False
+    accepts = (
+        Case("query of which more is made", ScaledQuery, FUSED, pieces=True),
+        Case("weight first", _WeightFirst, FUSED, pieces=True),
+        Case("norm of a value that is used again", _OneOfTwo, FUSED, pieces=True),
+    )
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        for node in reversed(list(products(anchor))):
+            yield from ValuePattern(PATTERN, rank=node.meta["val"].ndim).at(node, nearest)
+
+    def check(self, match: Match) -> Facts:
+        """The norm is taken over the last dimension, all of it."""
+        norm, dims = match.reading(RmsNorm, "norm"), roles(match, "value")
+        check_norm_of_rows(norm, dims[-1])
+        return Facts(match, norm, dims)
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        match, norm, dims = facts.match, facts.norm, facts.dims
+        old = match.reading(OperandAxes, "value.axes")
+        dtype = old.node.meta["val"].dtype
+        x = tensor(emit, _before_casts(match["x"]), dims, dtype=dtype)
+        gamma = tensor(emit, match["gamma"], dims[-1:], dtype=dtype)
+        options = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
+        out = emit.call(torch.ops.mla_fx.rms_norm.default, x, gamma, **options)
+        yield replaced(emit, old.node, old.dims, result(out, dims))
+
+
+def _before_casts(value: Element) -> Element:
+    """The value as it was computed, where the casts that follow keep it as it is: norms cast to float32 first."""
+    return value if value.roundings or value.factor != 1.0 else replace(value, top=None)
+
+
+def products(root: Node) -> Iterator[Node]:
+    """The products that a reciprocal root enters, inner one first; each as it was rounded to 16 bits, if nobody
+    reads it in the type in which it was multiplied."""
+    factor = root
+    for _ in range(2):
+        multiplied = [user for user in factor.users if user.target is aten.mul.Tensor]
+        if len(multiplied) != 1:
+            return
+        factor = _rounded(multiplied[0])
+        yield factor
+
+
+def _rounded(node: Node) -> Node:
+    (first, *others) = node.users
+    is_rounded = not others and first.target in CASTS
+    return first if is_rounded and is_coarser(first.meta["val"].dtype, node.meta["val"].dtype) else node

@@ -1,0 +1,113 @@
+"""A rotation that no larger operator took, by itself: the query's of an attention, or that of key rows that are stored.
+
+out = rope(x)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fx.binding import Match
+from mla_fx.cases import DR, Case, S, ScaledQuery, T
+from mla_fx.debug.report import fused_name
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import Axes, axes, result, tensor
+from mla_fx.match import OperandAxes, ValuePattern, rope, var
+from mla_fx.operands import emit_table, last_dimension, roles
+from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.element import Element, element_of
+from mla_fx.readings.rope import Rope
+from mla_fx.readings.views import named_argument
+from mla_fx.replacement import Replacement, replaced
+from mla_fx.rule import Rule
+
+# An attention's operands that are rotated.
+QUERY = {
+    torch.ops.mla_fx.mla_attention.default: "q_rope",
+    torch.ops.mla_fx.latent_attention.default: "query_rope",
+}
+KEYS = "kr_cache"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The axes of batch, tokens, heads and columns of the result."""
+
+    match: Match
+    rotation: Rope
+    b: Axes
+    s: Axes
+    n: Axes
+    r: Axes
+
+
+class _Interleaved(ScaledQuery):
+    """Read as neighbours and written as halves, as DeepSeek-V3 does, by tables of half the width."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos[..., : DR // 2], sin[..., : DR // 2]
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class _Appended(ScaledQuery):
+    """A cache that grows by cat: its new rows are rotated, too."""
+
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
+        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
+
+
+FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
+
+
+class RopeAlone(Rule[Facts]):
+    stage = "piece"
+    pattern = ValuePattern(rope(var("x"), name="rope", along=last_dimension("value")), rank=4)
+    yields_to_target = True
+    tells_misses = False
+    accepts = (
+        Case("halves", ScaledQuery, FUSED, pieces=True),
+        Case("neighbours written as halves", _Interleaved, FUSED, pieces=True),
+        Case("rows appended", _Appended, {"rms_norm": 2, "rope": 2, "latent_attention": 1}, pieces=True),
+    )
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        for operator, query in QUERY.items():
+            for attention in graph.find_nodes(op="call_function", target=operator):
+                yield named_argument(attention, query)
+                with contextlib.suppress(NoMatch):
+                    yield cache_update(element_of(named_argument(attention, KEYS))).rows
+
+    def check(self, match: Match) -> Facts:
+        """Tables are the same for all heads; tokens are the dimension, before or behind the heads, along which the
+        tables run."""
+        rotation = match.reading(Rope, "rope")
+        b, one, other, _ = roles(match, "value")
+        tables = {
+            axis for table in (rotation.cos, rotation.sin) for half in (table.first, table.second) for axis in half.axes
+        }
+        s, n = (other, one) if tables & set(other) else (one, other)
+        return Facts(match, rotation, b, s, n, axes(rotation.along, "the rotary dimension", rotation.node))
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        rotation, outer = facts.rotation, (facts.b, facts.s)
+        x = tensor(emit, facts.match["x"], (*outer, facts.n, facts.r))
+        cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
+        out = emit.call(torch.ops.mla_fx.rope.default, x, cos, sin, rope_layout=rotation.layout)
+        yield _replaced(emit, facts.match, result(out, (*outer, facts.n, roles(facts.match, "value")[-1])))
+
+
+def _replaced(emit: Emitter, match: Match, element: Element) -> Replacement:
+    """Operators of this project take any strides; for others, the old ones are kept."""
+    old = match.reading(OperandAxes, "value.axes")
+    if not all(map(fused_name, old.node.users)):
+        return replaced(emit, old.node, old.dims, element)
+    return Replacement(old.node, tensor(emit, element, roles(match, "value"), dtype=element.dtype))
