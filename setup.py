@@ -2,4 +2,6 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["mla_fx", "mla_fx.*"]), "mla_fx.patterns", "mla_fx.lowering"])
+LOWERING = [f"mla_fx.{package}" for package in find_packages(include=["lowering", "lowering.*"])]
+
+setup(packages=[*find_packages(include=["mla_fx", "mla_fx.*"]), "mla_fx.patterns", *LOWERING])

@@ -42,7 +42,7 @@ class Inductor(Target):
             raise OptionError(f"mode is {mode!r}; target {self.name!r} has {', '.join(map(repr, modes))}")
         return modes[mode]
 
-    def lowerings(self) -> Mapping[OpOverload, Lowering]:
+    def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
         """Whatever the operators can be traced as, and after that single rows times weights, theirs among them."""
         return {**{entry.overload: entry.decomposition for entry in catalogue().values()}, aten.mm.default: _single_row}
 

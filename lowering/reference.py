@@ -14,6 +14,13 @@ from mla_fx.torch_private import aot_autograd
 class Reference(Target):
     name = "reference"
 
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"pieces"})
+
+    def takes_pieces(self, options: Mapping[str, Any]) -> bool:
+        """Only if option `pieces` says so: to see on any machine what an NPU is given."""
+        return bool(options.get("pieces"))
+
     def compile(
         self,
         gm: GraphModule,

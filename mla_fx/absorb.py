@@ -18,9 +18,10 @@ from torch.fx import Graph, Node
 from .emitter import Emitter
 from .inline import inline
 from .readings.views import args_of, shape_of
+from .target import Target
 
 ALWAYS = 2**62
-MAX_ABSORBED_TOKENS = {"cpu": 256, "cuda": 128, "npu": 16}
+MAX_ABSORBED_TOKENS = {"cpu": 256, "cuda": 128}
 SURELY_ABSORBED = 8
 
 
@@ -41,25 +42,27 @@ def _per_head(value: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(by_head, weight).reshape(heads, batch, tokens, weight.shape[2]).permute(1, 2, 0, 3)
 
 
-def max_absorbed_tokens(policy: str, device: str) -> int:
-    """The largest S that is absorbed under the option `absorb`."""
+def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> int:
+    """The largest S that is absorbed under the option `absorb`; `given` is what the target says of itself."""
     if policy == "always":
         return ALWAYS
-    return 0 if policy == "never" else MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"])
+    if policy == "never":
+        return 0
+    return MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"]) if given is None else given
 
 
-def absorb(graph: Graph, emit: Emitter, policy: str) -> None:
+def absorb(graph: Graph, emit: Emitter, policy: str, target: Target) -> None:
     """Rewrites every mla_attention whose S is known and small to latent_attention; one with symbolic S gets the limit
-    at which it decides at run time."""
+    at which it decides at run time, or stays expanded where the target could not run it."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
-        q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask = args_of(node)
-        limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type)
+        q_nope, _, kv_cache, *_ = args_of(node)
+        limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
         tokens = shape_of(q_nope)[1]
         if not isinstance(tokens, int):
-            node.update_kwarg("max_absorbed_tokens", limit)
+            node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
         elif _is_absorbed(tokens, shape_of(kv_cache)[1], limit):
             with emit.at(node, "absorb"):
-                _absorb(node, emit, q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask)
+                _absorb(node, emit, *args_of(node))
 
 
 def _is_absorbed(tokens: int, context: object, limit: int) -> bool:
@@ -70,11 +73,11 @@ def _is_absorbed(tokens: int, context: object, limit: int) -> bool:
 
 
 def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
-    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, mask = operands
+    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
     options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
     query = inline(emit, absorb_query, q_nope, weight_uk)
     target = torch.ops.mla_fx.latent_attention.default
-    out = emit.call(target, query, q_rope, kv_cache, kr_cache, mask, **options)
+    out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
     out.meta["mla_fx_replaced"] = node.meta.get("mla_fx_replaced", [])
     node.replace_all_uses_with(inline(emit, expand_output, out, weight_uv))
     node.graph.erase_node(node)

@@ -18,12 +18,14 @@ Build = Callable[[], nn.Module]
 class Case:
     """A program for a rule's tests, called as `module(x, cos, sin, position)`.
 
-    An accept says how often each fused operator appears, a reject a piece of the reason that the rule gives."""
+    An accept says how often each fused operator appears, a reject a piece of the reason that the rule gives. It is run
+    by a target that takes norms and rotations by themselves, too, if it says `pieces`."""
 
     name: str
     build: Build
     fused: Mapping[str, int] = field(default_factory=dict)
     because: str = ""
+    pieces: bool = False
 
 
 class Layer(nn.Module):
@@ -89,6 +91,13 @@ class Layer(nn.Module):
         scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
         out: Tensor = scores.softmax(-1) @ value
         return out
+
+
+class ScaledQuery(Layer):
+    """The query is scaled by position after its projection, so that no prolog takes it. The key side is as ever."""
+
+    def query(self, x: Tensor) -> Tensor:
+        return super().query(x) * torch.arange(1.0, S + 1).view(1, S, 1)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from . import discover, ledger
 from .capture import recover_floats
@@ -22,7 +22,7 @@ from .pipeline import PIPELINE, Pass, Run, run_pipeline
 from .rule import Rule
 from .survey import survey
 from .target import Compiled, Compiler, Target
-from .torch_private import passing_dynamo
+from .torch_private import passing_dynamo, static_inputs
 from .verify import verified
 
 
@@ -79,27 +79,29 @@ class Compilation:
         """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
 
         def compile_fused(gm: GraphModule, inputs: Sequence[Any], *, is_inference: bool, **given: Any) -> Compiled:
-            compile_graph = functools.partial(compiler, gm, inputs, is_inference=is_inference, **given)
+            compile_graph = functools.partial(compiler, gm, is_inference=is_inference, **given)
             if not is_inference:
                 self.leave_alone(gm.graph)
-                return compile_graph()
-            run = self.rewrite(gm)
+                return compile_graph(inputs)
+            run = self.rewrite(gm, weights=_weights(gm) if self.target.prepares else None)
             try:
-                return compile_graph()
+                return run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
             except Exception as error:
                 if not run.is_changed:
                     raise
                 run.restore(gm)
                 self._fail(f"compiling the fused graph for {self.target.name}", error)
                 self._judge()
-            return compile_graph()
+            return compile_graph(inputs)
 
         return compile_fused
 
-    def rewrite(self, gm: GraphModule) -> Run:
-        """Runs the passes over an operator graph. Whatever fails in them, the user gets a graph that runs."""
+    def rewrite(self, gm: GraphModule, *, weights: Set[Node] | None = None) -> Run:
+        """Runs the passes over an operator graph. Whatever fails in them, the user gets a graph that runs.
+
+        With `weights`, the graph may want other inputs than it came with: those of `Run.prepared`."""
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
-        run = Run(gm.graph, self.options, self.rules, self.report, self.target, on_stage=recorder.stage)
+        run = Run(gm.graph, self.options, self.rules, self.report, self.target, weights, on_stage=recorder.stage)
         try:
             with torch.no_grad():
                 run_pipeline(run, () if self.is_broken else self.passes)
@@ -130,6 +132,7 @@ class Compilation:
         cause = f"{type(error).__name__}: {error}"
         self.is_broken = True
         self.report.fused.clear()
+        self.report.pieces.clear()
         self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
         if self.options.strict:
             raise FusionError(f"{what} failed: {cause}") from error
@@ -181,6 +184,12 @@ def through_dynamo(error: Exception) -> Exception:
     """Our own errors reach the user as what they are, not wrapped in BackendCompilerFailed."""
     is_ours = isinstance(error, (OptionError, FusionError, VerificationError))
     return passing_dynamo(error) if is_ours else error
+
+
+def _weights(gm: GraphModule) -> Set[Node]:
+    places = static_inputs()
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return {node for position, node in enumerate(inputs) if position in places}
 
 
 def _copy(gm: GraphModule) -> GraphModule:

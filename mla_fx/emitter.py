@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -31,6 +31,7 @@ class Emitter:
         self.sources: set[Node] = set()
         self.traced: dict[Any, torch.fx.GraphModule] = {}
         self._calls: dict[Any, Node] = {}
+        self._anchor: Node | None = None
         self._sizes: dict[Size, Node] | None = None
 
     @contextlib.contextmanager
@@ -38,7 +39,7 @@ class Emitter:
         """New nodes go before `anchor`, come from its source line, and say which rule made them.
 
         If the rule refuses after all, they are taken back."""
-        self.added, self.sources = [], set()
+        self.added, self.sources, self._anchor = [], set(), anchor
         try:
             with self.graph.inserting_before(anchor):
                 yield
@@ -69,6 +70,17 @@ class Emitter:
         self._calls[key] = node
         self.added.append(node)
         return node
+
+    def copy(self, node: Node, copies: Mapping[Node, Node]) -> Node:
+        """A call of another graph, with the values that its operands have here. The same call made before is reused."""
+        args, kwargs = (torch.fx.map_arg(value, copies.__getitem__) for value in (node.args, node.kwargs))
+        key = (node.target, hashable(args), hashable(kwargs))
+        made = self._calls.get(key)
+        if made is not None and not made._erased and (self._anchor is None or made < self._anchor):
+            return made
+        self._calls[key] = new = self.graph.node_copy(node, copies.__getitem__)
+        self.added.append(new)
+        return new
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         if node.meta["val"].dtype == dtype:

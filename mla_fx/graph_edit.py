@@ -6,6 +6,18 @@ import torch
 from torch.fx import Graph, Node
 
 from .aliasing import written
+from .emitter import Emitter
+from .known import signature
+from .readings.element import CASTS, is_coarser
+from .readings.sizes import Size, size_of
+
+aten = torch.ops.aten
+MOVES = frozenset(
+    {
+        aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default,
+        aten.clone.default,
+    }
+)  # fmt: skip
 
 
 class Snapshot:
@@ -34,3 +46,32 @@ def erase_orphans(graph: Graph, before: Snapshot) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op == "call_function" and node not in before.unused and not written(node):
             graph.erase_node(node)
+
+
+def drop_round_trips(emit: Emitter) -> None:
+    """Reads a value itself where what was put in widens it, only moves it, and the program rounds it back."""
+    for wide in emit.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        narrow = wide.args[0]
+        is_lossless = is_coarser(_dtype(narrow), _dtype(wide)) and _strides(narrow) == _strides(wide)
+        if "mla_fx_rule" in wide.meta and is_lossless:
+            _drop_round_trips(emit, wide, narrow)
+
+
+def _drop_round_trips(emit: Emitter, wide: Node, narrow: Node) -> None:
+    for user in list(wide.users):
+        if user.target in CASTS and signature(user.meta["val"]) == signature(narrow.meta["val"]):
+            user.replace_all_uses_with(narrow)
+        elif user.target in MOVES and user.all_input_nodes == [wide]:
+            with emit.graph.inserting_before(user):
+                view = emit.call(user.target, narrow, *user.args[1:], **user.kwargs)
+            _drop_round_trips(emit, user, view)
+
+
+def _strides(node: Node) -> list[Size]:
+    return [size_of(stride) for stride in node.meta["val"].stride()]
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype = node.meta["val"].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype

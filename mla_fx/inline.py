@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .emitter import Emitter, hashable
 from .known import signature, unshared
@@ -15,29 +15,34 @@ from .torch_private import make_fx
 
 
 def inline(
-    emit: Emitter, function: Callable[..., Any], *arguments: Node | None, decompositions: Any = None, **options: Any
+    emit: Emitter, function: Callable[..., Any], *arguments: Any, decompositions: Any = None, **options: Any
 ) -> Any:
     """The functional graph of `function` on `arguments`, spliced in; traced once for equal shapes and options."""
-    values = [None if argument is None else argument.meta["val"] for argument in arguments]
-    key = (function, tuple(None if value is None else signature(value) for value in values), hashable(options))
+    leaves, structure = tree_flatten((arguments, options))
+    nodes = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    values = [node.meta["val"] for node in nodes]
+    described = tuple(None if isinstance(leaf, Node) else hashable(leaf) for leaf in leaves)
+    key = (function, tuple(map(signature, values)), described, structure)
     if key not in emit.traced:
+
+        def positional(*given: Any) -> Any:
+            rest = iter(given)
+            filled = [next(rest) if isinstance(leaf, Node) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(filled, structure)
+            return function(*args, **kwargs)
+
         with emit.known.faking():
-            emit.traced[key] = _trace(functools.partial(function, **options), values, decompositions)
-    return _splice(emit, emit.traced[key], [argument for argument in arguments if argument is not None])
+            emit.traced[key] = _trace(positional, values, decompositions)
+    return _splice(emit, emit.traced[key], nodes)
 
 
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
     from torch.func import functionalize
 
     # new tensors: an argument given twice, or sharing what is known with another, would be traced as one
-    given = [unshared(value) for value in values if value is not None]
-
-    def positional(*tensors: Any) -> Any:
-        rest = iter(tensors)
-        return function(*[None if value is None else next(rest) for value in values])
-
+    given = [unshared(value) if isinstance(value, torch.Tensor) else value for value in values]
     with torch.no_grad():
-        traced: GraphModule = make_fx(functionalize(positional), decompositions, tracing_mode="real")(*given)
+        traced: GraphModule = make_fx(functionalize(function), decompositions, tracing_mode="real")(*given)
     traced.graph.eliminate_dead_code()
     return traced
 
@@ -51,6 +56,5 @@ def _splice(emit: Emitter, traced: GraphModule, arguments: list[Node]) -> Any:
         if node.op == "placeholder":
             continue
         assert node.op == "call_function", f"cannot splice a {node.op} node"
-        copies[node] = emit.graph.node_copy(node, copies.__getitem__)
-        emit.added.append(copies[node])
+        copies[node] = emit.copy(node, copies)
     raise AssertionError("a traced graph ends with its output")

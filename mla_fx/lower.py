@@ -9,29 +9,43 @@ from torch.fx import Graph, Node
 
 from .emitter import Emitter
 from .inline import inline
+from .ops import catalogue
 from .readings.views import args_of
 from .target import Compiled, Lowering
 from .torch_private import OpOverload
 
 
-def lower(graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any) -> dict[str, int]:
-    """Puts plain functions in the place of calls. Returns why calls stay, where there is something to tell, and how
-    many."""
+def lower(
+    graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any, *, keeps_calls: bool
+) -> dict[str, int]:
+    """Puts plain functions in the place of calls: the target's, or the operator's body if it has none and no call may
+    stay. Returns why calls were not lowered, where there is something to tell, and how many."""
     emit = Emitter(graph)
-    stay: dict[str, int] = {}
-    for operator, lowering in lowerings.items():
+    bodies = {} if keeps_calls else {entry.overload: entry.decomposition for entry in catalogue().values()}
+    told: dict[str, int] = {}
+    for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
-            options = {name: _known(value) for name, value in node.kwargs.items()}
-            found = lowering(*map(_known, args_of(node)), **options)
+            found = lowered(node, lowering)
             if isinstance(found, str):
-                sentence = f"{operator._opname} stays a call: {found}"
-                stay[sentence] = stay.get(sentence, 0) + 1
-            elif found is not None:
+                body = lowered(node, bodies[operator]) if operator in bodies else None
+                kept = "stays a call" if body is None or isinstance(body, str) else "becomes its body"
+                sentence = f"{operator._opname} {kept}: {found}"
+                told[sentence] = told.get(sentence, 0) + 1
+                found = body
+            if found is not None and not isinstance(found, str):
                 _replace(emit, node, found, decompositions)
-    return stay
+    return told
+
+
+def lowered(node: Node, lowering: Lowering) -> Compiled | str | None:
+    """What a target makes of a call, of whose arguments it is told what is known."""
+    options = {name: _known(value) for name, value in node.kwargs.items()}
+    return lowering(*map(_known, args_of(node)), **options)
 
 
 def _known(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_known(item) for item in value]
     return value.meta.get("val") if isinstance(value, Node) else value
 
 

@@ -15,7 +15,7 @@ from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes
 from .readings.axes import Axis, Index, axes_of, combine, of_axis, whole
 from .readings.cache_update import CacheUpdate
-from .readings.element import Element
+from .readings.element import Element, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope, Table
@@ -60,11 +60,12 @@ class Joined:
 
 def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis) -> Joined | None:
     """`first` along its axis and then `second` along its own, if they are neighbours in one tensor, else None."""
-    if first.origin is not second.origin or (first.factor, second.factor) != (1.0, 1.0):
+    (node, left, factor), (other, right, other_factor) = _place(first), _place(second)
+    if node is not other or (factor, other_factor) != (1.0, 1.0):
         return None
     axis = Axis(first_axis.size + second_axis.size)
     index: list[Index] = []
-    for mine, theirs in zip(first.index, second.index, strict=True):
+    for mine, theirs in zip(left, right, strict=True):
         stride = dict(mine.terms).get(whole(first_axis))
         rest = [term for term in mine.terms if term[0].axis is not first_axis]
         if stride is None:
@@ -74,8 +75,13 @@ def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis)
         if theirs != expected:
             return None
         index.append(mine if stride is None else combine(mine.offset, [*rest, (whole(axis), stride)]))
-    is_read = sum(first_axis in part.axes for part in first.index) == sum(axis in part.axes for part in index) == 1
-    return Joined(Element(first.origin, tuple(index)), axis) if is_read else None
+    is_read = sum(first_axis in part.axes for part in left) == sum(axis in part.axes for part in index) == 1
+    return Joined(resolve(node, tuple(index)), axis) if is_read else None
+
+
+def _place(part: Element) -> tuple[Node, tuple[Index, ...], float]:
+    """Where a part lies: behind its roundings, if it has any, of which none may be lost."""
+    return part.held if part.roundings else (part.origin, part.index, part.factor)
 
 
 # --- norms and rotary tables -----------------------------------------------------------------------------------------

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from .absorb import absorb
 from .check import Held, check, held_values
-from .debug.report import PassRecord, Report, count_fused
+from .debug.report import PassRecord, Report, count_fused, fused_name
 from .emitter import Emitter
-from .graph_edit import Snapshot, erase_orphans
+from .graph_edit import Snapshot, drop_round_trips, erase_orphans
 from .lower import lower
 from .options import Options
+from .prepare import Prepared, inputs_of, prepare
 from .readings.sizes import known_by
 from .recognise import recognise
 from .reinplace import reinplace
 from .rule import Rule
 from .survey import survey
-from .target import Target
-from .torch_private import detect_fake_mode
+from .target import Lowering, Target
+from .torch_private import OpOverload, detect_fake_mode
+from .twins import as_functional, wraps_twins
 
 
 @dataclass
 class Run:
-    """One graph on its way through the pipeline."""
+    """One graph on its way through the pipeline.
+
+    `weights` are its inputs that seldom change, None where what compiles it takes no other inputs than it came with."""
 
     graph: Graph
     options: Options
     rules: tuple[Rule[Any], ...]
     report: Report
     target: Target = field(default_factory=Target)
+    weights: Set[Node] | None = None
+    prepared: Prepared = field(default_factory=Prepared)
     record: PassRecord = field(default_factory=lambda: PassRecord("survey"))
     original: Snapshot | None = None
     on_stage: Callable[[str, Graph], None] = lambda name, graph: None
@@ -49,6 +57,10 @@ class Run:
             self.keep_original()
             self._emit = Emitter(self.graph)
         return self._emit
+
+    @functools.cached_property
+    def lowerings(self) -> Mapping[OpOverload, Lowering]:
+        return self.target.lowerings(self.options.extra, prepares=self.weights is not None)
 
     def keep_original(self) -> None:
         """Has the untouched graph kept, before anything else is changed."""
@@ -65,6 +77,7 @@ class Run:
         if self.original is not None:
             self.graph = gm.graph = self.original.restore()
             self.original = self._emit = None
+            self.prepared = Prepared()
             gm.recompile()
 
 
@@ -76,13 +89,27 @@ class Pass:
 
 def choose_absorbed(run: Run) -> None:
     if run.is_changed:
-        absorb(run.graph, run.emit, run.options.absorb)
+        absorb(run.graph, run.emit, run.options.absorb, run.target)
+
+
+def recognise_pieces(run: Run) -> None:
+    """Norms and rotations that are left over, if the target wants them, in graphs in which something fused."""
+    has_fused = any(record.fired for record in run.report.passes)
+    if has_fused and run.target.takes_pieces(run.options.extra):
+        recognise(PIECE)(run)
 
 
 def clean_up(run: Run) -> None:
     """Removes what the fusions left unused. What is fused now is what counts, whatever the target makes of it."""
+    if run.is_changed:
+        drop_round_trips(run.emit)
     _erase_orphans(run)
-    run.report.fused.update(count_fused(run.graph))
+    fused, rules = count_fused(run.graph), {rule.name for rule in run.rules if rule.stage == PIECE}
+    pieces = Counter(
+        name for node in run.graph.nodes if (name := node.meta.get("mla_fx_rule")) in rules and fused_name(node)
+    )
+    run.report.pieces.update(pieces)
+    run.report.fused.update({name: left for name in fused if (left := fused[name] - pieces[name])})
 
 
 def reinplace_caches(run: Run) -> None:
@@ -93,27 +120,41 @@ def reinplace_caches(run: Run) -> None:
 
 def lower_fused(run: Run) -> None:
     """Hands the fused operators, be they the user's own calls, to the target."""
-    lowerings = run.target.lowerings() if run.report.fused else {}
-    if lowerings:
+    if run.report.fused and run.lowerings:
         run.keep_original()
-        _note(run.report, lower(run.graph, lowerings, run.target.decompositions()))
+        decompositions, keeps_calls = run.target.decompositions(), run.target.runs_operators
+        _note(run.report, lower(run.graph, run.lowerings, decompositions, keeps_calls=keeps_calls))
         _erase_orphans(run)
 
 
+def prepare_inputs(run: Run) -> None:
+    if run.report.fused and run.weights is not None:
+        run.keep_original()
+        run.prepared = prepare(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
+        _erase_orphans(run)
+        _note(run.report, {run.prepared.summary(): 1} if run.prepared.summary() else {})
+
+
+PIECE = "piece"
 PIPELINE = (
     Pass("recognise attention", recognise("attention")),
     Pass("choose absorbed or expanded", choose_absorbed),
     Pass("recognise prolog", recognise("prolog")),
     Pass("recognise cache", recognise("cache")),
+    Pass("recognise pieces", recognise_pieces),
     Pass("clean up", clean_up),
     Pass("reinplace", reinplace_caches),
     Pass("lower", lower_fused),
+    Pass("prepare", prepare_inputs),
 )
 
 
 def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
     """Takes a graph through the passes, if there is anything in it that they look at."""
     run.on_stage("captured", run.graph)
+    if not run.target.runs_operators and wraps_twins(run.graph):
+        run.keep_original()
+        as_functional(run.graph)
     if not survey(run.graph, run.report):
         return
     fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])

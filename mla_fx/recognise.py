@@ -13,11 +13,13 @@ from .binding import Match
 from .debug.report import Miss, fused_name, module_of, source_of
 from .emitter import Emitter
 from .errors import NoMatch
+from .lower import lowered
 from .match import NearestMiss
 from .readings.views import name_of
 from .replacement import Replacement, apply, check_nothing_is_lost
 from .replay import Recipe, recipe, replay
 from .rule import Rule
+from .torch_private import OpOverload
 
 if TYPE_CHECKING:
     from .pipeline import Run
@@ -44,20 +46,14 @@ def _apply_rule(run: Run, rule: Rule[Any]) -> None:
             continue
         if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, nearest, recipes):
             run.record.fired[rule.name] += 1
-        elif nearest.miss is not None:
-            node = nearest.miss.node if nearest.miss.node is not None else anchor
-            looks_like_mla = rule.looks_like_mla(anchor)
-            run.report.misses.append(
-                Miss(
-                    rule.name,
-                    nearest.miss.reason,
-                    node.name,
-                    source_of(node),
-                    module_of(node),
-                    nearest.depth,
-                    looks_like_mla,
-                )
-            )
+        elif nearest.miss is not None and rule.tells_misses:
+            run.report.misses.append(_miss(rule, anchor, nearest.miss, nearest.depth))
+
+
+def _miss(rule: Rule[Any], anchor: Node, miss: NoMatch, depth: int) -> Miss:
+    node = miss.node if miss.node is not None else anchor
+    place = node.name, source_of(node), module_of(node)
+    return Miss(rule.name, miss.reason, *place, depth, rule.looks_like_mla(anchor))
 
 
 def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) -> bool:
@@ -94,7 +90,7 @@ def _rewrite(
         facts = rule.check(match.settled())
         with run.emit.at(anchor, rule.name):
             replacements = list(rule.rewrite(run.emit, facts))
-            _check(run.emit, replacements)
+            _check(run, rule, replacements)
             found = recipe(run.emit, anchor, replacements)
             erased = apply(run.emit, replacements)
     except NoMatch as miss:
@@ -114,10 +110,21 @@ def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
             node.meta["mla_fx_replaced"] = origins
 
 
-def _check(emit: Emitter, replacements: Sequence[Replacement]) -> None:
-    for node in emit.added:
-        if fused_name(node) is not None:
-            check_nothing_is_lost(replacements, emit.sources, _first_dtype(node.meta["val"]))
+def _check(run: Run, rule: Rule[Any], replacements: Sequence[Replacement]) -> None:
+    for node in run.emit.added:
+        if fused_name(node) is None:
+            continue
+        check_nothing_is_lost(replacements, run.emit.sources, _first_dtype(node.meta["val"]))
+        if rule.yields_to_target:
+            _ask_target(run, node)
+
+
+def _ask_target(run: Run, node: Node) -> None:
+    assert isinstance(node.target, OpOverload), "only calls of fused operators are asked for"
+    lowering = run.lowerings.get(node.target)
+    answer = None if lowering is None else lowered(node, lowering)
+    if isinstance(answer, str):
+        raise NoMatch(f"target {run.target.name!r}: {answer}", node)
 
 
 def _first_dtype(value: Any) -> torch.dtype:

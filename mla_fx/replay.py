@@ -7,7 +7,7 @@ own; so the same calls replace it, and nothing need be read again. What is not s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ def recipe(emit: Emitter, anchor: Node, replacements: Sequence[Replacement]) -> 
     calls = _behind([end for end, _ in ends], sources)
     if calls is None or len(ends) < len(replacements):
         return None
-    inputs = {node: signature(node.meta["val"]) for node in _inputs(calls, sources)}
+    inputs = {node: signature(node.meta["val"]) for node in calls if _is_input(node, sources)}
     own = {node: call for node, call in calls.items() if node not in inputs}
     added = _ordered(emit.added, calls)
     if added is None:
@@ -129,14 +129,18 @@ def _behind(ends: list[Node], sources: Set[Node]) -> dict[Node, _Call] | None:
             continue
         if len(calls) == MOST_NODES:
             return None
-        calls[node] = _Call(node, node.target, args_of(node), node.kwargs)
-        if node not in sources and not is_parameter(node):
+        calls[node] = _call(node)
+        if not _is_input(node, sources):
             pending += node.all_input_nodes
     return calls
 
 
-def _inputs(calls: Iterable[Node], sources: Set[Node]) -> Iterator[Node]:
-    return (node for node in calls if node in sources or is_parameter(node))
+def _is_input(node: Node, sources: Set[Node]) -> bool:
+    return node in sources or is_parameter(node)
+
+
+def _call(node: Node) -> _Call:
+    return _Call(node, node.target, args_of(node), node.kwargs)
 
 
 def _ordered(added: Iterable[Node], calls: Mapping[Node, _Call]) -> tuple[_Call, ...] | None:
@@ -149,7 +153,7 @@ def _ordered(added: Iterable[Node], calls: Mapping[Node, _Call]) -> tuple[_Call,
             return True
         if node.op != "call_function" or not all(map(visit, node.all_input_nodes)):
             return False
-        ordered[node] = _Call(node, node.target, args_of(node), node.kwargs)
+        ordered[node] = _call(node)
         return True
 
     return tuple(ordered.values()) if all(map(visit, added)) else None

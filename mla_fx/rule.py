@@ -37,6 +37,11 @@ class Rule(Generic[Facts]):
     pattern: ClassVar[Root]
     accepts: ClassVar[Sequence[Case]] = ()
     rejects: ClassVar[Sequence[Case]] = ()
+    yields_to_target: ClassVar[bool] = False
+    """Whether the rule refuses where the target refuses its operator, so that a smaller fusion gets its turn."""
+
+    tells_misses: ClassVar[bool] = True
+    """Whether a user may want to know where it nearly applied."""
 
     @property
     def name(self) -> str:

@@ -28,6 +28,14 @@ class Target:
     """Whether graphs with operators that write caches in place are welcome; else they come as functional ones."""
     is_fallback: ClassVar[bool] = False
     """Whether "auto" asks it only when no other target serves the inputs."""
+    runs_operators: ClassVar[bool] = True
+    """Whether it can run a call of a fused operator as it is; else a call that is not lowered becomes its body."""
+    prepares: ClassVar[bool] = False
+    """Whether what depends on weights alone is taken out of the graph and computed once, ahead of its calls."""
+    laid_out_by: ClassVar[frozenset[str]] = frozenset()
+    """Operators that lay weights out and can be in no graph, so that whatever they are given counts as a weight."""
+    max_absorbed_tokens: ClassVar[int | None] = None
+    """The most query tokens for which attention is absorbed; None where the device decides."""
 
     def missing(self) -> str | None:
         """Why the target cannot be used here, or None."""
@@ -41,12 +49,19 @@ class Target:
         """The names of the target's own options."""
         return frozenset()
 
+    def takes_pieces(self, options: Mapping[str, Any]) -> bool:
+        """Whether it wants norms and rotations that no larger operator took as operators of their own; else they stay
+        the user's operations."""
+        return False
+
     def mode_options(self, mode: str) -> Mapping[str, Any]:
         """The target's options that torch.compile's `mode` stands for. Raises OptionError if there is no such mode."""
         raise OptionError(f"target {self.name!r} has no modes, so mode={mode!r} does not apply")
 
-    def lowerings(self) -> Mapping[OpOverload, Lowering]:
-        """What becomes of which operators, in the order in which they are lowered; the others stay calls."""
+    def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
+        """What becomes of which operators, in the order in which they are lowered; the others stay calls.
+
+        `prepares` says whether what depends on weights alone is computed once, and not at each step."""
         return {}
 
     def decompositions(self) -> Mapping[Any, Compiled]:

@@ -13,6 +13,9 @@ import torch
 # The class of the operators that graphs call. torch has no public name for it.
 from torch._ops import OpOverload
 
+# A reference to memory that does not keep it, and that no later memory can be taken for.
+from torch.multiprocessing.reductions import StorageWeakRef
+
 # Short names of dtypes, as torch prints them in its own graphs.
 from torch.utils._dtype_abbrs import dtype_abbrs
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GraphPass",
     "OpOverload",
+    "StorageWeakRef",
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
@@ -39,6 +43,7 @@ __all__ = [
     "make_fx",
     "passing_dynamo",
     "share_storage",
+    "static_inputs",
     "unset_fake_temporarily",
 ]
 
@@ -124,7 +129,9 @@ def passing_dynamo(error: Exception) -> Exception:
     return wrapped
 
 
-def aot_autograd(compiler: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+def aot_autograd(
+    compiler: Callable[..., Any], backward: Callable[..., Any], decompositions: Any = None
+) -> Callable[..., Any]:
     """A backend for operator graphs that writes inputs inside them: the only way to a graph without Inductor.
 
     Both answer with a function of all inputs; AOTAutograd wants one that may empty its list of them."""
@@ -138,9 +145,19 @@ def aot_autograd(compiler: Callable[..., Any], backward: Callable[..., Any]) -> 
         fw_compiler=boxed(compiler, is_inference=False),
         bw_compiler=boxed(backward),
         inference_compiler=boxed(compiler, is_inference=True),
+        decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
     return backend
+
+
+def static_inputs() -> frozenset[int]:
+    """The places of parameters and buffers among the inputs of the graph that AOTAutograd has traced just now."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return frozenset() if metadata is None else frozenset(metadata.static_input_indices)
 
 
 # --- Inductor --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import discover
 from .cases import Case, inputs
 from .compilation import Compilation
 from .debug.report import Report
@@ -24,10 +23,11 @@ def run_case(case: Case, *more: Rule[Any]) -> Report:
     eager = case.build().eval()
     fused = copy.deepcopy(eager)
     reports: list[Report] = []
+    options = {"target": "reference", "pieces": case.pieces}
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        compilation = Compilation.prepare(example_inputs, None, {"target": "reference"}, keep_text=True)
-        compilation.rules = (*discover.rules(), *more)
+        compilation = Compilation.prepare(example_inputs, None, options, keep_text=True)
+        compilation.rules += more
         reports.append(compilation.report)
         return compilation.compile(gm, example_inputs)
 
@@ -42,7 +42,7 @@ def run_case(case: Case, *more: Rule[Any]) -> Report:
 def check_accepted(case: Case, *more: Rule[Any]) -> None:
     """The case fuses just as often as it says, and answers as before. Raises AssertionError."""
     report = run_case(case, *more)
-    assert report.fused == case.fused, f"{case.name}: expected {dict(case.fused)}, {report}"
+    assert {**report.fused, **report.pieces} == case.fused, f"{case.name}: expected {dict(case.fused)}, {report}"
 
 
 def check_refused(rule: Rule[Any], case: Case, *more: Rule[Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import HCKV, Case, Layer, S
+from mla_fx.cases import HCKV, Case, ScaledQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, tensor
@@ -76,20 +76,13 @@ class Facts:
     rotation: Rope | None
 
 
-class _QueryElsewhere(Layer):
-    """The query is scaled by position after its projection, as Mistral 4 does; the key side is as ever."""
-
-    def query(self, x: Tensor) -> Tensor:
-        return super().query(x) * torch.arange(1.0, S + 1).view(1, S, 1)
-
-
-class _TwoProjections(_QueryElsewhere):
+class _TwoProjections(ScaledQuery):
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = x @ self.kv_a[:HCKV].T, (x + 1) @ self.kv_a[HCKV:].T
         return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
 
 
-class _TwoPositions(_QueryElsewhere):
+class _TwoPositions(ScaledQuery):
     def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         self.kv_cache.index_copy_(2, position, latent)
         self.kr_cache.index_copy_(2, position - 1, k_rope)
@@ -100,7 +93,8 @@ class KvRmsnormRopeCache(Rule[Facts]):
     stage = "cache"
     targets = ATTENTION
     pattern = PATTERN
-    accepts = (Case("query made elsewhere", _QueryElsewhere, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
+    yields_to_target = True
+    accepts = (Case("query made elsewhere", ScaledQuery, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
     rejects = (
         Case("latent and key projected apart", _TwoProjections, because="not neighbours in one tensor"),
         Case("two positions", _TwoPositions, because="written to different positions"),

@@ -9,6 +9,8 @@ query, is DeepSeek's inference code. Either becomes one operator over the latent
     expanded -> mla_attention, which still carries weight_uk and weight_uv (the absorb pass decides between the two)
     absorbed -> latent_attention
 
+Masks that are proved to hide exactly the keys behind a position become `context_lens`; all others stay masks.
+
 Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope dims, c latent rank, v value dims.
 """
 
@@ -29,7 +31,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.masks import emit_mask
+from mla_fx.masks import emit_context_lens, emit_mask
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, var
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.cache_update import cache_update
@@ -212,22 +214,22 @@ class MlaAttention(Rule[Facts]):
             return emit.scaled(operand(name, *dims), facts.query_factor)
 
         context = operand("q_rope", b, s, n, dr), operand("kv_cache", b, t, hckv), operand("kr_cache", b, t, dr)
-        mask = emit_mask(emit, found.masks, (b, n, s, t))
+        masks, fill = _masks(emit, facts)
         options = {"scale": facts.scale, "is_causal": found.causal is not None}
-        if found.fill is not None:
-            options["fill"] = found.fill
+        if fill is not None:
+            options["fill"] = fill
         keys, values = match.choices["keys"], match.choices["values"]
         if keys == values == "expanded":
             weights = operand("weight_uk", n, d, hckv), operand("weight_uv", n, dv, hckv)
             target = torch.ops.mla_fx.mla_attention.default
-            out = emit.call(target, query_operand("q_nope", b, s, n, d), *context, *weights, mask, **options)
+            out = emit.call(target, query_operand("q_nope", b, s, n, d), *context, *weights, *masks, **options)
         else:
             if keys == "absorbed":
                 query = query_operand("query", b, s, n, hckv)
             else:
                 q_nope, weight_uk = query_operand("q_nope", b, s, n, d), operand("weight_uk", n, d, hckv)
                 query = inline(emit, absorb_query, q_nope, weight_uk)
-            out = emit.call(torch.ops.mla_fx.latent_attention.default, query, *context, mask, **options)
+            out = emit.call(torch.ops.mla_fx.latent_attention.default, query, *context, *masks, **options)
             if values == "expanded":
                 out = inline(emit, expand_output, out, operand("weight_uv", n, dv, hckv))
         out = emit.scaled(out, facts.value_factor)
@@ -238,6 +240,16 @@ class MlaAttention(Rule[Facts]):
         output = weighted_sum(anchor)
         values = anchor.args[2:3] if output is None else output.args[:2]
         return any(_is_low_rank(element_of(value)) for value in values if isinstance(value, Node))
+
+
+def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], float | None]:
+    """A mask, or None and lengths that say the same, and with what scores are filled where they are hidden."""
+    found = facts.found
+    try:
+        context_lens, fill = emit_context_lens(emit, found, facts.b, facts.s, facts.dtype)
+    except NoMatch:  # the mask may be any: only as lengths it is one of these
+        return (emit_mask(emit, found.masks, (facts.b, facts.n, facts.s, facts.t)),), found.fill
+    return (None, context_lens), fill
 
 
 def _dtype(match: Match) -> torch.dtype:

@@ -185,6 +185,7 @@ class MlaProlog(Rule[Facts]):
     stage = "prolog"
     targets = (torch.ops.mla_fx.latent_attention.default,)
     pattern = PATTERN
+    yields_to_target = True
     accepts = (
         Case("low-rank query, halves rotated, rows written", Layer, ONE_EACH),
         Case("direct query", _DirectQuery, ONE_EACH),

@@ -54,10 +54,12 @@ class PassRecord:
 class Report:
     """What happened to the graphs of one compilation.
 
-    `notes` say what was looked at and what was not; `hindrances` are those that kept a graph that may hold MLA from
-    being looked at."""
+    `fused` counts the operators of latent attention, `pieces` the norms and rotations that were left beside them and
+    became operators by themselves, for targets that want that. `notes` say what was looked at and what was not;
+    `hindrances` are those that kept a graph that may hold MLA from being looked at."""
 
     fused: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     graphs: dict[str, str] = field(default_factory=dict)
@@ -75,8 +77,8 @@ class Report:
         """One report of several graphs, as graph breaks make them."""
         whole = cls(target=reports[0].target if reports else "")
         for number, report in enumerate(reports):
-            for name, count in report.fused.items():
-                whole.fused[name] = whole.fused.get(name, 0) + count
+            for counts, more in ((whole.fused, report.fused), (whole.pieces, report.pieces)):
+                counts.update({name: counts.get(name, 0) + count for name, count in more.items()})
             whole.misses += report.misses
             whole.passes += report.passes
             whole.notes += report.notes
@@ -87,8 +89,11 @@ class Report:
         return whole
 
     def __str__(self) -> str:
-        fused = ", ".join(f"{name} x{count}" for name, count in self.fused.items()) or "nothing"
-        lines = [f"mla_fx on {self.target}: fused {fused} in {self.milliseconds:.1f} ms"]
+        fused, pieces = (
+            ", ".join(f"{name} x{count}" for name, count in counts.items()) for counts in (self.fused, self.pieces)
+        )
+        beside = f", and beside them {pieces}," if pieces else ""
+        lines = [f"mla_fx on {self.target}: fused {fused or 'nothing'}{beside} in {self.milliseconds:.1f} ms"]
         lines += [f"  {note}" for note in self.notes]
         if self.misses:
             lines.append("nearest misses:")

@@ -1,0 +1,121 @@
+"""Converters to GE that torchair lacks, for what stands in models of latent attention outside of what is fused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def register() -> None:
+    """Tells torchair of them, through its public decorator; once for a process, as its own table is."""
+    from torchair import register_fx_node_ge_converter  # type: ignore[import-not-found]
+
+    for operator, converter in (
+        (torch.ops.aten.index_copy.default, index_copy),
+        (torch.ops.aten.polar.default, polar),
+        (torch.ops.aten.complex.default, complex_),
+        (torch.ops.aten.all.dim, all_dim),
+        (torch.ops.aten.amax.default, amax),
+        (torch.ops.aten.index_put.default, index_put),
+        (torch.ops.aten._assert_async.default, assert_async),
+        (torch.ops.aten._assert_async.msg, assert_async),
+        (torch.ops.mla_fx_ascend.copied.default, tensor_move),
+    ):
+        register_fx_node_ge_converter(operator)(converter)
+
+
+def index_copy(
+    self: Any,
+    dim: int,
+    index: Any,
+    source: Any,
+    meta_outputs: Any = None,  # torchair hands it to every converter
+) -> Any:
+    """`aten::index_copy(Tensor self, int dim, Tensor index, Tensor source)`: elements scattered along `dim`."""
+    from torchair._ge_concrete_graph import ge_apis as ge  # type: ignore[import-not-found]
+
+    sizes = [1] * source.rank
+    sizes[dim] = -1
+    places = ge.BroadcastTo(ge.Reshape(index, sizes), ge.Shape(source))
+    return ge.ScatterElements(self, places, source, axis=dim)
+
+
+def polar(abs: Any, angle: Any, meta_outputs: Any = None) -> Any:
+    """`aten::polar(Tensor abs, Tensor angle)`, by which rotations of complex numbers make their tables."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    return ge.Complex(ge.Mul(abs, ge.Cos(angle)), ge.Mul(abs, ge.Sin(angle)))
+
+
+def complex_(real: Any, imag: Any, meta_outputs: Any = None) -> Any:
+    """`aten::complex(Tensor real, Tensor imag)`."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    return ge.Complex(real, imag)
+
+
+def all_dim(self: Any, dim: int, keepdim: bool = False, meta_outputs: Any = None) -> Any:
+    """`aten::all.dim(Tensor self, int dim, bool keepdim=False)`; whatever is not 0 is true."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge._ge_graph import DataType  # type: ignore[import-not-found]
+
+    return ge.ReduceAll(ge.Cast(self, dst_type=DataType.DT_BOOL), [dim], keep_dims=keepdim)
+
+
+def amax(self: Any, dim: Sequence[int] = (), keepdim: bool = False, meta_outputs: Any = None) -> Any:
+    """`aten::amax(Tensor self, int[1] dim=[], bool keepdim=False)`; no dim means all."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    return ge.ReduceMax(self, list(dim) or list(range(self.rank)), keep_dims=keepdim)
+
+
+def index_put(
+    self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, meta_outputs: Any = None
+) -> Any:
+    """`aten::index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False)` along the first axes."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge._ge_graph import DataType
+
+    if accumulate or any(index is None or index.dtype == DataType.DT_BOOL for index in indices):
+        raise NotImplementedError(
+            f"aten.index_put with accumulate={accumulate} or indices without numbers is not converted"
+        )
+    axes, sizes = len(indices), ge.Shape(self)
+    numbers = [ge.Cast(index, dst_type=DataType.DT_INT64) for index in indices]
+    places = ge.Shape(functools.reduce(ge.Add, numbers))
+    # FloorMod, because an index may count from the end
+    found = [
+        ge.FloorMod(ge.BroadcastTo(index, places), ge.Cast(ge.Gather(sizes, axis), dst_type=DataType.DT_INT64))
+        for axis, index in enumerate(numbers)
+    ]
+    rest = ge.Slice(sizes, [axes], [self.rank - axes])
+    updates = ge.BroadcastTo(values, ge.ConcatV2([places, rest], 0, N=2))
+    return ge.TensorScatterUpdate(self, ge.Pack(found, N=axes, axis=-1), updates)
+
+
+def assert_async(self: Any, assert_msg: str = "", meta_outputs: Any = None) -> Any:
+    """`aten::_assert_async.msg(Tensor self, str assert_msg)`: it computes nothing, and GE has no assertions."""
+    return self
+
+
+@torch.library.custom_op("mla_fx_ascend::copied", mutates_args=())
+def copied(cache: Tensor) -> Tensor:
+    """A copy of a cache, for an operator that writes what its schema says it only reads."""
+    return cache.clone()
+
+
+@copied.register_fake
+def _(cache: Tensor) -> Tensor:
+    return torch.empty_like(cache)
+
+
+def tensor_move(cache: Any, meta_outputs: Any = None) -> Any:
+    """`mla_fx_ascend::copied`. `aten::clone` becomes an Identity, which is no memory of its own."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    return ge.TensorMove(cache)

@@ -1,0 +1,79 @@
+"""The first two interfaces of the vendor's prolog, npu_mla_prolog and npu_mla_prolog_v2, where the third is not to be.
+
+In graphs of GE they write the caches in place, though their schemas say otherwise, and GE knows no order of a read and
+a write but by data: who reads the old cache may find it written already. So they are given copies to write. torchair
+takes such copies out for the third interface alone, so here each step copies both caches. A captured graph would hold
+the hidden write too, and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.mla_prolog.arguments import Arguments
+
+from . import limits
+from .converters import copied
+from .surface import A2, A3, Surface
+from .weights import in_fractals
+
+HIDDEN, QUERY_RANKS, RANK, NOPE, ROPE = (7168,), (1536,), (512,), (128,), (64,)
+PAGES = (16, 128)
+CACHE_MODES = ("PA_BSND", "PA_NZ")
+OWN = ("rope_layout", "gamma_after_cast")  # what `mla_fx.mla_prolog` has beyond the vendor's
+
+
+@dataclass(frozen=True)
+class Version:
+    kernel: str
+    heads: tuple[int, ...]
+
+
+VERSIONS = {
+    "v1": Version("MlaProlog", (32, 64, 128)),
+    "v2": Version("MlaPrologV2", (1, 2, 4, 8, 16, 32, 64, 128)),
+}
+
+
+def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    """Why the kernel cannot take this call."""
+    version = VERSIONS[surface.prolog]
+    kernel = version.kernel
+    yield from limits.chip(surface, kernel, (A2, A3))
+    if surface.mode == "aclgraph":
+        yield f"{kernel} writes caches that its schema says it only reads; a captured graph keeps no order for that"
+    if a.cache_mode not in CACHE_MODES:
+        yield f"cache_mode is {a.cache_mode!r}; {kernel} takes {limits.listed(CACHE_MODES)}"
+    assert a.weight_dq is not None, "a query of full rank was refused"
+    heads, nope, rank = a.weight_uk.shape
+    yield from limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, HIDDEN)
+    yield from limits.size("weight_dq has Hcq", a.weight_dq.shape[1], kernel, QUERY_RANKS)
+    yield from limits.size("weight_uk has N", heads, kernel, version.heads)
+    yield from limits.size("weight_uk has D", nope, kernel, NOPE)
+    yield from limits.size("weight_uk has Hckv", rank, kernel, RANK)
+    yield from limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, kernel, ROPE)
+    for name in ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
+        yield from limits.dtype(name, getattr(a, name), kernel, (torch.bfloat16,))
+    for name in ("kv_cache", "kr_cache"):
+        cache: Tensor = getattr(a, name)
+        yield from limits.dense(name, cache, kernel)
+        yield from limits.size(f"{name} has BlockSize", cache.shape[1], kernel, PAGES)
+
+
+def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
+    """query, query_rope, kv_cache and kr_cache."""
+    call: dict[str, Any] = {name: value for name, value in vars(a).items() if name not in OWN}
+    for name in ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
+        call[name] = call[name].contiguous()
+    for name in ("weight_dq", "weight_uq_qr", "weight_dkv_kr"):
+        call[name] = in_fractals(surface, call[name])
+    for name in ("kv_cache", "kr_cache"):
+        call[name] = copied(call[name])
+    npu = torch.ops.npu
+    operator = npu.npu_mla_prolog if surface.prolog == "v1" else npu.npu_mla_prolog_v2
+    query, query_rope, kv_cache, kr_cache, *_ = operator(**call)
+    return query, query_rope, kv_cache, kr_cache

@@ -1,0 +1,168 @@
+"""FusedInferAttentionScore, the vendor's kernel for attention: what it takes, and how it is called.
+
+In all calls the rows of a sequence are its last ones: row s of S attends to keys t < length - S + 1 + s."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.emitted import latent_attention, mla_attention
+
+from . import limits
+from .lengths import Lengths, as_tensor
+from .surface import A2, A3, Surface
+
+KERNEL = "FusedInferAttentionScore"
+LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+LATENT_TOKENS = 16  # of a sequence, at most
+RANK, ROPE = 512, 64
+CAUSAL = 3  # the sparse mode in which the last row sees all keys, and each row before it one less
+CAUSAL_SIZE = 2048  # of the one mask that CAUSAL takes, whatever the lengths are
+
+Named = tuple[str, Tensor]
+
+
+# --- what the kernel cannot do ---------------------------------------------------------------------------------------
+
+
+def chip_refusals(surface: Surface) -> Iterator[str]:
+    yield from limits.chip(surface, KERNEL, (A2, A3))
+
+
+def latent_refusals(surface: Surface, query: Named, rope: Named, caches: Sequence[Named]) -> Iterator[str]:
+    """Of attention over latents: absorbed queries [...,N,Hckv] and [...,N,Dr], and the caches of both parts."""
+    name, absorbed = query
+    yield from chip_refusals(surface)
+    yield from limits.size(f"{name} has N", absorbed.shape[-2], KERNEL, LATENT_HEADS)
+    yield from limits.size(f"{name} has Hckv", absorbed.shape[-1], KERNEL, (RANK,))
+    yield from limits.size(f"{rope[0]} has Dr", rope[1].shape[-1], KERNEL, (ROPE,))
+    yield from limits.dtype(name, absorbed, KERNEL, limits.HALVES)
+    for cache in caches:
+        yield from limits.dense(*cache, KERNEL)
+
+
+def mask_refusals(
+    surface: Surface, a: latent_attention.Arguments | mla_attention.Arguments, tokens: int
+) -> Iterator[str]:
+    """Of what a fused attention sees, when it is not all keys from each row."""
+    if surface.mode == "aclgraph" and (a.context_lens is not None or a.mask is not None):
+        yield f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers of the host"
+    if a.context_lens is None and surface.mode == "aclgraph":
+        yield from _fixed_lengths(a.kv_cache.shape[0], tokens if a.is_causal else a.kv_cache.shape[1])
+    if a.mask is not None:
+        yield from _masked(surface, a.mask, tokens)
+    is_one = limits.known_equal(tokens, 1)
+    if a.mask is None and a.context_lens is None and not a.is_causal and not is_one:
+        yield f"all keys are visible to each of S = {tokens} tokens; {KERNEL} lets only the last one see all"
+
+
+def _masked(surface: Surface, mask: Tensor, tokens: int) -> Iterator[str]:
+    if not surface.trusts_masks:
+        yield (
+            f"mask is a tensor; {KERNEL} takes the length of each sequence, so the mask must be causal, provably, or "
+            "by your word: option causal_masks"
+        )
+    if mask.dim() == 4 and not limits.known_equal(mask.shape[1], 1):
+        yield f"mask has shape {list(mask.shape)}; a causal mask is the same for all heads"
+    if mask.dim() < 2 or not limits.known_equal(mask.shape[-2], tokens):
+        yield f"mask has shape {list(mask.shape)}; a causal mask has a row for each of S = {tokens} tokens"
+
+
+def _fixed_lengths(batch: int | torch.SymInt, visible: int | torch.SymInt) -> Iterator[str]:
+    """torchair updates a length between replays where it is an input of the graph, and takes no computed one."""
+    if not isinstance(batch, int):
+        yield f"the batch is {batch}; a captured {KERNEL} takes a number that is known ahead of time"
+    if not isinstance(visible, int):
+        yield f"{visible} keys are visible; a captured {KERNEL} takes a number that is known ahead of time"
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """The kernel by its newest interface; lengths that a graph computes go through torchair's, which takes tensors."""
+    lengths = {name: options[name] for name in ("actual_seq_qlen", "actual_seq_kvlen") if name in options}
+    if not any(isinstance(value, Tensor) for value in lengths.values()):
+        out: Tensor = torch.ops.npu.npu_fused_infer_attention_score_v2(query, key, value, **options)[0]
+        return out
+    importlib.import_module("torchair.ops._npu_fused_infer_attention_score_v2")  # which registers the operator
+    tensors = {name: as_tensor(value, torch.int64, query.device) for name, value in lengths.items()}
+    by_tensors: Tensor = torch.ops.air.npu_fused_infer_attention_score_v2(query, key, value, **options | tensors)[0]
+    return by_tensors
+
+
+def attend_to_pages(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Lengths,
+    *,
+    steps: Lengths | None = None,
+    query_rope: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """query [T,N,D] and query_rope [T,N,Dr]; the result is [T,N,Dv].
+
+    Pages are [BlockNum,BlockSize,Nkv*D], or of the FRACTAL_NZ format [BlockNum,Nkv,D/n0,BlockSize,n0].
+    A sequence has one row of query, or `steps` of them."""
+    is_ragged = steps is not None
+    queries = [tensor if tensor is None or is_ragged else tensor.unsqueeze(1) for tensor in (query, query_rope)]
+    first, rope = (None if tensor is None else tensor.contiguous() for tensor in queries)
+    assert first is not None, "query is given"
+    out = attend(
+        first,
+        key_pages,
+        value_pages,
+        query_rope=rope,
+        actual_seq_kvlen=context_lens,
+        block_table=block_tables.to(torch.int32).contiguous(),
+        num_query_heads=query.shape[1],
+        **options,
+        **({"input_layout": "BSND"} if steps is None else _ragged(steps, query.device)),
+    )
+    return out if is_ragged else out.squeeze(1)
+
+
+def _ragged(steps: Lengths, device: torch.device) -> dict[str, Any]:
+    """Rows of all sequences one behind another, with the sums of their numbers."""
+    ends = steps.to(torch.int64).cumsum(0) if isinstance(steps, Tensor) else list(accumulate(steps))
+    return {"input_layout": "TND", "actual_seq_qlen": ends, **causal(device)}
+
+
+def lengths(a: latent_attention.Arguments | mla_attention.Arguments) -> Tensor | None:
+    """How many keys the last row of each sequence sees, [B] or [1], where that is computed."""
+    if a.context_lens is not None:
+        return a.context_lens.clamp(0, a.kv_cache.shape[1])
+    if a.mask is None:
+        return None
+    last = a.mask[(None,) * (4 - a.mask.dim())][:, 0, -1]
+    return (last if last.dtype == torch.bool else last == 0).sum(-1)
+
+
+def equal(batch: int | torch.SymInt, length: int, device: torch.device) -> Lengths:
+    """The lengths of sequences that are equally long; numbers where their number is one."""
+    return [length] * batch if isinstance(batch, int) else torch.full((batch,), length, device=device)
+
+
+def ends(batch: int | torch.SymInt, length: int, device: torch.device) -> Lengths:
+    """Where sequences that are equally long end, one behind another."""
+    if isinstance(batch, int):
+        return [end * length for end in range(1, batch + 1)]
+    return torch.full((batch,), length, device=device).cumsum(0)
+
+
+def rows(tokens: int, device: torch.device) -> dict[str, Any]:
+    """How far each of several rows sees; one row sees all."""
+    return {} if limits.known_equal(tokens, 1) else causal(device)
+
+
+def causal(device: torch.device) -> dict[str, Any]:
+    hidden = torch.ones(CAUSAL_SIZE, CAUSAL_SIZE, dtype=torch.bool, device=device).triu(1)
+    return {"sparse_mode": CAUSAL, "atten_mask": hidden}

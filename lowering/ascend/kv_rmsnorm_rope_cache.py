@@ -1,0 +1,118 @@
+"""kv_rmsnorm_rope_cache as torch_npu.npu_kv_rmsnorm_rope_cache_v2_functional, in graphs KvRmsNormRopeCache.
+
+That function is for graphs only: run eagerly it returns caches that nothing was written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mla_fx.ops.common.cache import page_count
+from mla_fx.ops.kv_rmsnorm_rope_cache.arguments import Arguments
+from mla_fx.ops.kv_rmsnorm_rope_cache.check import PLAIN_MODES, is_quantised
+from mla_fx.ops.kv_rmsnorm_rope_cache.operator import body
+
+from . import limits
+from .surface import A2, A3, A5, Surface
+
+OPERATOR = "kv_rmsnorm_rope_cache"
+KERNEL = "KvRmsNormRopeCache"
+
+CACHES = ("k_cache", "ckv_cache")
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+
+
+# --- what the kernel cannot do ------------------------------------------------------------------------------------
+
+
+def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    yield from rotation(a)
+    yield from limits.dtype("kv", a.kv, KERNEL, limits.HALVES)
+    for name in ("gamma", "cos", "sin"):
+        yield from limits.dtype(name, getattr(a, name), KERNEL, (a.kv.dtype,))
+    if a.v is None:
+        yield from limits.chip(surface, KERNEL, (A2, A3, A5))
+        yield from latent_sizes(a)
+    else:
+        yield from limits.chip(surface, f"{KERNEL} with v", (A2, A3))
+        yield from key_sizes(a, a.v)
+    for name in CACHES:
+        yield from limits.dense(name, getattr(a, name), KERNEL)
+    if a.cache_mode != "Norm":
+        yield from pages(a)
+
+
+def rotation(a: Arguments) -> Iterator[str]:
+    if a.cos is None:
+        yield f"cos and sin are None; {KERNEL} always rotates"
+    if a.rope_layout != "interleave_half":
+        yield f"rope_layout is {a.rope_layout!r}; {KERNEL} reads neighbours and writes halves, 'interleave_half'"
+
+
+def latent_sizes(a: Arguments) -> Iterator[str]:
+    rank = a.gamma.shape[0]
+    yield from limits.size("gamma has Hckv", rank, KERNEL, (512,))
+    yield from limits.size("kv has Dr", a.kv.shape[-1] - rank, KERNEL, (64,))
+
+
+def key_sizes(a: Arguments, v: Tensor) -> Iterator[str]:
+    assert a.cos is not None, "a call without rotation was refused"
+    yield from limits.size("kv has N", a.kv.shape[1], f"{KERNEL} with v", (1, 2, 4, 8))
+    yield from limits.size("kv has Dk", a.kv.shape[-1], f"{KERNEL} with v", (192,))
+    yield from limits.size("cos has Dr", a.cos.shape[-1], f"{KERNEL} with v", (64,))
+    yield from limits.size("v has Dv", v.shape[-1], f"{KERNEL} with v", (128,))
+
+
+def pages(a: Arguments) -> Iterator[str]:
+    blocks, size = a.k_cache.shape[:2]
+    if a.cache_mode not in PLAIN_MODES or is_quantised(a):
+        step = 32 if is_quantised(a) else 16
+        if not limits.holds(size % step == 0):
+            allowed = f"multiples of {step} in cache_mode {a.cache_mode!r}"
+            yield f"k_cache has BlockSize = {size}; {KERNEL} takes {allowed}"
+    needed = a.kv.shape[0] * page_count(a.kv.shape[2], size)
+    if statically_known_true(blocks < needed):
+        yield f"k_cache has BlockNum = {blocks}; {KERNEL} takes B*Ceil(S/BlockSize) = {needed} or more"
+
+
+# --- the call -----------------------------------------------------------------------------------------------------
+
+
+def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of `mla_fx.kv_rmsnorm_rope_cache`."""
+    a = Arguments(*args, **kwargs)
+    batch, paged = a.kv.shape[0], a.cache_mode != "Norm"
+    k_rope, c_kv, k_cache, ckv_cache = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(
+        a.kv.contiguous(),
+        a.gamma.contiguous(),
+        for_each_sequence(a.cos, batch),
+        for_each_sequence(a.sin, batch),
+        (a.index if paged else a.index.expand(batch, -1)).contiguous(),
+        a.k_cache,
+        a.ckv_cache,
+        k_rope_scale=a.k_rope_scale,
+        c_kv_scale=a.c_kv_scale,
+        k_rope_offset=a.k_rope_offset,
+        c_kv_offset=a.c_kv_offset,
+        v=None if a.v is None else a.v.contiguous(),
+        epsilon=a.epsilon,
+        cache_mode=a.cache_mode,
+        is_output_kv=paged,
+    )
+    if not paged:
+        # the kernel leaves these undefined; where nobody reads them, they are dead code
+        *_, k_rope, c_kv = body(replace(a, gamma_after_cast=False))
+    return k_cache, ckv_cache, k_rope, c_kv
+
+
+def for_each_sequence(table: Tensor | None, batch: int) -> Tensor:
+    assert table is not None, "a call without rotation was refused"
+    return table.expand(batch, -1, -1, -1).contiguous()

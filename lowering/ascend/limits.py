@@ -1,0 +1,67 @@
+"""Limits of the vendor's kernels as sentences. Each function yields one if its limit is not known to hold.
+
+A size that is a symbol is guarded to stay within its limit, where the call at hand does: another one compiles anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .surface import Surface
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def chip(surface: Surface, kernel: str, allowed: Sequence[str]) -> Iterator[str]:
+    if not surface.chip.startswith(tuple(allowed)):
+        yield f"the chip is {surface.chip}; {kernel} exists on {listed(allowed)}"
+
+
+def size(of: str, value: int, kernel: str, allowed: Sequence[int]) -> Iterator[str]:
+    """`of` says which size this is, as in "weight_dq has Hcq"."""
+    if not any(holds(value == one) for one in allowed):
+        yield f"{of} = {value}; {kernel} takes {listed(allowed)}"
+
+
+def page_size(cache: str, value: int, kernel: str, step: int, largest: int) -> Iterator[str]:
+    if not (holds(value % step == 0) and holds(value >= step) and holds(value <= largest)):
+        yield f"{cache} has BlockSize = {value}; {kernel} takes multiples of {step} up to {largest}"
+
+
+def dtype(name: str, tensor: Tensor, kernel: str, allowed: Sequence[torch.dtype]) -> Iterator[str]:
+    if tensor.dtype not in allowed:
+        yield f"{name} has dtype {tensor.dtype}; {kernel} takes {listed(allowed)}"
+
+
+def dense(name: str, tensor: Tensor, kernel: str, first: int = 0) -> Iterator[str]:
+    """All axes from `first` on lie in memory one behind another."""
+    wanted = 1
+    for axis in range(tensor.dim() - 1, first - 1, -1):
+        if not known_equal(tensor.stride(axis), wanted) and not known_equal(tensor.shape[axis], 1):
+            where = "" if first == 0 else f" behind axis {first - 1}"
+            strides = list(tensor.stride())
+            yield f"{name} has shape {list(tensor.shape)} and strides {strides}; {kernel} takes no gaps{where}"
+            return
+        wanted = wanted * tensor.shape[axis]
+
+
+def holds(condition: bool | torch.SymBool) -> bool:
+    """Whether it is true: of all sizes, or of those of the call at hand and then, by a guard, of all later ones."""
+    if statically_known_true(condition):
+        return True
+    if isinstance(condition, bool):
+        return False
+    return bool(condition.node.has_hint() and condition.node.hint and condition)
+
+
+def known_equal(left: int, right: int) -> bool:
+    return statically_known_true(left == right)
+
+
+def listed(values: Sequence[object]) -> str:
+    """ "1, 2 or 3" """
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

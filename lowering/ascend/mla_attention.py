@@ -1,0 +1,73 @@
+"""mla_attention as FusedInferAttentionScore over expanded keys and values: packed rows, any number of tokens.
+
+Queries are [B*S,N,128] and [B*S,N,64], keys and values [B*T,N,128]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.emitted.mla_attention import Arguments
+
+from . import fused_infer_attention_score as kernel
+from . import limits
+from .fused_infer_attention_score import KERNEL, ROPE
+from .surface import Surface
+
+OPERATOR = "mla_attention"
+EXPANDED = 128
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+
+
+def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    yield from kernel.chip_refusals(surface)
+    batch, tokens = a.q_nope.shape[:2]
+    yield from limits.size("q_nope has D", a.q_nope.shape[3], KERNEL, (EXPANDED,))
+    yield from limits.size("weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
+    yield from limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
+    yield from limits.dtype("q_nope", a.q_nope, KERNEL, (torch.bfloat16,))
+    yield from kernel.mask_refusals(surface, a, tokens)
+    if a.context_lens is None and a.mask is None and not a.is_causal:
+        return
+    is_whole = a.is_causal and limits.known_equal(tokens, a.kv_cache.shape[1])
+    if not is_whole and not limits.known_equal(batch, 1):
+        yield f"the batch is {batch}; {KERNEL} finds the keys of one sequence only where they fill a part of the cache"
+
+
+def plain(*args: Any, **kwargs: Any) -> Tensor:
+    """[B,S,N,128]."""
+    a = Arguments(*args, **kwargs)
+    batch, tokens, heads, _ = a.q_nope.shape
+    positions = a.kv_cache.shape[1]
+    latent = a.kv_cache.reshape(batch * positions, -1)
+    key, value = (up(latent, weight) for weight in (a.weight_uk, a.weight_uv))
+    device = a.kv_cache.device
+    visible = tokens if a.is_causal else positions
+    lengths = kernel.lengths(a)
+    out = kernel.attend(
+        a.q_nope.reshape(batch * tokens, heads, -1),
+        key,
+        value,
+        query_rope=a.q_rope.reshape(batch * tokens, heads, -1),
+        key_rope=a.kr_cache.reshape(batch * positions, 1, -1).expand(-1, heads, -1).contiguous(),
+        actual_seq_qlen=kernel.ends(batch, tokens, device),
+        actual_seq_kvlen=kernel.ends(batch, visible, device) if lengths is None else lengths,
+        num_query_heads=heads,
+        num_key_value_heads=heads,
+        softmax_scale=a.scale,
+        input_layout="TND",
+        **kernel.rows(tokens, device),
+    )
+    return out.view(batch, tokens, heads, -1)
+
+
+def up(latent: Tensor, weight: Tensor) -> Tensor:
+    """[B*T,Hckv], [N,D,Hckv] -> [B*T,N,D]."""
+    heads, width, rank = weight.shape
+    return (latent @ weight.reshape(heads * width, rank).t().contiguous()).view(-1, heads, width)

@@ -1,0 +1,172 @@
+"""mla_prolog by the newest interface of the vendor's kernel, MlaPrologV3, or by the first ones where they are chosen.
+
+What the compiler makes of contiguous caches is paged for the kernel: T positions are T/BlockSize pages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.mla_prolog import check
+from mla_fx.ops.mla_prolog.arguments import Arguments
+from mla_fx.ops.mla_prolog_v3 import arguments as v3
+
+from . import first_prologs, limits, mla_prolog_v3
+from .mla_prolog_v3 import KERNEL
+from .surface import Surface
+from .weights import halves_interleaved
+
+OPERATOR = "mla_prolog"
+OWN_MODES = ("Norm", "BSND")  # of which the vendor's first interface knows nothing
+
+PAGE_SIZES = (128, 16)  # those that attention takes too, the better one first
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain(surface)
+
+
+@functools.cache
+def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
+    """One function for all calls, so that equal ones are traced once."""
+    return lambda *args, **kwargs: prolog(surface, Arguments(*args, **kwargs))
+
+
+# --- what the kernel cannot do ---------------------------------------------------------------------------------------
+
+
+def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    yield from absent(surface, a)
+    yield from rotations(surface, a)
+    yield from formats(surface, a)
+    if a.cache_mode == "Norm":
+        yield from contiguous_caches(surface, a)
+    if surface.prolog == "v3":
+        yield from mla_prolog_v3.refusals(surface, as_v3(paged(a, page_shapes)))
+    else:
+        yield from first_prologs.refusals(surface, paged(a, page_shapes))
+
+
+def kernel(surface: Surface) -> str:
+    return KERNEL if surface.prolog == "v3" else first_prologs.VERSIONS[surface.prolog].kernel
+
+
+def absent(surface: Surface, a: Arguments) -> Iterator[str]:
+    if a.weight_dq is None:
+        yield f"weight_dq is None; {kernel(surface)} makes the query of a compressed one"
+    if a.rope_sin is None:
+        yield f"rope_sin and rope_cos are None; {kernel(surface)} always rotates"
+
+
+def rotations(surface: Surface, a: Arguments) -> Iterator[str]:
+    if a.rope_layout == "interleave_interleave":
+        yield f"rope_layout is {a.rope_layout!r}; {kernel(surface)} writes halves, which are other bytes in kr_cache"
+    if a.rope_layout == "half_half" and not surface.hoists:
+        yield (
+            f"rope_layout is {a.rope_layout!r}; {kernel(surface)} reads neighbours, and the columns of weights are "
+            "not reordered ahead of time here"
+        )
+
+
+def formats(surface: Surface, a: Arguments) -> Iterator[str]:
+    """In the vendor's own cache modes the caller has seen to the formats of weights."""
+    if a.cache_mode in OWN_MODES and not surface.hoists:
+        yield (
+            f"weights are not known to lie in FRACTAL_NZ, which {kernel(surface)} reads, and a graph pass cannot lay "
+            "them out ahead of time; the backend can"
+        )
+
+
+def contiguous_caches(surface: Surface, a: Arguments) -> Iterator[str]:
+    yield from limits.dense("kv_cache", a.kv_cache, kernel(surface))
+    yield from limits.dense("kr_cache", a.kr_cache, kernel(surface))
+    positions = a.kv_cache.shape[2]
+    if page_size(positions) is None:
+        allowed = f"so T must be a multiple of {PAGE_SIZES[-1]}"
+        yield f"kv_cache has T = {positions}; {kernel(surface)} writes pages, {allowed}"
+
+
+def page_size(positions: int | torch.SymInt) -> int | None:
+    """The size of the pages that so many positions fill, if there is one."""
+    return next((size for size in PAGE_SIZES if limits.holds(positions % size == 0)), None)
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+
+def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
+    """The results of `mla_fx.mla_prolog`."""
+    call = replace(
+        interleaved(paged(a)),
+        cache_index=slots(a) if a.cache_mode == "Norm" else a.cache_index,
+        rope_sin=for_each_token(a, a.rope_sin),
+        rope_cos=for_each_token(a, a.rope_cos),
+    )
+    if surface.prolog == "v3":
+        query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.prolog(surface, as_v3(call))
+    else:
+        query, query_rope, kv_cache, kr_cache = first_prologs.prolog(surface, call)
+    return query, query_rope, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
+
+
+def as_v3(a: Arguments) -> v3.Arguments:
+    """The same call of the newest interface. It multiplies by gamma before it rounds, `gamma_after_cast` or not:
+    that is one rounding less."""
+    call = check.as_v3(a)
+    return call if a.weight_uq_qr.dtype == torch.int8 else replace(call, weight_quant_mode=0)
+
+
+def interleaved(a: Arguments) -> Arguments:
+    """The same call, for a kernel that reads neighbours."""
+    if a.rope_layout != "half_half":
+        return a
+    heads, width = a.weight_uk.shape[0], a.kr_cache.shape[-1]
+    by_head = a.weight_uq_qr.reshape(a.weight_uq_qr.shape[0], heads, -1)
+    return replace(
+        a,
+        weight_uq_qr=halves_interleaved(by_head, width).flatten(-2),
+        weight_dkv_kr=halves_interleaved(a.weight_dkv_kr, width),
+        rope_layout="interleave_half",
+    )
+
+
+def paged(a: Arguments, pages: Callable[[Tensor, int], Tensor] | None = None) -> Arguments:
+    """The same call with the caches as pages; cache_index still counts within its batch row."""
+    if a.cache_mode != "Norm":
+        return a
+    size = page_size(a.kv_cache.shape[2])
+    assert size is not None, "other caches were refused"
+    kv_cache, kr_cache = ((pages or as_pages)(cache, size) for cache in (a.kv_cache, a.kr_cache))
+    return replace(a, kv_cache=kv_cache, kr_cache=kr_cache, cache_mode="PA_BSND")
+
+
+def as_pages(cache: Tensor, size: int) -> Tensor:
+    """[B, 1, T, D] -> [B*T/size, size, 1, D]."""
+    return cache.view(-1, size, 1, cache.shape[-1])
+
+
+def page_shapes(cache: Tensor, size: int) -> Tensor:
+    """Pages of such a cache without its values: of a symbolic length, a view would give the size of a page as a
+    quotient."""
+    batch, _, positions, width = cache.shape
+    return cache.new_empty(batch * positions // size, size, 1, width)
+
+
+def slots(a: Arguments) -> Tensor:
+    """cache_index [B, S] of a contiguous cache, counted through all its rows; a negative one skips its token still."""
+    assert a.cache_index is not None, "contiguous caches have an index"
+    batch, _, positions, _ = a.kv_cache.shape
+    if limits.known_equal(batch, 1):
+        return a.cache_index
+    first = torch.arange(batch, device=a.cache_index.device).unsqueeze(-1) * positions
+    return torch.where(a.cache_index < 0, a.cache_index, a.cache_index + first)
+
+
+def for_each_token(a: Arguments, table: Tensor | None) -> Tensor:
+    assert table is not None, "a call without rotation was refused"
+    return table.expand(*a.token_x.shape[:-1], -1)

@@ -1,0 +1,13 @@
+"""mla_prolog_quant is a kernel that pypto compiles at run time; torch_npu has no operator for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .surface import Surface
+
+OPERATOR = "mla_prolog_quant"
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> str:
+    return "torch_npu has no operator for it, only pypto a kernel; mla_prolog_v3 has int8 modes like it"

@@ -1,0 +1,94 @@
+"""mla_prolog_v3 as torch_npu.npu_mla_prolog_v3_functional, which is MlaPrologV3 in graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.mla_prolog_v3.arguments import Arguments
+
+from . import limits
+from .lengths import as_tensor
+from .surface import A2, A3, A5, Surface
+from .weights import in_fractals
+
+OPERATOR = "mla_prolog_v3"
+KERNEL = "MlaPrologV3"
+
+HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
+QUERY_RANKS = (1536, 2048)
+HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+RANK, NOPE, ROPE = (512,), (128, 192), (64,)
+PER_TILE = 3  # kv_cache_quant_mode of packed rows, which have no kr_cache
+
+# Arguments that torch_npu takes by keyword alone.
+OPTIONS = tuple(Arguments.__dataclass_fields__)[11:]
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+    if surface.prolog != "v3":
+        return f"the prolog of torch_npu is {surface.prolog} here, by its version or by option prolog; {KERNEL} is v3"
+    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain(surface)
+
+
+@functools.cache
+def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
+    """One function for all calls, so that equal ones are traced once."""
+    return lambda *args, **kwargs: prolog(surface, Arguments(*args, **kwargs))
+
+
+def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    """Why the kernel cannot take this call; the operator itself has checked what goes with what."""
+    yield from limits.chip(surface, KERNEL, (A2, A3, A5))
+    yield from sizes(a)
+    for name in ("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
+        yield from limits.dtype(name, getattr(a, name), KERNEL, (torch.bfloat16,))
+    yield from caches(a)
+
+
+def sizes(a: Arguments) -> Iterator[str]:
+    """As the weights have them: those of activations may be symbols where these are numbers."""
+    yield from limits.size("weight_dq has He", a.weight_dq.shape[0], KERNEL, HIDDEN)
+    yield from limits.size("weight_dq has Hcq", a.weight_dq.shape[1], KERNEL, QUERY_RANKS)
+    heads, nope, rank = a.weight_uk.shape
+    yield from limits.size("weight_uk has N", heads, KERNEL, HEADS)
+    yield from limits.size("weight_uk has D", nope, KERNEL, NOPE)
+    yield from limits.size("weight_uk has Hckv", rank, KERNEL, RANK)
+    yield from limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, KERNEL, ROPE)
+
+
+def caches(a: Arguments) -> Iterator[str]:
+    names = ("kv_cache",) if a.kv_cache_quant_mode == PER_TILE else ("kv_cache", "kr_cache")
+    for name in names:
+        cache: Tensor = getattr(a, name)
+        yield from limits.dense(name, cache, KERNEL, first=1)
+        if a.cache_mode.startswith("PA"):
+            yield from limits.page_size(name, cache.shape[1], KERNEL, 16, 1024)
+
+
+def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
+    """The results of `mla_fx.mla_prolog_v3`."""
+    dense = (a.rmsnorm_gamma_cq, a.rmsnorm_gamma_ckv, a.rope_sin, a.rope_cos)
+    ends = None if a.actual_seq_len is None else as_tensor(a.actual_seq_len, torch.int32, a.token_x.device)
+    query, query_rope, query_scale, query_norm, norm_scale, kv_cache, kr_cache = (
+        torch.ops.npu.npu_mla_prolog_v3_functional(
+            a.token_x.contiguous(),
+            in_fractals(surface, a.weight_dq),
+            in_fractals(surface, a.weight_uq_qr),
+            a.weight_uk.contiguous(),
+            in_fractals(surface, a.weight_dkv_kr),
+            *(tensor.contiguous() for tensor in dense),
+            a.kv_cache,
+            a.kr_cache,
+            **{name: getattr(a, name) for name in OPTIONS} | {"actual_seq_len": ends},
+        )
+    )
+    # what a mode does not have is [1] up to CANN 8.5 and [0] since
+    query_scale = query_scale if a.kv_cache_quant_mode == 1 else query_scale[:0]
+    query_norm = query_norm if a.query_norm_flag else query_norm[:0]
+    norm_scale = norm_scale if a.query_norm_flag and a.weight_quant_mode > 0 else norm_scale[:0]
+    return query, query_rope, query_scale, query_norm, norm_scale, kv_cache, kr_cache

@@ -1,0 +1,36 @@
+"""rms_norm as torch_npu.npu_rms_norm, in graphs RmsNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.emitted.rms_norm import Arguments
+
+from . import limits
+from .surface import A2, A3, A5, Surface
+
+OPERATOR = "rms_norm"
+KERNEL = "RmsNorm"
+
+DTYPES = (*limits.HALVES, torch.float32)
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+
+
+def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    yield from limits.chip(surface, KERNEL, (A2, A3, A5))
+    yield from limits.dtype("x", a.x, KERNEL, DTYPES)
+
+
+def plain(*args: Any, **kwargs: Any) -> Tensor:
+    """The result of `mla_fx.rms_norm`. The kernel multiplies by gamma before it rounds, `gamma_after_cast` or not:
+    that is one rounding less."""
+    a = Arguments(*args, **kwargs)
+    normed: Tensor = torch.ops.npu.npu_rms_norm(a.x.contiguous(), a.gamma.contiguous(), a.epsilon)[0]
+    return normed

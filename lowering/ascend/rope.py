@@ -1,0 +1,50 @@
+"""rope as torch_npu.npu_interleave_rope or npu_rotary_mul, in graphs InterleaveRope and RotaryMul."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.emitted.rope import Arguments
+
+from . import limits
+from .surface import A2, A3, Surface
+
+OPERATOR = "rope"
+KERNELS = {"interleave_half": "InterleaveRope", "half_half": "RotaryMul"}
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+
+
+def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    kernel = KERNELS.get(a.rope_layout)
+    if kernel is None:
+        yield f"rope_layout is {a.rope_layout!r}; {' and '.join(KERNELS.values())} write halves"
+        return
+    yield from limits.chip(surface, kernel, (A2, A3))
+    yield from limits.dtype("x", a.x, kernel, limits.HALVES)
+    yield from limits.size("x has Dr", a.x.shape[-1], kernel, (64,))
+
+
+def plain(*args: Any, **kwargs: Any) -> Tensor:
+    """The result of `mla_fx.rope`. InterleaveRope has the heads before the tokens, so each token is a sequence of its
+    own there."""
+    a = Arguments(*args, **kwargs)
+    batch, steps, heads, width = a.x.shape
+    cos, sin = (for_each_token(table, batch) for table in (a.cos, a.sin))
+    if a.rope_layout == "half_half":
+        rotated: Tensor = torch.ops.npu.npu_rotary_mul(a.x.contiguous(), cos, sin)
+        return rotated
+    x, *tables = (tensor.reshape(batch * steps, -1, 1, width) for tensor in (a.x, cos, sin))
+    rotated = torch.ops.npu.npu_interleave_rope(x, *tables)
+    return rotated.view(batch, steps, heads, width)
+
+
+def for_each_token(table: Tensor, batch: int) -> Tensor:
+    """[B or 1, S, Dr] as [B, S, 1, Dr]."""
+    return table.unsqueeze(2).expand(batch, -1, -1, -1).contiguous()

@@ -1,0 +1,52 @@
+"""What torchair's two kinds of graph have in common as targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from torch.fx import GraphModule
+
+from mla_fx.errors import OptionError
+from mla_fx.target import Compiled, Compiler, Lowering, Target
+from mla_fx.torch_private import OpOverload
+
+from . import toolchain
+
+
+class AscendTarget(Target):
+    """A kind of graph, made in `modes` of torchair's configuration, the first where the user says nothing."""
+
+    kind: ClassVar[Literal["ge", "aclgraph"]]
+    modes: ClassVar[tuple[str, ...]]
+    writes_in_place = False  # torchair wants functional graphs, and sees to writing caches in place itself
+    runs_operators = False
+    prepares = True
+    laid_out_by = toolchain.FORMAT_CASTS
+    max_absorbed_tokens = toolchain.MAX_ABSORBED_TOKENS
+
+    def missing(self) -> str | None:
+        return toolchain.missing()
+
+    def accepts(self) -> frozenset[str]:
+        return toolchain.OPTIONS
+
+    def takes_pieces(self, options: Mapping[str, Any]) -> bool:
+        return True
+
+    def mode_options(self, mode: str) -> Mapping[str, Any]:
+        if mode not in self.modes:
+            raise OptionError(f"mode is {mode!r}; target {self.name!r} has {', '.join(map(repr, self.modes))}")
+        return {"mode": mode}
+
+    def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
+        return toolchain.lowerings(self.kind, options, prepares=prepares)
+
+    def compile(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        fusing: Callable[[Compiler], Compiler],
+        options: Mapping[str, Any],
+    ) -> Compiled:
+        return toolchain.compiled(gm, example_inputs, fusing, toolchain.config(options, self.modes))

@@ -1,0 +1,198 @@
+"""What both NPU targets need of torch_npu and torchair: are they there, which chip, how is a graph compiled.
+
+Two private functions of torchair are used, `get_npu_default_decompositions` and `add_npu_patch`: its public backend
+applies them, but leaves no room between AOTAutograd and its compiler."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from mla_fx.errors import OptionError
+from mla_fx.ops import catalogue
+from mla_fx.prepare import is_laid_out
+from mla_fx.target import Compiled, Compiler, Lowering
+from mla_fx.torch_private import OpOverload, aot_autograd, static_inputs
+
+from . import converters
+from .surface import Prolog, Surface
+
+OPTIONS = frozenset({"causal_masks", "compiler_config", "mode", "prolog", "soc"})
+GE_MODE = "max-autotune"
+PROLOGS: Mapping[Prolog, str] = {
+    "v3": "npu_mla_prolog_v3_functional",
+    "v2": "npu_mla_prolog_v2",
+    "v1": "npu_mla_prolog",
+}
+FORMAT_CASTS = frozenset({"_npu_format_cast"})
+MAX_ABSORBED_TOKENS = 16  # that FusedInferAttentionScore takes with absorbed queries
+
+
+def missing() -> str | None:
+    """Why no graph can be compiled for NPUs here, or None."""
+    if importlib.util.find_spec("torch_npu") is not None:
+        return None
+    release = torch.__version__.partition("+")[0]
+    return f"torch_npu is not installed; pip install torch-npu=={release}, on a machine with Ascend's CANN"
+
+
+def is_on_npu(example_inputs: Sequence[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.device.type == "npu" for value in example_inputs)
+
+
+def chip(options: Mapping[str, Any]) -> str:
+    """The chip's name as CANN gives it, such as "Ascend910B1": option `soc`, or that of the device."""
+    given = options.get("soc")
+    if given is None:
+        importlib.import_module("torch_npu")
+        return str(torch.get_device_module("npu").get_device_name())
+    if not isinstance(given, str) or not given.startswith("Ascend"):
+        raise OptionError(f'option soc is {given!r}; it takes the name of a chip, such as "Ascend910B"')
+    return given
+
+
+def prolog(options: Mapping[str, Any]) -> Prolog:
+    """Which interface of the vendor's prolog: option `prolog`, or the newest that torch_npu has."""
+    importlib.import_module("torch_npu")
+    present = [version for version, operator in PROLOGS.items() if hasattr(torch.ops.npu, operator)]
+    given = options.get("prolog", present[0])
+    if given not in present:
+        raise OptionError(f"option prolog is {given!r}; this torch_npu has {', '.join(map(repr, present))}")
+    version: Prolog = given
+    return version
+
+
+def lowerings(
+    mode: Literal["ge", "aclgraph"], options: Mapping[str, Any], *, prepares: bool
+) -> Mapping[OpOverload, Lowering]:
+    """The lowerings of this folder: of every module that says which operator it lowers."""
+    converters.register()
+    surface = Surface(chip(options), mode, prepares, bool(options.get("causal_masks")), prolog(options))
+    known = catalogue()
+    found: dict[OpOverload, Lowering] = {}
+    for module in _modules():
+        if hasattr(module, "OPERATOR"):
+            entry = known[module.OPERATOR]
+            for overload in filter(None, (entry.overload, entry.host)):
+                found[overload] = functools.partial(module.lower, surface)
+    return found
+
+
+def _modules() -> Iterator[ModuleType]:
+    package = __name__.rpartition(".")[0]
+    for found in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda found: found.name):
+        yield importlib.import_module(f"{package}.{found.name}")
+
+
+def config(options: Mapping[str, Any], modes: Sequence[str]) -> Any:
+    """The user's CompilerConfig, or a new one, which must be in one of these modes. Raises OptionError.
+
+    A copy is returned, without torchair's optimisation of views: in 2.13 that loses a transposition before a reshape,
+    and with it the right answer."""
+    torchair = _torchair()
+    _check(options)
+    given = options.get("compiler_config")
+    if given is None:
+        given = torchair.CompilerConfig()
+        given.mode = options.get("mode", modes[0])
+    if given.mode.value not in modes:
+        allowed = ", ".join(map(repr, modes))
+        raise OptionError(f"option compiler_config has mode {given.mode.value!r}; this target takes {allowed}")
+    if not given.experimental_config.keep_inference_input_mutations:
+        raise OptionError(
+            "option compiler_config turns keep_inference_input_mutations off; caches are written in the graph, "
+            "so it must stay on"
+        )
+    safe = copy.deepcopy(given)
+    safe.experimental_config.enable_view_optimize = False
+    last = given.post_grad_custom_post_pass.value
+
+    def post_pass(gm: GraphModule, inputs: Sequence[Any], config: Any) -> None:
+        _read_sizes_as_numbers(gm)
+        if last is not None:
+            last(gm, inputs, config)
+
+    safe.post_grad_custom_post_pass = post_pass
+    return safe
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    chip(options)
+    prolog(options)
+    word = options.get("causal_masks", False)
+    if not isinstance(word, bool):
+        raise OptionError(f"option causal_masks is {word!r}; it takes False, True")
+
+
+def compiled(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    fusing: Callable[[Compiler], Compiler],
+    config: Any,
+) -> Compiled:
+    """AOTAutograd as torchair runs it, and torchair's compiler behind `fusing`."""
+    from torchair._utils import add_npu_patch, get_npu_default_decompositions  # type: ignore[import-not-found]
+
+    decompositions = get_npu_default_decompositions()
+    add_npu_patch(decompositions, config)
+    compiler = _torchair().get_compiler(config)
+    converters.register()
+
+    def forward(graph_module: GraphModule, inputs: Sequence[Any], is_inference: bool = False) -> Compiled:
+        _mark_weights(graph_module, inputs)
+        made = compiler(graph_module, list(inputs))
+        if config.mode.value != GE_MODE:
+            _check_written_in_place(made.runner.fx_graph)
+        return made  # type: ignore[no-any-return]
+
+    backend = aot_autograd(fusing(forward), compiler, decompositions)
+    found: Compiled = backend(gm, list(example_inputs))
+    return found
+
+
+def _check_written_in_place(gm: GraphModule) -> None:
+    """Raises RuntimeError where torchair left an operator that torch_npu 2.13 runs wrongly outside of GE graphs: it
+    returns caches that nothing was written to."""
+    operator = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional.default
+    if gm.graph.find_nodes(op="call_function", target=operator):
+        raise RuntimeError(
+            "caches of kv_rmsnorm_rope_cache are not written in place; the operator that returns new ones is wrong "
+            "in torch_npu 2.13"
+        )
+
+
+def _mark_weights(gm: GraphModule, inputs: Sequence[Any]) -> None:
+    """Tells torchair, in its own way, which inputs keep their place in memory: weights, and what is made of them."""
+    places = static_inputs()
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if position in places or is_laid_out(node):
+            inputs[position]._torchair_is_parameter = True
+
+
+def _read_sizes_as_numbers(gm: GraphModule) -> None:
+    """Has torchair take the sizes of written inputs as numbers, as they came. It reads a symbol off the first tensor of
+    that size, and a cache that is read for its size, too, keeps the copy that it is written through."""
+    graph = gm.graph
+    written = {copy.args[0] for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    inputs = graph.find_nodes(op="placeholder")
+    numbers = {str(node.meta["val"]): node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)}
+    for node in [node for node in graph.nodes if getattr(node.target, "__name__", "").startswith("sym_size")]:
+        source, axis = node.args
+        if source in written:
+            node.replace_all_uses_with(numbers[str(source.meta["val"].shape[axis])])
+            graph.erase_node(node)
+    gm.recompile()
+
+
+def _torchair() -> Any:
+    importlib.import_module("torch_npu")  # which makes torchair importable
+    return importlib.import_module("torchair")
