@@ -136,7 +136,7 @@ def turn_round(run):
 )
 def test_a_pass_that_spoils_the_graph_is_caught(decode, monkeypatch, spoil, complaint):
     module, arguments = decode
-    passes = (*PIPELINE[:5], Pass("spoil", spoil), *PIPELINE[5:])
+    passes = (*PIPELINE[:6], Pass("spoil", spoil), *PIPELINE[6:])
     monkeypatch.setattr(compilation, "run_pipeline", lambda run, _: run_pipeline(run, passes))
     (message,) = told(module, arguments, with_backend(module))
     assert "pass 'spoil' failed with RuntimeError: " in message and complaint in message
@@ -148,10 +148,10 @@ def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
     with_backend(module, target=target, dump=str(tmp_path))(*arguments)
     report = mla_fx.last_report()
     assert [record.name for record in report.passes] == [step.name for step in PIPELINE]
-    assert [step.name for step in PIPELINE[-2:]] == ["reinplace", "lower"]
+    assert [step.name for step in PIPELINE[-3:]] == ["reinplace", "lower", "prepare"]
     assert all(record.milliseconds > 0 for record in report.passes)
     files = sorted(path.name for path in (tmp_path / "graph_000").glob("*.py"))
-    assert (files[0], files[-1], len(files)) == ("00_captured.py", "07_lower.py", len(PIPELINE) + 1)
+    assert (files[0], files[-1], len(files)) == ("00_captured.py", "09_prepare.py", len(PIPELINE) + 1)
     lowered = (tmp_path / "graph_000" / files[-1]).read_text()
     assert ("mla_fx.mla_prolog_(" in lowered) == (target == "reference")
     assert ("aten.mm" in lowered) == (target == "inductor") or target == "reference"

@@ -5,7 +5,7 @@ from fuzz.bases import MAY_STAY_UNFUSED
 from fuzz.campaign import batches, campaign
 from fuzz.found import FOUND
 
-FAST = 360  # mutants of an ordinary test run
+FAST = 160  # mutants of an ordinary test run
 
 
 def pytest_generate_tests(metafunc):

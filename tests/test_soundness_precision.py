@@ -294,3 +294,24 @@ def test_one_precision_fuses():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         torch._dynamo.reset()
         assert check_no_further(Layer().to(dtype), in_type(arguments(), dtype)).fused == FUSED
+
+
+class RoundedTables(Layer):
+    """Tables that are computed wide and rounded once, as MiniCPM3 does; their halves are read apart."""
+
+    def attended(self, x, tables, *rest):
+        cos, sin = tables
+        return super().attended(x, (cos.cos().to(x.dtype), sin.sin().to(x.dtype)), *rest)
+
+
+def test_tables_that_are_rounded_to_the_type_of_the_model_fuse():
+    x, _, position, caches = in_type(arguments(), torch.bfloat16)
+    tables = in_type(arguments()[1], torch.float32)
+    assert check_no_further(RoundedTables().bfloat16(), (x, tables, position, caches)).fused == FUSED
+
+
+def test_what_is_widened_and_rounded_back_is_read_itself():
+    """Attention in float32 of a bfloat16 model, whose result the program rounds after it was moved."""
+    given = in_type(arguments(), torch.bfloat16)
+    report = check_no_further(WideSoftmax().bfloat16(), given, target="reference")
+    assert report.fused.get(ATTENTION)

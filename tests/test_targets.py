@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,28 @@ def test_auto_without_a_target_says_so():
         automatic_target({"narrow": Narrow()}, [])
 
 
+@pytest.mark.parametrize("target", ["ge", "aclgraph"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda target: mla_fx.MlaPass(target=target),
+        lambda target: mla_fx.get_backend(target=target),
+        lambda target: torch.compile(torch.sin, backend="mla", options={"target": target})(torch.ones(2)),
+    ],
+    ids=["MlaPass", "get_backend", "torch.compile"],
+)
+def test_without_torch_npu_its_targets_say_at_once_what_to_install(monkeypatch, make, target):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "torch_npu" else find(name, *of))
+    release = torch.__version__.partition("+")[0]
+    with pytest.raises(mla_fx.OptionError) as error:
+        make(target)
+    assert str(error.value).startswith(  # Dynamo adds a hint of its own
+        f"target {target!r} cannot be used here: torch_npu is not installed; pip install torch-npu=={release}, "
+        "on a machine with Ascend's CANN"
+    )
+
+
 @pytest.mark.parametrize("file", ["compilation", "options", "target", "pipeline", "backend", "lower"])
 def test_the_core_names_no_target(file):
     tree = ast.parse((ROOT / "mla_fx" / f"{file}.py").read_text(encoding="utf-8"))
@@ -58,6 +81,7 @@ def test_the_core_names_no_target(file):
     assert strings.isdisjoint(discover.targets())
 
 
+@pytest.mark.slow
 def test_a_fused_operator_that_stays_a_call_says_why():
     """The number of query tokens is not known, so the choice of form is made at run time."""
     layer = cases.Layer().eval()

@@ -54,6 +54,14 @@ def test_fake_tensors_know_their_mode():
         assert not torch_private.is_fake(torch.ones(2))
 
 
+def test_memory_is_known_without_being_kept():
+    tensor = torch.ones(2)
+    reference = torch_private.StorageWeakRef(tensor.untyped_storage())
+    assert reference.cdata == tensor.untyped_storage()._cdata and not reference.expired()
+    del tensor
+    assert reference.expired()
+
+
 def test_functions_are_traced():
     assert [node.target for node in graph_of(plus_one, torch.ones(2)).graph.nodes][1] is aten.add.Tensor
 
@@ -90,6 +98,21 @@ def test_aot_autograd_hands_on_operators(is_inference):
         torch.testing.assert_close(x.grad, torch.full((2,), 2.0))
     assert [kind for kind, _ in seen] == [is_inference]
     assert cache.tolist() == [1, 1]
+
+
+def test_aot_autograd_tells_weights_from_inputs():
+    """A weight is the first input of the graph, or the second."""
+    model, found = torch.nn.Linear(3, 2), []
+
+    def compiler(gm, inputs, **_):
+        found.append([list(inputs[place].shape) for place in sorted(torch_private.static_inputs())])
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=torch_private.aot_autograd(compiler, compiler))(torch.ones(5, 3))
+    assert found == [[[2, 3], [2]]]
+    assert torch_private.static_inputs() == frozenset()
 
 
 def test_inductor_compiles_through_the_callers_compiler():

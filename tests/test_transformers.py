@@ -83,7 +83,7 @@ def test_explain_decode():
     assert report.misses == []
 
 
-@pytest.mark.parametrize("name", ["v3", "v2"])
+@pytest.mark.parametrize("name", ["v3", pytest.param("v2", marks=pytest.mark.slow)])
 def test_sixteen_steps(name):
     model, recorder = tiny(name), Recorder()
     theirs = prefilled(model)
@@ -353,7 +353,7 @@ def generated(model, prompt, count, **options):
     return model.generate(prompt, min_new_tokens=count, max_new_tokens=count, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("name", ["v3", "v2-direct"])
+@pytest.mark.parametrize("name", ["v3", pytest.param("v2-direct", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("no_recompile")
 def test_generate(name):
     model, recorder = tiny_model(MODELS[name][0], **MODELS[name][1]), Recorder()

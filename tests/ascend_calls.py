@@ -1,0 +1,100 @@
+"""Calls of the operators that the vendor's kernels take, of fake tensors, and what becomes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from mla_fx.lowering.ascend.surface import Surface
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+A2 = Surface("Ascend910B3", "ge", hoists=True)
+B, S, HE, HCQ, N, D, HCKV, DR, T = 2, 3, 7168, 1536, 32, 128, 512, 64, 256
+
+
+def fakes():
+    """Tensors that are made within are fake: nothing is computed."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def make(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype)
+
+
+def prolog_weights(he=HE, hcq=HCQ, n=N, d=D, hckv=HCKV, dr=DR):
+    return {
+        "token_x": make(B, S, he),
+        "weight_dq": make(he, hcq),
+        "weight_uq_qr": make(hcq, n * (d + dr)),
+        "weight_uk": make(n, d, hckv),
+        "weight_dkv_kr": make(he, hckv + dr),
+        "rmsnorm_gamma_cq": make(hcq),
+        "rmsnorm_gamma_ckv": make(hckv),
+        "rope_sin": make(B, S, dr),
+        "rope_cos": make(B, S, dr),
+    }
+
+
+def caches(*lead, hckv=HCKV, dr=DR):
+    return {"kv_cache": make(*lead, hckv), "kr_cache": make(*lead, dr)}
+
+
+def index(*shape):
+    return make(*shape, dtype=torch.int64)
+
+
+def calls():
+    """A call of each operator that its kernel takes."""
+    lengths = [5, 200]
+    tables = make(B, 3, dtype=torch.int32)
+    return {
+        "mla_prolog": {**prolog_weights(), "cache_index": index(B, S), **caches(8, 128, 1)},
+        "mla_prolog_v3": {**prolog_weights(), **caches(8, 128, 1), "cache_index": index(B, S)},
+        "kv_rmsnorm_rope_cache": {
+            "kv": make(B, 1, S, HCKV + DR),
+            "gamma": make(HCKV),
+            "cos": make(B, 1, S, DR),
+            "sin": make(B, 1, S, DR),
+            "index": index(B * S),
+            "k_cache": make(8, 128, 1, DR),
+            "ckv_cache": make(8, 128, 1, HCKV),
+            "cache_mode": "PA_NZ",
+        },
+        "rms_norm": {"x": make(B, S, HE), "gamma": make(HE), "epsilon": 1e-6},
+        "rope": {"x": make(B, S, N, DR), "cos": make(1, S, DR), "sin": make(1, S, DR)},
+        "multi_latent_attention": {
+            "q_nope": make(B, N, HCKV),
+            "q_rope": make(B, N, DR),
+            "ctkv": make(8, 128, 1, HCKV),
+            "k_rope": make(8, 128, 1, DR),
+            "block_tables": tables,
+            "context_lens": lengths,
+        },
+        "paged_attention": {
+            "query": make(B, N, D),
+            "key_cache": make(8, 128, 4, D),
+            "value_cache": make(8, 128, 4, D),
+            "block_tables": tables,
+            "context_lens": lengths,
+            "kv_head_num": 4,
+        },
+    }
+
+
+def lower(operator, surface=A2, **changes):
+    module = importlib.import_module(f"mla_fx.lowering.ascend.{operator}")
+    assert operator == module.OPERATOR
+    call = calls()[operator] | changes
+    is_emitted = operator in ("rms_norm", "rope")
+    path = f"mla_fx.ops.emitted.{operator}" if is_emitted else f"mla_fx.ops.{operator}.arguments"
+    record = importlib.import_module(path).Arguments
+    fields = [field for field in dataclasses.fields(record) if not field.kw_only]
+    args = [call.pop(field.name, None) for field in fields]
+    return module.lower(surface, *args, **call)
+
+
+def named(cases):
+    return [pytest.param(change, sentence, id=name) for name, (change, sentence) in cases.items()]

@@ -1,0 +1,27 @@
+"""These tests need torch_npu, which the environment has not; `tests/test_npu.py` runs them in a process that has it."""
+
+import importlib.util
+
+import pytest
+
+HAS_TORCH_NPU = importlib.util.find_spec("torch_npu") is not None
+collect_ignore_glob = [] if HAS_TORCH_NPU else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def converted():
+    """`npu.converted`, without the graphs and formats of earlier tests."""
+    from npu import converted, formats
+
+    converted.graphs.clear()
+    formats.clear()
+    return converted
+
+
+@pytest.fixture
+def captured(converted):
+    """`npu.captured`, without the graphs of earlier tests."""
+    from npu import captured
+
+    captured.graphs.clear()
+    return captured

@@ -1,0 +1,171 @@
+"""CPU kernels of torch_npu's operators, as its meta kernels are named: what a graph of them runs without an NPU.
+
+They are the functions that interpret GE graphs, and so take what a device takes and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_npu  # noqa: F401  registers the operators
+from torch import Tensor
+
+from npu import formats
+from npu.ge_interpreter import NEEDS_NZ
+from npu.ge_ops import arithmetic, attention, mla
+
+# How GE names what npu_fused_infer_attention_score_v2 takes.
+GE_NAMES = {
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+    "return_softmax_lse": "softmax_lse_flag",
+    "dequant_scale_key": "key_antiquant_scale",
+    "dequant_scale_value": "value_antiquant_scale",
+}
+DEFAULTS = {"num_key_value_heads": 0, "input_layout": "BSH", "scale": 1.0, "softmax_lse_flag": False}
+Results = tuple[Tensor, ...]
+
+
+def npu_mla_prolog_v3(*args: Any, **options: Any) -> Results:
+    """Writes both caches."""
+    query, query_rope, _, _, *others = mla.MlaPrologV3(**_prolog_arguments(*args, **options))
+    return query, query_rope, *others
+
+
+def npu_mla_prolog_v3_functional(*args: Any, **options: Any) -> Results:
+    """Returns both caches, and writes neither."""
+    arguments = _prolog_arguments(*args, **options)
+    copies = {name: arguments[name].clone() for name in ("kv_cache", "kr_cache")}
+    query, query_rope, kv_cache, kr_cache, *others = mla.MlaPrologV3(**arguments | copies)
+    return query, query_rope, *others, kv_cache, kr_cache
+
+
+def npu_kv_rmsnorm_rope_cache_v2(*args: Any, **options: Any) -> Results:
+    """Writes both caches."""
+    return mla.KvRmsNormRopeCache(**_key_side_arguments(*args, **options))[2:]
+
+
+def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Any, **options: Any) -> Results:
+    """As torch_npu 2.13 runs it: it writes the caches that it is given, and returns copies from before."""
+    arguments = _key_side_arguments(*args, **options)
+    copies = [arguments[name].clone() for name in ("k_cache", "ckv_cache")]
+    return *mla.KvRmsNormRopeCache(**arguments)[2:], *copies
+
+
+def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Results:
+    return arithmetic.RmsNorm(x, gamma, epsilon)
+
+
+def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return mla.InterleaveRope(x, cos, sin)
+
+
+def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    if rotary_mode != "half":
+        raise ValueError(f"rotary_mode is {rotary_mode!r}; simulated is 'half'")
+    return mla.RotaryMul(x, r1, r2)
+
+
+def npu_fused_infer_attention_score_v2(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
+    given = {GE_NAMES.get(name, name): option for name, option in options.items() if option is not None}
+    lengths = {name: torch.tensor(length) for name, length in given.items() if name.startswith("actual_seq_lengths")}
+    return attention.FusedInferAttentionScore(query, [key], [value], **DEFAULTS | given | lengths)
+
+
+def out(query: Tensor, key: Tensor, value: Tensor, *, out: list[Tensor], workspace: Tensor, **options: Any) -> Results:
+    """npu_fused_infer_attention_score_v2.out, in the workspace that it is given."""
+    if not workspace.numel():
+        raise ValueError("workspace is empty; it must be what the query for its size returned")
+    results = npu_fused_infer_attention_score_v2(query, key, value, **options)
+    return tuple(memory.copy_(result) for memory, result in zip(out, results, strict=True))
+
+
+def get_max_workspace(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    """_npu_fused_infer_attention_score_v2_get_max_workspace."""
+    return query.new_empty(1, dtype=torch.uint8)
+
+
+def npu_multi_head_latent_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    ctkv: Tensor,
+    k_rope: Tensor,
+    block_tables: Tensor,
+    context_lens: list[int],
+    q_headnum: int,
+    qk_scale: float,
+    kv_headnum: int,
+    return_lse: bool = False,
+    *,
+    qseqlen: list[int] | None = None,
+    mask_type: str | None = None,
+    calc_type: str | None = None,
+    cache_mode: str | None = None,
+    **tensors: Tensor | None,
+) -> Tensor | Results:
+    """ATB's; rows of sequences without a context are undefined, so there must be none."""
+    if (q_headnum, kv_headnum) != (q_nope.shape[1], 1) or 0 in context_lens:
+        raise ValueError(f"q_headnum is {q_headnum}, kv_headnum is {kv_headnum}, context_lens is {context_lens}")
+    modes = {"mask_type": mask_type, "calc_type": calc_type, "cache_mode": cache_mode}
+    names = ("mask", "qk_descale", "pv_descale")
+    out, lse = torch.ops.mla_fx.multi_latent_attention.host(
+        q_nope,
+        q_rope,
+        ctkv,
+        k_rope,
+        block_tables,
+        context_lens,
+        q_seqlen=qseqlen,
+        qk_scale=qk_scale,
+        **{name: tensors.get(name) for name in names},
+        **{name: mode for name, mode in modes.items() if mode is not None},
+    )
+    return (out, lse) if return_lse else out
+
+
+def _prolog_arguments(*args: Any, **options: Any) -> dict[str, Any]:
+    return prolog_arguments(torch.ops.npu.npu_mla_prolog_v3, "MlaPrologV3", args, options)
+
+
+def prolog_arguments(operator: Any, kernel: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """By name, with weights as matrices. Raises ValueError for weights that are not in FRACTAL_NZ."""
+    arguments = named(operator, args, options)
+    for name in NEEDS_NZ[kernel]:
+        if formats.get_npu_format(arguments[name]) != formats.FRACTAL_NZ:
+            raise ValueError(f"{kernel} reads {name} in FRACTAL_NZ (format 29), but it is ND (format 2)")
+        arguments[name] = formats.from_nz(arguments[name])
+    return arguments
+
+
+def _key_side_arguments(*args: Any, **options: Any) -> dict[str, Any]:
+    return {"is_output_kv": False} | named(torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2, args, options)
+
+
+def named(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are given, by name."""
+    names = [argument.name for argument in operator.default._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | options
+    return {name: value for name, value in given.items() if value is not None}
+
+
+KERNELS = {
+    "npu::npu_mla_prolog_v3": npu_mla_prolog_v3,
+    "npu::npu_mla_prolog_v3_functional": npu_mla_prolog_v3_functional,
+    "npu::npu_kv_rmsnorm_rope_cache_v2": npu_kv_rmsnorm_rope_cache_v2,
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": npu_kv_rmsnorm_rope_cache_v2_functional,
+    "npu::npu_rms_norm": npu_rms_norm,
+    "npu::npu_interleave_rope": npu_interleave_rope,
+    "npu::npu_rotary_mul": npu_rotary_mul,
+    "npu::npu_fused_infer_attention_score_v2": npu_fused_infer_attention_score_v2,
+    "npu::npu_fused_infer_attention_score_v2.out": out,
+    "npu::_npu_fused_infer_attention_score_v2_get_max_workspace": get_max_workspace,
+    "atb::npu_multi_head_latent_attention": npu_multi_head_latent_attention,
+    "atb::npu_multi_head_latent_attention.lse": npu_multi_head_latent_attention,
+}
+
+
+def register() -> None:
+    for name, kernel in KERNELS.items():
+        torch.library.impl(name, "CPU", kernel)

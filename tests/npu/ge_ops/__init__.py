@@ -1,0 +1,1 @@
+"""What GE operators compute, one function for each type, with the names of its definition."""

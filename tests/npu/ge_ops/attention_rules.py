@@ -1,0 +1,134 @@
+"""What FusedInferAttentionScore does not allow, from its documents, as errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LATENT = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
+EXPANDED = ("TND", "NTD_TND")
+PLAIN = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NTD_TND")
+UNSUPPORTED = ("pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix", "learnable_sink")
+
+
+def check(a: dict[str, Any]) -> None:
+    """Raises ValueError with a sentence. Sizes are free, so that small models run; which form it is, is read off the
+    rest: latent attention has one tensor for keys and values, expanded attention two, and both have ropes."""
+    heads, kv_heads, layout = a["num_heads"], a["kv_heads"], a["input_layout"]
+    given = [name for name in UNSUPPORTED if a["rest"].get(name) is not None]
+    _require(not given, f"{given} are given; the interpreter knows no such inputs")
+    _require(heads % kv_heads == 0, f"num_heads is {heads}, no multiple of num_key_value_heads {kv_heads}")
+    _require(
+        (a["query_rope"] is None) == (a["key_rope"] is None),
+        "query_rope and key_rope are given together or not at all",
+    )
+    _check_lengths(a, layout)
+    if a["block_table"] is not None:
+        _check_pages(a, layout)
+    if a["query_rope"] is None:
+        _require(layout in PLAIN, f"input_layout is {layout!r}; without ropes it is one of {PLAIN}")
+    elif a["key"][0].data_ptr() == a["value"][0].data_ptr():
+        _check_latent(a, layout)
+    else:
+        _check_expanded(a, layout)
+    _check_mask(a, layout)
+
+
+def _check_latent(a: dict[str, Any], layout: str) -> None:
+    heads, kv_heads = a["num_heads"], a["kv_heads"]
+    _require(layout in LATENT, f"input_layout is {layout!r}; of latent attention it is one of {LATENT}")
+    _require(
+        heads in (1, 2, 4, 8, 16, 32, 64, 128), f"num_heads is {heads}; of latent attention a power of 2 up to 128"
+    )
+    _require(kv_heads == 1, f"num_key_value_heads is {a['num_key_value_heads']}; of latent attention it is 1")
+    _require(a["block_table"] is not None, "block_table is not given; latent attention reads pages alone")
+    for length in _query_lengths(a, layout):
+        _require(0 <= length <= 16, f"a sequence has {length} queries; latent attention takes up to 16")
+    if a["query"].dtype == torch.int8:
+        _check_int8(a)
+    if layout.startswith("T"):
+        return
+    steps = a["query"].shape[layout.partition("_")[0].index("S")]
+    wanted = 0 if steps == 1 else 3
+    _require(a["sparse_mode"] == wanted, f"sparse_mode is {a['sparse_mode']} for {steps} queries; it must be {wanted}")
+
+
+def _check_int8(a: dict[str, Any]) -> None:
+    rest, key = a["rest"], a["key"][0]
+    scales = ("dequant_scale_query", "key_antiquant_scale", "value_antiquant_scale")
+    missing = [name for name in scales if rest.get(name) is None]
+    _require(not missing, f"query is int8, but {missing} are not given")
+    mode = rest["query_quant_mode"]
+    _require(mode == 3, f"query_quant_mode is {mode}; with an int8 query it is 3")
+    _require(
+        key.dtype == torch.int8 and key.ndim == 5, f"key is {key.dtype} {list(key.shape)}; it is int8 in FRACTAL_NZ"
+    )
+
+
+def _check_expanded(a: dict[str, Any], layout: str) -> None:
+    _require(layout in EXPANDED, f"input_layout is {layout!r}; of expanded attention it is one of {EXPANDED}")
+    _require(a["block_table"] is None, "block_table is given; expanded attention reads no pages")
+    ratio = a["num_heads"] // a["kv_heads"]
+    _require(ratio <= 64, f"num_heads is {ratio} times num_key_value_heads; of expanded attention at most 64 times")
+
+
+def _check_lengths(a: dict[str, Any], layout: str) -> None:
+    is_ragged, is_paged = "T" in layout, a["block_table"] is not None
+    _require(not is_ragged or a["actual_seq_lengths"] is not None, f"{layout} needs actual_seq_lengths")
+    wants_keys = is_ragged or is_paged
+    _require(not wants_keys or a["actual_seq_lengths_kv"] is not None, "TND and block_table need actual_seq_lengths_kv")
+    if is_ragged:
+        tokens = a["query"].shape[layout.partition("_")[0].index("T")]
+        ends = a["actual_seq_lengths"].tolist()
+        is_sum = ends == sorted(ends) and ends[-1] == tokens
+        _require(
+            is_sum, f"actual_seq_lengths is {ends}; of {layout} they are sums of lengths, the last of them {tokens}"
+        )
+
+
+def _check_pages(a: dict[str, Any], layout: str) -> None:
+    key, size = a["key"][0], a["rest"]["block_size"]
+    found = key.shape[1 if key.ndim == 3 else -2]
+    _require(size == found, f"block_size is {size}, the cache {list(key.shape)} has blocks of {found}")
+    _require(size % 16 == 0 and 0 < size <= 1024, f"block_size is {size}; it is a multiple of 16 up to 1024")
+    _require(a["block_table"].dtype == torch.int32, f"block_table is {a['block_table'].dtype}; it is int32")
+    if key.ndim == 4:
+        allowed = layout.startswith(("BNSD", "TND"))
+        _require(allowed, f"the cache is [blocks, N, BS, D] with input_layout {layout!r}; only BNSD and TND take that")
+    if key.ndim == 5:
+        _require(
+            not layout.startswith("BNSD"),
+            f"the cache is in FRACTAL_NZ, which input_layout {layout!r} does not take",
+        )
+        d0 = 32 // key.element_size()
+        _require(key.shape[-1] == d0, f"the FRACTAL_NZ cache is {list(key.shape)}; its last axis is {d0}")
+
+
+def _check_mask(a: dict[str, Any], layout: str) -> None:
+    mask, mode = a["atten_mask"], a["sparse_mode"]
+    _require(mode in (0, 3), f"sparse_mode is {mode}; the interpreter knows 0 and 3")
+    if mode == 0:
+        is_free = mask is None or a["query_rope"] is None
+        _require(is_free, "atten_mask is given with sparse_mode 0, which MLA attention does not take")
+        return
+    _require(mask is not None, "atten_mask is not given; sparse_mode 3 needs the 2048 x 2048 one")
+    is_dtype = mask.dtype in (torch.bool, torch.int8, torch.uint8)
+    _require(is_dtype, f"atten_mask is {mask.dtype}; it is bool, int8 or uint8")
+    is_table = mask.shape == (2048, 2048) and torch.equal(mask.bool(), torch.ones(2048, 2048, dtype=torch.bool).triu(1))
+    _require(
+        is_table, f"atten_mask is {list(mask.shape)}; with sparse_mode 3 it is 2048 x 2048, ones above the diagonal"
+    )
+
+
+def _query_lengths(a: dict[str, Any], layout: str) -> list[int]:
+    if layout.startswith("T"):
+        ends: Tensor = a["actual_seq_lengths"]
+        return ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return [a["query"].shape[layout.partition("_")[0].index("S")]]
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise ValueError(f"FusedInferAttentionScore: {sentence}")

@@ -1,0 +1,65 @@
+"""A call of an operator as the vendor's: lowered, traced, converted by torchair and run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch_npu
+from mla_fx.lowering.ascend.surface import Surface
+from torch import Tensor
+from torch.func import functionalize
+
+from mla_fx.ops import catalogue
+from mla_fx.torch_private import make_fx
+
+A2 = Surface("Ascend910B3", "ge", hoists=False)
+NZ = 29
+WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")  # what kernels read in FRACTAL_NZ
+
+
+class Call:
+    """One call; the arguments that it updates are those that a result is named after."""
+
+    def __init__(self, operator: str, args: Sequence[Any], options: dict[str, Any]) -> None:
+        entry = catalogue()[operator]
+        is_host = any(isinstance(value, list) for value in args)
+        self.overload = entry.host if is_host else entry.overload
+        names = [argument.name for argument in self.overload._schema.arguments]
+        self.given = dict(zip(names, args, strict=False))
+        self.options = options
+        results = [result.name.removesuffix("_out") for result in self.overload._schema.returns]
+        self.updated = {number: name for number, name in enumerate(results) if name in self.given}
+        lowered = importlib.import_module(f"mla_fx.lowering.ascend.{operator}").lower(A2, *args, **options)
+        assert callable(lowered), lowered
+        self.lowered = lowered
+
+    def wanted(self) -> tuple[Tensor, ...]:
+        return as_tuple(self.overload(*self.given.values(), **self.options))
+
+    def on_npu(self, converted: Any) -> tuple[Tensor, ...]:
+        """The same results. Those that are caches are what was written to the caches that were given."""
+        tensors = {name: value.clone() for name, value in self.given.items() if isinstance(value, Tensor)}
+        for name in tensors.keys() & set(WEIGHTS):
+            tensors[name] = torch_npu.npu_format_cast(tensors[name].contiguous(), NZ)
+
+        def call(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            return as_tuple(self.lowered(*(self.given | tensors).values(), **self.options))
+
+        traced = make_fx(functionalize(call), tracing_mode="fake")(tensors)
+
+        def step(tensors: dict[str, Tensor]) -> list[Tensor]:
+            results = traced(tensors)
+            for number, name in self.updated.items():
+                tensors[name].copy_(results[number])
+            return [result for number, result in enumerate(results) if number not in self.updated]
+
+        kept = iter(converted.compiled(step)(tensors))
+        count = len(self.overload._schema.returns)
+        updated = {number: tensors[name] for number, name in self.updated.items()}
+        return tuple(updated[number] if number in updated else next(kept) for number in range(count))
+
+
+def as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,158 @@
+"""The target "aclgraph": what torchair would capture computes what eager does, and writes caches in place."""
+
+import contextlib
+
+import pytest
+import torch
+
+import mla_fx
+from mla_fx.ops.common.sample import Sampler
+from npu import models
+from npu.test_vendor_calls import BF16, BLOCKS, DR, HCKV, PAGE, D, in_nz, kv_call, pages
+
+PROLOG = "npu.npu_mla_prolog_v3.default"
+FRESH_PROLOG = "npu.npu_mla_prolog_v3_functional.default"
+KEY_SIDE = "npu.npu_kv_rmsnorm_rope_cache_v2.default"
+ATTENTION = "npu.npu_fused_infer_attention_score_v2.out"
+
+aten = torch.ops.aten
+
+
+def compiled(function, *, dynamic=False):
+    return torch.compile(function, backend=mla_fx.get_backend(target="aclgraph", soc="Ascend910B3"), dynamic=dynamic)
+
+
+def check_nothing_is_copied(graph):
+    """No input as large as a cache is copied, or written back: operators write caches in place."""
+    nodes = graph.module.graph.nodes
+    copies = [node for node in nodes if node.target in (aten.copy_.default, aten.clone.default)]
+    sizes = [copy.args[0].meta["val"].numel() for copy in copies if copy.args[0].op == "placeholder"]
+    assert all(size == 1 for size in sizes), graph.module.code
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_decode_step(captured, dynamic):
+    model = models.model(layers=2)
+    prompts = [models.prompt(1, seed=seed) for seed in range(3)]
+    models.check_as_exact_as_eager(model, compiled(model, dynamic=dynamic), models.static_cache, prompts)
+    (graph,) = captured.graphs
+    assert graph.calls(PROLOG) == [2]
+    check_nothing_is_copied(graph)
+
+
+def test_prompt(captured):
+    model = models.model(layers=2)
+    models.check_as_exact_as_eager(model, compiled(model), models.static_cache, [models.prompt(20)])
+    (graph,) = captured.graphs
+    assert graph.calls(KEY_SIDE) == [2]
+    check_nothing_is_copied(graph)
+
+
+def test_growing_cache(captured):
+    """Its rows are fresh memory, and its length is computed, which the kernel for attention does not take."""
+    model, prompts = models.model(), [models.prompt(1, seed=seed) for seed in range(2)]
+    models.check_as_exact_as_eager(model, compiled(model, dynamic=True), models.grown, prompts)
+    assert [graph.calls(FRESH_PROLOG, ATTENTION) for graph in captured.graphs] == [[1, 0]]
+
+
+class Attention(torch.nn.Module):
+    """Hugging Face's attention of one token to all positions of a cache, without a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = models.model().layers[0].self_attn
+
+    def forward(self, x, cos, sin, cache):
+        return self.attention(x, (cos, sin), None, past_key_values=cache)[0]
+
+
+def test_attention_without_a_mask(captured):
+    """Every sequence has its whole cache, whose length is a number of the host."""
+    layer, draw = Attention(), Sampler(BF16, seed=9)
+    run = compiled(layer)
+    eager, found = (filled(models.static_cache(models.model())) for _ in range(2))
+    with torch.no_grad():
+        for _ in range(3):
+            given = [draw.normal(1, 1, models.SMALL["hidden_size"]), *draw.tables(1, 1, DR)]
+            torch.testing.assert_close(run(*given, found), layer(*given, eager), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(models.rows_of(found), models.rows_of(eager), rtol=2e-2, atol=2e-2)
+    (graph,) = captured.graphs
+    assert graph.calls(PROLOG, ATTENTION) == [1, 1]
+    check_nothing_is_copied(graph)
+
+
+def filled(cache):
+    draw = Sampler(BF16, seed=10)
+    for layer in cache.layers:
+        for rows in (layer.keys, layer.values):
+            rows.copy_(draw.normal(*rows.shape))
+    return cache
+
+
+@pytest.mark.parametrize("cache_mode", ["krope_ctkv", "nzcache"])
+@pytest.mark.parametrize("steps", [None, [3, 1, 2]], ids=str)
+def test_multi_latent_attention(captured, cache_mode, steps):
+    draw, lengths = Sampler(BF16, seed=6), [3, 300, 128]
+    caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 1, width) for width in (HCKV, DR)]
+    caches = [in_nz(cache) if cache_mode == "nzcache" else cache for cache in caches]
+    rows = len(lengths) if steps is None else sum(steps)
+    tensors = [*(draw.normal(rows, 128, width) for width in (HCKV, DR)), *caches, pages(draw, lengths)]
+    options = {"cache_mode": cache_mode, "calc_type": "calc_type_undefined" if steps is None else "calc_type_spec"}
+
+    def call(*tensors):
+        attention = torch.ops.mla_fx.multi_latent_attention
+        return attention(*tensors, lengths, None, steps, qk_scale=0.07, **options)[0]
+
+    torch.testing.assert_close(compiled(call)(*tensors), call(*tensors), rtol=0, atol=0)
+    assert captured.graphs[0].calls("atb.npu_multi_head_latent_attention.default") == [1]
+
+
+def test_paged_attention(captured):
+    draw, lengths = Sampler(BF16, seed=7), [1, 300, 128]
+    caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 4, D) for _ in range(2)]
+    tensors = [draw.normal(len(lengths), 32, D), *caches, pages(draw, lengths)]
+
+    def call(*tensors):
+        return torch.ops.mla_fx.paged_attention(*tensors, lengths, qk_scale=0.09, kv_head_num=4)
+
+    torch.testing.assert_close(compiled(call)(*tensors), call(*tensors), rtol=1e-2, atol=4e-3)
+    assert captured.graphs[0].calls(ATTENTION) == [1]
+
+
+def test_lengths_of_the_host_change_between_replays(captured):
+    """One capture serves all lengths: of a captured graph torchair updates these alone."""
+    draw = Sampler(BF16, seed=7)
+    caches = [draw.normal(2 * BLOCKS, PAGE, 4, D) for _ in range(2)]
+    tensors = [draw.normal(2, 32, D), *caches, pages(draw, [1, 1])]
+
+    def call(lengths, *tensors):
+        assert all(length > 0 for length in lengths)
+        return torch.ops.mla_fx.paged_attention(*tensors, lengths, qk_scale=0.09, kv_head_num=4)
+
+    run = compiled(call, dynamic=None)
+    for lengths in ([5, 300], [6, 301], [7, 302]):
+        torch.testing.assert_close(run(lengths, *tensors), call(lengths, *tensors), rtol=1e-2, atol=4e-3)
+    _, graph = captured.graphs
+    assert graph.calls(ATTENTION) == [1]
+    assert ["actual_seq_kvlen"] in graph.info.updated_ops_param.values()
+    assert graph.info.unupdated_sym_input_index == []
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_key_side(captured, is_written):
+    """torch_npu's operator that returns new caches is wrong outside of GE graphs, so that none may be left."""
+
+    def call(*tensors):
+        k_cache, ckv_cache, *_ = torch.ops.mla_fx.kv_rmsnorm_rope_cache(*tensors, cache_mode="PA")
+        if not is_written:
+            return k_cache, ckv_cache
+        tensors[5].copy_(k_cache)
+        tensors[6].copy_(ckv_cache)
+        return tensors[5] + 1, tensors[6] + 1
+
+    ours, theirs = ([tensor for tensor in kv_call("PA") if tensor is not None] for _ in range(2))
+    run = compiled(call)
+    with contextlib.nullcontext() if is_written else pytest.warns(mla_fx.MlaWarning, match="not written in place"):
+        found = run(*ours)
+    torch.testing.assert_close((found, ours), (call(*theirs), theirs), rtol=0, atol=0)
+    assert captured.graphs[-1].calls(KEY_SIDE) == [int(is_written)]

@@ -1,0 +1,88 @@
+"""Faults planted into the lowering, one at a time: each is caught, by the numbers or by the interpreter's refusal."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mla_fx.lowering.ascend import fused_infer_attention_score as attention
+from mla_fx.lowering.ascend import mla_prolog, mla_prolog_v3
+
+import mla_fx
+from npu import models
+
+pytestmark = pytest.mark.usefixtures("converted")
+
+
+def check(family="deepseek_v3"):
+    model = models.model(family)
+    run = torch.compile(model, backend=mla_fx.get_backend(target="ge", strict=True), dynamic=False)
+    prompts = [models.prompt(1, seed=seed) for seed in range(2)]
+    models.check_as_exact_as_eager(model, run, models.static_cache, prompts)
+
+
+def caught_by_numbers():
+    """By the comparison itself, whose message is two lists."""
+    return pytest.raises(AssertionError, match=r"^\(\[")
+
+
+def change_prolog(monkeypatch, **changes):
+    """Has the kernel called with arguments that are functions of the right ones."""
+    whole = mla_prolog_v3.prolog
+
+    def prolog(surface, a):
+        return whole(surface, replace(a, **{name: change(a) for name, change in changes.items()}))
+
+    monkeypatch.setattr(mla_prolog_v3, "prolog", prolog)
+
+
+def change_attention(monkeypatch, **changes):
+    """Has the kernel called with options that are functions of the right ones."""
+    whole = attention.attend
+
+    def call(*args, **options):
+        return whole(*args, **options | {name: change(options[name]) for name, change in changes.items()})
+
+    monkeypatch.setattr(attention, "attend", call)
+
+
+def test_no_fault():
+    check()
+
+
+def test_sin_and_cos_are_swapped(monkeypatch):
+    change_prolog(monkeypatch, rope_sin=lambda a: a.rope_cos, rope_cos=lambda a: a.rope_sin)
+    with caught_by_numbers():
+        check()
+
+
+def test_rows_go_to_another_page(monkeypatch):
+    change_prolog(monkeypatch, cache_index=lambda a: (a.cache_index + 128) % 256)
+    with caught_by_numbers():
+        check()
+
+
+def test_a_weight_stays_in_nd(monkeypatch):
+    monkeypatch.setattr(mla_prolog_v3, "in_fractals", lambda surface, weight: weight.contiguous())
+    with pytest.raises(ValueError, match="MlaPrologV3 reads weight_dq in FRACTAL_NZ"):
+        check()
+
+
+def test_halves_are_not_reordered(monkeypatch):
+    monkeypatch.setattr(mla_prolog, "halves_interleaved", lambda weight, width: weight)
+    with caught_by_numbers():
+        check("minicpm3")
+
+
+FAULTS = {
+    "the scale is lost": {"softmax_scale": lambda scale: 1.0},
+    "pages are read in another order": {"block_table": lambda table: table.flip(1)},
+    "the last key is hidden": {"actual_seq_kvlen": lambda lengths: lengths - 1},
+    "a key too many is seen": {"actual_seq_kvlen": lambda lengths: lengths + 1},
+}
+
+
+@pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in FAULTS.items()])
+def test_attention(monkeypatch, changes):
+    change_attention(monkeypatch, **changes)
+    with caught_by_numbers():
+        check()

@@ -1,0 +1,76 @@
+"""README's table of GE operators for each layer, torchair alone against mla_fx, counted anew.
+
+`MLA_FX_ACCEPT=1 python -m tests.npu tests/npu/test_table.py` writes it into README.md."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchair
+
+import mla_fx
+from npu import converted, models
+
+README = Path(__file__).parents[2] / "README.md"
+HEAD = "| model | step | shapes | torchair alone | mla_fx | of them |\n| --- | --- | --- | --- | --- | --- |\n"
+SHORT = {"MlaPrologV3": "prolog", "KvRmsNormRopeCache": "key side", "FusedInferAttentionScore": "attention"}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3": ("deepseek_v3", {}),
+    "DeepSeek-V3, query of full rank": ("deepseek_v3", {"q_lora_rank": None}),
+    "DeepSeek-V2": ("deepseek_v2", {}),
+    "MiniCPM3": ("minicpm3", {}),
+}
+STEPS = {"decode": (models.static_cache, 1), "prompt": (models.static_cache, 20), "decode, growing": (models.grown, 1)}
+
+
+def test_table_in_readme() -> None:
+    cases = [(name, "decode", "fixed") for name in MODELS]
+    cases += [("DeepSeek-V3", step, "fixed") for step in ("decode, growing", "prompt")]
+    cases += [("DeepSeek-V3", "decode", "dynamic")]
+    # all of torchair alone first: what converters mla_fx brings stay in the process
+    alone = [per_layer(*case, torchair.get_npu_backend()) for case in cases]
+    table = HEAD + "".join(map(row, cases, alone))
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(HEAD)
+    after = rest[rest.index("\n\n") + 1 :]
+    if os.environ.get("MLA_FX_ACCEPT"):
+        text = before + table + after
+        README.write_text(text, encoding="utf-8")
+    assert text == before + table + after
+
+
+def row(case: tuple[str, str, str], alone: dict[str, int] | None) -> str:
+    fused = per_layer(*case, mla_fx.get_backend(target="ge"))
+    assert fused is not None, "every model here converts"
+    kinds = ", ".join(f"{fused[kind]} {short}" for kind, short in SHORT.items() if fused.get(kind))
+    count = "does not convert" if alone is None else str(sum(alone.values()))
+    return f"| {' | '.join(case)} | {count} | {sum(fused.values())} | {kinds} |\n"
+
+
+def per_layer(name: str, step: str, shapes: str, backend: Callable[..., Any]) -> dict[str, int] | None:
+    """What a second layer adds, by type; None where the model does not convert."""
+    one, two = (types_of(name, step, shapes, backend, layers) for layers in (1, 2))
+    if one is None or two is None:
+        return None
+    return {kind: two.count(kind) - one.count(kind) for kind in sorted(set(two)) if two.count(kind) > one.count(kind)}
+
+
+def types_of(name: str, step: str, shapes: str, backend: Callable[..., Any], layers: int) -> list[str] | None:
+    family, sizes = MODELS[name]
+    make_cache, tokens = STEPS[step]
+    model = models.model(family, layers, **sizes)
+    cache = make_cache(model)
+    converted.graphs.clear()
+    torch._dynamo.reset()
+    try:
+        models.steps(torch.compile(model, backend=backend, dynamic=shapes == "dynamic"), cache, [models.prompt(tokens)])
+    except torch._dynamo.exc.BackendCompilerFailed as failure:
+        assert isinstance(failure.inner_exception, (NotImplementedError, RuntimeError)), failure
+        return None
+    (graph,) = converted.graphs
+    return converted.types(graph)

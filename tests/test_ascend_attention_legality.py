@@ -1,0 +1,139 @@
+"""What the vendor's kernels of paged attention cannot do is said in sentences, each limit in one of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ascend_calls import DR, HCKV, B, D, N, fakes, index, lower, make, named
+from mla_fx.lowering.ascend.surface import Surface
+
+
+@pytest.fixture(autouse=True)
+def mode():
+    with fakes() as fake_mode:
+        yield fake_mode
+
+
+NO_CONVERTER = "torch.ops.atb has no converter to GE, and FusedInferAttentionScore, which has one, takes"
+MLA = {
+    "calc_type": (
+        lambda: {"calc_type": "calc_type_ring"},
+        f"calc_type is 'calc_type_ring'; {NO_CONVERTER} 'calc_type_undefined' or 'calc_type_spec'",
+    ),
+    "cache_mode": (
+        lambda: {"cache_mode": "int8_nzcache"},
+        f"cache_mode is 'int8_nzcache'; {NO_CONVERTER} 'krope_ctkv' or 'nzcache'",
+    ),
+    "several rows of few heads": (
+        lambda: {"calc_type": "calc_type_spec", "q_seqlen": [1, 1]},
+        f"q_nope has 32 heads; {NO_CONVERTER} 'calc_type_spec' with 128 heads alone, where it is causal",
+    ),
+    "N": (
+        lambda: {"q_nope": make(B, 40, HCKV), "q_rope": make(B, 40, DR)},
+        "q_nope has N = 40; FusedInferAttentionScore takes 1, 2, 4, 8, 16, 32, 64 or 128",
+    ),
+    "dtype": (
+        lambda: {"q_nope": make(B, N, HCKV, dtype=torch.float32)},
+        "q_nope has dtype torch.float32; FusedInferAttentionScore takes torch.bfloat16 or torch.float16",
+    ),
+    "gaps": (
+        lambda: {"k_rope": make(8, 128, 1, 2 * DR)[..., :DR]},
+        "k_rope has shape [8, 128, 1, 64] and strides [16384, 128, 128, 1]; FusedInferAttentionScore takes no gaps",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, sentence", named(MLA))
+def test_limits_of_multi_latent_attention_in_ge(change, sentence):
+    assert lower("multi_latent_attention", **change()) == sentence
+
+
+ATB = {
+    "merged cache": (
+        lambda: {"cache_mode": "kvcache", "q_rope": None, "k_rope": None},
+        "cache_mode is 'kvcache'; torch.ops.atb takes latents and rotary keys in two caches",
+    ),
+    "lse of int8": (
+        lambda: {"cache_mode": "int8_nzcache", "calc_type": "calc_type_ring"},
+        "calc_type is 'calc_type_ring'; with cache_mode 'int8_nzcache', torch_npu has lse in the wrong dtype",
+    ),
+    "lengths": (
+        lambda: {"context_lens": index(B)},
+        "context_lens is a tensor; torch.ops.atb takes a host list, as the overload `host` does",
+    ),
+    "an empty context": (
+        lambda: {"context_lens": [0, 5]},
+        "context_lens is [0, 5]; MultiLatentAttentionOperation leaves the rows of sequences without a context "
+        "undefined",
+    ),
+    "dtype": (
+        lambda: {"k_rope": make(8, 128, 1, DR, dtype=torch.float32)},
+        "k_rope has dtype torch.float32; MultiLatentAttentionOperation takes torch.bfloat16 or torch.float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, sentence", named(ATB))
+def test_limits_of_multi_latent_attention_in_aclgraph(change, sentence):
+    assert lower("multi_latent_attention", Surface("Ascend910B3", "aclgraph", True), **change()) == sentence
+
+
+ATB_HAS_NONE = "torch.ops.atb._npu_paged_attention has no fake kernel"
+NO_GRAPH = f"{ATB_HAS_NONE}, and FusedInferAttentionScore, which has one, takes"
+PAGED = {
+    "mask_type": (
+        lambda: {"mask": make(1, 300), "mask_type": "norm"},
+        f"mask_type is 'mask_type_norm'; {NO_GRAPH} 'undefined'",
+    ),
+    "input_layout": (
+        lambda: {"input_layout": "type_bnsd"},
+        f"input_layout is 'type_bnsd'; {NO_GRAPH} 'type_bsnd'",
+    ),
+    "NZ": (
+        lambda: {"key_cache": make(8, 32, 128, 16), "value_cache": make(8, 32, 128, 16)},
+        f"the caches are NZ; {NO_GRAPH} plain ones here",
+    ),
+    "combined": (
+        lambda: {"value_cache": None, "mla_v_head_size": 64},
+        f"value_cache is None; {NO_GRAPH} keys and values in two caches",
+    ),
+    "q_scale": (lambda: {"q_scale": 0.5}, f"q_scale is 0.5; {NO_GRAPH} no scale of the query"),
+    "dtype": (
+        lambda: {"query": make(B, N, D, dtype=torch.float32)},
+        "query has dtype torch.float32; FusedInferAttentionScore takes torch.bfloat16 or torch.float16",
+    ),
+    "Dv": (
+        lambda: {"value_cache": make(8, 128, 4, 64)},
+        "value_cache has Dv = 64; FusedInferAttentionScore takes 128",
+    ),
+    "BlockSize": (
+        lambda: {"key_cache": make(8, 1024, 4, D), "value_cache": make(8, 1024, 4, D)},
+        "key_cache has BlockSize = 1024; FusedInferAttentionScore takes multiples of 16 up to 512",
+    ),
+    "group": (
+        lambda: {
+            "query": make(B, 128, D),
+            "key_cache": make(8, 128, 1, D),
+            "value_cache": make(8, 128, 1, D),
+            "kv_head_num": 1,
+        },
+        "query has 128 heads and key_cache 1; FusedInferAttentionScore takes up to 64 for each of key_cache",
+    ),
+    "lengths": (
+        lambda: {"context_lens": index(B)},
+        f"context_lens is a tensor, which may hold 0; {NO_GRAPH} a context for each row of query",
+    ),
+    "an empty context": (
+        lambda: {"context_lens": [0, 5]},
+        f"context_lens is [0, 5], which may hold 0; {NO_GRAPH} a context for each row of query",
+    ),
+    "fewer rows": (
+        lambda: {"query": make(1, N, D)},
+        f"query has 1 rows and context_lens 2; {NO_GRAPH} equally many",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, sentence", named(PAGED))
+def test_limits_of_paged_attention(change, sentence):
+    assert lower("paged_attention", **change()) == sentence

@@ -1,0 +1,61 @@
+"""The files of `tests/npu/`, each in a process of its own that can import torch_npu: see `tests/npu/environment.py`."""
+
+from pathlib import Path
+
+import pytest
+from npu import environment
+
+FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_*.py"))
+
+
+@pytest.fixture(scope="session")
+def torch_npu():
+    try:
+        environment.variables()
+    except environment.UnavailableError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_in_a_process_with_torch_npu(torch_npu, file, request):
+    slow = ["--slow"] if request.config.getoption("--slow") else []
+    done = environment.pytest([f"tests/npu/{file}", *slow], capture_output=True)
+    if done.returncode:
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+
+def test_torch_npu_stays_out_of_this_environment():
+    with pytest.raises(ModuleNotFoundError):
+        __import__("torch_npu")
+
+
+def test_a_folder_is_cached_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLA_FX_NPU_CACHE", str(tmp_path))
+
+    def interrupted(folder):
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    def build(folder):
+        folder.mkdir()
+        (folder / "file").touch()
+
+    def overtaken(folder):
+        build(folder)
+        environment.built("name", build)
+
+    with pytest.raises(KeyboardInterrupt):
+        environment.built("name", interrupted)
+    assert list(tmp_path.iterdir()) == []
+    assert environment.built("name", overtaken) == tmp_path / "name"
+    assert environment.built("name", interrupted) == tmp_path / "name", "what is there is not built again"
+    assert [path.name for path in tmp_path.rglob("*")] == ["name", "file"]
+
+
+def test_a_wheel_that_cannot_be_had_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLA_FX_NPU_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(
+        environment.UnavailableError, match=r"pip could not install no-such-project==1: .*no-such-project"
+    ):
+        environment.package("no-such-project==1")

@@ -1,0 +1,170 @@
+"""What is taken out of a graph before its calls: weights laid out once, which follow the weights, and viewed caches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from layers import CLOSE, Layer, Sizes
+from mla_fx.lowering.reference import Reference
+
+from mla_fx.compilation import Compilation
+from mla_fx.debug.report import Report
+from mla_fx.options import Options
+from mla_fx.prepare import LaidOut
+
+PAGE = 16
+SIZES = Sizes(context=2 * PAGE)
+made: list[int] = []
+
+
+def laid(weight):
+    """A copy that is told of."""
+    made.append(1)
+    return weight.clone()
+
+
+LIBRARY = torch.library.Library("mla_fx_test", "DEF")
+LIBRARY.define("laid(Tensor weight) -> Tensor")
+LIBRARY.impl("laid", laid, "CPU")
+LIBRARY.impl("laid", torch.empty_like, "Meta")
+
+
+def paged(token_x, *rest, cache_mode, **options):
+    """The prolog over pages of caches, with weights that were laid out."""
+    *weights, sin, cos, index, kv_cache, kr_cache = rest
+    batch, _, positions, _ = kv_cache.shape
+    pages = [cache.view(-1, PAGE, 1, cache.shape[-1]) for cache in (kv_cache, kr_cache)]
+    slots = index + torch.arange(batch).unsqueeze(-1) * positions
+    weights = [torch.ops.mla_fx_test.laid(weight) for weight in weights]
+    query, query_rope, *written = torch.ops.mla_fx.mla_prolog(
+        token_x, *weights, sin, cos, slots.expand(batch, -1), *pages, **options, cache_mode="PA_BSND"
+    )
+    return query, query_rope, *(new.view(old.shape) for new, old in zip(written, (kv_cache, kr_cache), strict=True))
+
+
+class Laying(Reference):
+    name = "laying"
+    writes_in_place = False
+    prepares = True
+
+    def lowerings(self, options, *, prepares):
+        return {torch.ops.mla_fx.mla_prolog.default: lambda *_, **__: paged}
+
+
+class Compiled:
+    """A layer compiled for the target above."""
+
+    def __init__(self, layer, **options):
+        self.compilations = []
+        self.run = torch.compile(layer, backend=self, **options)
+
+    def __call__(self, gm, inputs):
+        compilation = Compilation(Options(), Laying(), Report(target="laying"))
+        self.compilations.append(compilation)
+        return compilation.compile(gm, inputs)
+
+    @property
+    def notes(self):
+        return [compilation.report.notes for compilation in self.compilations]
+
+
+@pytest.fixture(autouse=True)
+def nothing_made():
+    made.clear()
+    with torch.no_grad():
+        yield
+
+
+def arguments(seed, sizes=SIZES):
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    caches = tuple(random(sizes.batch, 1, sizes.context, width) for width in (sizes.rank, sizes.rope))
+    x = random(sizes.batch, sizes.tokens, sizes.hidden)
+    return (
+        x,
+        (random(sizes.tokens, sizes.rope), random(sizes.tokens, sizes.rope)),
+        torch.arange(3, 3 + sizes.tokens),
+        caches,
+    )
+
+
+def check(layer, run, given):
+    theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
+    expected = layer(*theirs)
+    torch.testing.assert_close((run(*ours), ours), (expected, theirs), **CLOSE)
+
+
+@pytest.mark.parametrize("dynamic, tokens", [(False, 3), (True, 1)])
+def test_weights_are_laid_out_once_and_caches_viewed(dynamic, tokens):
+    layer = Layer(sizes := replace(SIZES, tokens=tokens))
+    compiled = Compiled(layer, dynamic=dynamic)
+    for seed in range(3):
+        check(layer, compiled.run, arguments(seed, sizes))
+    assert len(made) == 6  # those of the prolog; the seventh is that of the values, which is not told of
+    (notes,) = compiled.notes
+    assert "2 caches handed over as views" in notes[-1] and notes[-1].startswith("7 weights laid out anew, once, ")
+
+
+def test_a_weight_that_is_written_is_laid_out_again_alone():
+    layer = Layer(SIZES)
+    compiled = Compiled(layer)
+    check(layer, compiled.run, arguments(0))
+    layer.q_a.mul_(0.5)
+    check(layer, compiled.run, arguments(1))
+    assert len(made) == 7
+    layer.load_state_dict({name: weight * 0.7 for name, weight in layer.state_dict().items()})
+    check(layer, compiled.run, arguments(2))
+    assert len(made) == 13 and len(compiled.compilations) == 1
+
+
+def test_a_weight_that_is_another_tensor_is_laid_out_again():
+    layer = Layer(SIZES)
+    compiled = Compiled(layer)
+    check(layer, compiled.run, arguments(0))
+    for _ in range(3):  # memory that was freed may come back under its old address
+        layer.kv_a.data = torch.randn_like(layer.kv_a)
+        check(layer, compiled.run, arguments(1))
+    assert len(made) == 9 and len(compiled.compilations) == 1
+
+
+def test_weights_whose_writes_nobody_counts_are_laid_out_at_each_call():
+    with torch.inference_mode():
+        layer = Layer(SIZES)
+    compiled = Compiled(layer)
+    for seed in range(2):
+        check(layer, compiled.run, arguments(seed))
+    assert len(made) == 12
+
+
+def test_what_is_laid_out_never_is_the_weight_itself():
+    weight = torch.arange(6.0).view(2, 3)
+    value = LaidOut(lambda weight: weight[:1], [0], 12)
+    first = value([weight])
+    assert first.data_ptr() != weight.data_ptr()
+    other = weight + 1
+    assert value([other]) is first and torch.equal(first, other[:1])
+    assert torch.equal(weight, torch.arange(6.0).view(2, 3))
+
+
+def test_what_differs_from_call_to_call_stays_in_the_graph():
+    """A rotation by random tables has no operand, as constants have none."""
+
+    class Random(Layer):
+        def forward(self, x, tables, *rest):
+            return super().forward(x, tuple(torch.rand_like(table) for table in tables), *rest)
+
+    run = Compiled(Random(SIZES)).run
+    assert not torch.equal(run(*arguments(0)), run(*arguments(0)))
+
+
+def test_sizes_may_be_among_what_a_value_is_made_from():
+    value = LaidOut(lambda weight, size: weight[:size] * 2, [0, 1], 0)
+    weight = torch.arange(6.0)
+    for size in (2, 2, 4):
+        assert torch.equal(value([weight, size]), weight[:size] * 2)
