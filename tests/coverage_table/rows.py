@@ -36,7 +36,7 @@ class FamilyCell:
     column: str
 
     def found(self) -> list[Found]:
-        model, results = tiny_model(self.line), []
+        model, results = tiny_model(self.line, **DENSE), []
         for attention, dynamic in (("sdpa", False), ("eager", False), ("sdpa", True)):
             model.set_attn_implementation(attention)
             name = "dynamic sizes" if dynamic else attention
@@ -54,13 +54,17 @@ class FamilyCell:
         return model, (tokens(2, now),), {"past_key_values": cache}
 
 
+# Experts are long to trace, and nothing here is about them.
+DENSE = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]}
+
 # The kind of cache, the tokens in it, and the new ones.
 STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growing cache": ("dynamic", 12, 1)}
 
 
 @dataclass(frozen=True)
 class ZooCell:
-    """A spelling of the zoo at each of its steps, in each precision, and with sizes that are symbols."""
+    """A spelling of the zoo at each of its steps, and at the last one in each precision and with sizes that are
+    symbols."""
 
     line: str
     place: int
@@ -75,11 +79,9 @@ class ZooCell:
 
     def found(self) -> list[Found]:
         *_, last = steps = self._entry.steps
-        results = []
-        for step in steps:
-            results += self._at(step, torch.float32)
-            results += self._at(step, torch.bfloat16)
-        return [*results, *self._at(last, torch.float16), *self._at(last, torch.float32, dynamic=True)]
+        results = [found for step in steps for found in self._at(step, torch.float32)]
+        results += [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
+        return [*results, *self._at(last, torch.float32, dynamic=True)]
 
     def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
         entry = self._entry
