@@ -93,11 +93,11 @@ class Layer(nn.Module):
         return out
 
 
-class ScaledQuery(Layer):
-    """The query is scaled by position after its projection, so that no prolog takes it. The key side is as ever."""
+class WeightedQuery(Layer):
+    """Each column of the query is weighted after its projection, so that no prolog takes it. The key side is as ever."""
 
     def query(self, x: Tensor) -> Tensor:
-        return super().query(x) * torch.arange(1.0, S + 1).view(1, S, 1)
+        return super().query(x) * torch.linspace(0.5, 1.5, N * (D + DR))
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:

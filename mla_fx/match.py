@@ -8,10 +8,12 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
                                      before need not be read again
     contract(a, b, name="uq")        a matrix product of a and b, in either order
     rms_norm(value, gamma, name=..)  a weighted RMSNorm
+    scaled(value, scale, name=..)    a value multiplied by a smaller tensor
     rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
     stored(row, name=..)             rows that enter a cache, or rows that are used as they are; with `beside` they are
                                      the same rows as those of another cache, token for token
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
+    twin(pattern, because)           what is near and yet no match, for a reason that is told to the user
 
 A match starts from a root, which gives the words their first elements:
 
@@ -41,6 +43,7 @@ from .readings.element import Element, resolve
 from .readings.reading import Reading
 from .readings.rms_norm import rms_norm as read_rms_norm
 from .readings.rope import rope as read_rope
+from .readings.scaling import scaling
 from .readings.softmax import Attention
 from .readings.views import fresh_index, name_of, named_argument, shape_of
 
@@ -112,6 +115,17 @@ class _Either(Pattern):
 
 
 @dataclass(frozen=True)
+class _Twin(Pattern):
+    pattern: Pattern
+    because: str
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        for found in self.pattern.bindings(element, match, nearest):
+            nearest.fail(found, NoMatch(self.because, element.origin))
+        yield from ()
+
+
+@dataclass(frozen=True)
 class _Reads(Pattern):
     """An element that `reader` reads, in each way that it offers; the parts of the reading satisfy patterns in turn."""
 
@@ -172,12 +186,20 @@ def either(tag: str, **alternatives: Pattern) -> Pattern:
     return _Either(tag, alternatives)
 
 
+def twin(pattern: Pattern, because: str) -> Pattern:
+    return _Twin(pattern, because)
+
+
 def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
     return _Reads(name, lambda element, _: _both_ways(contraction(element)), {"left": left, "right": right})
 
 
 def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:
     return _Reads(name, lambda element, _: (read_rms_norm(element),), {"gamma": gamma, "value": value})
+
+
+def scaled(value: Pattern, scale: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: (scaling(element),), {"value": value, "scale": scale})
 
 
 def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:

@@ -13,12 +13,12 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes
-from .readings.axes import Axis, Index, axes_of, combine, of_axis, whole
+from .readings.axes import Axis, Index, combine, of_axis, whole
 from .readings.cache_update import CacheUpdate
 from .readings.element import Element, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
-from .readings.rope import Rope, Table
+from .readings.rope import Table
 from .readings.sizes import product
 from .replacement import Replacement, replaced
 
@@ -105,21 +105,6 @@ def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
             return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
     halves = [tensor(emit, half, [*outer, pairs], expand=True) for half in (first, second)]
     return emit.call(aten.cat.default, halves, -1)
-
-
-def check_same_rotation(query: Rope | None, keys: Rope | None) -> None:
-    """Query and key are rotated by the same tables in the same layout, or neither is."""
-    if query is None and keys is None:
-        return
-    if query is None or keys is None:
-        rotated = query or keys
-        raise NoMatch("only one of query and key is rotated", rotated.node if rotated else None)
-    if query.layout != keys.layout:
-        raise NoMatch(f"the query is rotated in layout {query.layout}, the key in {keys.layout}", keys.node)
-    pair = dict(zip(axes_of(keys.pair) or (), map(of_axis, axes_of(query.pair) or ()), strict=True))
-    for name, mine, theirs in (("cos", query.cos, keys.cos), ("sin", query.sin, keys.sin)):
-        if (mine.first, mine.second) != (renamed(theirs.first, pair), renamed(theirs.second, pair)):
-            raise NoMatch(f"{name} of the query and {name} of the key are different tensors", theirs.first.origin)
 
 
 # --- caches ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import HCKV, Case, ScaledQuery
+from mla_fx.cases import HCKV, Case, WeightedQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, tensor
@@ -76,13 +76,13 @@ class Facts:
     rotation: Rope | None
 
 
-class _TwoProjections(ScaledQuery):
+class _TwoProjections(WeightedQuery):
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = x @ self.kv_a[:HCKV].T, (x + 1) @ self.kv_a[HCKV:].T
         return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
 
 
-class _TwoPositions(ScaledQuery):
+class _TwoPositions(WeightedQuery):
     def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         self.kv_cache.index_copy_(2, position, latent)
         self.kr_cache.index_copy_(2, position - 1, k_rope)
@@ -94,7 +94,7 @@ class KvRmsnormRopeCache(Rule[Facts]):
     targets = ATTENTION
     pattern = PATTERN
     yields_to_target = True
-    accepts = (Case("query made elsewhere", ScaledQuery, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
+    accepts = (Case("query made elsewhere", WeightedQuery, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
     rejects = (
         Case("latent and key projected apart", _TwoProjections, because="not neighbours in one tensor"),
         Case("two positions", _TwoPositions, because="written to different positions"),
@@ -132,6 +132,8 @@ class KvRmsnormRopeCache(Rule[Facts]):
         kv = tensor(emit, facts.kv.element, (latent.batch, (), latent.token, (facts.kv.axis,)), dtype=dtype)
         gamma = tensor(emit, facts.match["gamma"], (latent.width,))
         options: dict[str, object] = {"epsilon": facts.norm.epsilon, "gamma_after_cast": facts.norm.gamma_after_cast}
+        if facts.norm.factor != 1.0:
+            options["kc_scale"] = facts.norm.factor
         cos = sin = None
         if rotation is not None:
             outer = (keys.batch, (), keys.token)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import DR, Case, S, ScaledQuery, T
+from mla_fx.cases import DR, Case, S, WeightedQuery, T
 from mla_fx.debug.report import fused_name
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
@@ -48,7 +48,7 @@ class Facts:
     r: Axes
 
 
-class _Interleaved(ScaledQuery):
+class _Interleaved(WeightedQuery):
     """Read as neighbours and written as halves, as DeepSeek-V3 does, by tables of half the width."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class _Interleaved(ScaledQuery):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class _Appended(ScaledQuery):
+class _Appended(WeightedQuery):
     """A cache that grows by cat: its new rows are rotated, too."""
 
     def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class RopeAlone(Rule[Facts]):
     yields_to_target = True
     tells_misses = False
     accepts = (
-        Case("halves", ScaledQuery, FUSED, pieces=True),
+        Case("halves", WeightedQuery, FUSED, pieces=True),
         Case("neighbours written as halves", _Interleaved, FUSED, pieces=True),
         Case("rows appended", _Appended, {"rms_norm": 2, "rope": 2, "latent_attention": 1}, pieces=True),
     )

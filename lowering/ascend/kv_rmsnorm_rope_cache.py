@@ -35,6 +35,8 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | s
 
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
     yield from rotation(a)
+    if a.kc_scale != 1.0:
+        yield f"kc_scale is {a.kc_scale:.6g}; {KERNEL} stores norms as they are"
     yield from limits.dtype("kv", a.kv, KERNEL, limits.HALVES)
     for name in ("gamma", "cos", "sin"):
         yield from limits.dtype(name, getattr(a, name), KERNEL, (a.kv.dtype,))

@@ -55,7 +55,7 @@ def byte_offset(mode, shape, element_size, index, steps, place):
 
 
 def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v, *,
-           epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast):  # fmt: skip
+           epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast, kc_scale):  # fmt: skip
     """The rows k_rope and c_kv in float64, and for each cache the unrounded value to be found at each byte offset."""
     batch, heads, steps, _ = kv.shape
     weights = gamma.tolist()
@@ -65,6 +65,7 @@ def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_sc
         token = kv[b, n, s].tolist()
         turned = 0 if cos is None else cos.shape[-1]
         key, latent = token[len(weights) :], norm_row(token[: len(weights)], weights, epsilon, cast)
+        latent = [value * kc_scale for value in latent]
         if v is not None:
             key, latent = latent, v[b, n, s].tolist()
         if turned:

@@ -25,3 +25,4 @@ class Arguments:
     is_output_kv: bool = False
     rope_layout: str = "interleave_half"
     gamma_after_cast: bool = False
+    kc_scale: float = 1.0

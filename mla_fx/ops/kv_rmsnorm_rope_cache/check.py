@@ -71,6 +71,8 @@ def check_without_v(a: Arguments) -> tuple[int, int]:
 
 def check_with_v(a: Arguments, v: Tensor) -> tuple[int, int]:
     """The widths Dk and Dv."""
+    if a.kc_scale != 1.0:
+        raise ValueError(f"kc_scale is {a.kc_scale}; it must be 1.0 with v, whose rows are stored as they are.")
     check_rank("kv", a.kv, "B, N, S, Dk")
     *rows, total = a.kv.shape
     if all(known_to_differ(rows[1], heads) for heads in HEADS):

@@ -16,7 +16,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Without v, the latent and the rotary key of MLA lie side by side::
 
-        c_kv   = RMSNorm(kv[..., :Hckv]);  k_rope = RoPE(kv[..., Hckv:])
+        c_kv   = RMSNorm(kv[..., :Hckv]) * kc_scale;  k_rope = RoPE(kv[..., Hckv:])
         ckv_cache[index] = c_kv;           k_cache[index] = k_rope
 
     kv is [B, 1, S, Hckv+Dr]; gamma [Hckv], whose length says what Hckv is; cos and sin [B or 1, 1, S, Dr], both None
@@ -31,6 +31,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     `x1[i] cos[i] - x2[i] sin[i]` and `x2[i] cos[h+i] + x1[i] sin[h+i]`. rope_layout is (layout read)_(layout written),
     "interleave_half", "half_half" or "interleave_interleave": interleaved pairs are neighbours, halves h apart.
     gamma_after_cast multiplies by gamma after rounding the normalised value, and rounds again, as Hugging Face does.
+    kc_scale, a factor of the latents that LongCat has, is no argument of the source; with v it must be 1.
 
     Tensors share the dtype of kv (bfloat16, float16, float32, float64); gamma and tables may be any of these. RMSNorm
     and RoPE run in float32, or float64 for float64, and are rounded once. cos and sin may also have one step for all

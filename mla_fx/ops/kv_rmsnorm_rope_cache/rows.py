@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_fx.ops.common.cache import page_slots, store, store_
 from mla_fx.ops.common.cast import i8_trunc
-from mla_fx.ops.common.math import rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
+from mla_fx.ops.common.math import rescaled, rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
 
 from .arguments import Arguments
 
@@ -25,7 +25,7 @@ class NewRows(NamedTuple):
 def new_rows(a: Arguments) -> NewRows:
     if a.v is None:
         rank = a.gamma.shape[0]
-        latent, key = normed(a.kv[..., :rank], a), rotated(a.kv[..., rank:], a)
+        latent, key = rescaled(normed(a.kv[..., :rank], a), a.kc_scale), rotated(a.kv[..., rank:], a)
     else:
         width = 0 if a.cos is None else a.cos.shape[-1]
         whole = normed(a.kv, a)
