@@ -55,16 +55,18 @@ def is_same_number(one: float, other: float) -> bool:
 
 
 def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
-    """The tensor by which both parts of the query are multiplied, if there is one."""
-    scaled_parts = [name for name in ("query", "query_rope") if match.choices[f"{name}.scale"] != "one"]
-    if not scaled_parts:
+    """The tensor by which both parts of the query are multiplied, if there is one; it may run along `allowed` axes."""
+    nope, rope = (match.elements.get(f"{part}.scale") for part in ("query", "query_rope"))
+    found = nope or rope
+    if found is None:
         return None
-    scale = match["query_scale"]
-    if len(scaled_parts) == 1:
-        part = {"query": "q_nope", "query_rope": "q_rope"}[scaled_parts[0]]
-        raise NoMatch(f"of the query only {part} is multiplied by a tensor", scale.origin)
-    if not scale.axes <= allowed:
-        raise NoMatch("the query is multiplied by a tensor that differs from column to column", scale.origin)
-    if any(is_computed_from(scale.origin, match.readings[name].node) for name in ("uq", "qr")):
-        raise NoMatch("the query is multiplied by a tensor that is computed from it", scale.origin)
-    return scale
+    if nope is None or rope is None:
+        part = "q_nope" if rope is None else "q_rope"
+        raise NoMatch(f"of the query only {part} is multiplied by a tensor", found.origin)
+    if not (nope.axes | rope.axes) <= allowed:
+        raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
+    if nope != rope:
+        raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
+    if any(is_computed_from(nope.origin, match.readings[name].node) for name in ("uq", "qr")):
+        raise NoMatch("the query is multiplied by a tensor that is computed from it", nope.origin)
+    return nope

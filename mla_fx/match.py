@@ -13,7 +13,8 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
     stored(row, name=..)             rows that enter a cache, or rows that are used as they are; with `beside` they are
                                      the same rows as those of another cache, token for token
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
-    twin(pattern, because)           what is near and yet no match, for a reason that is told to the user
+    having(pattern)                  a tensor put together of several, one of which satisfies a pattern
+    twin(pattern, because)           what is near and yet no match, for a reason that is told before all others
 
 A match starts from a root, which gives the words their first elements:
 
@@ -36,7 +37,7 @@ from torch.fx import Node
 
 from .binding import Match
 from .errors import NoMatch
-from .readings.axes import Axis, Index, fresh
+from .readings.axes import Axis, Index, fresh, shifted
 from .readings.cache_update import POSITIONED, CacheUpdate, cache_update
 from .readings.contraction import Contraction, contraction
 from .readings.element import Element, resolve
@@ -45,19 +46,20 @@ from .readings.rms_norm import rms_norm as read_rms_norm
 from .readings.rope import rope as read_rope
 from .readings.scaling import scaling
 from .readings.softmax import Attention
-from .readings.views import fresh_index, name_of, named_argument, shape_of
+from .readings.views import cuts, fresh_index, name_of, named_argument, shape_of
 
 
 @dataclass
 class NearestMiss:
-    """The deepest point at which one attempt at a pattern failed."""
+    """The deepest point at which one attempt at a pattern failed, or the deepest whose reason is known for certain."""
 
     depth: int = -1
     miss: NoMatch | None = None
+    is_certain: bool = False
 
-    def fail(self, match: Match, miss: NoMatch) -> None:
-        if match.depth > self.depth:
-            self.depth, self.miss = match.depth, miss
+    def fail(self, match: Match, miss: NoMatch, *, is_certain: bool = False) -> None:
+        if (is_certain, match.depth) > (self.is_certain, self.depth):
+            self.depth, self.miss, self.is_certain = match.depth, miss, is_certain
 
 
 class Pattern:
@@ -121,8 +123,21 @@ class _Twin(Pattern):
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         for found in self.pattern.bindings(element, match, nearest):
-            nearest.fail(found, NoMatch(self.because, element.origin))
+            nearest.fail(found, NoMatch(self.because, element.origin), is_certain=True)
         yield from ()
+
+
+@dataclass(frozen=True)
+class _Having(Pattern):
+    part: Pattern
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        seams = cuts(element.origin, element.index)
+        for axis in dict.fromkeys(axis for axis, _ in seams):
+            bounds = [0, *sorted(cut for at, cut in seams if at is axis), axis.size]
+            for start, stop in itertools.pairwise(bounds):
+                part = element.at({axis: shifted(fresh(stop - start), start)})
+                yield from self.part.bindings(part, match, nearest)
 
 
 @dataclass(frozen=True)
@@ -184,6 +199,10 @@ def bound(name: str, pattern: Pattern) -> Pattern:
 
 def either(tag: str, **alternatives: Pattern) -> Pattern:
     return _Either(tag, alternatives)
+
+
+def having(part: Pattern) -> Pattern:
+    return _Having(part)
 
 
 def twin(pattern: Pattern, because: str) -> Pattern:

@@ -149,14 +149,15 @@ def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
 
 
 def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:
-    """Where the rows go, [B or 1, S] int64, counted from the start."""
+    """Where the rows go, [B or 1, S] int64, counted from the start; of rows that are appended, among themselves."""
     position = cache.update.position
     if isinstance(position, Element):
         given = tensor(emit, position, cache.row, dtype=torch.int64)
         return _counted_from_start(emit, given, cache) if cache.update.wraps else given
     rows = cache.update.rows.meta["val"]
     length = emit.size(product(axis.size for axis in cache.token))
-    options = {"start": position, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
+    start = 0 if position is None else position
+    options = {"start": start, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
     return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
 
 
@@ -173,8 +174,8 @@ def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
     return replaced(emit, cache.update.node, cache.update.index, element)
 
 
-def replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
-    """Uses the [B,S,1,width] rows that an operator returned wherever the new rows were used."""
+def replace_rows(emit: Emitter, cache: CacheRoles, rows: Element) -> Replacement:
+    """Uses the rows that an operator returned wherever the new rows were used."""
     update = cache.update
     index = (*update.index[: update.dim], update.token, *update.index[update.dim + 1 :])
-    return replaced(emit, update.rows, index, result(out, (cache.batch, cache.token, (), cache.width)))
+    return replaced(emit, update.rows, index, rows)

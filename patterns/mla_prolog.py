@@ -31,6 +31,7 @@ from mla_fx.match import (
     bound,
     contract,
     either,
+    having,
     rms_norm,
     rope,
     scaled,
@@ -74,6 +75,10 @@ Q_LATENT = bound(
         "query_rank",
         low=rms_norm(contract(TOKEN_X, var("weight_dq"), name="dq"), var("gamma_cq"), name="cq"),
         full=TOKEN_X,
+        joined=twin(
+            having(rms_norm(var("part"), var("gamma"), name="part.norm")),
+            because="the query is made of a normed latent joined with more, mla_prolog makes it of one latent",
+        ),
     ),
 )
 KV_LATENT = rms_norm(contract(TOKEN_X, var("weight_dkv"), name="dkv"), var("gamma_ckv"), name="ckv")
@@ -86,7 +91,7 @@ def _rotated(value: Pattern, operand: str) -> Pattern:
 
 
 def _scaled(value: Pattern, operand: str) -> Pattern:
-    return scaled(value, var("query_scale"), name=f"{operand}.scaled")
+    return scaled(value, var(f"{operand}.scale"), name=f"{operand}.scaled")
 
 
 Q_NOPE = contract(Q_LATENT, var("weight_uq"), name="uq")
@@ -304,7 +309,7 @@ class MlaProlog(Rule[Facts]):
             if cache is None:
                 yield Replacement(old, emit.call(aten.squeeze.dim, new, 2))
             elif mode == "BSND":
-                yield replace_rows(emit, cache, new)
+                yield replace_rows(emit, cache, result(new, (cache.batch, cache.token, (), cache.width)))
             else:
                 yield replace_cache(emit, cache, new)
 

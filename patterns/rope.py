@@ -58,7 +58,11 @@ class _Interleaved(WeightedQuery):
 
 
 class _Appended(WeightedQuery):
-    """A cache that grows by cat: its new rows are rotated, too."""
+    """A cache that grows by cat: its new rows are rotated, too, where norm and rotation are not neighbours."""
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = super().rows(x)
+        return latent, k_rope + 1
 
     def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
