@@ -149,15 +149,14 @@ def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
 
 
 def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:
-    """Where the rows go, [B or 1, S] int64, counted from the start; of rows that are appended, among themselves."""
+    """Where the rows go, [B or 1, S] int64, counted from the start."""
     position = cache.update.position
     if isinstance(position, Element):
         given = tensor(emit, position, cache.row, dtype=torch.int64)
         return _counted_from_start(emit, given, cache) if cache.update.wraps else given
     rows = cache.update.rows.meta["val"]
     length = emit.size(product(axis.size for axis in cache.token))
-    start = 0 if position is None else position
-    options = {"start": start, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
+    options = {"start": position, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
     return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
 
 

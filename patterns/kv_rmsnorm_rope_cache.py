@@ -162,14 +162,15 @@ class KvRmsnormRopeCache(Rule[Facts]):
             cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
             options["rope_layout"] = rotation.layout
         target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
-        caches = [_written(emit, cache, kv) for cache in (keys, latent)]
-        out = emit.call(target, kv, gamma, cos, sin, emit_positions(emit, latent), *caches, **options)
-        for place, cache in enumerate((keys, latent)):
-            written = emit.call(operator.getitem, out, place)
-            if cache.update.position is None:
-                yield replace_rows(emit, cache, result(written, (cache.batch, (), cache.token, cache.width)))
-            else:
-                yield replace_cache(emit, cache, written)
+        if latent.update.position is None:
+            index, caches, replace = None, [_new_cache(emit, cache, kv) for cache in (keys, latent)], _replace_rows
+            options["cache_mode"] = "BNSD"
+        else:
+            index, caches = emit_positions(emit, latent), [emit_cache(emit, cache) for cache in (keys, latent)]
+            replace = replace_cache
+        out = emit.call(target, kv, gamma, cos, sin, index, *caches, **options)
+        yield replace(emit, keys, emit.call(operator.getitem, out, 0))
+        yield replace(emit, latent, emit.call(operator.getitem, out, 1))
 
 
 def _is_cached(latents: Element) -> bool:
@@ -182,11 +183,13 @@ def _is_cached(latents: Element) -> bool:
         return False
 
 
-def _written(emit: Emitter, cache: CacheRoles, kv: Node) -> Node:
-    """The cache that is written: rows that are appended fill one of their own number."""
-    if cache.update.position is not None:
-        return emit_cache(emit, cache)
+def _new_cache(emit: Emitter, cache: CacheRoles, kv: Node) -> Node:
+    """A cache for the new rows alone, [B,1,S,width]."""
     rows = cache.update.rows
     sizes = (*shape_of(kv)[:-1], shape_of(rows)[-1])
     like = {"dtype": rows.meta["val"].dtype, "device": rows.meta["val"].device}
     return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), **like)
+
+
+def _replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
+    return replace_rows(emit, cache, result(out, (cache.batch, (), cache.token, cache.width)))

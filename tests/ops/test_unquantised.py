@@ -449,7 +449,7 @@ REFUSALS = {
         (change(5, lambda c: c[:1]), r"k_cache has shape \[1, 1, 16, 4\]"),
         (change(6, lambda c: c[:, :, 1:]), r"ckv_cache has shape \[2, 1, 15, 16\]"),
         (option(cache_mode="PA"), r"k_cache has shape \[2, 1, 16, 4\]; it must be \[BlockNum, BlockSize, 1, Dr\]"),
-        (option(cache_mode="PA_BSND"), "cache_mode is 'PA_BSND'; allowed: 'Norm', 'PA', 'PA_BNSD'"),
+        (option(cache_mode="PA_BSND"), "cache_mode is 'PA_BSND'; allowed: 'Norm', 'BNSD', 'PA'"),
         (option(rope_layout="half"), "rope_layout is 'half'"),
     ],
     "latent_attention": [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import classics
 from .caches import CACHES
+from .factors import FACTORS
 from .mla import LatentAttention, Spelling, name_of
 from .ropes import ROPES, angles
 from .scores import ATTEND
@@ -135,6 +136,7 @@ COMPOSED = [
     *along(DEFAULT, "attend", "sdpa_bool", "eager", "masked_fill", "where", "einsum", "by_hand"),
     *along(PAIRED, "scale", "divided", "tensor", "in_place", "query"),
     *along(DEFAULT, "scale", "query"),
+    *along(DEFAULT, "factor", *(factor for factor in FACTORS if factor != "none")),
     *along(DEFAULT, "layout", "bshd", "tokens", "sbhd"),
     *along(DEFAULT, "noise", "views", "contiguous", "clone", "detach", "dropout", "casts", "transposes"),
     *along(DEFAULT, "noise", "flatten", "times_one"),
@@ -146,7 +148,8 @@ MIXED = [
                    attend="eager", norm="gamma_in_float32", tables="indexed")),
     Entry(Spelling(rope="rotate_half", norm="unit_offset", cache="batched", keys="new_empty", attend="where",
                    part="narrow", scale="divided")),
-    Entry(Spelling(query="direct", rope="none", cache="appended", keys="pad_add", attend="einsum", noise="clone")),
+    Entry(Spelling(query="direct", rope="none", cache="appended", keys="pad_add", attend="einsum", noise="clone",
+                   factor="after_projection")),
     Entry(Spelling(layout="sbhd", rope="cat_of_strides", cache="appended", keys="absorbed_einsum", attend="einsum",
                    scale="query", multiply="transposed")),
     Entry(Spelling(query="low_returned", multiply="on_tokens", cache="scattered", rope="view_transpose",

@@ -11,7 +11,7 @@ class Arguments:
     gamma: Tensor
     cos: Tensor | None
     sin: Tensor | None
-    index: Tensor
+    index: Tensor | None
     k_cache: Tensor
     ckv_cache: Tensor
     k_rope_scale: Tensor | None = None
