@@ -94,7 +94,7 @@ class Layer(nn.Module):
 
 
 class WeightedQuery(Layer):
-    """Each column of the query is weighted after its projection, so that no prolog takes it. The key side is as ever."""
+    """Each column of the query is weighted behind its projection, so no prolog takes it. The key side is as ever."""
 
     def query(self, x: Tensor) -> Tensor:
         return super().query(x) * torch.linspace(0.5, 1.5, N * (D + DR))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import DR, Case, S, WeightedQuery, T
+from mla_fx.cases import DR, Case, S, T, WeightedQuery
 from mla_fx.debug.report import fused_name
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch

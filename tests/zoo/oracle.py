@@ -41,7 +41,8 @@ def latent_attention(
     angle = angles(positions.double(), sizes.rope).expand(step.batch, -1, -1)
     x = x.double()
     compressed = x if w["q_down"] is None else norm(x @ w["q_down"].T, w["q_gamma"], sizes.epsilon)
-    q = (factor.compressed * factor.query * compressed @ w["q_up"].T).view(step.batch, step.tokens, sizes.heads, sizes.query)
+    compressed = compressed * (factor.compressed * factor.query)
+    q = (compressed @ w["q_up"].T).view(step.batch, step.tokens, sizes.heads, sizes.query)
     if factor.each is not None:
         q = q * factor.each(positions.double(), sizes.heads).unsqueeze(-1)
     q_nope, q_rope = q[..., : sizes.nope], rotated(q[..., sizes.nope :], angle.unsqueeze(2), *rope)

@@ -53,17 +53,17 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stored. BlockSize is a multiple of 16, or of 32 if a cache is int8, except for unquantised "PA" and "PA_BNSD", which
     take any. Only axis 0 of the caches may be strided with NZ or v.
 
-    Each cache may be int8, except in "Norm" and "BNSD"; then its rows are `x * scale (+ offset)`, x being c_kv or k_rope before
-    it was rounded, to the nearest integer, ties to even, saturated. k_rope_scale and k_rope_offset belong to k_cache,
-    c_kv_scale and c_kv_offset to ckv_cache: float32 [D] or [1, D], with v [N, D]. An int8 cache needs its scale, no
-    other cache takes one. An offset needs a scale and v; without v, kernels ignore it, and it is refused.
+    Each cache may be int8, except in "Norm" and "BNSD"; then its rows are `x * scale (+ offset)`, x being c_kv or
+    k_rope before it was rounded, to the nearest integer, ties to even, saturated. k_rope_scale and k_rope_offset belong
+    to k_cache, c_kv_scale and c_kv_offset to ckv_cache: float32 [D] or [1, D], with v [N, D]. An int8 cache needs its
+    scale, no other cache takes one. An offset needs a scale and v; without v, kernels ignore it, and it is refused.
 
     Returns k_cache, ckv_cache, k_rope [B, 1, S, Dr], c_kv [B, 1, S, Hckv]; the last two, never quantised, are called
     k_embed_out and y_out in the source. The twin `kv_rmsnorm_rope_cache_` writes the caches instead and returns the
     last two. NPUs leave those undefined unless is_output_kv, which kernels ignore in "Norm" and which is refused there
-    and in "BNSD"; here they are always right, so that it changes nothing. A NaN reaches the row of its own token only, and becomes 0
-    in int8. Raises ValueError for arguments that do not fit; index values are checked on the CPU only, unless within
-    `check_values`. Inference only.
+    and in "BNSD"; here they are always right, so that it changes nothing. A NaN reaches the row of its own token only,
+    and becomes 0 in int8. Raises ValueError for arguments that do not fit; index values are checked on the CPU only,
+    unless within `check_values`. Inference only.
 
     Where sources disagree: one cache may be quantised without the other, as kernels can, though the document asks for
     both; offsets are optional with v and refused without, though the document requires them;

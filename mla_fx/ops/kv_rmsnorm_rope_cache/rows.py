@@ -13,7 +13,7 @@ from .arguments import Arguments
 
 
 class NewRows(NamedTuple):
-    """What one step stores in `slots` of each cache, None where it is the cache, and its latents before quantisation."""
+    """What one step stores in `slots` of each cache, or as the cache itself, and its latents before quantisation."""
 
     slots: Tensor | None
     k_rows: Tensor

@@ -13,7 +13,7 @@ from mla_fx.ops.common.sample import Sampler
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Every cache mode and rope layout, with and without rotation, skipped tokens, quantisation and v."""
     yield Sample("Norm", *sample(dtype, 0, "Norm", 3))
-    halves = {"rope_layout": "half_half", "kc_scale": 1.25}
+    halves: dict[str, Any] = {"rope_layout": "half_half", "kc_scale": 1.25}
     yield Sample("Norm", *sample(dtype, 1, "Norm", 1, skip=1, gamma_after_cast=True, **halves))
     yield Sample("Norm", *sample(dtype, 2, "Norm", 3, shared=True, rope_layout="interleave_interleave"))
     yield Sample("BNSD", *sample(dtype, 19, "BNSD", 3, rope_layout="half_half"))

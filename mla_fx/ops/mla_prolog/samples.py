@@ -11,15 +11,15 @@ from mla_fx.ops.mla_prolog_v3 import samples as samples_v3
 
 from .check import RESERVED_BUT_READ
 
-RESCALED = {"qc_qr_scale": 0.75, "kc_scale": 1.25}
+RESCALED: dict[str, Any] = {"qc_qr_scale": 0.75, "kc_scale": 1.25}
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Every cache mode and rope layout, with and without compression, rotation, skipped tokens and quantisation."""
     yield Sample("PA_BSND", *sample(dtype, 0, "PA_BSND", (2, 3)))
-    halves = {"rope_layout": "half_half"}
-    yield Sample("PA_BSND", *sample(dtype, 1, "PA_BSND", (5,), skip=2, gamma_after_cast=True, **halves, **RESCALED))
-    yield Sample("Norm", *sample(dtype, 2, "Norm", (2, 3), compress=False, **halves, **RESCALED))
+    halves = RESCALED | {"rope_layout": "half_half"}
+    yield Sample("PA_BSND", *sample(dtype, 1, "PA_BSND", (5,), skip=2, gamma_after_cast=True, **halves))
+    yield Sample("Norm", *sample(dtype, 2, "Norm", (2, 3), compress=False, **halves))
     yield Sample(
         "Norm", *sample(dtype, 3, "Norm", (2, 1), skip=1, rope_layout="interleave_interleave", rmsnorm_epsilon_cq=0.1)
     )
