@@ -100,6 +100,14 @@ class WeightedQuery(Layer):
         return super().query(x) * torch.linspace(0.5, 1.5, N * (D + DR))
 
 
+class Appended(Layer):
+    """A cache that grows by cat."""
+
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
+        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
+
+
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a Layer is called with: hidden states, cos, sin [S, Dr], and the positions written [S]."""
     generator = torch.Generator().manual_seed(1)

@@ -18,8 +18,8 @@ from .readings.cache_update import CacheUpdate
 from .readings.element import Element, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
-from .readings.rope import Table
-from .readings.sizes import product
+from .readings.rope import Rope, Table
+from .readings.sizes import Size, product
 from .replacement import Replacement, replaced
 
 aten = torch.ops.aten
@@ -42,6 +42,12 @@ def last_dimension(operand: str) -> Callable[[Match], Axis]:
         return axis
 
     return along
+
+
+def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
+    """The columns that the rotation of an operand turns; those that are given, if it is not rotated."""
+    rotation = match.get(Rope, f"{operand}.rope")
+    return axes(rotation.along, "the rotary dimension", rotation.node) if rotation else unrotated
 
 
 def only(found: Sequence[Axis], what: str, node: Node) -> Axis:
@@ -77,6 +83,15 @@ def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis)
         index.append(mine if stride is None else combine(mine.offset, [*rest, (whole(axis), stride)]))
     is_read = sum(first_axis in part.axes for part in left) == sum(axis in part.axes for part in index) == 1
     return Joined(resolve(node, tuple(index)), axis) if is_read else None
+
+
+def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> Joined:
+    """Two weights by their names, as one along their columns. Raises NoMatch if they are no neighbours."""
+    parts = [only(columns, f"the columns of {name}", match[name].node) for name, columns in (first, second)]
+    whole = joined(match[first[0]], parts[0], match[second[0]], parts[1])
+    if whole is None:
+        raise NoMatch(f"the weights of {what} are not neighbours in one matrix", match[second[0]].node)
+    return whole
 
 
 def _place(part: Element) -> tuple[Node, tuple[Index, ...], float]:
@@ -146,6 +161,12 @@ def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
     """The cache before the write, [B,1,T,width]."""
     old = Element(cache.update.old, cache.update.index)
     return tensor(emit, old, (cache.batch, (), cache.slot, cache.width))
+
+
+def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
+    """A cache for rows that are appended, which are written into it alone; of the type of `like`."""
+    value = like.meta["val"]
+    return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), dtype=value.dtype, device=value.device)
 
 
 def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:

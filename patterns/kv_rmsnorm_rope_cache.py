@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import HCKV, Case, S, T, WeightedQuery
+from mla_fx.cases import HCKV, Appended, Case, WeightedQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, result, tensor
@@ -29,6 +29,7 @@ from mla_fx.operands import (
     check_norm_of_rows,
     check_same_write,
     emit_cache,
+    emit_new_cache,
     emit_positions,
     emit_table,
     joined,
@@ -99,12 +100,8 @@ class _TwoPositions(WeightedQuery):
         return self.kv_cache, self.kr_cache
 
 
-class _Appended(WeightedQuery):
+class _Appended(WeightedQuery, Appended):
     """A cache that grows by cat."""
-
-    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
-        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
 
 
 FUSED = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
@@ -184,11 +181,9 @@ def _is_cached(latents: Element) -> bool:
 
 
 def _new_cache(emit: Emitter, cache: CacheRoles, kv: Node) -> Node:
-    """A cache for the new rows alone, [B,1,S,width]."""
+    """[B,1,S,width]."""
     rows = cache.update.rows
-    sizes = (*shape_of(kv)[:-1], shape_of(rows)[-1])
-    like = {"dtype": rows.meta["val"].dtype, "device": rows.meta["val"].device}
-    return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), **like)
+    return emit_new_cache(emit, rows, *shape_of(kv)[:-1], shape_of(rows)[-1])
 
 
 def _replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import DR, HCKV, HE, B, Case, D, Layer, N, S, T
+from mla_fx.cases import DR, HCKV, HE, Appended, B, Case, D, Layer, N, S
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.factors import query_factor, query_scale
-from mla_fx.layout import Axes, axes, result, tensor
+from mla_fx.layout import Axes, result, tensor
 from mla_fx.match import (
     CallPattern,
     Operand,
@@ -46,14 +46,15 @@ from mla_fx.operands import (
     check_norm_of_rows,
     check_same_write,
     emit_cache,
+    emit_new_cache,
     emit_positions,
     emit_table,
-    joined,
+    joined_weights,
     last_dimension,
-    only,
     replace_cache,
     replace_rows,
     roles,
+    rotary,
 )
 from mla_fx.readings.cache_update import CacheUpdate
 from mla_fx.readings.contraction import Contraction
@@ -200,14 +201,6 @@ class _ScaledByToken(Layer):
         return super().query(x).view(B, S, N, D + DR) * scale
 
 
-class _Appended(Layer):
-    """A cache that grows by cat."""
-
-    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
-        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
-
-
 class _Bias(Layer):
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         kv = nn.functional.linear(x, self.kv_a, torch.ones(HCKV + DR))
@@ -240,7 +233,7 @@ class MlaProlog(Rule[Facts]):
         Case("direct query", _DirectQuery, ONE_EACH),
         Case("complex rotation", _Complex, ONE_EACH),
         Case("no rotation", _NoRotation, ONE_EACH),
-        Case("rows appended", _Appended, ONE_EACH),
+        Case("rows appended", Appended, ONE_EACH),
         Case("query and latent multiplied by numbers", _Scaled, ONE_EACH),
         Case("query multiplied by a number for each token and head", _ScaledByToken, ONE_EACH),
     )
@@ -267,7 +260,11 @@ class MlaProlog(Rule[Facts]):
         hcq = match.reading(Contraction, "uq").axes
         if query_norm is not None:
             check_norm_of_rows(query_norm, hcq)
-        uq_qr, dkv_kr = _weight_uq_qr(match), _weight_dkv_kr(match, width, keys)
+        q_rope, k_rope = roles(match, "query_rope")[3], _width(match, "kr_cache", keys)
+        uq, qr = match.reading(Contraction, "uk").axes, rotary(match, "query_rope", q_rope)
+        uq_qr = joined_weights(match, ("weight_uq", uq), ("weight_qr", qr), "q_nope and q_rope")
+        kr = rotary(match, "kr_cache", k_rope)
+        dkv_kr = joined_weights(match, ("weight_dkv", width), ("weight_kr", kr), "latent and rotary key")
         weights, norms = (uq_qr, dkv_kr), (norm, query_norm)
         return Facts(match, tokens, n, hckv, he, hcq, *weights, *norms, rotation, factor, scale, latent, keys)
 
@@ -360,27 +357,6 @@ def _query_norm(match: Match) -> RmsNorm | None:
     return query_norm
 
 
-def _weight_uq_qr(match: Match) -> Joined:
-    uq, qr = match["weight_uq"], match["weight_qr"]
-    rotation = match.get(Rope, "query_rope.rope")
-    e = only(match.reading(Contraction, "uk").axes, "the nope dimension", uq.node)
-    r = axes(rotation.along, "the rotary query", rotation.node) if rotation else roles(match, "query_rope")[3]
-    whole = joined(uq, e, qr, only(r, "the rotary dimension", qr.node))
-    if whole is None:
-        raise NoMatch("the weights of q_nope and q_rope are not neighbours in one matrix", qr.node)
-    return whole
-
-
-def _weight_dkv_kr(match: Match, width: Axes, keys: CacheRoles | None) -> Joined:
-    dkv, kr = match["weight_dkv"], match["weight_kr"]
-    rotation = match.get(Rope, "kr_cache.rope")
-    r = axes(rotation.along, "the rotary key", rotation.node) if rotation else _width(match, "kr_cache", keys)
-    whole = joined(dkv, only(width, "the latent", dkv.node), kr, only(r, "the rotary key", kr.node))
-    if whole is None:
-        raise NoMatch("the weights of latent and rotary key are not neighbours in one matrix", kr.node)
-    return whole
-
-
 def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
     rotation = facts.rotation
     if rotation is None:
@@ -393,12 +369,7 @@ def _cache_operands(emit: Emitter, facts: Facts, x: Node, given: list[Node]) -> 
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
         return emit_positions(emit, facts.latent), *caches, "Norm"
-    batch, tokens = (emit.size(size) for size in shape_of(x)[:2])
-    like = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
-    kv_cache, kr_cache = (
-        emit.call(aten.empty.memory_format, [batch, tokens, 1, emit.size(shape_of(cache)[-1])], **like)
-        for cache in given[2:]
-    )
+    kv_cache, kr_cache = (emit_new_cache(emit, x, *shape_of(x)[:2], 1, shape_of(cache)[-1]) for cache in given[2:])
     return None, kv_cache, kr_cache, "BSND"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import DR, Case, S, T, WeightedQuery
+from mla_fx.cases import DR, Appended, Case, WeightedQuery
 from mla_fx.debug.report import fused_name
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
@@ -57,16 +57,12 @@ class _Interleaved(WeightedQuery):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class _Appended(WeightedQuery):
+class _Appended(WeightedQuery, Appended):
     """A cache that grows by cat: its new rows are rotated, too, where norm and rotation are not neighbours."""
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = super().rows(x)
         return latent, k_rope + 1
-
-    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
-        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
 
 
 FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
