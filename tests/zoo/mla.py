@@ -128,8 +128,10 @@ class LatentAttention(nn.Module):
 
     def _scaled(self, q: Tensor, positions: Tensor) -> Tensor:
         """`q` [B, H, S, D] times the factor that each token has."""
-        each = self.factor.each
-        return q if each is None else q * each(positions, self.sizes.heads).transpose(1, 2).unsqueeze(-1)
+        if self.factor.each is None:
+            return q
+        each = self.factor.each(positions, self.sizes.heads).transpose(1, 2)
+        return q * each.unsqueeze(-1).to(q.dtype)
 
     def _tables(self, tables: tuple[Tensor, ...], positions: Tensor, shape: tuple[int, int]) -> list[Tensor]:
         """Tables that broadcast against [..., heads, ...] in this layout."""
