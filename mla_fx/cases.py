@@ -93,11 +93,19 @@ class Layer(nn.Module):
         return out
 
 
-class ScaledQuery(Layer):
-    """The query is scaled by position after its projection, so that no prolog takes it. The key side is as ever."""
+class WeightedQuery(Layer):
+    """Each column of the query is weighted behind its projection, so no prolog takes it. The key side is as ever."""
 
     def query(self, x: Tensor) -> Tensor:
-        return super().query(x) * torch.arange(1.0, S + 1).view(1, S, 1)
+        return super().query(x) * torch.linspace(0.5, 1.5, N * (D + DR))
+
+
+class Appended(Layer):
+    """A cache that grows by cat."""
+
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
+        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,10 +8,13 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
                                      before need not be read again
     contract(a, b, name="uq")        a matrix product of a and b, in either order
     rms_norm(value, gamma, name=..)  a weighted RMSNorm
+    scaled(value, scale, name=..)    a value multiplied by a smaller tensor
     rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
     stored(row, name=..)             rows that enter a cache, or rows that are used as they are; with `beside` they are
                                      the same rows as those of another cache, token for token
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
+    having(pattern)                  a tensor put together of several, one of which satisfies a pattern
+    twin(pattern, because)           what is near and yet no match, for a reason that is told before all others
 
 A match starts from a root, which gives the words their first elements:
 
@@ -34,27 +37,29 @@ from torch.fx import Node
 
 from .binding import Match
 from .errors import NoMatch
-from .readings.axes import Axis, Index, fresh
+from .readings.axes import Axis, Index, fresh, shifted
 from .readings.cache_update import POSITIONED, CacheUpdate, cache_update
 from .readings.contraction import Contraction, contraction
 from .readings.element import Element, resolve
 from .readings.reading import Reading
 from .readings.rms_norm import rms_norm as read_rms_norm
 from .readings.rope import rope as read_rope
+from .readings.scaling import scaling
 from .readings.softmax import Attention
-from .readings.views import fresh_index, name_of, named_argument, shape_of
+from .readings.views import cuts, fresh_index, name_of, named_argument, shape_of
 
 
 @dataclass
 class NearestMiss:
-    """The deepest point at which one attempt at a pattern failed."""
+    """The deepest point at which one attempt at a pattern failed, or the deepest whose reason is known for certain."""
 
     depth: int = -1
     miss: NoMatch | None = None
+    is_certain: bool = False
 
-    def fail(self, match: Match, miss: NoMatch) -> None:
-        if match.depth > self.depth:
-            self.depth, self.miss = match.depth, miss
+    def fail(self, match: Match, miss: NoMatch, *, is_certain: bool = False) -> None:
+        if (is_certain, match.depth) > (self.is_certain, self.depth):
+            self.depth, self.miss, self.is_certain = match.depth, miss, is_certain
 
 
 class Pattern:
@@ -109,6 +114,30 @@ class _Either(Pattern):
         for choice, pattern in self.alternatives.items():
             if taken in (None, choice):
                 yield pattern, match.choose(self.tag, choice)
+
+
+@dataclass(frozen=True)
+class _Twin(Pattern):
+    pattern: Pattern
+    because: str
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        for found in self.pattern.bindings(element, match, nearest):
+            nearest.fail(found, NoMatch(self.because, element.origin), is_certain=True)
+        yield from ()
+
+
+@dataclass(frozen=True)
+class _Having(Pattern):
+    part: Pattern
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        seams = cuts(element.origin, element.index)
+        for axis in dict.fromkeys(axis for axis, _ in seams):
+            bounds = [0, *sorted(cut for at, cut in seams if at is axis), axis.size]
+            for start, stop in itertools.pairwise(bounds):
+                part = element.at({axis: shifted(fresh(stop - start), start)})
+                yield from self.part.bindings(part, match, nearest)
 
 
 @dataclass(frozen=True)
@@ -172,12 +201,24 @@ def either(tag: str, **alternatives: Pattern) -> Pattern:
     return _Either(tag, alternatives)
 
 
+def having(part: Pattern) -> Pattern:
+    return _Having(part)
+
+
+def twin(pattern: Pattern, because: str) -> Pattern:
+    return _Twin(pattern, because)
+
+
 def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
     return _Reads(name, lambda element, _: _both_ways(contraction(element)), {"left": left, "right": right})
 
 
 def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:
     return _Reads(name, lambda element, _: (read_rms_norm(element),), {"gamma": gamma, "value": value})
+
+
+def scaled(value: Pattern, scale: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: (scaling(element),), {"value": value, "scale": scale})
 
 
 def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:

@@ -13,13 +13,13 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes
-from .readings.axes import Axis, Index, axes_of, combine, of_axis, whole
+from .readings.axes import Axis, Index, combine, of_axis, whole
 from .readings.cache_update import CacheUpdate
 from .readings.element import Element, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope, Table
-from .readings.sizes import product
+from .readings.sizes import Size, product
 from .replacement import Replacement, replaced
 
 aten = torch.ops.aten
@@ -42,6 +42,12 @@ def last_dimension(operand: str) -> Callable[[Match], Axis]:
         return axis
 
     return along
+
+
+def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
+    """The columns that the rotation of an operand turns; those that are given, if it is not rotated."""
+    rotation = match.get(Rope, f"{operand}.rope")
+    return axes(rotation.along, "the rotary dimension", rotation.node) if rotation else unrotated
 
 
 def only(found: Sequence[Axis], what: str, node: Node) -> Axis:
@@ -79,6 +85,15 @@ def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis)
     return Joined(resolve(node, tuple(index)), axis) if is_read else None
 
 
+def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> Joined:
+    """Two weights by their names, as one along their columns. Raises NoMatch if they are no neighbours."""
+    parts = [only(columns, f"the columns of {name}", match[name].node) for name, columns in (first, second)]
+    whole = joined(match[first[0]], parts[0], match[second[0]], parts[1])
+    if whole is None:
+        raise NoMatch(f"the weights of {what} are not neighbours in one matrix", match[second[0]].node)
+    return whole
+
+
 def _place(part: Element) -> tuple[Node, tuple[Index, ...], float]:
     """Where a part lies: behind its roundings, if it has any, of which none may be lost."""
     return part.held if part.roundings else (part.origin, part.index, part.factor)
@@ -105,21 +120,6 @@ def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
             return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
     halves = [tensor(emit, half, [*outer, pairs], expand=True) for half in (first, second)]
     return emit.call(aten.cat.default, halves, -1)
-
-
-def check_same_rotation(query: Rope | None, keys: Rope | None) -> None:
-    """Query and key are rotated by the same tables in the same layout, or neither is."""
-    if query is None and keys is None:
-        return
-    if query is None or keys is None:
-        rotated = query or keys
-        raise NoMatch("only one of query and key is rotated", rotated.node if rotated else None)
-    if query.layout != keys.layout:
-        raise NoMatch(f"the query is rotated in layout {query.layout}, the key in {keys.layout}", keys.node)
-    pair = dict(zip(axes_of(keys.pair) or (), map(of_axis, axes_of(query.pair) or ()), strict=True))
-    for name, mine, theirs in (("cos", query.cos, keys.cos), ("sin", query.sin, keys.sin)):
-        if (mine.first, mine.second) != (renamed(theirs.first, pair), renamed(theirs.second, pair)):
-            raise NoMatch(f"{name} of the query and {name} of the key are different tensors", theirs.first.origin)
 
 
 # --- caches ------------------------------------------------------------------------------------------------------
@@ -163,6 +163,12 @@ def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
     return tensor(emit, old, (cache.batch, (), cache.slot, cache.width))
 
 
+def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
+    """A cache for rows that are appended, which are written into it alone; of the type of `like`."""
+    value = like.meta["val"]
+    return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), dtype=value.dtype, device=value.device)
+
+
 def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:
     """Where the rows go, [B or 1, S] int64, counted from the start."""
     position = cache.update.position
@@ -188,8 +194,8 @@ def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
     return replaced(emit, cache.update.node, cache.update.index, element)
 
 
-def replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
-    """Uses the [B,S,1,width] rows that an operator returned wherever the new rows were used."""
+def replace_rows(emit: Emitter, cache: CacheRoles, rows: Element) -> Replacement:
+    """Uses the rows that an operator returned wherever the new rows were used."""
     update = cache.update
     index = (*update.index[: update.dim], update.token, *update.index[update.dim + 1 :])
-    return replaced(emit, update.rows, index, result(out, (cache.batch, cache.token, (), cache.width)))
+    return replaced(emit, update.rows, index, rows)

@@ -3,7 +3,7 @@
     ckv_cache[index] = rms_norm(kv[:Hckv]) gamma,  k_cache[index] = rope(kv[Hckv:])
 
 Applies where the prolog does not: a prefill that stays expanded, a number of query tokens known at run time only, or a
-query that is made in some other way.
+query that is made in some other way. Rows that are appended to a cache are written into a new one, of their own number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import HCKV, Case, ScaledQuery
+from mla_fx.cases import HCKV, Appended, Case, WeightedQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import axes, tensor
-from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, var
+from mla_fx.layout import axes, result, tensor
+from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, twin, var
 from mla_fx.operands import (
     CacheRoles,
     Joined,
@@ -29,23 +29,34 @@ from mla_fx.operands import (
     check_norm_of_rows,
     check_same_write,
     emit_cache,
+    emit_new_cache,
     emit_positions,
     emit_table,
     joined,
     last_dimension,
     only,
     replace_cache,
+    replace_rows,
 )
-from mla_fx.readings.cache_update import WRITES, CacheUpdate
-from mla_fx.readings.element import element_of
+from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
+from mla_fx.readings.element import Element, element_of
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import named_argument
+from mla_fx.readings.views import named_argument, shape_of
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
+aten = torch.ops.aten
 ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
+K_ROPE = either(
+    "k_rope",
+    normed=twin(
+        rms_norm(var("k_rope"), var("gamma_kr"), name="k_rope.norm"),
+        because="k_rope is normalised, which kv_rmsnorm_rope_cache does not do",
+    ),
+    plain=var("k_rope"),
+)
 # b and t: batch and context of the caches, c latent and r rotary columns
 PATTERN = CallPattern(
     {
@@ -55,8 +66,8 @@ PATTERN = CallPattern(
             stored(
                 either(
                     "rotation",
-                    rotated=rope(var("k_rope"), name="rope", along=last_dimension("kr_cache")),
-                    none=var("k_rope"),
+                    rotated=rope(K_ROPE, name="rope", along=last_dimension("kr_cache")),
+                    none=K_ROPE,
                 ),
                 name="kr_cache.write",
                 beside="kv_cache.write",
@@ -76,17 +87,24 @@ class Facts:
     rotation: Rope | None
 
 
-class _TwoProjections(ScaledQuery):
+class _TwoProjections(WeightedQuery):
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = x @ self.kv_a[:HCKV].T, (x + 1) @ self.kv_a[HCKV:].T
         return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
 
 
-class _TwoPositions(ScaledQuery):
+class _TwoPositions(WeightedQuery):
     def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         self.kv_cache.index_copy_(2, position, latent)
         self.kr_cache.index_copy_(2, position - 1, k_rope)
         return self.kv_cache, self.kr_cache
+
+
+class _Appended(WeightedQuery, Appended):
+    """A cache that grows by cat."""
+
+
+FUSED = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 
 
 class KvRmsnormRopeCache(Rule[Facts]):
@@ -94,21 +112,23 @@ class KvRmsnormRopeCache(Rule[Facts]):
     targets = ATTENTION
     pattern = PATTERN
     yields_to_target = True
-    accepts = (Case("query made elsewhere", ScaledQuery, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
+    accepts = (
+        Case("query made elsewhere", WeightedQuery, FUSED),
+        Case("rows appended", _Appended, FUSED),
+    )
     rejects = (
         Case("latent and key projected apart", _TwoProjections, because="not neighbours in one tensor"),
         Case("two positions", _TwoPositions, because="written to different positions"),
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        attention = super().anchors(graph)
-        return (node for node in attention if element_of(named_argument(node, "kv_cache")).origin.target in WRITES)
+        return (node for node in super().anchors(graph) if _is_cached(element_of(named_argument(node, "kv_cache"))))
 
     def check(self, match: Match) -> Facts:
         """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""
         updates = [match.get(CacheUpdate, f"{cache}.write") for cache in PATTERN.operands]
-        if any(update is None or update.position is None for update in updates):
-            raise NoMatch("no cache is written in place", match["latent"].origin)
+        if any(update is None for update in updates):
+            raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
         latent, keys = (cache_roles(update) for update in updates if update is not None)
         check_same_write(latent, keys)
         norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
@@ -127,17 +147,44 @@ class KvRmsnormRopeCache(Rule[Facts]):
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         latent, keys, rotation = facts.latent, facts.keys, facts.rotation
-        k_cache, ckv_cache = emit_cache(emit, keys), emit_cache(emit, latent)
-        dtype = ckv_cache.meta["val"].dtype
+        dtype = latent.update.rows.meta["val"].dtype
         kv = tensor(emit, facts.kv.element, (latent.batch, (), latent.token, (facts.kv.axis,)), dtype=dtype)
         gamma = tensor(emit, facts.match["gamma"], (latent.width,))
         options: dict[str, object] = {"epsilon": facts.norm.epsilon, "gamma_after_cast": facts.norm.gamma_after_cast}
+        if facts.norm.factor != 1.0:
+            options["kc_scale"] = facts.norm.factor
         cos = sin = None
         if rotation is not None:
             outer = (keys.batch, (), keys.token)
             cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
             options["rope_layout"] = rotation.layout
         target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
-        out = emit.call(target, kv, gamma, cos, sin, emit_positions(emit, latent), k_cache, ckv_cache, **options)
-        yield replace_cache(emit, keys, emit.call(operator.getitem, out, 0))
-        yield replace_cache(emit, latent, emit.call(operator.getitem, out, 1))
+        if latent.update.position is None:
+            index, caches, replace = None, [_new_cache(emit, cache, kv) for cache in (keys, latent)], _replace_rows
+            options["cache_mode"] = "BNSD"
+        else:
+            index, caches = emit_positions(emit, latent), [emit_cache(emit, cache) for cache in (keys, latent)]
+            replace = replace_cache
+        out = emit.call(target, kv, gamma, cos, sin, index, *caches, **options)
+        yield replace(emit, keys, emit.call(operator.getitem, out, 0))
+        yield replace(emit, latent, emit.call(operator.getitem, out, 1))
+
+
+def _is_cached(latents: Element) -> bool:
+    """Rows enter a cache, and no operator has made them already."""
+    if latents.origin.target in WRITES:
+        return True
+    try:
+        return cache_update(latents).row.origin.target is not operator.getitem
+    except NoMatch:
+        return False
+
+
+def _new_cache(emit: Emitter, cache: CacheRoles, kv: Node) -> Node:
+    """[B,1,S,width]."""
+    rows = cache.update.rows
+    return emit_new_cache(emit, rows, *shape_of(kv)[:-1], shape_of(rows)[-1])
+
+
+def _replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
+    return replace_rows(emit, cache, result(out, (cache.batch, (), cache.token, cache.width)))

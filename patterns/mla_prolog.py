@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import DR, HCKV, HE, Case, D, Layer, N, S, T
+from mla_fx.cases import DR, HCKV, HE, Appended, B, Case, D, Layer, N, S
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, axes, result, tensor
+from mla_fx.factors import query_factor, query_scale
+from mla_fx.layout import Axes, result, tensor
 from mla_fx.match import (
     CallPattern,
     Operand,
@@ -30,9 +31,12 @@ from mla_fx.match import (
     bound,
     contract,
     either,
+    having,
     rms_norm,
     rope,
+    scaled,
     stored,
+    twin,
     var,
 )
 from mla_fx.operands import (
@@ -40,17 +44,17 @@ from mla_fx.operands import (
     Joined,
     cache_roles,
     check_norm_of_rows,
-    check_same_rotation,
     check_same_write,
     emit_cache,
+    emit_new_cache,
     emit_positions,
     emit_table,
-    joined,
+    joined_weights,
     last_dimension,
-    only,
     replace_cache,
     replace_rows,
     roles,
+    rotary,
 )
 from mla_fx.readings.cache_update import CacheUpdate
 from mla_fx.readings.contraction import Contraction
@@ -72,6 +76,10 @@ Q_LATENT = bound(
         "query_rank",
         low=rms_norm(contract(TOKEN_X, var("weight_dq"), name="dq"), var("gamma_cq"), name="cq"),
         full=TOKEN_X,
+        joined=twin(
+            having(rms_norm(var("part"), var("gamma"), name="part.norm")),
+            because="the query is made of a normed latent joined with more, mla_prolog makes it of one latent",
+        ),
     ),
 )
 KV_LATENT = rms_norm(contract(TOKEN_X, var("weight_dkv"), name="dkv"), var("gamma_ckv"), name="ckv")
@@ -83,21 +91,41 @@ def _rotated(value: Pattern, operand: str) -> Pattern:
     )
 
 
-QUERY = contract(Q_LATENT, var("weight_uq"), name="uq")
+def _scaled(value: Pattern, operand: str) -> Pattern:
+    return scaled(value, var(f"{operand}.scale"), name=f"{operand}.scaled")
+
+
+Q_NOPE = contract(Q_LATENT, var("weight_uq"), name="uq")
+Q_ROPE = contract(Q_LATENT, var("weight_qr"), name="qr")
+K_ROPE = either(
+    "k_rope",
+    plain=contract(TOKEN_X, var("weight_kr"), name="kr"),
+    normed=twin(
+        rms_norm(var("k_rope"), var("gamma_kr"), name="kr.norm"),
+        because="k_rope is normalised, which mla_prolog does not do",
+    ),
+)
 # b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the caches, k latent
 # and l rotary columns
 PATTERN = CallPattern(
     {
-        "query": Operand("bsnc", contract(QUERY, var("weight_uk"), name="uk")),
-        "query_rope": Operand("bsnr", _rotated(contract(Q_LATENT, var("weight_qr"), name="qr"), "query_rope")),
+        "query": Operand(
+            "bsnc",
+            contract(either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query")), var("weight_uk"), name="uk"),
+        ),
+        "query_rope": Operand(
+            "bsnr",
+            either(
+                "query_rope.scale",
+                one=_rotated(Q_ROPE, "query_rope"),
+                after=_scaled(_rotated(Q_ROPE, "query_rope"), "query_rope"),
+                before=_rotated(_scaled(Q_ROPE, "query_rope"), "query_rope"),
+            ),
+        ),
         "kv_cache": Operand("atk", stored(KV_LATENT, name="kv_cache.write")),
         "kr_cache": Operand(
             "atl",
-            stored(
-                _rotated(contract(TOKEN_X, var("weight_kr"), name="kr"), "kr_cache"),
-                name="kr_cache.write",
-                beside="kv_cache.write",
-            ),
+            stored(_rotated(K_ROPE, "kr_cache"), name="kr_cache.write", beside="kv_cache.write"),
         ),
     },
     fixed="bsn",
@@ -107,7 +135,8 @@ PATTERN = CallPattern(
 @dataclass(frozen=True)
 class Facts:
     """`tokens` are batch and tokens as the operator takes them, `n` and `hckv` heads and latent columns of the query,
-    `he` and `hcq` the columns of hidden states and query latents."""
+    `he` and `hcq` the columns of hidden states and query latents. `rotation` is that of the key, beside which the query
+    is multiplied by the number `qc_qr_scale`; the tensor `query_scale` multiplies what the operator returns."""
 
     match: Match
     tokens: tuple[Axes, Axes]
@@ -119,7 +148,9 @@ class Facts:
     weight_dkv_kr: Joined
     norm: RmsNorm
     query_norm: RmsNorm | None
-    query_rotation: Rope | None
+    rotation: Rope | None
+    qc_qr_scale: float
+    query_scale: Element | None
     latent: CacheRoles | None
     keys: CacheRoles | None
 
@@ -151,12 +182,23 @@ class _NoRotation(Layer):
         return x
 
 
-class _Appended(Layer):
-    """A cache that grows by cat."""
+class _Scaled(Layer):
+    """LongCat: query and latent are multiplied by numbers."""
 
-    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
-        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
+    def query(self, x: Tensor) -> Tensor:
+        return super().query(x) * 1.5
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = super().rows(x)
+        return latent * 0.75, k_rope
+
+
+class _ScaledByToken(Layer):
+    """Mistral 4: the query is multiplied by a number for each position; Mistral Large 4: and for each head."""
+
+    def query(self, x: Tensor) -> Tensor:
+        scale = torch.arange(1.0, S + 1).view(S, 1, 1) + torch.linspace(0, 1, N).view(N, 1)
+        return super().query(x).view(B, S, N, D + DR) * scale
 
 
 class _Bias(Layer):
@@ -191,7 +233,9 @@ class MlaProlog(Rule[Facts]):
         Case("direct query", _DirectQuery, ONE_EACH),
         Case("complex rotation", _Complex, ONE_EACH),
         Case("no rotation", _NoRotation, ONE_EACH),
-        Case("rows appended", _Appended, ONE_EACH),
+        Case("rows appended", Appended, ONE_EACH),
+        Case("query and latent multiplied by numbers", _Scaled, ONE_EACH),
+        Case("query multiplied by a number for each token and head", _ScaledByToken, ONE_EACH),
     )
     rejects = (
         Case("projection with a bias", _Bias, because="has a bias"),
@@ -210,14 +254,19 @@ class MlaProlog(Rule[Facts]):
         norm, query_norm = match.reading(RmsNorm, "ckv"), _query_norm(match)
         width = _width(match, "kv_cache", latent)
         check_norm_of_rows(norm, width)
-        rotation = match.get(Rope, "query_rope.rope")
-        check_same_rotation(rotation, match.get(Rope, "kr_cache.rope"))
+        rotation = match.get(Rope, "kr_cache.rope")
+        factor, scale = query_factor(match), query_scale(match, {*b, *s, *n})
         he = match.reading(Contraction, "dkv").axes
         hcq = match.reading(Contraction, "uq").axes
         if query_norm is not None:
             check_norm_of_rows(query_norm, hcq)
-        uq_qr, dkv_kr = _weight_uq_qr(match, rotation), _weight_dkv_kr(match, width, keys)
-        return Facts(match, tokens, n, hckv, he, hcq, uq_qr, dkv_kr, norm, query_norm, rotation, latent, keys)
+        q_rope, k_rope = roles(match, "query_rope")[3], _width(match, "kr_cache", keys)
+        uq, qr = match.reading(Contraction, "uk").axes, rotary(match, "query_rope", q_rope)
+        uq_qr = joined_weights(match, ("weight_uq", uq), ("weight_qr", qr), "q_nope and q_rope")
+        kr = rotary(match, "kr_cache", k_rope)
+        dkv_kr = joined_weights(match, ("weight_dkv", width), ("weight_kr", kr), "latent and rotary key")
+        weights, norms = (uq_qr, dkv_kr), (norm, query_norm)
+        return Facts(match, tokens, n, hckv, he, hcq, *weights, *norms, rotation, factor, scale, latent, keys)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         match, tokens, n, hckv = facts.match, facts.tokens, facts.n, facts.hckv
@@ -247,6 +296,9 @@ class MlaProlog(Rule[Facts]):
         target = torch.ops.mla_fx.mla_prolog.default
         out = emit.call(target, *operands, **_options(facts), cache_mode=mode)
         query, query_rope, kv_cache_out, kr_cache_out = (emit.call(operator.getitem, out, item) for item in range(4))
+        if facts.query_scale is not None:
+            scale = tensor(emit, facts.query_scale, (*tokens, n, ()))
+            query, query_rope = (emit.call(aten.mul.Tensor, part, scale) for part in (query, query_rope))
         yield Replacement(given[0], _as_given(emit, given[0], query, (*tokens, n, hckv), roles(match, "query")))
         r = roles(match, "query_rope")
         yield Replacement(given[1], _as_given(emit, given[1], query_rope, (*tokens, *r[2:]), r))
@@ -254,7 +306,7 @@ class MlaProlog(Rule[Facts]):
             if cache is None:
                 yield Replacement(old, emit.call(aten.squeeze.dim, new, 2))
             elif mode == "BSND":
-                yield replace_rows(emit, cache, new)
+                yield replace_rows(emit, cache, result(new, (cache.batch, cache.token, (), cache.width)))
             else:
                 yield replace_cache(emit, cache, new)
 
@@ -265,7 +317,7 @@ def _as_given(emit: Emitter, old: Node, new: Node, made: tuple[Axes, ...], wante
 
 
 def _check_products(match: Match) -> None:
-    for name in ("dq", "uq", "uk", "qr", "dkv", "kr"):
+    for name in ("dq", "dkv", "kr"):
         found = match.get(Contraction, name)
         if found is not None and found.factor != 1.0:
             raise NoMatch(f"a projection of the prolog is multiplied by {found.factor:.6g}", found.node)
@@ -305,28 +357,8 @@ def _query_norm(match: Match) -> RmsNorm | None:
     return query_norm
 
 
-def _weight_uq_qr(match: Match, rotation: Rope | None) -> Joined:
-    uq, qr = match["weight_uq"], match["weight_qr"]
-    e = only(match.reading(Contraction, "uk").axes, "the nope dimension", uq.node)
-    r = axes(rotation.along, "the rotary query", rotation.node) if rotation else roles(match, "query_rope")[3]
-    whole = joined(uq, e, qr, only(r, "the rotary dimension", qr.node))
-    if whole is None:
-        raise NoMatch("the weights of q_nope and q_rope are not neighbours in one matrix", qr.node)
-    return whole
-
-
-def _weight_dkv_kr(match: Match, width: Axes, keys: CacheRoles | None) -> Joined:
-    dkv, kr = match["weight_dkv"], match["weight_kr"]
-    rotation = match.get(Rope, "kr_cache.rope")
-    r = axes(rotation.along, "the rotary key", rotation.node) if rotation else _width(match, "kr_cache", keys)
-    whole = joined(dkv, only(width, "the latent", dkv.node), kr, only(r, "the rotary key", kr.node))
-    if whole is None:
-        raise NoMatch("the weights of latent and rotary key are not neighbours in one matrix", kr.node)
-    return whole
-
-
 def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
-    rotation = facts.query_rotation
+    rotation = facts.rotation
     if rotation is None:
         return None, None
     sin, cos = (emit_table(emit, table, rotation.pair, facts.tokens) for table in (rotation.sin, rotation.cos))
@@ -337,20 +369,17 @@ def _cache_operands(emit: Emitter, facts: Facts, x: Node, given: list[Node]) -> 
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
         return emit_positions(emit, facts.latent), *caches, "Norm"
-    batch, tokens = (emit.size(size) for size in shape_of(x)[:2])
-    like = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
-    kv_cache, kr_cache = (
-        emit.call(aten.empty.memory_format, [batch, tokens, 1, emit.size(shape_of(cache)[-1])], **like)
-        for cache in given[2:]
-    )
+    kv_cache, kr_cache = (emit_new_cache(emit, x, *shape_of(x)[:2], 1, shape_of(cache)[-1]) for cache in given[2:])
     return None, kv_cache, kr_cache, "BSND"
 
 
 def _options(facts: Facts) -> dict[str, object]:
     norm, query_norm = facts.norm, facts.query_norm
     options: dict[str, object] = {"rmsnorm_epsilon_ckv": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
+    scales = {"qc_qr_scale": facts.qc_qr_scale, "kc_scale": norm.factor}
+    options |= {name: scale for name, scale in scales.items() if scale != 1.0}
     if query_norm is not None:
         options["rmsnorm_epsilon_cq"] = query_norm.epsilon
-    if facts.query_rotation is not None:
-        options["rope_layout"] = facts.query_rotation.layout
+    if facts.rotation is not None:
+        options["rope_layout"] = facts.rotation.layout
     return options

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import HCQ, Case, ScaledQuery
+from mla_fx.cases import HCQ, Case, WeightedQuery
 from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, result, tensor
 from mla_fx.match import NearestMiss, OperandAxes, ValuePattern, rms_norm, var
 from mla_fx.operands import check_norm_of_rows, roles
@@ -39,12 +40,12 @@ class Facts:
     dims: tuple[Axes, ...]
 
 
-class _WeightFirst(ScaledQuery):
+class _WeightFirst(WeightedQuery):
     def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         return x * gamma * (x.square().sum(-1, keepdim=True) / x.shape[-1] + 1e-5).rsqrt()
 
 
-class _OneOfTwo(ScaledQuery):
+class _OneOfTwo(WeightedQuery):
     """The query's latent, which is normalised, is added to the norm of it."""
 
     def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class RmsNormAlone(Rule[Facts]):
     yields_to_target = True
     tells_misses = False
     accepts = (
-        Case("query of which more is made", ScaledQuery, FUSED, pieces=True),
+        Case("query of which more is made", WeightedQuery, FUSED, pieces=True),
         Case("weight first", _WeightFirst, FUSED, pieces=True),
         Case("norm of a value that is used again", _OneOfTwo, FUSED, pieces=True),
     )
@@ -73,6 +74,8 @@ class RmsNormAlone(Rule[Facts]):
     def check(self, match: Match) -> Facts:
         """The norm is taken over the last dimension, all of it."""
         norm, dims = match.reading(RmsNorm, "norm"), roles(match, "value")
+        if norm.factor != 1.0:
+            raise NoMatch(f"the norm is multiplied by a number, {norm.factor:.6g}", norm.node)
         check_norm_of_rows(norm, dims[-1])
         return Facts(match, norm, dims)
 

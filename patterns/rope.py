@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import DR, Case, S, ScaledQuery, T
+from mla_fx.cases import DR, Appended, Case, WeightedQuery
 from mla_fx.debug.report import fused_name
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
@@ -48,7 +48,7 @@ class Facts:
     r: Axes
 
 
-class _Interleaved(ScaledQuery):
+class _Interleaved(WeightedQuery):
     """Read as neighbours and written as halves, as DeepSeek-V3 does, by tables of half the width."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,12 +57,12 @@ class _Interleaved(ScaledQuery):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class _Appended(ScaledQuery):
-    """A cache that grows by cat: its new rows are rotated, too."""
+class _Appended(WeightedQuery, Appended):
+    """A cache that grows by cat: its new rows are rotated, too, where norm and rotation are not neighbours."""
 
-    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
-        return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = super().rows(x)
+        return latent, k_rope + 1
 
 
 FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
@@ -74,7 +74,7 @@ class RopeAlone(Rule[Facts]):
     yields_to_target = True
     tells_misses = False
     accepts = (
-        Case("halves", ScaledQuery, FUSED, pieces=True),
+        Case("halves", WeightedQuery, FUSED, pieces=True),
         Case("neighbours written as halves", _Interleaved, FUSED, pieces=True),
         Case("rows appended", _Appended, {"rms_norm": 2, "rope": 2, "latent_attention": 1}, pieces=True),
     )

@@ -130,6 +130,14 @@ EARLIER = {
         lambda: {"cache_mode": "BSND", "cache_index": None} | caches(B, S, 1),
         "cache_mode is 'BSND'; MlaPrologV2 takes PA_BSND or PA_NZ",
     ),
+    "a number on the query": (
+        lambda: {"qc_qr_scale": 1.5},
+        "qc_qr_scale is 1.5; MlaPrologV2 has no factor there, MlaPrologV3 has",
+    ),
+    "a number on the latent": (
+        lambda: {"kc_scale": 1.5},
+        "kc_scale is 1.5; MlaPrologV2 has no factor there, MlaPrologV3 has",
+    ),
 }
 
 
@@ -210,6 +218,10 @@ def test_halves_are_read_where_the_columns_of_weights_can_be_reordered_once():
 
 
 KV = {
+    "a number on the latent": (
+        lambda: {"kc_scale": 1.5},
+        "kc_scale is 1.5; KvRmsNormRopeCache stores norms as they are",
+    ),
     "no rotation": (lambda: {"cos": None, "sin": None}, "cos and sin are None; KvRmsNormRopeCache always rotates"),
     "rope_layout": (
         lambda: {"rope_layout": "half_half"},

@@ -23,15 +23,15 @@ class Expected:
     reasons: tuple[str, ...] = ()
 
 
-def whole(layers: int) -> Expected:
+def whole(layers: int, *reasons: str) -> Expected:
     fused = {"mla_prolog": layers, "latent_attention": layers}
-    return Expected(fused, fused)
+    return Expected(fused, fused, reasons)
 
 
 def attention_and_cache(layers: int, *reasons: str) -> Expected:
     """No prolog: what makes the query is not what an MLA prolog computes."""
-    attention = {"latent_attention": layers}
-    return Expected({"kv_rmsnorm_rope_cache": layers, **attention}, attention, reasons)
+    fused = {"kv_rmsnorm_rope_cache": layers, "latent_attention": layers}
+    return Expected(fused, fused, reasons)
 
 
 def attention_only(layers: int, *reasons: str) -> Expected:
@@ -43,21 +43,19 @@ EXPECTED = {
     "deepseek_v3": whole(2),
     "deepseek_v32": whole(2),
     "kimi_linear": whole(1),  # and a layer of linear attention
-    "longcat_flash": attention_only(2, "expected a rotary embedding", "multiplied by a number"),
+    "longcat_flash": whole(2),
     "minicpm3": whole(2),
-    "mistral4": attention_and_cache(2, "expected a matrix product, found an elementwise mul"),
-    "mistral_large4": attention_and_cache(  # and a layer without rotation
-        1, "expected a matrix product, found an elementwise mul", "the scores are one product"
-    ),
+    "mistral4": whole(2),
+    "mistral_large4": whole(1, "the scores are one product"),  # and a layer without rotation
     "youtu": whole(2),
     "glm4_moe_lite": whole(2),
     "glm_moe_dsa": whole(2),
     "glm5_next": Expected({}, {}, ("the scores are one product",)),
     "hy_v4": Expected({}, {}, ("not all the probabilities of the softmax enter the product",)),
     "axk1": whole(2),
-    "axk2": attention_and_cache(2, "token_x is not one tensor"),
+    "axk2": attention_and_cache(2, "the query is made of a normed latent joined with more"),
     "bailing_hybrid": whole(1),
-    "dots3_note": attention_only(2, "multiplied by a number"),
+    "dots3_note": attention_only(2, "k_rope is normalised, which"),
 }
 
 

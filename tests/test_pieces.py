@@ -7,7 +7,7 @@ import torch
 from traced import Traced, dense
 
 from mla_fx import discover
-from mla_fx.cases import DR, Case, N, ScaledQuery
+from mla_fx.cases import DR, Case, N, WeightedQuery
 from mla_fx.errors import NoMatch
 from mla_fx.match import NearestMiss
 from mla_fx.trial import run_case
@@ -66,7 +66,7 @@ def refusal(rule, graph):
 # --- rotations -------------------------------------------------------------------------------------------------------
 
 
-class Written(ScaledQuery):
+class Written(WeightedQuery):
     """Neighbours read, neighbours written."""
 
     def rotate(self, x, cos, sin):
@@ -75,18 +75,18 @@ class Written(ScaledQuery):
         return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
 
 
-class OwnTables(ScaledQuery):
+class OwnTables(WeightedQuery):
     """Other tables for the second elements of pairs than for the first."""
 
     def rotate(self, x, cos, sin):
         return super().rotate(x, cos * torch.linspace(0.5, 1.5, DR), sin * torch.linspace(2, 1, DR))
 
 
-class QueryRotated(ScaledQuery):
+class QueryRotated(WeightedQuery):
     """The query is rotated in another way than the key."""
 
     def rotate_key(self, x, cos, sin):
-        return ScaledQuery.rotate(self, x, cos, sin)
+        return WeightedQuery.rotate(self, x, cos, sin)
 
 
 class ByHead(QueryRotated):
@@ -132,7 +132,7 @@ def test_near_twins_of_a_rotation(kind):
 
 
 def test_a_target_that_wants_no_pieces_gets_none():
-    report = run_case(Case("no pieces", ScaledQuery))
+    report = run_case(Case("no pieces", WeightedQuery))
     assert report.fused == {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
     assert report.graphs["recognise cache"] == report.graphs["recognise pieces"]
 

@@ -569,9 +569,9 @@ class ComputedQuery(Layer):
         return q.unflatten(-1, (z.heads, z.query)).transpose(1, 2)
 
 
-class ScaledQuery(Layer):
+class ScaledStates(Layer):
     def query(self, x):
-        return super().query(x * 1.0) * torch.tensor(1.5, dtype=torch.float64)
+        return super().query(x * torch.tensor(1.5, dtype=torch.float64))
 
 
 class CrossedQuery(Layer):
@@ -723,10 +723,10 @@ class KeyByQuery(Layer):
 
 LAYERS = {
     KeyByQuery: ("k_rope depends on more than its own dimensions",),
-    OneAppended: ("are not cached in the same way", "no cache is written in place"),
+    OneAppended: ("are not cached in the same way", "latent and rotary key are written to different positions"),
     ComputedUp: ("weight_uk is computed by the graph, expected a parameter",),
     ComputedQuery: ("weight_uq is computed by the graph, expected a parameter",),
-    ScaledQuery: ("a projection of the prolog is multiplied by 1.5",),
+    ScaledStates: ("a projection of the prolog is multiplied by 1.5",),
     CrossedQuery: ("the weights of q_nope and q_rope are not neighbours in one matrix",),
     ApartRows: ("the weights of latent and rotary key are not neighbours in one matrix",),
     CrossedRows: ("the weights of latent and rotary key are not neighbours in one matrix",),

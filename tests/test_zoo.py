@@ -11,6 +11,7 @@ import torch
 from zoo import oracle
 from zoo.caches import CACHES
 from zoo.entries import CLASSICS, DEFAULT, ENTRIES, MIXED, Entry
+from zoo.factors import FACTORS
 from zoo.mla import Spelling
 from zoo.negatives import NEGATIVES, OTHERS, RIGHT_WHATEVER_FUSES, expanded_cache, other_arguments
 from zoo.ropes import ROPES
@@ -72,7 +73,8 @@ def test_spelling_means_latent_attention(entry, step):
     given = weights(sizes, low_rank=spelling.query != "direct")
     scale = 1.3 * sizes.query**-0.5
     expected, *new = oracle.latent_attention(
-        given, sizes, step, x, positions, copy.deepcopy(rows), (rope.read, rope.written), scale
+        *(given, sizes, step, x, positions, copy.deepcopy(rows), (rope.read, rope.written), scale),
+        FACTORS[spelling.factor],
     )
     out, *rest = entry.build()(*arguments)
     torch.testing.assert_close((out.transpose(0, 1) if is_turned else out).double(), expected, **FLOAT32)
@@ -218,7 +220,7 @@ ALL = {"mla_prolog": 1, "latent_attention": 1}
     "spelling, fused",
     [
         (DEFAULT, WRITTEN),
-        (replace(DEFAULT, cache="appended"), {"mla_attention": 1}),
+        (replace(DEFAULT, cache="appended"), WRITTEN),
         (replace(DEFAULT, cache="none", attend="sdpa_causal"), {"mla_attention": 1}),
         (replace(DEFAULT, query="direct", layout="bshd", rope="complex", attend="eager"), WRITTEN),
         pytest.param(replace(DEFAULT, cache="batched", keys="new_empty"), WRITTEN, marks=pytest.mark.slow),

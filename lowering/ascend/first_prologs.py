@@ -24,7 +24,8 @@ from .weights import in_fractals
 HIDDEN, QUERY_RANKS, RANK, NOPE, ROPE = (7168,), (1536,), (512,), (128,), (64,)
 PAGES = (16, 128)
 CACHE_MODES = ("PA_BSND", "PA_NZ")
-OWN = ("rope_layout", "gamma_after_cast")  # what `mla_fx.mla_prolog` has beyond the vendor's
+SCALES = ("qc_qr_scale", "kc_scale")
+OWN = ("rope_layout", "gamma_after_cast", *SCALES)  # what `mla_fx.mla_prolog` has beyond the vendor's
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
         yield f"{kernel} writes caches that its schema says it only reads; a captured graph keeps no order for that"
     if a.cache_mode not in CACHE_MODES:
         yield f"cache_mode is {a.cache_mode!r}; {kernel} takes {limits.listed(CACHE_MODES)}"
+    for name in SCALES:
+        if (scale := getattr(a, name)) != 1.0:
+            yield f"{name} is {scale:.6g}; {kernel} has no factor there, MlaPrologV3 has"
     assert a.weight_dq is not None, "a query of full rank was refused"
     heads, nope, rank = a.weight_uk.shape
     yield from limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, HIDDEN)

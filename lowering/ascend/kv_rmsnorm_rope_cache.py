@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.kv_rmsnorm_rope_cache.arguments import Arguments
-from mla_fx.ops.kv_rmsnorm_rope_cache.check import PLAIN_MODES, is_quantised
+from mla_fx.ops.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLAIN_MODES, is_quantised
 from mla_fx.ops.kv_rmsnorm_rope_cache.operator import body
 
 from . import limits
@@ -35,6 +35,8 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | s
 
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
     yield from rotation(a)
+    if a.kc_scale != 1.0:
+        yield f"kc_scale is {a.kc_scale:.6g}; {KERNEL} stores norms as they are"
     yield from limits.dtype("kv", a.kv, KERNEL, limits.HALVES)
     for name in ("gamma", "cos", "sin"):
         yield from limits.dtype(name, getattr(a, name), KERNEL, (a.kv.dtype,))
@@ -46,7 +48,7 @@ def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
         yield from key_sizes(a, a.v)
     for name in CACHES:
         yield from limits.dense(name, getattr(a, name), KERNEL)
-    if a.cache_mode != "Norm":
+    if a.cache_mode not in CONTIGUOUS_MODES:
         yield from pages(a)
 
 
@@ -89,13 +91,13 @@ def pages(a: Arguments) -> Iterator[str]:
 def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of `mla_fx.kv_rmsnorm_rope_cache`."""
     a = Arguments(*args, **kwargs)
-    batch, paged = a.kv.shape[0], a.cache_mode != "Norm"
+    batch, paged = a.kv.shape[0], a.cache_mode not in CONTIGUOUS_MODES
     k_rope, c_kv, k_cache, ckv_cache = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(
         a.kv.contiguous(),
         a.gamma.contiguous(),
         for_each_sequence(a.cos, batch),
         for_each_sequence(a.sin, batch),
-        (a.index if paged else a.index.expand(batch, -1)).contiguous(),
+        (positions(a) if paged else positions(a).expand(batch, -1)).contiguous(),
         a.k_cache,
         a.ckv_cache,
         k_rope_scale=a.k_rope_scale,
@@ -104,13 +106,18 @@ def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c_kv_offset=a.c_kv_offset,
         v=None if a.v is None else a.v.contiguous(),
         epsilon=a.epsilon,
-        cache_mode=a.cache_mode,
+        cache_mode=a.cache_mode if paged else "Norm",
         is_output_kv=paged,
     )
     if not paged:
         # the kernel leaves these undefined; where nobody reads them, they are dead code
         *_, k_rope, c_kv = body(replace(a, gamma_after_cast=False))
     return k_cache, ckv_cache, k_rope, c_kv
+
+
+def positions(a: Arguments) -> Tensor:
+    """Rows that are the new cache fill it in order."""
+    return torch.arange(a.kv.shape[2], device=a.kv.device).unsqueeze(0) if a.index is None else a.index
 
 
 def for_each_sequence(table: Tensor | None, batch: int) -> Tensor:

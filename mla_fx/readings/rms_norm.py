@@ -1,4 +1,4 @@
-"""RMSNorm in any spelling: `gamma * x / sqrt(mean(x^2) + eps)`."""
+"""RMSNorm in any spelling: `factor * gamma * x / sqrt(mean(x^2) + eps)`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class RmsNorm(Reading):
-    """What is normalised and along which of its indices, by what, and whether it was rounded to 16 bits before gamma
-    was multiplied in."""
+    """What is normalised and along which of its indices, by what, whether it was rounded to 16 bits before gamma was
+    multiplied in, and the number by which it is multiplied on top."""
 
     value: Element
     gamma: Element
     over: tuple[Index, ...]
     epsilon: float
     gamma_after_cast: bool
+    factor: float = 1.0
 
     @property
-    def constants(self) -> tuple[float, bool]:
-        return self.epsilon, self.gamma_after_cast
+    def constants(self) -> tuple[float, bool, float]:
+        return self.epsilon, self.gamma_after_cast, self.factor
 
 
 def rms_norm(element: Element) -> RmsNorm:
@@ -68,10 +69,12 @@ def rms_norm(element: Element) -> RmsNorm:
         raise NoMatch("the norm is taken over a dimension of unknown size", node)
     if whole.number < 0:
         raise NoMatch("the norm is multiplied by a negative number", node)
-    if not math.isclose(whole.number**2, mean.number * length, rel_tol=1e-6):
-        factor = whole.number / math.sqrt(mean.number * length)
+    factor = whole.number / math.sqrt(mean.number * length)
+    if not 0 < factor < math.inf:
         raise NoMatch(f"the norm is multiplied by a number, {factor:.6g}", node)
-    return RmsNorm(node, value, gamma, over, mean.epsilon / (mean.number * length), _rounds_first(gamma, element))
+    factor = 1.0 if math.isclose(factor, 1.0, rel_tol=5e-7) else factor
+    epsilon = mean.epsilon / (mean.number * length)
+    return RmsNorm(node, value, gamma, over, epsilon, _rounds_first(gamma, element), factor)
 
 
 @dataclass(frozen=True)

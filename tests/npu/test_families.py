@@ -29,16 +29,16 @@ SIZES = {
     "head_dim": 64,
     "index_head_dim": 128,
 }
-WHOLE, KEY_SIDE, ATTENTION, BODIES = [2, 0, 2], [0, 2, 2], [0, 0, 2], [0, 0, 0]
-SPARSE = [2, 0, 0]  # a mask that is computed hides all but some keys; attention stays the model's
+WHOLE, PROLOG, ATTENTION, BODIES = [2, 0, 2], [2, 0, 0], [0, 0, 2], [0, 0, 0]
+SPARSE = PROLOG  # a mask that is computed hides all but some keys; attention stays the model's
 EXPECTED = {
     "deepseek_v2": ATTENTION,  # it leaves neighbours in the cache, where the kernels leave halves
     "deepseek_v3": WHOLE,
     "deepseek_v32": SPARSE,
     "kimi_linear": [0, 0, 1],  # without rotation, and a layer of linear attention
-    "longcat_flash": BODIES,  # norms are multiplied by numbers
+    "longcat_flash": PROLOG,  # its experts break the graph, so that masks come from outside
     "minicpm3": WHOLE,
-    "mistral4": KEY_SIDE,
+    "mistral4": WHOLE,
     "mistral_large4": [0, 1, 0],  # and a layer without rotation
     "youtu": WHOLE,
     "glm4_moe_lite": WHOLE,

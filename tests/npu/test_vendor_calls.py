@@ -70,7 +70,8 @@ PROLOGS = {
 @pytest.mark.parametrize("given", [pytest.param(given, id=name) for name, given in PROLOGS.items()])
 def test_mla_prolog(converted, given):
     args = prolog_call(**given)
-    check(converted, "MlaPrologV3", "mla_prolog", args, cache_mode=given["cache_mode"], rmsnorm_epsilon_cq=1e-3)
+    options = {"cache_mode": given["cache_mode"], "rmsnorm_epsilon_cq": 1e-3, "qc_qr_scale": 1.25, "kc_scale": 0.75}
+    check(converted, "MlaPrologV3", "mla_prolog", args, **options)
 
 
 @pytest.mark.parametrize("int8_caches", [False, True])
@@ -183,6 +184,12 @@ def kv_call(cache_mode, int8=False, shared=False):
 def test_kv_rmsnorm_rope_cache(converted, cache_mode):
     args = kv_call(cache_mode)
     check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", args, cache_mode=cache_mode, epsilon=1e-3)
+
+
+def test_kv_rmsnorm_rope_cache_of_rows_that_are_the_cache(converted):
+    args = kv_call("Norm")
+    args[4:7] = None, *(torch.empty(B, 1, S, width, dtype=BF16) for width in (DR, HCKV))
+    check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", args, cache_mode="BNSD")
 
 
 @pytest.mark.parametrize("cache_mode", KV_MODES[1:])

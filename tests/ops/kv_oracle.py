@@ -35,6 +35,8 @@ def rope_row(row, cos, sin, layout):
 def byte_offset(mode, shape, element_size, index, steps, place):
     """Where the bytes of column d of head n of token (b, s) start in a cache, or None if nothing is stored."""
     b, s, n, d = place
+    if mode == "BNSD":
+        return (((b * shape[1] + n) * steps + s) * shape[3] + d) * element_size
     if mode == "Norm":
         _, heads, room, width = shape
         position = int(index[min(b, len(index) - 1)][s])
@@ -55,7 +57,7 @@ def byte_offset(mode, shape, element_size, index, steps, place):
 
 
 def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v, *,
-           epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast):  # fmt: skip
+           epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast, kc_scale):  # fmt: skip
     """The rows k_rope and c_kv in float64, and for each cache the unrounded value to be found at each byte offset."""
     batch, heads, steps, _ = kv.shape
     weights = gamma.tolist()
@@ -65,6 +67,7 @@ def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_sc
         token = kv[b, n, s].tolist()
         turned = 0 if cos is None else cos.shape[-1]
         key, latent = token[len(weights) :], norm_row(token[: len(weights)], weights, epsilon, cast)
+        latent = [value * kc_scale for value in latent]
         if v is not None:
             key, latent = latent, v[b, n, s].tolist()
         if turned:
@@ -153,11 +156,14 @@ def build(mode, *, batch=2, steps=5, heads=0, quantize=(), offset=True, block_si
         lead = batch, count, steps + spare
         rows = [torch.randperm(steps + spare, generator=random)[:steps] for _ in range(batch)]
         index = torch.stack(rows) if rows else torch.zeros(0, steps, dtype=torch.int64)
+    elif mode == "BNSD":
+        lead, index = (batch, count, steps), None
     else:
         lead = batch * pages + spare, block_size, count
         wanted, room, step = (batch * pages, lead[0], block_size) if "BLK" in mode else (batch * steps, None, 1)
         index = torch.randperm(lead[0] * block_size if room is None else room, generator=random)[:wanted] * step
-    index = torch.where(torch.rand(index.shape, generator=random) < negative, -1 - index, index)
+    if index is not None:
+        index = torch.where(torch.rand(index.shape, generator=random) < negative, -1 - index, index)
     angle = 6 * torch.rand(batch, 1, steps, rope, generator=random, dtype=torch.float64)
     caches, columns = [], []
     for name, width in (("k", k_width), ("c", ckv_width)):

@@ -42,6 +42,12 @@ def test_any_sizes_against_oracle(mode, data):
     matches_oracle(args, kwargs)
 
 
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.integers(0, 3), st.integers(0, 40), st.sampled_from([0, 0, 1, 2]), st.sampled_from(DTYPES))
+def test_rows_that_are_the_cache(batch, steps, heads, dtype):
+    matches_oracle(*build("BNSD", batch=batch, steps=steps, heads=heads, dtype=dtype))
+
+
 def of_many_sizes(mode, **options):
     """The first sizes all differ, for a tracer takes equal ones for one symbol."""
     sizes = ((3, 150, 128, 2), (5, 7, 160, 4), (4, 70, 32, 3))

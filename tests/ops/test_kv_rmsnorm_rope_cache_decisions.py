@@ -181,10 +181,16 @@ REFUSALS = {
         (change(K_SCALE, ones(32)), "k_rope_scale is given; it must be None with k_cache of dtype torch.float32"),
         (change(C_OFFSET, ones(64)), "c_kv_offset is given and c_kv_scale is None; an offset needs its scale"),
         (change(V, ones(2, 1, 5, 64)), r"gamma has shape \[64\]; it must be \[Dk\] = \[96\]"),
-        (option(cache_mode="BSND"), "cache_mode is 'BSND'; allowed: 'Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD'"),
+        (option(cache_mode="BSND"), "cache_mode is 'BSND'; allowed: 'Norm', 'BNSD', 'PA', 'PA_BNSD', 'PA_NZ', "),
         (option(rope_layout="half"), "rope_layout is 'half'; allowed"),
     ],
+    ("BNSD", 0, ""): [
+        (change(INDEX, ones(2, 5, dtype=torch.int64)), "index is given; it must be None with cache_mode 'BNSD'"),
+        (change(K_CACHE, lambda c: c[:, :, 1:]), r"k_cache has shape \[2, 1, 4, 32\]; it must be \[B, 1, S, Dr\] ="),
+        (option(is_output_kv=True), "is_output_kv is True; it must be False with cache_mode 'BNSD'"),
+    ],
     ("PA", 0, ""): [
+        (change(INDEX, drop), "index is None; it must be a tensor with cache_mode 'PA'"),
         (change(INDEX, lambda i: i.view(2, 5)), r"index has shape \[2, 5\]; it must be \[B\*S\]"),
         (change(INDEX, lambda i: i + 96), "index holds .*; it must be below 96, the number of slots"),
         (change(K_CACHE, lambda c: c[1:]), r"ckv_cache has shape \[3, 32, 1, 64\]; it must be .* = \[2, 32, 1, 64\]"),
@@ -223,6 +229,7 @@ REFUSALS = {
         (change(C_SCALE, drop), "c_kv_scale is None; it must be a tensor with ckv_cache of dtype torch.int8"),
     ],
     ("Norm", 2, ""): [
+        (option(kc_scale=0.5), "kc_scale is 0.5; it must be 1.0 with v, whose rows are stored as they are"),
         (change(V, lambda v: v[:, :1]), r"v has shape \[2, 1, 5, 64\]; it must be \[B, N, S, Dv\] = \[2, 2, 5, \*\]"),
         (change(V, torch.Tensor.double), "v has dtype torch.float64; it must be torch.float32"),
         (change(V, lambda v: v[0]), r"v has shape \[2, 5, 64\]"),

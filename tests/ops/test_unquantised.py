@@ -53,7 +53,7 @@ def table_row(table, b, s):
 def oracle_prolog(
     x, w_dq, w_uq, w_uk, w_dkv, gamma_cq, gamma_ckv, sin, cos, index, kv_cache, kr_cache, *,
     rmsnorm_epsilon_cq=1e-5, rmsnorm_epsilon_ckv=1e-5, cache_mode="PA_BSND", rope_layout="interleave_half",
-    gamma_after_cast=False,
+    gamma_after_cast=False, qc_qr_scale=1.0, kc_scale=1.0,
 ):  # fmt: skip
     lead = x.shape[:-1]
     if x.dim() == 2:
@@ -69,11 +69,11 @@ def oracle_prolog(
         for s in range(steps):
             angles = table_row(cos, b, s), table_row(sin, b, s)
             row = x[b, s] if w_dq is None else oracle_norm(x[b, s] @ w_dq, gamma_cq, rmsnorm_epsilon_cq)
-            for n, head in enumerate((row @ w_uq).split(nope + width)):
+            for n, head in enumerate((qc_qr_scale * row @ w_uq).split(nope + width)):
                 query[b, s, n] = head[:nope] @ w_uk[n]
                 query_rope[b, s, n] = oracle_rope(head[nope:], *angles, rope_layout)
             key = x[b, s] @ w_dkv
-            latent = oracle_norm(key[:rank], gamma_ckv, rmsnorm_epsilon_ckv)
+            latent = oracle_norm(key[:rank], gamma_ckv, rmsnorm_epsilon_ckv) * kc_scale
             key_rope = oracle_rope(key[rank:], *angles, rope_layout)
             if index is None:
                 kv_cache.view(batch, steps, rank)[b, s] = latent
@@ -87,7 +87,7 @@ def oracle_prolog(
 
 def oracle_kv(
     kv, gamma, cos, sin, index, k_cache, ckv_cache, *, epsilon=1e-5, cache_mode="Norm", is_output_kv=False,
-    rope_layout="interleave_half", gamma_after_cast=False,
+    rope_layout="interleave_half", gamma_after_cast=False, kc_scale=1.0,
 ):  # fmt: skip
     batch, _, steps, _ = kv.shape
     rank = len(gamma)
@@ -97,7 +97,7 @@ def oracle_kv(
     k_rope, c_kv = torch.empty_like(kv[..., rank:]), torch.empty_like(kv[..., :rank])
     for b in range(batch):
         for s in range(steps):
-            c_kv[b, 0, s] = oracle_norm(kv[b, 0, s, :rank], gamma, epsilon)
+            c_kv[b, 0, s] = oracle_norm(kv[b, 0, s, :rank], gamma, epsilon) * kc_scale
             angles = table_row(cos, b, s), table_row(sin, b, s)
             k_rope[b, 0, s] = oracle_rope(kv[b, 0, s, rank:], *angles, rope_layout)
             slot = int(index[min(b, index.shape[0] - 1), s])
@@ -449,7 +449,7 @@ REFUSALS = {
         (change(5, lambda c: c[:1]), r"k_cache has shape \[1, 1, 16, 4\]"),
         (change(6, lambda c: c[:, :, 1:]), r"ckv_cache has shape \[2, 1, 15, 16\]"),
         (option(cache_mode="PA"), r"k_cache has shape \[2, 1, 16, 4\]; it must be \[BlockNum, BlockSize, 1, Dr\]"),
-        (option(cache_mode="PA_BSND"), "cache_mode is 'PA_BSND'; allowed: 'Norm', 'PA', 'PA_BNSD'"),
+        (option(cache_mode="PA_BSND"), "cache_mode is 'PA_BSND'; allowed: 'Norm', 'BNSD', 'PA'"),
         (option(rope_layout="half"), "rope_layout is 'half'"),
     ],
     "latent_attention": [

@@ -43,13 +43,16 @@ NORMS = {
     "one plus gamma": lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + EPSILON) * (1 + (g - 1)),
     "flattened": lambda x, g: NORMS["power"](x.view(-1, D), g).view(x.shape),
     "of a multiple": lambda x, g: NORMS["power"](x * 3, g),
+    "twice": lambda x, g: 2 * NORMS["power"](x, g),
+    "a sum": lambda x, g: x * torch.rsqrt(x.square().sum(-1, True) + EPSILON * D) * g,
     "length times itself": lambda x, g: by_lengths(x, g, *[length(x)] * 2),
 }
 
 
 def assert_norm_reads_right(traced, found, index):
     value, gamma = traced.read(found.value, *index), traced.read(found.gamma, *index)
-    agree(value * torch.rsqrt(value.square().mean(-1, True) + found.epsilon) * gamma, traced.values[traced.out])
+    normed = value * torch.rsqrt(value.square().mean(-1, True) + found.epsilon)
+    agree(found.factor * normed * gamma, traced.values[traced.out])
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -95,8 +98,7 @@ NO_NORMS = {
     "another token's mean": (lambda x, g: normed(x, g, x.flip(1)), "is not the one whose mean square is taken", (D,)),
     "half of the mean": (lambda x, g: normed(x, g, x[..., : D // 2]), "is not the one whose mean square", (D,)),
     "a rotated value": (lambda x, g: normed(torch.cat([x[..., 1:], x[..., :1]], -1), g, x), "is not the one", (D,)),
-    "a sum": (lambda x, g: x * torch.rsqrt(x.square().sum(-1, True) + EPSILON) * g, "multiplied by a number", (D,)),
-    "twice": (lambda x, g: 2 * normed(x, g, x), "the norm is multiplied by a number", (D,)),
+    "times a tensor": (lambda x, g: 2 * normed(x, g, x) * x[..., :1], "multiplied by one weight", (D,)),
     "a mean of cubes": (lambda x, g: x * torch.rsqrt((x**3).mean(-1, True) + 9) * g, "one value squared", (D,)),
     "a clamp": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True).clamp(min=1e-3)) * g, "found clamp", (D,)),
     "a tensor epsilon": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + g[0]) * g, "compile-time", (D,)),

@@ -14,6 +14,7 @@ class Cache:
     """No cache: attention over the new rows alone. The methods above the line run outside the compiled module."""
 
     is_read_from_memory: ClassVar[bool] = False  # a cold prefill too reads the cache, not just the rows it wrote
+    is_appended: ClassVar[bool] = False
     is_ragged: ClassVar[bool] = False
     steps: ClassVar[tuple[str, ...]] = ("prefill", "few")
 
@@ -42,6 +43,7 @@ class Cache:
 class Appended(Cache):
     """transformers' DynamicCache: the old rows and the new ones."""
 
+    is_appended = True
     steps = ("prefill", "decode", "few")
 
     def allocate(self, sizes: Sizes, step: Step, width: int) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import classics
 from .caches import CACHES
+from .factors import FACTORS
 from .mla import LatentAttention, Spelling, name_of
 from .ropes import ROPES, angles
 from .scores import ATTEND
@@ -57,7 +58,8 @@ class Entry:
         is_cold = step.tokens == cache.length(self.spelling.sizes, step) and step.tokens > SURELY_ABSORBED
         is_unknown = dynamic and step.tokens > 1
         if (is_cold or is_unknown) and not self.is_absorbed:
-            rows = {"kv_rmsnorm_rope_cache": 1} if cache.is_read_from_memory and not self.partial else {}
+            is_cached = cache.is_read_from_memory or (cache.is_appended and not is_cold)
+            rows = {"kv_rmsnorm_rope_cache": 1} if is_cached and not self.partial else {}
             return {**rows, "mla_attention": 1}
         return {"latent_attention": 1} if self.partial else {"mla_prolog": 1, "latent_attention": 1}
 
@@ -137,6 +139,7 @@ COMPOSED = [
     *along(DEFAULT, "attend", "sdpa_bool", "eager", "masked_fill", "filled", "where", "einsum", "by_hand"),
     *along(PAIRED, "scale", "divided", "tensor", "in_place", "query"),
     *along(DEFAULT, "scale", "query"),
+    *along(DEFAULT, "factor", *(factor for factor in FACTORS if factor != "none")),
     *along(DEFAULT, "layout", "bshd", "tokens", "sbhd"),
     *along(DEFAULT, "noise", "views", "contiguous", "clone", "detach", "dropout", "casts", "transposes"),
     *along(DEFAULT, "noise", "flatten", "times_one"),
@@ -148,7 +151,8 @@ MIXED = [
                    attend="eager", norm="gamma_in_float32", tables="indexed")),
     Entry(Spelling(rope="rotate_half", norm="unit_offset", cache="batched", keys="new_empty", attend="where",
                    part="narrow", scale="divided")),
-    Entry(Spelling(query="direct", rope="none", cache="appended", keys="pad_add", attend="einsum", noise="clone")),
+    Entry(Spelling(query="direct", rope="none", cache="appended", keys="pad_add", attend="einsum", noise="clone",
+                   factor="after_projection")),
     Entry(Spelling(layout="sbhd", rope="cat_of_strides", cache="appended", keys="absorbed_einsum", attend="einsum",
                    scale="query", multiply="transposed")),
     Entry(Spelling(query="low_returned", multiply="on_tokens", cache="scattered", rope="view_transpose",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from .caches import CACHES
+from .factors import FACTORS, times
 from .norms import NORMS
 from .projections import DOWN, MULTIPLY, PARTS
 from .ropes import ROPES
@@ -31,6 +33,7 @@ class Spelling:
     keys: str = "cat_expand"
     attend: str = "sdpa"
     scale: str = "times"
+    factor: str = "none"  # in layout bhsd
     layout: str = "bhsd"  # bhsd, bshd, tokens [B*S, ...], sbhd (the hidden states come as [S, B, hidden])
     noise: str = "none"
     sizes: Sizes = SMALL
@@ -61,6 +64,7 @@ class LatentAttention(nn.Module):
         self.multiply, self.part = MULTIPLY[spelling.multiply], PARTS[spelling.part]
         self.norm, self.rotate = NORMS[spelling.norm], ROPES[spelling.rope].rotate
         self.noise, self.cache = NOISE[spelling.noise], CACHES[spelling.cache]
+        self.factor = FACTORS[spelling.factor]
         self.keys, self.attend = KEYS[spelling.keys], ATTEND[spelling.attend].run
         self.scale = 1.3 * self.sizes.query**-0.5
 
@@ -91,20 +95,24 @@ class LatentAttention(nn.Module):
         q, latent, k_rope = self.down(noise(x))
         extra: tuple[Any, ...] = ()
         if self.q_up is not None:
-            compressed = self.norm(q, self.q_gamma, sizes.epsilon)
+            compressed = times(self.norm(q, self.q_gamma, sizes.epsilon), self.factor.compressed)
             extra = (compressed,) if self.spelling.query == "low_returned" else ()
             q = self.multiply(compressed, self.q_up)
         q = noise(q).view(*q.shape[:-1], sizes.heads, sizes.query)
         if layout == "bhsd":
             q = q.transpose(1, 2)
-        q_nope, q_rope = self.part(q, sizes.nope, sizes.rope)
-        latent = noise(self.norm(latent, self.kv_gamma, sizes.epsilon))
+        is_behind = self.factor.is_behind
+        q = q if is_behind else self._scaled(q, positions)
+        q_nope, q_rope = (times(part, self.factor.query) for part in self.part(q, sizes.nope, sizes.rope))
+        latent = times(noise(self.norm(latent, self.kv_gamma, sizes.epsilon)), self.factor.latent)
 
         heads = 1 if layout == "bhsd" else -2
         tables = self._tables(tables, positions, shape)
         q_rope = self.rotate(q_rope, *tables)
         k_rope = self.rotate(k_rope.unsqueeze(heads), *tables).squeeze(heads)
 
+        if is_behind:
+            q_nope, q_rope = self.part(self._scaled(torch.cat((q_nope, q_rope), -1), positions), sizes.nope, sizes.rope)
         latents_cache, keys_cache = caches
         latents_cache, latents = self.cache.store(latents_cache, self._rows(latent, shape), place)
         keys_cache, keys = self.cache.store(keys_cache, self._rows(k_rope, shape), place)
@@ -117,6 +125,13 @@ class LatentAttention(nn.Module):
         attended = operands.finish(self.attend(operands, mask, self.spelling.scale, self.scale))
         out = self.multiply(attended.transpose(1, 2).reshape(*shape, -1), self.out)
         return (out.transpose(0, 1) if layout == "sbhd" else out, *extra)
+
+    def _scaled(self, q: Tensor, positions: Tensor) -> Tensor:
+        """`q` [B, H, S, D] times the factor that each token has."""
+        if self.factor.each is None:
+            return q
+        each = self.factor.each(positions, self.sizes.heads).transpose(1, 2)
+        return q * each.unsqueeze(-1).to(q.dtype)
 
     def _tables(self, tables: tuple[Tensor, ...], positions: Tensor, shape: tuple[int, int]) -> list[Tensor]:
         """Tables that broadcast against [..., heads, ...] in this layout."""

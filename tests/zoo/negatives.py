@@ -37,6 +37,7 @@ class Written(LatentAttention):
         q_nope, q_rope = q.split([sizes.nope, sizes.rope], dim=-1)
         tables = tuple(table.unsqueeze(1) for table in tables)
         q_rope, k_rope = self.rotate(q_rope, *tables), self.key(k_rope, tables)
+        q_nope, q_rope = self.queries(q_nope, q_rope)
         old = self.before(caches)
         _, latents = self.cache.store(caches[0], self.latent(latent), place)
         _, keys = self.cache.store(caches[1], k_rope, place)
@@ -46,6 +47,10 @@ class Written(LatentAttention):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.down(x)
+
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind the rotation, [B, H, S, D] each."""
+        return q_nope, q_rope
 
     def latent(self, latent: Tensor) -> Tensor:
         return self.norm(latent, self.kv_gamma, self.sizes.epsilon)
@@ -88,13 +93,6 @@ class NormOverHalf(Written):
         return self.kv_gamma * (latent * torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.sizes.epsilon))
 
 
-class ScaledLatent(Written):
-    """LongCat."""
-
-    def latent(self, latent: Tensor) -> Tensor:
-        return super().latent(latent) * 1.7
-
-
 class ScaledBeforeNorm(Written):
     """A factor that the norm takes out again, so that epsilon is 10^4 times as large."""
 
@@ -107,6 +105,50 @@ class ScaledKey(Written):
 
     def key(self, k_rope: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
         return super().key(k_rope / self.sizes.heads, tables)
+
+
+class ScaledNope(Written):
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        return q_nope * 1.5, q_rope
+
+
+class ScaledRopeByToken(Written):
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        return q_nope, q_rope * by_token(q_rope)
+
+
+class ScaledApart(Written):
+    """Each part by numbers of its own for each token."""
+
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        return q_nope * by_token(q_nope), q_rope * by_token(q_rope).flip(0)
+
+
+class ScaledByColumn(Written):
+    """One number for each column of a head."""
+
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        columns = torch.linspace(0.5, 1.5, self.sizes.query)
+        return q_nope * columns[: self.sizes.nope], q_rope * columns[self.sizes.nope :]
+
+
+class ScaledByItself(Written):
+    """Query and key are normalised head by head, the norm of the query being a number for each token and head."""
+
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        length = torch.cat((q_nope, q_rope), -1).norm(dim=-1, keepdim=True)
+        return q_nope * length, q_rope * length
+
+
+class ScaledByContext(Written):
+    """The latent of each position of the context is multiplied by a number of its own when it is read."""
+
+    def context(self, latents: Tensor) -> Tensor:
+        return latents * torch.linspace(0.5, 1.5, latents.shape[1]).unsqueeze(-1)
+
+
+def by_token(q: Tensor) -> Tensor:
+    return torch.arange(1.0, 1 + q.shape[2]).view(-1, 1)
 
 
 class NormedKey(Written):
@@ -241,9 +283,14 @@ NEGATIVES = [
     Negative(Spelling(), NormOverTokens, partial="the norm runs over tokens", because="norm|mean",
              only=("prefill", "few")),
     Negative(Spelling(), NormOverHalf, partial="the mean is over half of the row", because="norm|mean"),
-    Negative(Spelling(), ScaledLatent, partial="the operator has no factor for the latent", because="is multiplied by"),
-    Negative(Spelling(), ScaledKey, partial="one table rotates query and key", because="cos|sin"),
-    Negative(Spelling(), NormedKey, partial="the operator does not norm the key", because="norm|product|rotary"),
+    Negative(Spelling(), ScaledKey, partial="one table rotates query and key", because="q_rope beside k_rope by 4"),
+    Negative(Spelling(), ScaledNope, partial="one factor for both parts", because="q_nope is multiplied by 1.5"),
+    Negative(Spelling(), ScaledRopeByToken, partial="one factor for both parts", because="only q_rope is multiplied"),
+    Negative(Spelling(), ScaledApart, partial="one factor for both parts", because="by different tensors"),
+    Negative(Spelling(), ScaledByColumn, partial="weights are no factors", because="from column to column"),
+    Negative(Spelling(), ScaledByItself, partial="the factor needs the query", because="computed from it"),
+    Negative(Spelling(), ScaledByContext, partial="the latents are not those that are cached", because="an RMSNorm"),
+    Negative(Spelling(), NormedKey, partial="the operator does not norm the key", because="k_rope is normalised"),
     Negative(Spelling(), OtherTables, partial="one table rotates query and key", because="cos|sin"),
     Negative(Spelling(), RotatedBack, partial="one table rotates query and key", because="cos|sin|rotat"),
     Negative(Spelling(), OtherLayout, partial="one layout for query and key", because="layout"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .factors import Factor
 from .ropes import angles
 from .sizes import Sizes, Step, Weights
 
@@ -32,6 +33,7 @@ def latent_attention(
     old: tuple[Tensor, Tensor],
     rope: tuple[str, str],
     scale: float,
+    factor: Factor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output and the new rows of both caches. `old` are their rows before, [B, at least start, width]; `rope` is
     (layout read, layout written)."""
@@ -39,10 +41,13 @@ def latent_attention(
     angle = angles(positions.double(), sizes.rope).expand(step.batch, -1, -1)
     x = x.double()
     compressed = x if w["q_down"] is None else norm(x @ w["q_down"].T, w["q_gamma"], sizes.epsilon)
+    compressed = compressed * (factor.compressed * factor.query)
     q = (compressed @ w["q_up"].T).view(step.batch, step.tokens, sizes.heads, sizes.query)
+    if factor.each is not None:
+        q = q * factor.each(positions.double(), sizes.heads).unsqueeze(-1)
     q_nope, q_rope = q[..., : sizes.nope], rotated(q[..., sizes.nope :], angle.unsqueeze(2), *rope)
     down = x @ w["kv_down"].T
-    latent = norm(down[..., : sizes.kv_rank], w["kv_gamma"], sizes.epsilon)
+    latent = factor.latent * norm(down[..., : sizes.kv_rank], w["kv_gamma"], sizes.epsilon)
     k_rope = rotated(down[..., sizes.kv_rank :], angle, *rope)
 
     out = torch.empty(step.batch, step.tokens, sizes.heads, sizes.value, dtype=torch.float64)

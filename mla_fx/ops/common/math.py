@@ -31,14 +31,22 @@ def wide_rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     return normalized(x, epsilon) * gamma
 
 
-def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool) -> Tensor:
-    """RMSNorm over the last axis, rounded to the dtype of `x`.
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool, scale: float = 1.0) -> Tensor:
+    """RMSNorm over the last axis times `scale`, rounded to the dtype of `x`.
 
-    The product with gamma is taken before that rounding, or after it with `gamma_after_cast`.
+    The product with gamma is taken before that rounding, or after it with `gamma_after_cast`; that with `scale` comes
+    last.
     """
     if gamma_after_cast:
-        return (normalized(x, epsilon).to(x.dtype) * gamma).to(x.dtype)
-    return wide_rms_norm(x, gamma, epsilon).to(x.dtype)
+        normed = (normalized(x, epsilon).to(x.dtype) * gamma).to(x.dtype)
+    else:
+        normed = wide_rms_norm(x, gamma, epsilon)
+    return rescaled(normed, scale).to(x.dtype)
+
+
+def rescaled(x: Tensor, factor: float) -> Tensor:
+    """`x * factor`, where a factor nearer to 1 than float32 resolves is 1, as in the kernels."""
+    return x if abs(factor - 1) < torch.finfo(torch.float32).eps else x * factor
 
 
 def wide_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleave_half") -> Tensor:

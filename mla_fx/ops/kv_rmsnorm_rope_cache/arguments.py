@@ -11,7 +11,7 @@ class Arguments:
     gamma: Tensor
     cos: Tensor | None
     sin: Tensor | None
-    index: Tensor
+    index: Tensor | None
     k_cache: Tensor
     ckv_cache: Tensor
     k_rope_scale: Tensor | None = None
@@ -25,3 +25,4 @@ class Arguments:
     is_output_kv: bool = False
     rope_layout: str = "interleave_half"
     gamma_after_cast: bool = False
+    kc_scale: float = 1.0

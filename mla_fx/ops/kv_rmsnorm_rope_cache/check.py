@@ -22,8 +22,9 @@ from mla_fx.ops.common.math import check_rope
 
 from .arguments import Arguments
 
-CACHE_MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
-PLAIN_MODES = CACHE_MODES[:3]
+CACHE_MODES = ("Norm", "BNSD", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
+PLAIN_MODES = CACHE_MODES[:4]
+CONTIGUOUS_MODES = CACHE_MODES[:2]
 HEADS = (1, 2, 4, 8)
 # Each cache with the name that its scale and offset begin with.
 CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
@@ -32,9 +33,9 @@ CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
 def check(a: Arguments) -> None:
     check_dtypes(a)
     check_choice("cache_mode", a.cache_mode, CACHE_MODES)
-    if a.is_output_kv and a.cache_mode == "Norm":
+    if a.is_output_kv and a.cache_mode in CONTIGUOUS_MODES:
         raise ValueError(
-            "is_output_kv is True; it must be False with cache_mode 'Norm', in which the kernel ignores it."
+            f"is_output_kv is True; it must be False with cache_mode {a.cache_mode!r}, in which the kernel ignores it."
         )
     widths = check_without_v(a) if a.v is None else check_with_v(a, a.v)
     check_caches(a, *widths)
@@ -71,6 +72,8 @@ def check_without_v(a: Arguments) -> tuple[int, int]:
 
 def check_with_v(a: Arguments, v: Tensor) -> tuple[int, int]:
     """The widths Dk and Dv."""
+    if a.kc_scale != 1.0:
+        raise ValueError(f"kc_scale is {a.kc_scale}; it must be 1.0 with v, whose rows are stored as they are.")
     check_rank("kv", a.kv, "B, N, S, Dk")
     *rows, total = a.kv.shape
     if all(known_to_differ(rows[1], heads) for heads in HEADS):
@@ -99,11 +102,11 @@ def check_tables(a: Arguments, width: int) -> None:
 
 
 def check_caches(a: Arguments, k_width: int, ckv_width: int) -> None:
-    batch = a.kv.shape[0]
+    batch, _, steps, _ = a.kv.shape
     n, k, ckv, heads = ("1", "Dr", "Hckv", 1) if a.v is None else ("N", "Dk", "Dv", a.kv.shape[1])
-    norm = a.cache_mode == "Norm"
-    letters = f"B, {n}, T" if norm else f"BlockNum, BlockSize, {n}"
-    lead = (batch, heads, None) if norm else (None, None, heads)
+    room = {"Norm": ("T", None), "BNSD": ("S", steps)}.get(a.cache_mode)
+    letters = f"BlockNum, BlockSize, {n}" if room is None else f"B, {n}, {room[0]}"
+    lead = (None, None, heads) if room is None else (batch, heads, room[1])
     check_shape("k_cache", a.k_cache, f"{letters}, {k}", (*lead, k_width))
     check_shape("ckv_cache", a.ckv_cache, f"{letters}, {ckv}", (*a.k_cache.shape[:-1], ckv_width))
 
@@ -122,8 +125,9 @@ def check_quantisation(a: Arguments, name: str, width: int) -> None:
         raise ValueError(f"{offset} is given; it must be None without v, where the kernel ignores it.")
     if not check_optional(scale, getattr(a, scale), cache.dtype == torch.int8, f"{name} of dtype {cache.dtype}"):
         return
-    if a.cache_mode == "Norm":
-        raise ValueError(f"{name} has dtype {cache.dtype}; cache_mode 'Norm' stores rows as they are, in {a.kv.dtype}.")
+    if a.cache_mode in CONTIGUOUS_MODES:
+        mode = f"cache_mode {a.cache_mode!r}"
+        raise ValueError(f"{name} has dtype {cache.dtype}; {mode} stores rows as they are, in {a.kv.dtype}.")
     for part in (scale, offset):
         if getattr(a, part) is not None:
             check_columns(part, getattr(a, part), a, width)
@@ -154,6 +158,9 @@ def check_positions(a: Arguments) -> None:
     """index, and with PA_BLK_* the number of pages that it takes."""
     batch, _, steps, _ = a.kv.shape
     blocks, block_size, room, _ = a.k_cache.shape
+    check_optional("index", a.index, a.cache_mode != "BNSD", f"cache_mode {a.cache_mode!r}")
+    if a.index is None:
+        return
     if a.cache_mode == "Norm":
         check_shape("index", a.index, "B, S", (batch, steps), broadcast=True)
         check_index("index", a.index, room)

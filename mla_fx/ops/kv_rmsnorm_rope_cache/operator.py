@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.cache import like_store
 from mla_fx.ops.common.define import define
 
 from .arguments import Arguments
@@ -16,7 +17,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Without v, the latent and the rotary key of MLA lie side by side::
 
-        c_kv   = RMSNorm(kv[..., :Hckv]);  k_rope = RoPE(kv[..., Hckv:])
+        c_kv   = RMSNorm(kv[..., :Hckv]) * kc_scale;  k_rope = RoPE(kv[..., Hckv:])
         ckv_cache[index] = c_kv;           k_cache[index] = k_rope
 
     kv is [B, 1, S, Hckv+Dr]; gamma [Hckv], whose length says what Hckv is; cos and sin [B or 1, 1, S, Dr], both None
@@ -31,14 +32,16 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     `x1[i] cos[i] - x2[i] sin[i]` and `x2[i] cos[h+i] + x1[i] sin[h+i]`. rope_layout is (layout read)_(layout written),
     "interleave_half", "half_half" or "interleave_interleave": interleaved pairs are neighbours, halves h apart.
     gamma_after_cast multiplies by gamma after rounding the normalised value, and rounds again, as Hugging Face does.
+    kc_scale, a factor of the latents that LongCat has, is no argument of the source; with v it must be 1.
 
     Tensors share the dtype of kv (bfloat16, float16, float32, float64); gamma and tables may be any of these. RMSNorm
     and RoPE run in float32, or float64 for float64, and are rounded once. cos and sin may also have one step for all
-    S, with unquantised caches and cache_mode "Norm", "PA" or "PA_BNSD".
+    S, with unquantised caches and cache_mode "Norm", "BNSD", "PA" or "PA_BNSD".
 
     cache_mode says what the caches [..., Dr] and [..., Hckv] and the int64 index are:
 
     - "Norm": [B, 1, T, *], index [B or 1, S] of positions inside the batch row;
+    - "BNSD", which the source does not have: [B, 1, S, *], index None: the new rows are the new cache;
     - "PA", also called "PA_BNSD": [BlockNum, BlockSize, 1, *], index [B*S] over the BlockNum*BlockSize slots;
     - "PA_NZ": the same shape and index, each page holding the bytes of [1, D/d0, BlockSize, d0] (FRACTAL_NZ), d0
       elements being 32 bytes; d0 divides D;
@@ -50,17 +53,17 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stored. BlockSize is a multiple of 16, or of 32 if a cache is int8, except for unquantised "PA" and "PA_BNSD", which
     take any. Only axis 0 of the caches may be strided with NZ or v.
 
-    Each cache may be int8, except in "Norm"; then its rows are `x * scale (+ offset)`, x being c_kv or k_rope before
-    it was rounded, to the nearest integer, ties to even, saturated. k_rope_scale and k_rope_offset belong to k_cache,
-    c_kv_scale and c_kv_offset to ckv_cache: float32 [D] or [1, D], with v [N, D]. An int8 cache needs its scale, no
-    other cache takes one. An offset needs a scale and v; without v, kernels ignore it, and it is refused.
+    Each cache may be int8, except in "Norm" and "BNSD"; then its rows are `x * scale (+ offset)`, x being c_kv or
+    k_rope before it was rounded, to the nearest integer, ties to even, saturated. k_rope_scale and k_rope_offset belong
+    to k_cache, c_kv_scale and c_kv_offset to ckv_cache: float32 [D] or [1, D], with v [N, D]. An int8 cache needs its
+    scale, no other cache takes one. An offset needs a scale and v; without v, kernels ignore it, and it is refused.
 
     Returns k_cache, ckv_cache, k_rope [B, 1, S, Dr], c_kv [B, 1, S, Hckv]; the last two, never quantised, are called
     k_embed_out and y_out in the source. The twin `kv_rmsnorm_rope_cache_` writes the caches instead and returns the
-    last two. NPUs leave those undefined unless is_output_kv, which kernels ignore in "Norm" and which is refused there;
-    here they are always right, so that it changes nothing. A NaN reaches the row of its own token only, and becomes 0
-    in int8. Raises ValueError for arguments that do not fit; index values are checked on the CPU only, unless within
-    `check_values`. Inference only.
+    last two. NPUs leave those undefined unless is_output_kv, which kernels ignore in "Norm" and which is refused there
+    and in "BNSD"; here they are always right, so that it changes nothing. A NaN reaches the row of its own token only,
+    and becomes 0 in int8. Raises ValueError for arguments that do not fit; index values are checked on the CPU only,
+    unless within `check_values`. Inference only.
 
     Where sources disagree: one cache may be quantised without the other, as kernels can, though the document asks for
     both; offsets are optional with v and refused without, though the document requires them;
@@ -89,7 +92,8 @@ def as_outputs(k_rope: Tensor, c_kv: Tensor, v: Tensor | None) -> tuple[Tensor, 
 def fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     k_rope = a.kv.new_empty(*a.kv.shape[:3], a.k_cache.shape[-1])
     c_kv = a.kv.new_empty(*a.kv.shape[:3], a.ckv_cache.shape[-1])
-    return torch.empty_like(a.k_cache), torch.empty_like(a.ckv_cache), k_rope, c_kv
+    k_cache, ckv_cache = (like_store(cache, a.index) for cache in (a.k_cache, a.ckv_cache))
+    return k_cache, ckv_cache, k_rope, c_kv
 
 
 operator = define(

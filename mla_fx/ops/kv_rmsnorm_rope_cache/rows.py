@@ -7,15 +7,15 @@ from torch import Tensor
 
 from mla_fx.ops.common.cache import page_slots, store, store_
 from mla_fx.ops.common.cast import i8_trunc
-from mla_fx.ops.common.math import rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
+from mla_fx.ops.common.math import rescaled, rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
 
 from .arguments import Arguments
 
 
 class NewRows(NamedTuple):
-    """What one step stores in `slots` of each cache, and its latents before quantisation."""
+    """What one step stores in `slots` of each cache, or as the cache itself, and its latents before quantisation."""
 
-    slots: Tensor
+    slots: Tensor | None
     k_rows: Tensor
     ckv_rows: Tensor
     k_rope: Tensor
@@ -25,7 +25,7 @@ class NewRows(NamedTuple):
 def new_rows(a: Arguments) -> NewRows:
     if a.v is None:
         rank = a.gamma.shape[0]
-        latent, key = normed(a.kv[..., :rank], a), rotated(a.kv[..., rank:], a)
+        latent, key = rescaled(normed(a.kv[..., :rank], a), a.kc_scale), rotated(a.kv[..., rank:], a)
     else:
         width = 0 if a.cos is None else a.cos.shape[-1]
         whole = normed(a.kv, a)
@@ -55,9 +55,9 @@ def rotated(x: Tensor, a: Arguments) -> Tensor:
     return wide_rope(x, a.cos, a.sin, a.rope_layout)
 
 
-def token_slots(a: Arguments) -> Tensor:
+def token_slots(a: Arguments) -> Tensor | None:
     """The slot of each token, where index may hold one for a whole page."""
-    if "BLK" not in a.cache_mode:
+    if a.index is None or "BLK" not in a.cache_mode:
         return a.index
     batch, _, steps, _ = a.kv.shape
     return page_slots(a.index, batch, steps, a.k_cache.shape[1])
@@ -69,16 +69,20 @@ def quantized(rows: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     return i8_trunc(scaled if offset is None else scaled + offset.unsqueeze(-2))
 
 
-def write(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> Tensor:
+def write(cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str) -> Tensor:
     """The cache with `rows` [B, N, S, D] at `slots`, as a new tensor."""
+    if slots is None:
+        return rows.clone(memory_format=torch.contiguous_format)
     if rows.shape[1] == 1:
         return store(cache, slots, rows.squeeze(1), cache_mode)
     return store(*as_one_head(cache, slots, rows, cache_mode), cache_mode).view(cache.shape)
 
 
-def write_(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> None:
+def write_(cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str) -> None:
     """As `write`, into the cache itself."""
-    if rows.shape[1] == 1:
+    if slots is None:
+        cache.copy_(rows)
+    elif rows.shape[1] == 1:
         store_(cache, slots, rows.squeeze(1), cache_mode)
     else:
         store_(*as_one_head(cache, slots, rows, cache_mode), cache_mode)

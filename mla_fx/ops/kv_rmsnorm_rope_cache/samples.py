@@ -13,15 +13,17 @@ from mla_fx.ops.common.sample import Sampler
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Every cache mode and rope layout, with and without rotation, skipped tokens, quantisation and v."""
     yield Sample("Norm", *sample(dtype, 0, "Norm", 3))
-    yield Sample("Norm", *sample(dtype, 1, "Norm", 1, skip=1, rope_layout="half_half", gamma_after_cast=True))
+    halves: dict[str, Any] = {"rope_layout": "half_half", "kc_scale": 1.25}
+    yield Sample("Norm", *sample(dtype, 1, "Norm", 1, skip=1, gamma_after_cast=True, **halves))
     yield Sample("Norm", *sample(dtype, 2, "Norm", 3, shared=True, rope_layout="interleave_interleave"))
+    yield Sample("BNSD", *sample(dtype, 19, "BNSD", 3, rope_layout="half_half"))
     yield Sample("PA", *sample(dtype, 3, "PA", 3, skip=2, is_output_kv=True))
     yield Sample("PA_BNSD", *sample(dtype, 4, "PA_BNSD", 3, rotate=False, epsilon=0.1))
     yield Sample("PA_NZ", *wide_sample(dtype, 5, "PA_NZ", 5, skip=2))
     yield Sample("PA_BLK_BNSD", *wide_sample(dtype, 6, "PA_BLK_BNSD", 33, skip=1, is_output_kv=True))
     yield Sample("PA_BLK_NZ", *wide_sample(dtype, 7, "PA_BLK_NZ", 32, rope_layout="half_half", gamma_after_cast=True))
     yield Sample("PA, int8", *wide_sample(dtype, 8, "PA", 5, quantize=("k_rope", "c_kv"), skip=1))
-    yield Sample("PA_BNSD, int8", *wide_sample(dtype, 9, "PA_BNSD", 5, quantize=("c_kv",)))
+    yield Sample("PA_BNSD, int8", *wide_sample(dtype, 9, "PA_BNSD", 5, quantize=("c_kv",), kc_scale=0.75))
     yield Sample("PA_NZ, int8", *wide_sample(dtype, 10, "PA_NZ", 5, quantize=("k_rope", "c_kv")))
     yield Sample(
         "PA_BLK_BNSD, int8", *wide_sample(dtype, 11, "PA_BLK_BNSD", 33, quantize=("k_rope",), gamma_after_cast=True)
@@ -59,13 +61,13 @@ def sample(
     rows = 1 if shared else batch
     cos, sin = draw.tables(rows, 1, steps, width) if rotate else (None, None)
     index = draw.slots(rows * steps, room, skip)
-    lead = (batch, 1, room) if cache_mode == "Norm" else (room // 4, 4, 1)
+    lead = {"Norm": (batch, 1, room), "BNSD": (batch, 1, steps)}.get(cache_mode, (room // 4, 4, 1))
     arguments = (
         draw.normal(batch, 1, steps, rank + width),
         draw.gamma(rank),
         cos,
         sin,
-        index.view(rows, steps) if cache_mode == "Norm" else index,
+        {"Norm": index.view(rows, steps), "BNSD": None}.get(cache_mode, index),
         draw.normal(*lead, width),
         draw.normal(*lead, rank),
     )

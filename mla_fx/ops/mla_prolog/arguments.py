@@ -32,3 +32,5 @@ class Arguments:
     cache_mode: str = "PA_BSND"
     rope_layout: str = "interleave_half"
     gamma_after_cast: bool = False
+    qc_qr_scale: float = 1.0
+    kc_scale: float = 1.0

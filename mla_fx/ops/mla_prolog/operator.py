@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mla_fx.ops.common.cache import like_store, store, store_
 from mla_fx.ops.common.define import define
-from mla_fx.ops.common.math import rms_norm, rope
+from mla_fx.ops.common.math import rescaled, rms_norm, rope
 from mla_fx.ops.mla_prolog_v3 import operator as v3
 
 from .arguments import Arguments
@@ -16,11 +16,12 @@ from .samples import samples
 def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The absorbed query of MLA, and the caches with this step's latents::
 
-        u          = RMSNorm(token_x @ weight_dq) @ weight_uq_qr     (token_x @ weight_uq_qr without weight_dq)
+        n          = RMSNorm(token_x @ weight_dq) * qc_qr_scale      (token_x * qc_qr_scale without weight_dq)
+        u          = n @ weight_uq_qr
         query      = u[nope of head n] @ weight_uk[n]
         query_rope = RoPE(u[rope of head n])
         k          = token_x @ weight_dkv_kr
-        kv_cache[cache_index] = RMSNorm(k[:Hckv]);  kr_cache[cache_index] = RoPE(k[Hckv:])
+        kv_cache[cache_index] = RMSNorm(k[:Hckv]) * kc_scale;  kr_cache[cache_index] = RoPE(k[Hckv:])
 
     token_x is [B, S, He] or [T, He]; weight_dq [He, Hcq] or None, together with rmsnorm_gamma_cq [Hcq]; weight_uq_qr
     [Hcq, N*(D+Dr)], for each head D nope then Dr rope columns; weight_uk [N, D, Hckv]; weight_dkv_kr [He, Hckv+Dr];
@@ -38,7 +39,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     A negative index stores nothing for its token. Where two tokens have one slot, either row is stored.
 
     rope_layout is (layout read)_(layout written), "interleave_half", "half_half" or "interleave_interleave".
-    gamma_after_cast multiplies by gamma after rounding the normalised value, as Hugging Face does.
+    gamma_after_cast multiplies by gamma after rounding the normalised value, as Hugging Face does. qc_qr_scale and
+    kc_scale, which LongCat has, are those of `mla_prolog_v3`.
 
     An int8 weight_uq_qr means weight_quant_mode 1 of `mla_prolog_v3`, with dequant_scale_w_uq_qr and perhaps
     smooth_scales_cq; int8 caches then mean its kv_cache_quant_mode 2, with quant_scale_ckv and quant_scale_ckr. Shapes
@@ -80,10 +82,7 @@ def queries(a: Arguments) -> tuple[Tensor, Tensor]:
     """query and query_rope."""
     *tokens, _ = a.token_x.shape
     heads, nope, rank = a.weight_uk.shape
-    compressed = a.token_x
-    if a.weight_dq is not None and a.rmsnorm_gamma_cq is not None:
-        product = a.token_x @ a.weight_dq
-        compressed = rms_norm(product, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq, a.gamma_after_cast)
+    compressed = compressed_query(a)
     up = (compressed @ a.weight_uq_qr).view(*tokens, heads, a.weight_uq_qr.shape[1] // heads)
     query = torch.bmm(up[..., :nope].flatten(0, -3).transpose(0, 1), a.weight_uk).transpose(0, 1).contiguous()
     cos, sin = (None if table is None else table.unsqueeze(-2) for table in (a.rope_cos, a.rope_sin))
@@ -91,10 +90,17 @@ def queries(a: Arguments) -> tuple[Tensor, Tensor]:
     return query.view(*tokens, heads, rank), query_rope
 
 
+def compressed_query(a: Arguments) -> Tensor:
+    if a.weight_dq is None or a.rmsnorm_gamma_cq is None:
+        return rescaled(a.token_x, a.qc_qr_scale)
+    product = a.token_x @ a.weight_dq
+    return rms_norm(product, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq, a.gamma_after_cast, a.qc_qr_scale)
+
+
 def key_rows(a: Arguments) -> tuple[Tensor, Tensor]:
     """What one row of kv_cache and of kr_cache becomes for each token."""
     kv, rank = a.token_x @ a.weight_dkv_kr, a.weight_uk.shape[2]
-    latent = rms_norm(kv[..., :rank], a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv, a.gamma_after_cast)
+    latent = rms_norm(kv[..., :rank], a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv, a.gamma_after_cast, a.kc_scale)
     return latent, rope(kv[..., rank:], a.rope_cos, a.rope_sin, a.rope_layout)
 
 

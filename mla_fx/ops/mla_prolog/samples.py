@@ -11,16 +11,19 @@ from mla_fx.ops.mla_prolog_v3 import samples as samples_v3
 
 from .check import RESERVED_BUT_READ
 
+RESCALED: dict[str, Any] = {"qc_qr_scale": 0.75, "kc_scale": 1.25}
+
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Every cache mode and rope layout, with and without compression, rotation, skipped tokens and quantisation."""
     yield Sample("PA_BSND", *sample(dtype, 0, "PA_BSND", (2, 3)))
-    yield Sample("PA_BSND", *sample(dtype, 1, "PA_BSND", (5,), skip=2, rope_layout="half_half", gamma_after_cast=True))
-    yield Sample("Norm", *sample(dtype, 2, "Norm", (2, 3), rope_layout="half_half", compress=False))
+    halves = RESCALED | {"rope_layout": "half_half"}
+    yield Sample("PA_BSND", *sample(dtype, 1, "PA_BSND", (5,), skip=2, gamma_after_cast=True, **halves))
+    yield Sample("Norm", *sample(dtype, 2, "Norm", (2, 3), compress=False, **halves))
     yield Sample(
         "Norm", *sample(dtype, 3, "Norm", (2, 1), skip=1, rope_layout="interleave_interleave", rmsnorm_epsilon_cq=0.1)
     )
-    yield Sample("BSND", *sample(dtype, 4, "BSND", (2, 3), rmsnorm_epsilon_ckv=0.1))
+    yield Sample("BSND", *sample(dtype, 4, "BSND", (2, 3), rmsnorm_epsilon_ckv=0.1, **RESCALED))
     args, kwargs = sample(dtype, 5, "TND", (4,))
     yield Sample("TND", (*args[:7], None, None, *args[9:]), kwargs)
     yield quantized_sample("PA_NZ", dtype, 0, 0, "PA_NZ", (5,), skip=1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_fx.ops.common.cache import like_store, page_slots, ragged_page_slots, store, store_
 from mla_fx.ops.common.cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
 from mla_fx.ops.common.define import define
-from mla_fx.ops.common.math import accumulation_dtype, to_accumulation_dtype, wide_rms_norm, wide_rope
+from mla_fx.ops.common.math import accumulation_dtype, rescaled, to_accumulation_dtype, wide_rms_norm, wide_rope
 
 from .arguments import TILE, Arguments
 from .check import check
@@ -169,11 +169,6 @@ def product(
     if row_scale is None or column_scale is None:
         return x @ weight
     return int_matmul(x, weight).to(accumulation_dtype(dtype)) * row_scale * column_scale
-
-
-def rescaled(x: Tensor, factor: float) -> Tensor:
-    """`x * factor`, where a factor nearer to 1 than float32 resolves is 1, as in the kernel."""
-    return x if abs(factor - 1) < torch.finfo(torch.float32).eps else x * factor
 
 
 def quantized_query(query: Tensor, query_rope: Tensor, ckv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

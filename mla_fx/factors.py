@@ -1,0 +1,72 @@
+"""What the query of a prolog is multiplied by: one number, and one tensor, for both of its parts."""
+
+from __future__ import annotations
+
+import math
+
+from .binding import Match
+from .errors import NoMatch
+from .readings.axes import Axis, axes_of, of_axis
+from .readings.contraction import Contraction
+from .readings.element import Element
+from .readings.reading import renamed
+from .readings.rms_norm import RmsNorm
+from .readings.rope import Rope
+from .readings.scaling import is_computed_from
+
+
+def query_factor(match: Match) -> float:
+    """The number by which the query is multiplied, in both its parts."""
+    uq, uk, qr = (match.reading(Contraction, name) for name in ("uq", "uk", "qr"))
+    turned = rotation_factor(match.get(Rope, "query_rope.rope"), match.get(Rope, "kr_cache.rope"))
+    nope, rope = uq.factor * uk.factor, qr.factor * turned
+    if not is_same_number(nope, rope):
+        numbers = f"q_nope is multiplied by {nope:.6g}, q_rope beside k_rope by {rope:.6g}"
+        raise NoMatch(f"{numbers}, the prolog by one number", qr.node)
+    norm = match.get(RmsNorm, "cq")
+    return nope if norm is None else nope * norm.factor
+
+
+def rotation_factor(query: Rope | None, keys: Rope | None) -> float:
+    """By which number the query's tables are multiplied beside the key's: both are rotated by the same tables in the
+    same layout, or neither is."""
+    if query is None and keys is None:
+        return 1.0
+    if query is None or keys is None:
+        rotated = query or keys
+        raise NoMatch("only one of query and key is rotated", rotated.node if rotated else None)
+    if query.layout != keys.layout:
+        raise NoMatch(f"the query is rotated in layout {query.layout}, the key in {keys.layout}", keys.node)
+    pair = dict(zip(axes_of(keys.pair) or (), map(of_axis, axes_of(query.pair) or ()), strict=True))
+    factor: float | None = None
+    for name, mine, theirs in (("cos", query.cos, keys.cos), ("sin", query.sin, keys.sin)):
+        for own, other in ((mine.first, theirs.first), (mine.second, theirs.second)):
+            (number, table), (divisor, same) = own.apart(), renamed(other, pair).apart()
+            factor = number / divisor if factor is None else factor
+            if table != same or not is_same_number(number, factor * divisor):
+                raise NoMatch(f"{name} of the query and {name} of the key are different tensors", other.origin)
+    assert factor is not None, "a rotation has tables"
+    return factor
+
+
+def is_same_number(one: float, other: float) -> bool:
+    """The same but for what float64 loses on the way."""
+    return math.isclose(one, other, rel_tol=1e-12)
+
+
+def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
+    """The tensor by which both parts of the query are multiplied, if there is one; it may run along `allowed` axes."""
+    nope, rope = (match.elements.get(f"{part}.scale") for part in ("query", "query_rope"))
+    found = nope or rope
+    if found is None:
+        return None
+    if nope is None or rope is None:
+        part = "q_nope" if rope is None else "q_rope"
+        raise NoMatch(f"of the query only {part} is multiplied by a tensor", found.origin)
+    if not (nope.axes | rope.axes) <= allowed:
+        raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
+    if nope != rope:
+        raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
+    if any(is_computed_from(nope.origin, match.readings[name].node) for name in ("uq", "qr")):
+        raise NoMatch("the query is multiplied by a tensor that is computed from it", nope.origin)
+    return nope

@@ -1,0 +1,50 @@
+"""A value multiplied by a smaller tensor: one number for each token, say, or for each head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+
+from .element import Element, operand
+from .reading import Reading
+from .views import args_of, name_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Scaling(Reading):
+    """`value * scale`, where the scale is the same along some axes of the value."""
+
+    value: Element
+    scale: Element
+
+
+def scaling(element: Element) -> Scaling:
+    """Reads `element` as a value that is scaled. Raises NoMatch if it is none."""
+    factor, element = element.apart()
+    node = element.node
+    if node.target is not aten.mul.Tensor:
+        raise NoMatch(f"expected a value multiplied by a scale, found {name_of(node)}", node)
+    one, other = (operand(value, element.index) for value in args_of(node)[:2])
+    for value, scale in ((one, other), (other, one)):
+        if scale.axes < value.axes:
+            return Scaling(node, value.times(factor), scale)
+    raise NoMatch("expected a value multiplied by a scale, found the product of two values", node)
+
+
+def is_computed_from(node: Node, source: Node) -> bool:
+    """Whether `source` is among the operations that `node` is computed from, at first or second hand."""
+    pending, seen = [node], {source}
+    while pending:
+        operation = pending.pop()
+        if operation is source:
+            return True
+        if operation not in seen and source < operation:
+            seen.add(operation)
+            pending += operation.all_input_nodes
+    return False
