@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes
 from .readings.axes import Axis, Index, combine, of_axis, whole
 from .readings.cache_update import CacheUpdate
-from .readings.element import Element, resolve
+from .readings.element import Element, is_parameter, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope, Table
@@ -54,6 +54,27 @@ def only(found: Sequence[Axis], what: str, node: Node) -> Axis:
     if len(found) != 1:
         raise NoMatch(f"{what} is no single dimension", node)
     return found[0]
+
+
+def check_weight(weight: Element, name: str) -> None:
+    """Raises NoMatch unless a weight is a parameter as it is multiplied."""
+    if is_parameter(weight.node):
+        return
+    stored = {node.meta["val"].dtype for node in _computed_from(weight.node) if is_parameter(node)}
+    packed = sorted(str(dtype) for dtype in stored if dtype.itemsize == 1 and dtype is not torch.bool)
+    if packed:
+        raise NoMatch(f"{name} is dequantised by the graph, from {packed[0]}, expected a plain parameter", weight.node)
+    raise NoMatch(f"{name} is computed by the graph, expected a parameter", weight.node)
+
+
+def _computed_from(node: Node) -> Iterator[Node]:
+    """Everything that a value is computed from."""
+    pending, seen = [node], {node}
+    while pending:
+        fresh = set(pending.pop().all_input_nodes) - seen
+        seen |= fresh
+        pending += fresh
+        yield from fresh
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.masks import emit_context_lens, emit_mask
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, var
+from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.cache_update import cache_update
 from mla_fx.readings.contraction import Contraction, contraction, segments
@@ -175,8 +176,7 @@ class MlaAttention(Rule[Facts]):
         found = match.reading(Attention, "attention")
         nope, up, rotary = (match.reading(Contraction, name) for name in ("nope", "up", "rope"))
         latent, weight_uk, keys = match["kv_cache"], match["weight_uk"], match["kr_cache"]
-        if not is_parameter(weight_uk.node):
-            raise NoMatch("weight_uk is computed by the graph, expected a parameter", weight_uk.node)
+        check_weight(weight_uk, "weight_uk")
         is_expanded = match.choices["keys"] == "expanded"
         hckv, d = (up.axes, nope.axes) if is_expanded else (nope.axes, up.axes)
         t, dr = axes(found.keys, "the context", found.node), rotary.axes

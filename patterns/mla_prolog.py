@@ -45,6 +45,7 @@ from mla_fx.operands import (
     cache_roles,
     check_norm_of_rows,
     check_same_write,
+    check_weight,
     emit_cache,
     emit_new_cache,
     emit_positions,
@@ -58,7 +59,7 @@ from mla_fx.operands import (
 )
 from mla_fx.readings.cache_update import CacheUpdate
 from mla_fx.readings.contraction import Contraction
-from mla_fx.readings.element import Element, is_parameter
+from mla_fx.readings.element import Element
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope
 from mla_fx.readings.views import shape_of
@@ -322,8 +323,8 @@ def _check_products(match: Match) -> None:
         if found is not None and found.factor != 1.0:
             raise NoMatch(f"a projection of the prolog is multiplied by {found.factor:.6g}", found.node)
     for name in ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr"):
-        if name in match.elements and not is_parameter(match[name].node):
-            raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
+        if name in match.elements:
+            check_weight(match[name], name)
 
 
 def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:

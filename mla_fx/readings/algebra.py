@@ -94,10 +94,10 @@ def _adds_numbers(node: Node) -> bool:
     return all(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
 
 
-def as_product(element: Element) -> Product:
-    """`element` as a product of powers of elements that are no products themselves."""
+def as_product(element: Element, kept: Node | None = None) -> Product:
+    """`element` as a product of powers of elements that are no products themselves, or are what `kept` computes."""
     factors: list[tuple[Element, float]] = []
-    number = _multiply_up(element, 1.0, factors, iter(range(MOST_OPERATIONS)))
+    number = _multiply_up(element, 1.0, factors, iter(range(MOST_OPERATIONS)), kept)
     return Product(tuple(_collected(factors)), number)
 
 
@@ -116,10 +116,12 @@ def _collected(factors: list[tuple[Element, float]]) -> list[tuple[Element, floa
 _POWERS = {aten.rsqrt.default: -0.5, aten.sqrt.default: 0.5, aten.reciprocal.default: -1.0, aten.square.default: 2.0}
 
 
-def _multiply_up(element: Element, power: float, factors: list[tuple[Element, float]], budget: Budget) -> float:
+def _multiply_up(
+    element: Element, power: float, factors: list[tuple[Element, float]], budget: Budget, kept: Node | None
+) -> float:
     number, element = element.apart()
     _spend(budget, element.node)
-    inner = _factors(element.node)
+    inner = [] if element.node is kept else _factors(element.node)
     # (x^2)^0.5 is |x|, no power of x: an even power is taken apart only by an even one
     loses_sign = any(own == int(own) and own % 2 == 0 and (own * power) % 2 for _, own in inner)
     divides_by_zero = any(constant(value) == 0 and own * power < 0 for value, own in inner)
@@ -132,7 +134,7 @@ def _multiply_up(element: Element, power: float, factors: list[tuple[Element, fl
         if known is not None:
             number *= _power(known, own_power * power, element.node)
         else:
-            number *= _multiply_up(operand(value, element.index), own_power * power, factors, budget)
+            number *= _multiply_up(operand(value, element.index), own_power * power, factors, budget, kept)
     return number
 
 

@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .algebra import as_sum
+from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
-from .element import Element, operand, resolve
+from .element import Element, is_parameter, operand, resolve
 from .reading import Reading
 from .sizes import product
 from .views import args_of, argument, cuts, name_of, pads_with_zero, shape_of
@@ -140,13 +140,24 @@ def _product_summed(element: Element) -> Contraction:
     """`(a * b).sum(dims)`: Inductor's and some authors' way to write a thin product."""
     node = element.origin
     if node.target is aten.mul.Tensor:
-        raise NoMatch("expected a matrix product, found an elementwise mul", node)
+        raise NoMatch(_why_multiplied(element), node)
     inner, over = summed(element)
     multiplied = inner.origin
     if multiplied.target is not aten.mul.Tensor:
         raise NoMatch(f"expected a matrix product, found a sum of {name_of(multiplied)}", node)
     left, right = (operand(value, inner.index) for value in args_of(multiplied)[:2])
     return scaled_product(node, inner.factor, left, right, over)
+
+
+def _why_multiplied(element: Element) -> str:
+    """What an elementwise product is that stands where a matrix product is expected."""
+    factors = [factor.origin for factor, _ in as_product(element).factors]
+    if not any(factor.target in PRODUCTS for factor in factors):
+        return "expected a matrix product, found an elementwise mul"
+    if any(is_parameter(factor) for factor in factors):
+        return "a matrix product is multiplied by a parameter, as by the scales of a quantised weight"
+    others = ", ".join(name_of(factor) for factor in factors if factor.target not in PRODUCTS)
+    return f"a matrix product is multiplied by another value, found {others}"
 
 
 def summed(element: Element, dim_at: int = 1) -> tuple[Element, tuple[Index, ...]]:

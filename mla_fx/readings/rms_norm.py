@@ -13,7 +13,7 @@ from mla_fx.errors import NoMatch
 from .algebra import as_product, as_sum
 from .axes import Axis, Digit, Index, combine, difference, digits_of, extent
 from .contraction import summed
-from .element import CASTS, Element
+from .element import CASTS, Element, resolve
 from .reading import Reading
 from .sizes import product, ratio
 from .views import args_of, argument, name_of
@@ -45,12 +45,13 @@ def rms_norm(element: Element) -> RmsNorm:
     node = element.origin
     if LAYER_NORMS & {node.target, *(source.target for source in node.all_input_nodes)}:
         raise NoMatch("a LayerNorm stands where an RMSNorm is expected", node)
-    whole = as_product(element)
-    roots = [factor for factor, power in whole.factors if power == -0.5]
+    roots = [factor for factor, power in as_product(element).factors if power == -0.5]
     if not roots:
         raise NoMatch(f"expected an RMSNorm, found {name_of(node)}", node)
     mean = _mean_square(roots[0])
-    rest = [(factor, power) for factor, power in whole.factors if factor is not roots[0]]
+    whole = as_product(element, kept=mean.value.node)
+    root = next(factor for factor in whole.factors if factor == (roots[0], -0.5))
+    rest = [factor for factor in whole.factors if factor is not root]
 
     found = [(factor, over) for factor, power in rest if power == 1.0 and (over := _same_but(factor, mean))]
     if not found:
@@ -118,10 +119,20 @@ def _sum_of_squares(mean: Element) -> _MeanSquare:
     if mean.origin.target not in (aten.mean.dim, aten.sum.dim_IntList):
         raise NoMatch(f"expected a mean of squares under the root, found {name_of(mean.origin)}", mean.origin)
     square, over = summed(mean)
-    inner = as_product(square)
+    squared = _squared(square)
+    inner = as_product(square, kept=squared)
     if [power for _, power in inner.factors] != [2.0]:
         raise NoMatch("expected the mean of one value squared under the root", mean.origin)
     return _MeanSquare(inner.factors[0][0], inner.number, over)
+
+
+def _squared(square: Element) -> Node | None:
+    """What is squared, if one operation does it: it may be a product, which is one value all the same."""
+    node = square.origin
+    operands = args_of(node)[:2] if node.target is aten.mul.Tensor else args_of(node)[:1]
+    is_square = node.target in (aten.pow.Tensor_Scalar, aten.square.default) or len(set(operands)) == 1
+    value = operands[0] if operands else None
+    return resolve(value, square.index).origin if is_square and isinstance(value, Node) else None
 
 
 def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:

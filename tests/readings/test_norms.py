@@ -43,6 +43,8 @@ NORMS = {
     "one plus gamma": lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + EPSILON) * (1 + (g - 1)),
     "flattened": lambda x, g: NORMS["power"](x.view(-1, D), g).view(x.shape),
     "of a multiple": lambda x, g: NORMS["power"](x * 3, g),
+    "of a product": lambda x, g: NORMS["power"](x * x.sigmoid(), g),
+    "of a product squared by hand": lambda x, g: NORMS["root below"](x * x.sigmoid(), g),
     "twice": lambda x, g: 2 * NORMS["power"](x, g),
     "a sum": lambda x, g: x * torch.rsqrt(x.square().sum(-1, True) + EPSILON * D) * g,
     "length times itself": lambda x, g: by_lengths(x, g, *[length(x)] * 2),
@@ -82,6 +84,11 @@ def normed(x, g, by):
     return x * torch.rsqrt(by.square().mean(-1, True) + EPSILON) * g
 
 
+def weighted_within(x, g):
+    y = x * g
+    return normed(y, 1.0, y)
+
+
 NEGATIVE = "the norm is multiplied by a negative number"
 NO_NORMS = {
     "of the negative": (lambda x, g: -NORMS["power"](x, g), NEGATIVE, (D,)),
@@ -95,6 +102,9 @@ NO_NORMS = {
     "a gamma per token": (lambda x, g: normed(x, g, x), "does not run along the normalised dimension", (S, 1)),
     "a gamma per token and column": (lambda x, g: normed(x, g, x), "does not run along", (S, D)),
     "another value's mean": (lambda x, g: normed(x, g, x + 1), "is not the one whose mean square is taken", (D,)),
+    "another product's mean": (lambda x, g: normed(x * x.tanh(), g, x * x.exp()), "is not the one whose mean", (D,)),
+    "a weighted product's mean": (lambda x, g: normed(x, g, x * g), "is not the one whose mean", (D,)),
+    "its own weight within": (weighted_within, "found nothing", (D,)),
     "another token's mean": (lambda x, g: normed(x, g, x.flip(1)), "is not the one whose mean square is taken", (D,)),
     "half of the mean": (lambda x, g: normed(x, g, x[..., : D // 2]), "is not the one whose mean square", (D,)),
     "a rotated value": (lambda x, g: normed(torch.cat([x[..., 1:], x[..., :1]], -1), g, x), "is not the one", (D,)),
