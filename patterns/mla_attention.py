@@ -147,7 +147,36 @@ class _ExpandedCache(Layer):
 
     def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         key, value = super().keys(latent, k_rope)
-        return torch.zeros(B, N, T, D + DR).index_copy(2, torch.arange(T), key), value
+        position = torch.arange(T)
+        caches = torch.zeros(B, N, T, D + DR), torch.zeros(B, N, T, DV)
+        return caches[0].index_copy(2, position, key), caches[1].index_copy(2, position, value)
+
+
+class _Unrotated(Layer):
+    """GLM-5 Next: no rotary part at all."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        return torch.nn.functional.scaled_dot_product_attention(q_nope, key[..., :D], value, attn_mask=mask)
+
+
+class _HiddenStates(_Unrotated):
+    """Multi-head attention: keys and values are made of what nothing was projected down for."""
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x[..., :HCKV], self.kv_gamma).unsqueeze(1), x[..., :DR].unsqueeze(1)
+
+
+class _OneKey(Layer):
+    """The absorbed query and the key are one tensor each, of which the values are the first columns."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        weight = self.kv_b.view(N, D + DV, HCKV)
+        query = torch.cat((torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D]), q_rope), dim=-1)
+        query, key = query * torch.arange(1.0, S + 1).view(S, 1), torch.cat((latent, k_rope), dim=-1)
+        key = torch.zeros(B, 1, T, HCKV + DR).index_copy(2, torch.arange(T), key)
+        out = (query @ key.transpose(-1, -2) + mask).softmax(-1) @ key[..., :HCKV]
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
 
 
 CACHED_EXPANDED = "keys and values are cached expanded, per head: latent attention needs the latents cached"
@@ -163,10 +192,13 @@ class MlaAttention(Rule[Facts]):
         Case("absorbed by einsum", _Absorbed, ONE_EACH),
         Case("query projected in two", _QueryInTwo, ONE_EACH),
         Case("attention sink", _Sink, ONE_EACH),
+        Case("no rotary part", _Unrotated, {"latent_attention": 1}),
+        Case("one tensor for latents and rotary keys", _OneKey, {"latent_attention": 1}),
     )
     rejects = (
         Case("rotary key of each head", _KeysPerHead, because="k_rope is not shared across heads"),
-        Case("expanded keys cached", _ExpandedCache, because="kv_cache is not one tensor"),
+        Case("expanded keys and values cached", _ExpandedCache, because=CACHED_EXPANDED),
+        Case("multi-head attention without a rotary part", _HiddenStates, because="were projected down"),
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:

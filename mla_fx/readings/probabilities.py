@@ -25,7 +25,7 @@ NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 
 @dataclass(frozen=True)
 class Softmax:
-    """Probabilities along `axis` of `logits`, and the logit of one more column, a sink, whose probability is not read."""
+    """Probabilities along `axis` of `logits`; `sink` is the logit of one more column, whose probability is not read."""
 
     logits: Element
     axis: Axis
