@@ -101,7 +101,9 @@ OTHERS = {
         NO_NUMBER,
     ),
     "filled": (
-        lambda m, s, v: m.beside(s).masked_fill(of_tokens(s) == 2, -torch.inf).softmax(-1)[..., :-1] @ v,
+        lambda m, s, v: (
+            m.beside(s).masked_fill(F.pad(of_tokens(s) == 2, (16, 0)), -torch.inf).softmax(-1)[..., :-1] @ v
+        ),
         NO_NUMBER,
     ),
     "two": (lambda m, s, v: m.beside(m.beside(s)).softmax(-1)[..., :-2] @ v, "not all the probabilities"),
@@ -233,3 +235,9 @@ def test_near_twins_of_values_that_are_columns_of_the_keys():
     check_left(OneKey(3), "the scores are 3 products")
     check_left(ValuesScaled(), "expected a matrix product")
     check(KeysOfHeads())
+
+
+@pytest.mark.parametrize("make", [lambda: Sink(FUSED_SINKS["less the largest"]), Unrotated, OneKey])
+def test_sizes_known_at_run_time(make):
+    fused = check(make(), dynamic=True).fused
+    assert fused.get(ATTENTION) or fused.get("mla_attention"), fused

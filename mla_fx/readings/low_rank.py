@@ -21,32 +21,36 @@ def row_of(value: Element) -> Element:
 
 def is_low_rank(value: Element) -> bool:
     """The value, or the row of a cache it is read from, is projected up from something that was projected down."""
-    up = _up(row_of(value))
+    up = _projection(row_of(value))
     return up is not None and _is_narrow(up) and down_projection(up.left) is not None
 
 
 def is_cached_per_head(value: Element) -> bool:
     """The value is read from a cache to which its rows come projected up from latents, for each head."""
     row = row_of(value)
-    up = None if row is value else _up(row)
+    up = None if row is value else _projection(row)
     return up is not None and len(up.right.axes - set(up.axes)) > 1 and is_low_rank(row)
 
 
 def is_projected_from(value: Element, latent: Element) -> bool:
     """The value is a projection of a latent, or of the row of a cache that it is read from."""
-    up = _up(value)
+    up = _projection(value)
     return up is not None and up.left.origin in (latent.origin, row_of(latent).origin)
 
 
 def down_projection(latent: Element) -> Contraction | None:
     """The product that makes a latent, or the row of a cache it is read from, before any norm."""
     row = row_of(latent)
-    for read in (lambda: contraction(rms_norm(row).value), lambda: contraction(row)):
-        try:
-            return _by_weight(read())
-        except NoMatch:
-            continue
-    return None
+    normed = _before_norm(row)
+    found = None if normed is None else _projection(normed)
+    return found or _projection(row)
+
+
+def _before_norm(value: Element) -> Element | None:
+    try:
+        return rms_norm(value).value
+    except NoMatch:
+        return None
 
 
 def rank(found: Contraction) -> Size:
@@ -54,15 +58,12 @@ def rank(found: Contraction) -> Size:
     return product(axis.size for axis in found.axes)
 
 
-def _up(value: Element) -> Contraction | None:
+def _projection(value: Element) -> Contraction | None:
+    """The product that makes a value; if one of its factors is a parameter, that is the right one."""
     try:
-        return _by_weight(contraction(value))
+        found = contraction(value)
     except NoMatch:
         return None
-
-
-def _by_weight(found: Contraction) -> Contraction:
-    """The product with its weight, if one of its factors is a parameter, on the right."""
     return found.swapped if is_parameter(found.left.origin) else found
 
 
