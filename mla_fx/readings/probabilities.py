@@ -41,6 +41,7 @@ class _Columns:
     start: Size
 
     def of(self, logits: Element) -> Softmax:
+        logits = _without_peak(logits, self.whole)
         if self.read is self.whole:
             return Softmax(logits, self.read)
         left_out = Index(0 if self.start else self.read.size)
@@ -55,8 +56,7 @@ def softmax(element: Element) -> Softmax:
         value, dim = args_of(node)[:2]
         dim %= len(index)
         columns = _columns(index, dim, node)
-        logits = operand(value, _along(index, dim, columns.whole))
-        return columns.of(_without_peak(logits, columns.whole))
+        return columns.of(operand(value, _along(index, dim, columns.whole)))
     if node.target is aten.where.self:
         return _guarded(element)
     if node.target is aten.div.Tensor and (exp := exponential(args_of(node)[0])) is not None:
