@@ -207,8 +207,10 @@ class AttentionPattern:
         fixed = frozenset(axis for part in (*found.index, found.keys) for axis in part.axes)
         match = Match(fixed=fixed).read("attention", found)
         if len(products) != len(self.scores):
-            what = f"the scores are {len(products)} products of query and key, not a nope and a rope part"
-            nearest.fail(match, NoMatch(what, found.node))
+            what = (
+                "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
+            )
+            nearest.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
             return
         for order in itertools.permutations(products):
             partial: Iterator[Match] = iter((match,))
