@@ -46,16 +46,19 @@ def _less(found: Sequence[Found]) -> str:
     if not lacking:
         return ""
     reasons = dict.fromkeys(reason for one in lacking for reason in one.outcome.reasons)
-    return f"{_alike(lacking)} ({'; '.join(reasons)})"
+    return f"{_apart(lacking)}, because {'; '.join(reasons)}"
 
 
 def _alike(found: Sequence[Found]) -> str:
     """What fused: once if it is the same in all variants, else with the variants in which it did."""
+    texts = {_text(one) for one in found}
+    return texts.pop() if len(texts) == 1 else _apart(found)
+
+
+def _apart(found: Sequence[Found]) -> str:
     by_text: dict[str, list[Found]] = {}
     for one in found:
         by_text.setdefault(_text(one), []).append(one)
-    if len(by_text) == 1:
-        return next(iter(by_text))
     return ", ".join(f"{text} ({_variants(ones)})" for text, ones in by_text.items())
 
 

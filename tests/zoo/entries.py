@@ -134,7 +134,7 @@ COMPOSED = [
     *along(DEFAULT, "keys", *("two_projections", "absorbed_cat")),
     Entry(replace(DEFAULT, keys="padded_value")),
     *along(PAIRED, "keys", "two_products", "absorbed_einsum", "absorbed_bmm", "absorbed_matmul"),
-    *along(DEFAULT, "attend", "sdpa_bool", "eager", "masked_fill", "where", "einsum", "by_hand"),
+    *along(DEFAULT, "attend", "sdpa_bool", "eager", "masked_fill", "filled", "where", "einsum", "by_hand"),
     *along(PAIRED, "scale", "divided", "tensor", "in_place", "query"),
     *along(DEFAULT, "scale", "query"),
     *along(DEFAULT, "layout", "bshd", "tokens", "sbhd"),
