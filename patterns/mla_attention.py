@@ -9,6 +9,11 @@ query, is DeepSeek's inference code. Either becomes one operator over the latent
     expanded -> mla_attention, which still carries weight_uk and weight_uv (the absorb pass decides between the two)
     absorbed -> latent_attention
 
+An absorbed query may come from anywhere, as with weights that were multiplied ahead of time, if the values are columns
+of the keys: no other attention has that. Without a rotary part (GLM-5 Next, every fourth layer of Mistral Large 4)
+nothing but their rank tells latents from the hidden states of multi-head attention, for which nothing would be gained:
+they must have been projected down. Attention sinks (Hunyuan 4) are one more score for each head, without a value.
+
 Masks that are proved to hide exactly the keys behind a position become `context_lens`; all others stay masks.
 
 Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope dims, c latent rank, v value dims.
@@ -35,28 +40,27 @@ from mla_fx.masks import emit_context_lens, emit_mask
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, var
 from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
-from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.contraction import Contraction, contraction, segments
-from mla_fx.readings.element import Element, element_of, is_parameter
-from mla_fx.readings.rms_norm import rms_norm
-from mla_fx.readings.sizes import product
+from mla_fx.readings.contraction import Contraction, parted_at, segments
+from mla_fx.readings.element import Element, element_of
+from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_low_rank, is_projected_from, rank
+from mla_fx.readings.sizes import at_most, product
 from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
+aten = torch.ops.aten
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv")
-
-PATTERN = AttentionPattern(
-    scores=(
-        either(
-            "keys",
-            expanded=contract(var("q_nope"), contract(LATENT, WEIGHT_UK, name="up"), name="nope"),
-            absorbed=contract(bound("query", contract(var("q_nope"), WEIGHT_UK, name="up")), LATENT, name="nope"),
-        ),
-        contract(var("q_rope"), var("kr_cache"), name="rope"),
-    ),
-    value=either("values", expanded=contract(LATENT, WEIGHT_UV, name="down"), absorbed=LATENT),
+NOPE = either(
+    "keys",
+    expanded=contract(var("q_nope"), contract(LATENT, WEIGHT_UK, name="up"), name="nope"),
+    absorbed=contract(bound("query", contract(var("q_nope"), WEIGHT_UK, name="up")), LATENT, name="nope"),
 )
+ROPE = contract(var("q_rope"), var("kr_cache"), name="rope")
+VALUE = either("values", expanded=contract(LATENT, WEIGHT_UV, name="down"), absorbed=LATENT)
+
+ROTATED = AttentionPattern(scores=(NOPE, ROPE), value=VALUE)
+UNROTATED = AttentionPattern(scores=(NOPE,), value=VALUE)
+OVER_LATENTS = AttentionPattern(scores=(contract(var("query"), LATENT, name="nope"), ROPE), value=LATENT)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Facts:
     """The match, its softmax scale, the type to compute in, and the axes that each dimension of the operands runs over.
 
     `query_factor` and `value_factor` are numbers by which nope scores and values are multiplied on top (LongCat scales
-    its latents)."""
+    its latents). `keys` and `values` say where these are: expanded from the latents, or the latents themselves."""
 
     match: Match
     found: Attention
@@ -72,6 +76,8 @@ class Facts:
     query_factor: float
     value_factor: float
     dtype: torch.dtype
+    keys: str
+    values: str
     b: Axes
     s: Axes
     n: Axes
@@ -142,9 +148,39 @@ class _ExpandedCache(Layer):
 
     def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         key, value = super().keys(latent, k_rope)
-        return torch.zeros(B, N, T, D + DR).index_copy(2, torch.arange(T), key), value
+        position = torch.arange(T)
+        caches = torch.zeros(B, N, T, D + DR), torch.zeros(B, N, T, DV)
+        return caches[0].index_copy(2, position, key), caches[1].index_copy(2, position, value)
 
 
+class _Unrotated(Layer):
+    """GLM-5 Next: no rotary part at all."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        return torch.nn.functional.scaled_dot_product_attention(q_nope, key[..., :D], value, attn_mask=mask)
+
+
+class _HiddenStates(_Unrotated):
+    """Multi-head attention: keys and values are made of what nothing was projected down for."""
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x[..., :HCKV], self.kv_gamma).unsqueeze(1), x[..., :DR].unsqueeze(1)
+
+
+class _OneKey(Layer):
+    """The absorbed query and the key are one tensor each, of which the values are the first columns."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        weight = self.kv_b.view(N, D + DV, HCKV)
+        query = torch.cat((torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D]), q_rope), dim=-1)
+        query, key = query * torch.arange(1.0, S + 1).view(S, 1), torch.cat((latent, k_rope), dim=-1)
+        key = torch.zeros(B, 1, T, HCKV + DR).index_copy(2, torch.arange(T), key)
+        out = (query @ key.transpose(-1, -2) + mask).softmax(-1) @ key[..., :HCKV]
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
+
+
+CACHED_EXPANDED = "keys and values are cached expanded, per head: latent attention needs the latents cached"
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
 
@@ -156,11 +192,14 @@ class MlaAttention(Rule[Facts]):
         Case("scaled_dot_product_attention", _Fused, ONE_EACH),
         Case("absorbed by einsum", _Absorbed, ONE_EACH),
         Case("query projected in two", _QueryInTwo, ONE_EACH),
+        Case("attention sink", _Sink, ONE_EACH),
+        Case("no rotary part", _Unrotated, {"latent_attention": 1}),
+        Case("one tensor for latents and rotary keys", _OneKey, {"latent_attention": 1}),
     )
     rejects = (
         Case("rotary key of each head", _KeysPerHead, because="k_rope is not shared across heads"),
-        Case("attention sink", _Sink, because="not all the probabilities"),
-        Case("expanded keys cached", _ExpandedCache, because="kv_cache is not one tensor"),
+        Case("expanded keys and values cached", _ExpandedCache, because=CACHED_EXPANDED),
+        Case("multi-head attention without a rotary part", _HiddenStates, because="were projected down"),
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
@@ -168,69 +207,88 @@ class MlaAttention(Rule[Facts]):
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         found = attention(anchor)
+        if is_cached_per_head(found.value):
+            raise NoMatch(CACHED_EXPANDED, found.value.origin)
         # two products are already the nope and the rope part; a cat inside them belongs to a rotation
         products = segments(found.scores[0]) if len(found.scores) == 1 else found.scores
-        yield from PATTERN.bindings(found, products, nearest)
+        products = parted_at(products[0], found.value) if len(products) == 1 else products
+        yield from (UNROTATED if len(products) == 1 else ROTATED).bindings(found, products, nearest)
+        if any(found.value.origin in (part.left.origin, part.right.origin) for part in products):
+            yield from OVER_LATENTS.bindings(found, products, nearest)
 
     def check(self, match: Match) -> Facts:
         found = match.reading(Attention, "attention")
-        nope, up, rotary = (match.reading(Contraction, name) for name in ("nope", "up", "rope"))
-        latent, weight_uk, keys = match["kv_cache"], match["weight_uk"], match["kr_cache"]
-        check_weight(weight_uk, "weight_uk")
-        is_expanded = match.choices["keys"] == "expanded"
-        hckv, d = (up.axes, nope.axes) if is_expanded else (nope.axes, up.axes)
-        t, dr = axes(found.keys, "the context", found.node), rotary.axes
+        nope, up, rotary = (match.get(Contraction, name) for name in ("nope", "up", "rope"))
+        assert nope is not None, "every pattern has it"
+        keys, values = match.choices.get("keys", "absorbed"), match.choices.get("values", "absorbed")
+        inner = nope.axes, () if up is None else up.axes
+        d, hckv = inner if keys == "expanded" else inner[::-1]
+        t, dr = axes(found.keys, "the context", found.node), () if rotary is None else rotary.axes
         outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
-        b = _ordered(latent.axes - {*t, *hckv}, outer)
-        n = _ordered(weight_uk.axes - {*hckv, *d}, outer)
-        s = _ordered(match["q_nope"].axes - {*b, *n, *d}, outer)
+        b = _ordered(match["kv_cache"].axes - {*t, *hckv}, outer)
+        n, s = (_ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
         dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
-        if match.choices["values"] == "absorbed":
+        if values == "absorbed":
             dv = _same_columns(dv, hckv, found.node)
-        _check_shared(latent, "the latent", {*b, *t, *hckv}, n, t)
-        _check_shared(keys, "k_rope", {*b, *t, *dr}, n, t)
-        _check_axes(match["q_nope"], "q_nope", {*b, *s, *n, *d})
-        _check_axes(match["q_rope"], "q_rope", {*b, *s, *n, *dr})
+        self._check_operands(match, b, s, n, t, d, dr, hckv)
+        if rotary is None:
+            _check_rank(match, n, (*d, *dv))
+        # an absorbed query is taken as it is, and its factor is part of it
+        factor = nope.factor * up.factor if up is not None and keys == "expanded" else nope.factor
+        scale = factor if rotary is None else rotary.factor
+        down = match.get(Contraction, "down")
+        value_factor = found.value_factor if down is None else found.value_factor * down.factor
+        factors = scale, factor / scale, value_factor
+        return Facts(match, found, *factors, _dtype(match), keys, values, b, s, n, t, d, dr, hckv, dv)
+
+    def _check_operands(
+        self, match: Match, b: Axes, s: Axes, n: Axes, t: Axes, d: Axes, dr: Axes, hckv: Axes
+    ) -> None:
+        """Each operand has its own dimensions and no others."""
+        found = match.reading(Attention, "attention")
+        if "weight_uk" in match.elements:
+            check_weight(match["weight_uk"], "weight_uk")
+        _check_shared(match["kv_cache"], "the latent", {*b, *t, *hckv}, n, t)
+        if "kr_cache" in match.elements:
+            _check_shared(match["kr_cache"], "k_rope", {*b, *t, *dr}, n, t)
+        for name, columns in (("q_nope", d), ("q_rope", dr), ("query", hckv)):
+            if name in match.elements:
+                _check_axes(match[name], name, {*b, *s, *n, *columns})
         for mask in found.masks:
             _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
+        if isinstance(found.sink, Element) and not found.sink.axes <= set(n):
+            raise NoMatch("the attention sink is no number for each head", found.sink.origin)
         if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
             raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
-        value_factor = found.value_factor
-        if match.choices["values"] == "expanded":
-            value_factor *= match.reading(Contraction, "down").factor
-        # an absorbed query is taken as it is, and its factor is part of it
-        nope_factor = nope.factor * up.factor if is_expanded else nope.factor
-        query_factor, dtype = nope_factor / rotary.factor, _dtype(match)
-        return Facts(match, found, rotary.factor, query_factor, value_factor, dtype, b, s, n, t, d, dr, hckv, dv)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         match, found = facts.match, facts.found
         b, s, n, t, d, dr, hckv, dv = facts.b, facts.s, facts.n, facts.t, facts.d, facts.dr, facts.hckv, facts.dv
 
-        def operand(name: str, *dims: Axes) -> Node:
-            return tensor(emit, match[name], dims, dtype=facts.dtype, expand=True)
+        def operand(name: str, *dims: Axes) -> Node | None:
+            present = name in match.elements
+            return tensor(emit, match[name], dims, dtype=facts.dtype, expand=True) if present else None
 
         def query_operand(name: str, *dims: Axes) -> Node:
-            return emit.scaled(operand(name, *dims), facts.query_factor)
+            return emit.scaled(tensor(emit, match[name], dims, dtype=facts.dtype, expand=True), facts.query_factor)
 
         context = operand("q_rope", b, s, n, dr), operand("kv_cache", b, t, hckv), operand("kr_cache", b, t, dr)
         masks, fill = _masks(emit, facts)
         options = {"scale": facts.scale, "is_causal": found.causal is not None}
         if fill is not None:
             options["fill"] = fill
-        keys, values = match.choices["keys"], match.choices["values"]
-        if keys == values == "expanded":
+        if facts.keys == facts.values == "expanded":
             weights = operand("weight_uk", n, d, hckv), operand("weight_uv", n, dv, hckv)
             target = torch.ops.mla_fx.mla_attention.default
             out = emit.call(target, query_operand("q_nope", b, s, n, d), *context, *weights, *masks, **options)
         else:
-            if keys == "absorbed":
+            if facts.keys == "absorbed":
                 query = query_operand("query", b, s, n, hckv)
             else:
                 q_nope, weight_uk = query_operand("q_nope", b, s, n, d), operand("weight_uk", n, d, hckv)
                 query = inline(emit, absorb_query, q_nope, weight_uk)
             out = emit.call(torch.ops.mla_fx.latent_attention.default, query, *context, *masks, **options)
-            if values == "expanded":
+            if facts.values == "expanded":
                 out = inline(emit, expand_output, out, operand("weight_uv", n, dv, hckv))
         out = emit.scaled(out, facts.value_factor)
         yield replaced(emit, found.node, found.index, result(out, (b, s, n, dv)), padding=found.padding)
@@ -239,17 +297,58 @@ class MlaAttention(Rule[Facts]):
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
         output = weighted_sum(anchor)
         values = anchor.args[2:3] if output is None else output.args[:2]
-        return any(_is_low_rank(element_of(value)) for value in values if isinstance(value, Node))
+        return any(is_low_rank(element_of(value)) for value in values if isinstance(value, Node))
 
 
 def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], float | None]:
     """A mask, or None and lengths that say the same, and with what scores are filled where they are hidden."""
     found = facts.found
+    sinks = () if found.sink is None else (_emit_sinks(emit, found.sink, facts),)
     try:
         context_lens, fill = emit_context_lens(emit, found, facts.b, facts.s, facts.dtype)
     except NoMatch:  # the mask may be any: only as lengths it is one of these
-        return (emit_mask(emit, found.masks, (facts.b, facts.n, facts.s, facts.t)),), found.fill
-    return (None, context_lens), fill
+        mask = emit_mask(emit, found.masks, (facts.b, facts.n, facts.s, facts.t))
+        return (mask, None, *sinks) if sinks else (mask,), found.fill
+    return (None, context_lens, *sinks), fill
+
+
+def _emit_sinks(emit: Emitter, sink: Element | float, facts: Facts) -> Node:
+    """The score beside those of the keys, for each head."""
+    if isinstance(sink, Element):
+        return tensor(emit, sink, (facts.n,), expand=True)
+    heads = emit.size(product(axis.size for axis in facts.n))
+    device = facts.found.node.meta["val"].device
+    return emit.call(aten.full.default, [heads], sink, dtype=torch.float32, device=device)
+
+
+def _heads_and_tokens(match: Match, others: set[Axis]) -> tuple[frozenset[Axis], frozenset[Axis]]:
+    """The axes of heads and of tokens among those of the query: heads have weights of their own, or else at least no
+    masks."""
+    found = match.reading(Attention, "attention")
+    if "weight_uk" in match.elements:
+        heads = match["weight_uk"].axes - others
+        return heads, match["q_nope"].axes - others - heads
+    rows = match["query"].axes - others
+    masked = {axis for mask in found.masks for axis in mask.element.axes}
+    masked |= found.causal.rows.axes if found.causal is not None else set()
+    return rows - masked, rows & masked
+
+
+def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
+    """Heads share latents that were projected down for keys and values: those of multi-head attention are made of the
+    hidden states, of which the queries are made too."""
+    latent, weight = match["kv_cache"], match["weight_uk"]
+    if not n:
+        raise NoMatch("there is no rotary part, and no heads that share a latent", latent.origin)
+    if {match.choices["keys"], match.choices["values"]} == {"absorbed"}:
+        return
+    down = down_projection(latent)
+    width = product(axis.size for axis in latent.axes & weight.axes)
+    wider = () if down is None else (rank(down), product(axis.size for axis in (*n, *columns)))
+    is_latent = wider and all(at_most(width + 1, size) for size in wider)
+    if not is_latent or is_projected_from(match["q_nope"], latent):
+        reason = "there is no rotary part, and keys and values are not expanded from latents that were projected down"
+        raise NoMatch(reason, latent.origin)
 
 
 def _dtype(match: Match) -> torch.dtype:
@@ -283,30 +382,3 @@ def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: A
 def _check_axes(element: Element, name: str, allowed: set[Axis]) -> None:
     if not element.axes <= allowed:
         raise NoMatch(f"{name} depends on more than its own dimensions", element.node)
-
-
-def _is_low_rank(value: Element) -> bool:
-    """The value, or the row of a cache it is read from, is projected up from something that was projected down."""
-    try:
-        return _is_low_rank(cache_update(value).row)
-    except NoMatch:
-        pass
-    try:
-        up = contraction(value)
-    except NoMatch:
-        return False
-    latent, weight = (up.right, up.left) if is_parameter(up.left.origin) else (up.left, up.right)
-    rank = product(axis.size for axis in up.axes)
-    width = product(axis.size for axis in weight.axes - set(up.axes))
-    is_narrow = isinstance(rank, int) and isinstance(width, int) and rank < width
-    return is_narrow and _is_projected(latent)
-
-
-def _is_projected(latent: Element) -> bool:
-    for read in (lambda element: contraction(rms_norm(element).value), contraction):
-        try:
-            read(latent)
-        except NoMatch:
-            continue
-        return True
-    return False

@@ -82,6 +82,8 @@ class RopeAlone(Rule[Facts]):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         for operator, query in QUERY.items():
             for attention in graph.find_nodes(op="call_function", target=operator):
+                if named_argument(attention, query) is None:
+                    continue  # an attention without a rotary part
                 yield named_argument(attention, query)
                 with contextlib.suppress(NoMatch):
                     yield cache_update(element_of(named_argument(attention, KEYS))).rows

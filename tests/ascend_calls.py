@@ -63,6 +63,22 @@ def calls():
             "ckv_cache": make(8, 128, 1, HCKV),
             "cache_mode": "PA_NZ",
         },
+        "latent_attention": {
+            "query": make(B, S, N, HCKV),
+            "query_rope": make(B, S, N, DR),
+            **caches(B, T),
+            "scale": 0.1,
+            "is_causal": True,
+        },
+        "mla_attention": {
+            "q_nope": make(1, T, N, D),
+            "q_rope": make(1, T, N, DR),
+            **caches(1, T),
+            "weight_uk": make(N, D, HCKV),
+            "weight_uv": make(N, D, HCKV),
+            "scale": 0.1,
+            "is_causal": True,
+        },
         "rms_norm": {"x": make(B, S, HE), "gamma": make(HE), "epsilon": 1e-6},
         "rope": {"x": make(B, S, N, DR), "cos": make(1, S, DR), "sin": make(1, S, DR)},
         "multi_latent_attention": {
@@ -88,7 +104,7 @@ def lower(operator, surface=A2, **changes):
     module = importlib.import_module(f"mla_fx.lowering.ascend.{operator}")
     assert operator == module.OPERATOR
     call = calls()[operator] | changes
-    is_emitted = operator in ("rms_norm", "rope")
+    is_emitted = operator in ("latent_attention", "mla_attention", "rms_norm", "rope")
     path = f"mla_fx.ops.emitted.{operator}" if is_emitted else f"mla_fx.ops.{operator}.arguments"
     record = importlib.import_module(path).Arguments
     fields = [field for field in dataclasses.fields(record) if not field.kw_only]

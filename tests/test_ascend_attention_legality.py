@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ascend_calls import DR, HCKV, B, D, N, fakes, index, lower, make, named
+from ascend_calls import DR, HCKV, B, D, N, T, fakes, index, lower, make, named
 from mla_fx.lowering.ascend.surface import Surface
 
 
@@ -137,3 +137,51 @@ PAGED = {
 @pytest.mark.parametrize("change, sentence", named(PAGED))
 def test_limits_of_paged_attention(change, sentence):
     assert lower("paged_attention", **change()) == sentence
+
+
+NO_ROPE = {"q_rope": None, "kr_cache": None}
+EMITTED = {
+    "latents without a rotary part": (
+        "latent_attention",
+        lambda: {"query_rope": None, "kr_cache": None},
+        "query_rope is None; FusedInferAttentionScore takes absorbed queries with a rotary part",
+    ),
+    "sinks over latents": (
+        "latent_attention",
+        lambda: {"sinks": make(N)},
+        "sinks are given; FusedInferAttentionScore takes them for values of up to 128 columns, not for latents of 512",
+    ),
+    "sinks in float32": (
+        "mla_attention",
+        lambda: {"sinks": make(N, dtype=torch.float32)},
+        "sinks has dtype torch.float32; FusedInferAttentionScore takes torch.bfloat16",
+    ),
+    "heads without a rotary part": (
+        "mla_attention",
+        lambda: {**NO_ROPE, "q_nope": make(1, T, N, 64), "weight_uk": make(N, 64, HCKV)},
+        "without a rotary part, q_nope has D = 64; FusedInferAttentionScore takes 128 or 192",
+    ),
+    "values without a rotary part": (
+        "mla_attention",
+        lambda: {**NO_ROPE, "weight_uv": make(N, 192, HCKV)},
+        "weight_uv has Dv = 192; FusedInferAttentionScore takes 128",
+    ),
+    "wide values beside sinks": (
+        "mla_attention",
+        lambda: {
+            **NO_ROPE,
+            "q_nope": make(1, T, N, 192),
+            "weight_uk": make(N, 192, HCKV),
+            "weight_uv": make(N, 192, HCKV),
+            "sinks": make(N),
+        },
+        "with sinks, weight_uv has Dv = 192; FusedInferAttentionScore takes 128",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMITTED)
+def test_limits_of_what_the_compiler_emits(name):
+    operator, change, sentence = EMITTED[name]
+    assert callable(lower(operator))
+    assert lower(operator, **change()) == sentence

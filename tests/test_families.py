@@ -12,6 +12,7 @@ from families import FAMILIES, Recorder, cache_tensors, empty_cache, tiny_model,
 QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 PROMPT = 12
+COUNTS_FLAGS = ("glm5_next",)  # its indexer does, which cuts a graph in two unless Dynamo is told to go on
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def attention_only(layers: int, *reasons: str) -> Expected:
     return Expected({"latent_attention": layers}, {"latent_attention": layers}, reasons)
 
 
+NO_ROTARY_PART = "latent_attention is called without"
 EXPECTED = {
     "deepseek_v2": whole(2),
     "deepseek_v3": whole(2),
@@ -46,12 +48,14 @@ EXPECTED = {
     "longcat_flash": whole(2),
     "minicpm3": whole(2),
     "mistral4": whole(2),
-    "mistral_large4": whole(1, "the scores are one product"),  # and a layer without rotation
+    "mistral_large4": Expected(  # one of its layers has no rotary part
+        {"mla_prolog": 1, "latent_attention": 2}, {"mla_prolog": 1, "latent_attention": 2}, (NO_ROTARY_PART,)
+    ),
     "youtu": whole(2),
     "glm4_moe_lite": whole(2),
     "glm_moe_dsa": whole(2),
-    "glm5_next": Expected({}, {}, ("the scores are one product",)),
-    "hy_v4": Expected({}, {}, ("not all the probabilities of the softmax enter the product",)),
+    "glm5_next": attention_only(1, NO_ROTARY_PART),  # and a layer of linear attention
+    "hy_v4": whole(2),
     "axk1": whole(2),
     "axk2": attention_and_cache(2, "the query is made of a normed latent joined with more"),
     "bailing_hybrid": whole(1),
@@ -84,7 +88,8 @@ def test_decode_step(family, kind):
     recorder = Recorder()
     compiled = torch.compile(model, backend=recorder)
     expected = model(step, past_key_values=theirs)[0]
-    torch.testing.assert_close(compiled(step, past_key_values=ours)[0], expected, **EXACT)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=family in COUNTS_FLAGS):
+        torch.testing.assert_close(compiled(step, past_key_values=ours)[0], expected, **EXACT)
     check_same_caches(ours, theirs)
     check_fused(recorder.report, EXPECTED[family], kind)
 

@@ -22,6 +22,8 @@ KERNEL = "FusedInferAttentionScore"
 LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 LATENT_TOKENS = 16  # of a sequence, at most
 RANK, ROPE = 512, 64
+EXPANDED = 128  # columns of a head's nope part, and of its values
+EXPANDED_UNROTATED = {128: (128,), 192: (128, 192)}  # of a head's queries and, for those, of its values
 CAUSAL = 3  # the sparse mode in which the last row sees all keys, and each row before it one less
 CAUSAL_SIZE = 2048  # of the one mask that CAUSAL takes, whatever the lengths are
 

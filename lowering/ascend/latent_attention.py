@@ -12,7 +12,7 @@ from mla_fx.ops.emitted.latent_attention import Arguments
 
 from . import fused_infer_attention_score as kernel
 from . import limits
-from .fused_infer_attention_score import KERNEL, LATENT_TOKENS
+from .fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK
 from .mla_prolog import page_size
 from .surface import Surface
 
@@ -25,6 +25,11 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | s
 
 
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+    if a.query_rope is None or a.kr_cache is None:
+        yield f"query_rope is None; {KERNEL} takes absorbed queries with a rotary part"
+        return
+    if a.sinks is not None:
+        yield f"sinks are given; {KERNEL} takes them for values of up to {EXPANDED} columns, not for latents of {RANK}"
     caches = [("kv_cache", a.kv_cache), ("kr_cache", a.kr_cache)]
     yield from kernel.latent_refusals(surface, ("query", a.query), ("query_rope", a.query_rope), caches)
     tokens = a.query.shape[1]
@@ -36,6 +41,7 @@ def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
 def plain(*args: Any, **kwargs: Any) -> Tensor:
     """[B,S,N,512]."""
     a = Arguments(*args, **kwargs)
+    assert a.query_rope is not None and a.kr_cache is not None, "others are refused"
     batch, positions, _ = a.kv_cache.shape
     size = page_size(positions) or PAGE
     latents, keys = (in_whole_pages(cache, size) for cache in (a.kv_cache, a.kr_cache))

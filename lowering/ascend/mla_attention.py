@@ -1,6 +1,7 @@
 """mla_attention as FusedInferAttentionScore over expanded keys and values: packed rows, any number of tokens.
 
-Queries are [B*S,N,128] and [B*S,N,64], keys and values [B*T,N,128]."""
+Queries are [B*S,N,128] and [B*S,N,64], keys and values [B*T,N,128]. Without a rotary part queries and keys may have 192
+columns, and values as many."""
 
 from __future__ import annotations
 
@@ -14,11 +15,10 @@ from mla_fx.ops.emitted.mla_attention import Arguments
 
 from . import fused_infer_attention_score as kernel
 from . import limits
-from .fused_infer_attention_score import KERNEL, ROPE
+from .fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE
 from .surface import Surface
 
 OPERATOR = "mla_attention"
-EXPANDED = 128
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
@@ -28,16 +28,29 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | s
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
     yield from kernel.chip_refusals(surface)
     batch, tokens = a.q_nope.shape[:2]
-    yield from limits.size("q_nope has D", a.q_nope.shape[3], KERNEL, (EXPANDED,))
-    yield from limits.size("weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
-    yield from limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
+    yield from size_refusals(a)
     yield from limits.dtype("q_nope", a.q_nope, KERNEL, (torch.bfloat16,))
+    if a.sinks is not None:
+        yield from limits.dtype("sinks", a.sinks, KERNEL, (torch.bfloat16,))
+        yield from limits.size("with sinks, weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
     yield from kernel.mask_refusals(surface, a, tokens)
     if a.context_lens is None and a.mask is None and not a.is_causal:
         return
     is_whole = a.is_causal and limits.known_equal(tokens, a.kv_cache.shape[1])
     if not is_whole and not limits.known_equal(batch, 1):
         yield f"the batch is {batch}; {KERNEL} finds the keys of one sequence only where they fill a part of the cache"
+
+
+def size_refusals(a: Arguments) -> Iterator[str]:
+    width, values = a.q_nope.shape[3], a.weight_uv.shape[1]
+    if a.q_rope is None:
+        what = "without a rotary part, q_nope has D"
+        yield from limits.size(what, width, KERNEL, tuple(EXPANDED_UNROTATED))
+        yield from limits.size("weight_uv has Dv", values, KERNEL, EXPANDED_UNROTATED.get(width, (EXPANDED,)))
+        return
+    yield from limits.size("q_nope has D", width, KERNEL, (EXPANDED,))
+    yield from limits.size("weight_uv has Dv", values, KERNEL, (EXPANDED,))
+    yield from limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:
@@ -50,18 +63,21 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
     device = a.kv_cache.device
     visible = tokens if a.is_causal else positions
     lengths = kernel.lengths(a)
+    options: dict[str, Any] = {} if a.sinks is None else {"learnable_sink": a.sinks}
+    if a.q_rope is not None and a.kr_cache is not None:
+        options["query_rope"] = a.q_rope.reshape(batch * tokens, heads, -1)
+        options["key_rope"] = a.kr_cache.reshape(batch * positions, 1, -1).expand(-1, heads, -1).contiguous()
     out = kernel.attend(
         a.q_nope.reshape(batch * tokens, heads, -1),
         key,
         value,
-        query_rope=a.q_rope.reshape(batch * tokens, heads, -1),
-        key_rope=a.kr_cache.reshape(batch * positions, 1, -1).expand(-1, heads, -1).contiguous(),
         actual_seq_qlen=kernel.ends(batch, tokens, device),
         actual_seq_kvlen=kernel.ends(batch, visible, device) if lengths is None else lengths,
         num_query_heads=heads,
         num_key_value_heads=heads,
         softmax_scale=a.scale,
         input_layout="TND",
+        **options,
         **kernel.rows(tokens, device),
     )
     return out.view(batch, tokens, heads, -1)

@@ -20,8 +20,9 @@ from .algebra import complemented
 from .axes import Axis, Index, composite, difference, shifted
 from .counts import COMPARISONS, Count, excess, opposite
 from .element import CASTS, Element, constant, operand, rounded
+from .probabilities import NOT
 from .sizes import Size, at_most, plain
-from .softmax import MASKED_FILL, NOT, Attention, Mask
+from .softmax import MASKED_FILL, Attention, Mask
 from .views import args_of, argument, name_of
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
 from .element import Element, is_parameter, operand, resolve
 from .reading import Reading
-from .sizes import product
+from .sizes import plain, product
 from .views import args_of, argument, cuts, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
@@ -77,6 +77,21 @@ def _ranges(found: Contraction) -> tuple[Contraction, ...]:
             continue
         bounds = [0, *where, axis.size]
         return tuple(_range(found, axis, start, stop) for start, stop in itertools.pairwise(bounds))
+    return (found,)
+
+
+def parted_at(found: Contraction, value: Element) -> tuple[Contraction, ...]:
+    """The contraction in parts that begin and end where the columns do that `value` reads of one of its operands."""
+    for side in (found.left, found.right):
+        if side.origin is not value.origin:
+            continue
+        for mine, theirs in zip(side.index, value.index, strict=True):
+            axis, start = shifted(mine, -mine.offset).axis, plain(theirs.offset - mine.offset)
+            bounds = start, plain(start + extent(theirs))
+            if axis not in found.axes or not all(isinstance(bound, int) for bound in (*bounds, axis.size)):
+                continue
+            inside = sorted({0, axis.size, *(bound for bound in bounds if 0 < bound < axis.size)})
+            return tuple(_range(found, axis, *pair) for pair in itertools.pairwise(inside))
     return (found,)
 
 

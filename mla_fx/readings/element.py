@@ -265,6 +265,8 @@ def _filled(node: Node) -> float | None:
         return constant(filled)
     if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
         return 0.0
+    if node.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
+        return 1.0
     if node.target is aten.full_like.default:
         return constant(args_of(node)[1])
     if node.target in KEEPING:

@@ -1,4 +1,4 @@
-"""Softmax and scaled dot-product attention in any spelling."""
+"""Scaled dot-product attention in any spelling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mla_fx.errors import NoMatch
 from mla_fx.torch_private import OpOverload
 
 from .algebra import as_sum
-from .axes import Axis, Index, fresh, of_axis, shifted
-from .contraction import Contraction, contraction, reduced, scaled_product, summed
+from .axes import Index, fresh, of_axis, shifted
+from .contraction import Contraction, contraction, scaled_product
 from .element import CASTS, Element, constant, operand, resolve, rounded
+from .probabilities import SOFTMAX, exponential, softmax
 from .reading import Reading
 from .sizes import Size
-from .views import MOVERS, args_of, argument, cuts, fresh_index, name_of, pads_with_zero, shape_of
+from .views import MOVERS, args_of, argument, cuts, fresh_index, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 
-SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
 FUSED_ATTENTION = frozenset(
     {
         aten.scaled_dot_product_attention.default,
@@ -36,7 +36,6 @@ FUSED_ATTENTION = frozenset(
 )
 
 ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor})
-NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
@@ -62,7 +61,9 @@ class Causal(Reading):
 @dataclass(frozen=True)
 class Attention(Reading):
     """`sum over keys of softmax(logits) * value`, read at `index` of `node`; the logits are the sum of `scores` and
-    added masks, then filled by the others. Behind `index` the output has `padding` zeros, as padded values leave it."""
+    added masks, then filled by the others. Behind `index` the output has `padding` zeros, as padded values leave it.
+    `sink` is one more logit in each row, which has no value, neither scaled nor masked: a value of the graph, or a
+    number."""
 
     index: tuple[Index, ...]
     scores: tuple[Contraction, ...]
@@ -72,6 +73,7 @@ class Attention(Reading):
     value_factor: float
     keys: Index
     padding: int = 0
+    sink: Element | float | None = None
 
     @property
     def scope(self) -> Iterator[Index]:
@@ -94,103 +96,8 @@ def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
 def _begins_attention(node: Node) -> bool:
     if node.target in FUSED_ATTENTION:
         return True
-    is_softmax = node.target in SOFTMAX or _exponential(args_of(node)[0]) is not None
+    is_softmax = node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
     return is_softmax and weighted_sum(node) is not None
-
-
-def softmax(element: Element) -> tuple[Element, Axis]:
-    """The logits and the axis of a softmax. Raises NoMatch if `element` is none."""
-    node, index = element.node, element.index
-    if node.target in SOFTMAX:
-        return operand(args_of(node)[0], index), _axis(index, args_of(node)[1], node)
-    if node.target is aten.where.self:
-        return _guarded(element)
-    if node.target is aten.div.Tensor and (exponential := _exponential(args_of(node)[0])) is not None:
-        return _divided(element, exponential)
-    raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
-
-
-def _axis(index: tuple[Index, ...], dim: int, node: Node) -> Axis:
-    axis = index[dim].axis
-    if axis is None or axis.size != shape_of(node)[dim] or sum(axis in part.axes for part in index) != 1:
-        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
-    return axis
-
-
-def _exponential(value: object) -> Node | None:
-    """The exp whose result `value` is, through views and casts."""
-    for _ in range(6):
-        if not isinstance(value, Node):
-            return None
-        if value.target is aten.exp.default:
-            return value
-        if value.target not in MOVERS and value.target not in CASTS:
-            return None
-        value = value.args[0] if value.args else None
-    return None
-
-
-def _divided(element: Element, exponential: Node) -> tuple[Element, Axis]:
-    """`exp(x - max) / sum(exp(x - max))`."""
-    node = element.node
-    numerator, denominator = (operand(value, element.index) for value in args_of(node)[:2])
-    if denominator.origin.target is not aten.sum.dim_IntList or numerator.origin is not exponential:
-        raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
-    summand, over = summed(denominator)
-    dims = [dim for dim, part in enumerate(summand.index) if part in over]
-    if summand.node is not numerator.node or len(over) != 1 or len(dims) != 1:
-        raise NoMatch("what divides the exponentials is not their sum", node)
-    axis = _axis(numerator.index, dims[0], exponential)
-    if [dim for dim, part in enumerate(summand.index) if part != numerator.index[dim]] != dims:
-        raise NoMatch("what divides the exponentials is the sum of others", node)
-    inner = operand(args_of(exponential)[0], numerator.index)
-    if inner.origin.target is not aten.sub.Tensor:
-        raise NoMatch("the exponentials are of scores as they are, and may overflow where a softmax does not", node)
-    logits, peak = (operand(value, inner.index, inner.factor) for value in args_of(inner.origin)[:2])
-    if inner.factor < 0 or not _is_peak(peak, logits, axis):
-        raise NoMatch("what is subtracted before the exponential is not the largest of the scores", node)
-    return logits, axis
-
-
-def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
-    """`peak` is the maximum of the logits along the softmax axis: any other number may take them out of range."""
-    factor, peak = peak.apart()
-    if peak.node.target is not aten.amax.default:
-        return False
-    source, index, over = reduced(peak.node, peak.index)
-    if len(over) != 1:
-        return False
-    along = tuple(of_axis(axis) if part == over[0] else part for part in index)
-    return operand(source, along, factor) == logits
-
-
-def _guarded(element: Element) -> tuple[Element, Axis]:
-    """A softmax whose fully masked rows are zeroed, as scaled_dot_product_attention does."""
-    condition, zero, probability = args_of(element.node)
-    if constant(zero) != 0:
-        raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
-    logits, axis = softmax(operand(probability, element.index))
-    if not _tests_for_masked_rows(operand(condition, element.index), logits, axis):
-        raise NoMatch("the attention probabilities are masked after the softmax", element.node)
-    return logits, axis
-
-
-def _tests_for_masked_rows(condition: Element, logits: Element, axis: Axis) -> bool:
-    """The condition is `not any(logits != -inf)` along the softmax axis."""
-    if condition.node.target not in NOT:
-        return False
-    some = operand(args_of(condition.node)[0], condition.index)
-    if some.node.target not in (aten.any.dim, aten.any.dims):
-        return False
-    source, index, over = reduced(some.node, some.index)
-    tested = operand(source, tuple(of_axis(axis) if part == over[0] else part for part in index))
-    is_negated = False
-    while tested.node.target in NOT:
-        tested, is_negated = operand(args_of(tested.node)[0], tested.index), not is_negated
-    if tested.node.target is not (aten.eq.Scalar if is_negated else aten.ne.Scalar):
-        return False
-    value, number = args_of(tested.node)[:2]
-    return number == -math.inf and operand(value, tested.index) == logits
 
 
 def attention(node: Node) -> Attention:
@@ -203,11 +110,28 @@ def attention(node: Node) -> Attention:
     weighted = contraction(resolve(output, index))
     is_left = weighted.left.origin in (node, *_guards(node))
     probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
-    logits, axis = softmax(probability)
-    if weighted.over != (of_axis(axis),):
+    found = softmax(probability)
+    keys = of_axis(found.axis)
+    if weighted.over != (keys,):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
-    scores, masks = _logits(logits)
-    return _unpadded(Attention(output, index, scores, masks, None, value, weighted.factor, of_axis(axis)))
+    scores, masks = _logits(found.logits)
+    sink = None if found.sink is None else _sink(found.sink)
+    return _unpadded(Attention(output, index, scores, masks, None, value, weighted.factor, keys, sink=sink))
+
+
+def _sink(logit: Element) -> Element | float:
+    """The logit of the column without value as one value, to which at most zeros are added, or as a number."""
+    total = as_sum(logit)
+    number, values = total.constant, list[Element]()
+    for term in total.terms:
+        known = 0.0 if pads_with_zero(term.origin, term.index) else constant(term.origin)
+        if known is None:
+            values.append(term)
+        else:
+            number += term.factor * known
+    if not values:
+        return number
+    return values[0] if len(values) == 1 and number == 0 else logit
 
 
 def _unpadded(found: Attention) -> Attention:

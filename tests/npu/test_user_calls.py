@@ -10,6 +10,7 @@ from torch import nn
 import mla_fx
 from mla_fx.ops.common.sample import Sampler
 from npu.converted import types
+from npu.lowered import Call
 from npu.test_vendor_calls import BLOCKS, DR, HCKV, PAGE, D, in_nz, pages
 
 BF16 = torch.bfloat16
@@ -298,3 +299,22 @@ def test_a_layer_over_pages(converted):
     kinds = types(converted.graphs[0])
     assert [kinds.count(kind) for kind in ("MlaPrologV3", "FusedInferAttentionScore", "TensorMove")] == [1, 1, 0]
     assert len(converted.graphs) == 1
+
+
+# --- attention of expanded heads ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("width, values, rope", [(128, 128, 64), (128, 128, 0), (192, 192, 0)])
+def test_mla_attention(converted, width, values, rope, has_sinks):
+    """With and without a rotary part: as many rows as keys, of one sequence."""
+    if has_sinks and values > 128:
+        return
+    draw, tokens = Sampler(BF16, seed=8), 20
+    up = draw.weight(N, width + values, HCKV, fan_in=HCKV)
+    ropes = (draw.normal(1, tokens, N, rope), draw.normal(1, tokens, rope)) if rope else (None, None)
+    args = [draw.normal(1, tokens, N, width), ropes[0], draw.normal(1, tokens, HCKV), ropes[1]]
+    masks = None, None, draw.normal(N) if has_sinks else None
+    call = Call("mla_attention", [*args, up[:, :width], up[:, width:], *masks], {"scale": 0.1, "is_causal": True})
+    torch.testing.assert_close(call.on_npu(converted), call.wanted(), rtol=2e-2, atol=2e-2)
+    assert types(converted.graphs[0]).count("FusedInferAttentionScore") == 1

@@ -106,24 +106,27 @@ def oracle_kv(
     return k_cache, ckv_cache, k_rope, c_kv
 
 
-def oracle_softmax(scores, mask, is_causal, fill):
-    """One row of probabilities from T scores; zeros where every score is minus infinity."""
+def oracle_softmax(scores, mask, is_causal, fill, sink=-math.inf):
+    """One row of probabilities from T scores beside a sink; zeros where every score is minus infinity."""
     if mask is not None:
         masked = -math.inf if fill is None else fill
         scores = scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
     if is_causal is not None:
         scores = scores.masked_fill(torch.arange(len(scores)) > is_causal, -math.inf)
-    highest = max(scores.tolist())
+    highest = max(*scores.tolist(), sink)
     if highest == -math.inf:
         return torch.zeros_like(scores)
     weights = torch.tensor([math.exp(value - highest) for value in scores.tolist()], dtype=torch.float64)
-    return weights / weights.sum()
+    return weights / (weights.sum() + math.exp(sink - highest))
 
 
 def oracle_mla(
-    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, *, scale, is_causal=False, fill=None, max_absorbed_tokens=0
-):
+    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, *, scale, is_causal=False, fill=None,
+    max_absorbed_tokens=0,
+):  # fmt: skip
     batch, steps, heads, _ = q.shape
+    if q_rope is None:
+        q_rope, kr = q.new_zeros(batch, steps, heads, 1), kv.new_zeros(batch, kv.shape[1], 1)
     if lens is not None:
         mask = oracle_visible(lens.expand(batch), steps, kv.shape[1])
     out = torch.empty(batch, steps, heads, w_uv.shape[1]).double()
@@ -134,7 +137,8 @@ def oracle_mla(
             for s in range(steps):
                 scores = (keys @ q[b, s, n] + kr[b] @ q_rope[b, s, n]) * scale
                 row = None if mask is None else mask[b, n, s]
-                out[b, s, n] = oracle_softmax(scores, row, s if is_causal else None, fill) @ values
+                sink = -math.inf if sinks is None else float(sinks[n])
+                out[b, s, n] = oracle_softmax(scores, row, s if is_causal else None, fill, sink) @ values
     return (out,)
 
 
@@ -148,9 +152,9 @@ def oracle_visible(lens, steps, context):
     return visible
 
 
-def oracle_latent(query, query_rope, kv, kr, mask, lens=None, **options):
+def oracle_latent(query, query_rope, kv, kr, mask, lens=None, sinks=None, **options):
     same = torch.eye(kv.shape[-1]).double().expand(query.shape[2], -1, -1)
-    return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, **options)
+    return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, sinks, **options)
 
 
 def oracle_rows(x, gamma, *, epsilon, gamma_after_cast=False):
@@ -461,6 +465,10 @@ REFUSALS = {
         (change(4, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
         (change(4, lambda _: torch.zeros(1, 1, 1, 1, 5)), "mask has shape"),
         (change(4, lambda _: torch.zeros(3, 5).long()), "mask has dtype torch.int64"),
+        (change(1, drop), "kr_cache is given and query_rope is None; a rotary part has both, or there is none"),
+        (change(3, drop), "query_rope is given and kr_cache is None"),
+        (option(sinks=torch.zeros(4)), r"sinks has shape \[4\]; it must be \[N\] = \[3\]"),
+        (option(sinks=torch.zeros(3).long()), "sinks has dtype torch.int64"),
     ],
     "mla_attention": [
         (change(0, lambda q: q[0]), r"q_nope has shape \[3, 3, 8\]; it must be \[B, S, N, D\]"),
@@ -470,6 +478,9 @@ REFUSALS = {
         (change(3, lambda c: c[..., 1:]), r"kr_cache has shape \[2, 5, 3\]"),
         (change(4, lambda w: w[:, 1:]), r"weight_uk has shape \[3, 7, 16\]"),
         (change(5, lambda w: w[1:]), r"weight_uv has shape \[2, 6, 16\]"),
+        (change(1, drop), "kr_cache is given and q_rope is None"),
+        (change(3, drop), "q_rope is given and kr_cache is None"),
+        (option(sinks=torch.zeros(1, 3)), r"sinks has shape \[1, 3\]; it must be \[N\]"),
         (option(max_absorbed_tokens=-1), "max_absorbed_tokens is -1; it must be 0 or more"),
     ],
 }

@@ -9,9 +9,25 @@ from mla_fx.errors import NoMatch
 from mla_fx.readings.softmax import anchors, attention
 
 
-def softmax_by_hand(scores):
-    raised = torch.exp(scores - scores.amax(-1, keepdim=True))
+def softmax_by_hand(scores, compared=slice(None)):
+    raised = torch.exp(scores - scores[..., compared].amax(-1, keepdim=True))
     return raised / raised.sum(-1, keepdim=True)
+
+
+def over_others(scores, read=slice(-1)):
+    """The last column is left out of the sum."""
+    raised = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return raised[..., read] / raised[..., :-1].sum(-1, keepdim=True)
+
+
+def beside(scores, sink, first=False):
+    """Scores with one more column, shared by all heads or one for each."""
+    sink = torch.as_tensor(sink, dtype=scores.dtype).view(-1, 1, 1).expand(*scores.shape[:2], S, 1)
+    return torch.cat((sink, scores) if first else (scores, sink), -1)
+
+
+def minus_peak(scores):
+    return scores - scores.max(-1, keepdim=True).values
 
 
 MASK = dense(B, 1, S, T) > -0.5
@@ -33,12 +49,38 @@ ATTENTIONS = {
     "filled, then halved": lambda q, k, v: ((q @ k.mT).masked_fill(~MASK, -3.0) * 0.5).softmax(-1) @ v,
     "scaled probabilities": lambda q, k, v: ((q @ k.mT).softmax(-1) * 2) @ v,
     "scaled after the mask": lambda q, k, v: ((q @ k.mT + BIAS) * 0.5).softmax(-1) @ v,
+    "minus the largest": lambda q, k, v: minus_peak(q @ k.mT + BIAS).softmax(-1) @ v,
     "fused": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
     "fused, scaled": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.7),
     "fused, masked": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=MASK),
     "fused, biased": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=BIAS),
     "fused, causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
 }
+
+
+SINK = dense(N)
+SINKS = {
+    "last": lambda q, k, v, sink: beside(q @ k.mT, sink).softmax(-1)[..., :-1] @ v,
+    "first": lambda q, k, v, sink: beside(q @ k.mT, sink, first=True).softmax(-1)[..., 1:] @ v,
+    "minus the largest": lambda q, k, v, sink: minus_peak(beside(q @ k.mT, sink)).softmax(-1)[..., :-1] @ v,
+    "by hand": lambda q, k, v, sink: softmax_by_hand(beside(q @ k.mT, sink))[..., :-1] @ v,
+    "masked before": lambda q, k, v, sink: beside(q @ k.mT + BIAS, sink).softmax(-1)[..., :-1] @ v,
+    "mask with a column of zeros": lambda q, k, v, sink: (
+        (beside(q @ k.mT, sink) + F.pad(BIAS, (0, 1))).softmax(-1)[..., :-1] @ v
+    ),
+    "filled before": lambda q, k, v, sink: (
+        beside((q @ k.mT).masked_fill(~MASK, -1e4), sink).softmax(-1)[..., :-1] @ v
+    ),
+    "halved behind": lambda q, k, v, sink: (beside(q @ k.mT, sink) * 0.5).softmax(-1)[..., :-1] @ v,
+    "a number": lambda q, k, v, sink: beside(q @ k.mT, 0.7).softmax(-1)[..., :-1] @ v,
+    "zero": lambda q, k, v, sink: F.pad(q @ k.mT, (0, 1)).softmax(-1)[..., :-1] @ v,
+    "one parameter": lambda q, k, v, sink: beside(q @ k.mT, sink[:1]).softmax(-1)[..., :-1] @ v,
+    "written": lambda q, k, v, sink: (
+        torch.empty(B, N, S, T + 1).slice_scatter(q @ k.mT, -1, 0, T).select_scatter(
+            sink.view(N, 1).expand(B, N, S), -1, T
+        ).softmax(-1)[..., :-1] @ v
+    ),
+}  # fmt: skip
 
 
 def test_a_softmax_that_weighs_no_values_is_no_attention():
@@ -54,7 +96,15 @@ def read_attention(traced):
 @pytest.mark.parametrize("value_width", [D, 6], ids=["one width", "two widths"])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_is_read(name, value_width):
-    traced = Traced(ATTENTIONS[name], dense(B, N, S, D), dense(B, N, T, D), dense(B, N, T, value_width))
+    check_read(Traced(ATTENTIONS[name], dense(B, N, S, D), dense(B, N, T, D), dense(B, N, T, value_width)))
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_sink_is_read(name):
+    check_read(Traced(SINKS[name], dense(B, N, S, D), dense(B, N, T, D), dense(B, N, T, D), SINK), has_sink=True)
+
+
+def check_read(traced, has_sink=False):
     found = read_attention(traced)
     assert [{score.left.node.name, score.right.node.name} for score in found.scores] == [{"q", "k"}]
     dims = (*found.index, found.keys)
@@ -65,7 +115,13 @@ def test_attention_is_read(name, value_width):
     if found.causal:
         rows, keys = torch.arange(S)[:, None], torch.arange(T)
         logits = logits.masked_fill((keys > rows).view(1, 1, S, 1, T), -torch.inf)
-    actual = found.value_factor * (logits.softmax(-1) * traced.read(found.value, *dims)).sum(-1)
+    assert (found.sink is not None) == has_sink
+    if has_sink:
+        sink = torch.tensor(found.sink) if isinstance(found.sink, float) else traced.read(found.sink, *dims)[..., :1]
+        weights = torch.cat((logits, sink.expand(*logits.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+    else:
+        weights = logits.softmax(-1)
+    actual = found.value_factor * (weights * traced.read(found.value, *dims)).sum(-1)
     agree(actual, traced.values[found.node])
 
 
@@ -79,6 +135,20 @@ NO_ATTENTIONS = {
     "filled with two numbers": (
         lambda q, k, v: (q @ k.mT).masked_fill(~MASK, -3.0).masked_fill(MASK.flip(-1), 2.0).softmax(-1) @ v,
         "filled with different numbers",
+    ),
+    "two sinks": (
+        lambda q, k, v: beside(beside(q @ k.mT, 1.0), 2.0).softmax(-1)[..., :-2] @ v,
+        "not all the probabilities",
+    ),
+    "a key left out in the middle": (
+        lambda q, k, v: torch.cat((q @ k.mT, q @ k.mT), -1).softmax(-1)[..., 1 : T + 1] @ v,
+        "not all the probabilities",
+    ),
+    "over all but the sink": (lambda q, k, v: over_others(beside(q @ k.mT, 1.0)) @ v, "is the sum of others"),
+    "over all but one": (lambda q, k, v: over_others(q @ k.mT, slice(None)) @ v, "is the sum of others"),
+    "minus the largest of others": (
+        lambda q, k, v: softmax_by_hand(beside(q @ k.mT, 1.0), slice(-1))[..., :-1] @ v,
+        "not the largest of the scores",
     ),
     "a number added": (lambda q, k, v: (q @ k.mT + 2.0).softmax(-1) @ v, "a number is added to the attention scores"),
 }

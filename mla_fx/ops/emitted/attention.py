@@ -24,25 +24,53 @@ def as_mask(
 
 
 def probabilities(
-    latent: Tensor, rotated: Tensor, mask: Tensor | None, scale: float, fill: float | None, rows_first: bool = False
+    latent: Tensor,
+    rotated: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    fill: float | None,
+    sinks: Tensor | None = None,
+    rows_first: bool = False,
 ) -> Tensor:
     """softmax((latent + rotated) * scale + mask) over the last axis, rounded to the dtype of `latent`.
 
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
-    Where a bool mask is False the scores are `fill`, as near as their type comes to it, or minus infinity.
+    Where a bool mask is False the scores are `fill`, as near as their type comes to it, or minus infinity. `sinks` [N]
+    is one more score of each row, whose probability is left out.
     """
     dtype = accumulation_dtype(latent.dtype)
-    scores = (latent.to(dtype) + rotated) * scale
-    if mask is None:
+    scores = latent.to(dtype) if rotated is None else latent.to(dtype) + rotated
+    scores = scores * scale
+    if mask is not None:
+        scores = _masked(scores, mask, fill, rows_first)
+    elif sinks is None:
         return scores.softmax(-1).to(latent.dtype)
-    mask = mask[(None,) * (4 - mask.dim())]
-    mask = mask.transpose(1, 2) if rows_first else mask
-    limits = torch.finfo(dtype)
-    masked = -torch.inf if fill is None else min(max(fill, limits.min), limits.max)
-    scores = scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.to(dtype).view((-1, 1) if rows_first else (-1, 1, 1)).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
     # Unlike softmax, this gives zeros where a whole row is masked.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, dtype)
-    return weights.to(latent.dtype)
+    return (weights if sinks is None else weights[..., :-1]).to(latent.dtype)
+
+
+def _masked(scores: Tensor, mask: Tensor, fill: float | None, rows_first: bool) -> Tensor:
+    mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask.transpose(1, 2) if rows_first else mask
+    limits = torch.finfo(scores.dtype)
+    masked = -torch.inf if fill is None else min(max(fill, limits.min), limits.max)
+    return scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
+
+
+def check_rope(name: str, queries: Tensor | None, keys: Tensor | None, sizes: tuple[int, int, int, int]) -> None:
+    """The rotary part, which `name` and kr_cache have together or not at all. `sizes` is [B, N, S, T]."""
+    if (queries is None) != (keys is None):
+        given, missing = (name, "kr_cache") if keys is None else ("kr_cache", name)
+        raise ValueError(f"{given} is given and {missing} is None; a rotary part has both, or there is none.")
+    if queries is None or keys is None:
+        return
+    batch, heads, steps, context = sizes
+    check_shape(name, queries, "B, S, N, Dr", (batch, steps, heads, None))
+    check_shape("kr_cache", keys, "B, T, Dr", (batch, context, queries.shape[-1]))
 
 
 def check_mask(

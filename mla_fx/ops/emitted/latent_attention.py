@@ -11,17 +11,18 @@ from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import as_mask, check_mask, probabilities
+from .attention import as_mask, check_mask, check_rope, probabilities
 
 
 @dataclass(frozen=True)
 class Arguments:
     query: Tensor
-    query_rope: Tensor
+    query_rope: Tensor | None
     kv_cache: Tensor
-    kr_cache: Tensor
+    kr_cache: Tensor | None
     mask: Tensor | None
     context_lens: Tensor | None = None
+    sinks: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -34,36 +35,44 @@ def body(a: Arguments) -> Tensor:
         out = softmax((query . kv_cache + query_rope . kr_cache) * scale + mask) . kv_cache
 
     query is [B, S, N, Hckv], query_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], all of one dtype:
-    bfloat16, float16, float32 or float64. mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and
-    added. context_lens, int64 [B] or [1], is the number of keys that the last row attends to, and each row before it to
-    one less: row s attends to keys t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the cache
-    there is nothing to hide or to see. is_causal lets row s attend to keys t <= s. At most one of the three is given.
-    Where a bool mask is False or context_lens hides a key, the score is `fill`, minus infinity if that is None. A row
-    whose scores are all minus infinity gives zeros; one without any visible key so gives zeros, and with `fill` the
-    mean of all T values. The softmax runs in float32 (float64 for float64); probabilities are rounded to the dtype of
-    query.
+    bfloat16, float16, float32 or float64. query_rope and kr_cache are None where there is no rotary part.
+
+    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. context_lens, int64 [B] or [1],
+    is the number of keys that the last row attends to, and each row before it to one less: row s attends to keys
+    t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the cache there is nothing to hide or to
+    see. is_causal lets row s attend to keys t <= s. At most one of the three is given. Where a bool mask is False or
+    context_lens hides a key, the score is `fill`, minus infinity if that is None. A row whose scores are all minus
+    infinity gives zeros; one without any visible key so gives zeros, and with `fill` the mean of all T values.
+
+    sinks, [N] in any floating type, is one more score in each row of a head, neither scaled nor masked; its probability
+    is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
+    probabilities are rounded to the dtype of query.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
     batch, steps, heads, rank = a.query.shape
     grouped = (batch, steps, heads, a.kv_cache.shape[1])
     latent = torch.bmm(a.query.flatten(1, 2), a.kv_cache.mT).view(grouped)
-    rotated = torch.bmm(a.query_rope.flatten(1, 2), a.kr_cache.mT).view(grouped)
+    rotated = None
+    if a.query_rope is not None and a.kr_cache is not None:
+        rotated = torch.bmm(a.query_rope.flatten(1, 2), a.kr_cache.mT).view(grouped)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, a.kv_cache)
-    weights = probabilities(latent, rotated, mask, a.scale, a.fill, rows_first=True)
+    weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks, rows_first=True)
     return torch.bmm(weights.flatten(1, 2), a.kv_cache).view(batch, steps, heads, rank)
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), skip=("mask", "context_lens"))
+    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens"))
     check_rank("query", a.query, "B, S, N, Hckv")
     check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, rank = a.query.shape
     context = a.kv_cache.shape[1]
-    check_shape("query_rope", a.query_rope, "B, S, N, Dr", (batch, steps, heads, None))
+    sizes = batch, heads, steps, context
     check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, rank))
-    check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.query_rope.shape[-1]))
-    check_mask(a.mask, a.context_lens, a.is_causal, a.fill, (batch, heads, steps, context))
+    check_rope("query_rope", a.query_rope, a.kr_cache, sizes)
+    check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
+    if a.sinks is not None:
+        check_shape("sinks", a.sinks, "N", (heads,))
 
 
 def fake(a: Arguments) -> Tensor:
@@ -71,7 +80,8 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """No mask, causal, bool and additive masks, lengths, one query token, and a row that sees nothing, or is filled."""
+    """No mask, causal, bool and additive masks, lengths, one query token, a row that sees nothing, or is filled; all
+    that without a rotary part, and with sinks."""
     bias = Sampler(dtype, 9).normal(2, 1, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     blind = allowed.clone()
@@ -88,6 +98,13 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("context_lens", (*sample(dtype, 8, 1), lens), {"scale": 0.3})
     yield Sample("context_lens, one for all", (*sample(dtype, 9, 3), short), {"scale": 0.3})
     yield Sample("context_lens, fill", (*sample(dtype, 10, 3), short), {"scale": 0.3, "fill": -1.5})
+    yield Sample("no rotary part", without_rope(sample(dtype, 11, 3)), {"scale": 0.3, "is_causal": True})
+    sinks = Sampler(dtype, 12).normal(3)
+    yield Sample("sinks", (*sample(dtype, 12, 3), None, sinks), {"scale": 0.3})
+    yield Sample("sinks, context_lens", (*sample(dtype, 13, 1), lens, sinks), {"scale": 0.3})
+    yield Sample("sinks, bool mask", (*sample(dtype, 14, 3, blind), None, sinks.float()), {"scale": 0.3})
+    filled = {"scale": 0.3, "fill": -1.5}
+    yield Sample("sinks, bool mask, fill", (*without_rope(sample(dtype, 15, 3, blind)), None, sinks), filled)
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:
@@ -95,6 +112,11 @@ def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None
     draw = Sampler(dtype, seed)
     queries = draw.normal(batch, steps, heads, rank), draw.normal(batch, steps, heads, width)
     return (*queries, draw.normal(batch, context, rank), draw.normal(batch, context, width), mask)
+
+
+def without_rope(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    query, _, latents, _, *rest = args
+    return query, None, latents, None, *rest
 
 
 operator = define("latent_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples)

@@ -13,19 +13,20 @@ from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
-from .attention import as_mask, check_mask, probabilities
+from .attention import as_mask, check_mask, check_rope, probabilities
 
 
 @dataclass(frozen=True)
 class Arguments:
     q_nope: Tensor
-    q_rope: Tensor
+    q_rope: Tensor | None
     kv_cache: Tensor
-    kr_cache: Tensor
+    kr_cache: Tensor | None
     weight_uk: Tensor
     weight_uv: Tensor
     mask: Tensor | None
     context_lens: Tensor | None = None
+    sinks: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -44,13 +45,18 @@ def body(a: Arguments) -> Tensor:
 
     q_nope is [B, S, N, D], q_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], weight_uk [N, D, Hckv],
     weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; strides of the weights are free.
+    q_rope and kr_cache are None where there is no rotary part.
+
     mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. context_lens, int64 [B] or [1],
     is the number of keys that the last row attends to, and each row before it to one less: row s attends to keys
     t < context_lens[b] - S + 1 + s, whatever the number. is_causal lets row s attend to keys t <= s. At most one of the
     three is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, minus infinity if that
     is None. A row whose scores are all minus infinity gives zeros; one without any visible key so gives zeros, and with
-    `fill` the mean of all T values. The softmax runs in float32 (float64 for float64); probabilities are rounded to the
-    dtype of q_nope.
+    `fill` the mean of all T values.
+
+    sinks, [N] in any floating type, is one more score in each row of a head, neither scaled nor masked; its probability
+    is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
+    probabilities are rounded to the dtype of q_nope.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
@@ -62,7 +68,7 @@ def body(a: Arguments) -> Tensor:
 def absorbed(a: Arguments) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
     query = torch.einsum("bsnd,ndr->bsnr", a.q_nope, a.weight_uk)
-    operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens
+    operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks
     arguments = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
     latent = latent_attention.body(arguments)
     return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
@@ -73,25 +79,29 @@ def expanded(a: Arguments) -> Tensor:
     k_nope = torch.einsum("btr,ndr->bndt", a.kv_cache, a.weight_uk)
     value = torch.einsum("btr,nvr->bntv", a.kv_cache, a.weight_uv)
     latent = a.q_nope.transpose(1, 2) @ k_nope
-    # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
-    rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), a.kr_cache.mT).view(latent.shape)
+    rotated = None
+    if a.q_rope is not None and a.kr_cache is not None:
+        # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
+        rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), a.kr_cache.mT).view(latent.shape)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, a.kv_cache)
-    weights = probabilities(latent, rotated, mask, a.scale, a.fill)
+    weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), skip=("mask", "context_lens"))
+    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens"))
     check_rank("q_nope", a.q_nope, "B, S, N, D")
     check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, nope = a.q_nope.shape
     _, context, rank = a.kv_cache.shape
-    check_shape("q_rope", a.q_rope, "B, S, N, Dr", (batch, steps, heads, None))
+    sizes = batch, heads, steps, context
     check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, None))
-    check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.q_rope.shape[-1]))
+    check_rope("q_rope", a.q_rope, a.kr_cache, sizes)
     check_shape("weight_uk", a.weight_uk, "N, D, Hckv", (heads, nope, rank))
     check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
-    check_mask(a.mask, a.context_lens, a.is_causal, a.fill, (batch, heads, steps, context))
+    check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
+    if a.sinks is not None:
+        check_shape("sinks", a.sinks, "N", (heads,))
     if statically_known_true(a.max_absorbed_tokens < 0):
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 
@@ -101,7 +111,7 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Both algebras with every kind of mask."""
+    """Both algebras with every kind of mask, without a rotary part, and with sinks."""
     bias = Sampler(dtype, 9).normal(2, 3, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     yield Sample("expanded", sample(dtype, 0), {"scale": 0.3})
@@ -122,6 +132,13 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "absorbed, context_lens", (*sample(dtype, 8, steps=1), short), {"scale": 0.3, "max_absorbed_tokens": 1}
     )
+    sinks = Sampler(dtype, 9).normal(3)
+    unrotated, rotated = latent_attention.without_rope(sample(dtype, 9)), sample(dtype, 10, mask=allowed)
+    for form, limit in (("expanded", 0), ("absorbed", 3)):
+        options = {"scale": 0.3, "max_absorbed_tokens": limit}
+        yield Sample(f"{form}, no rotary part", unrotated, options)
+        yield Sample(f"{form}, bool mask, sinks", (*rotated, None, sinks), options)
+        yield Sample(f"{form}, context_lens, sinks, no rotary part", (*unrotated, short, sinks), options)
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

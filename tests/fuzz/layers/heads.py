@@ -45,6 +45,23 @@ class Absorbed(Layer):
         return self.probabilities(query @ key.mT * 0.4, mask) @ latent
 
 
+class OneKey(Absorbed):
+    """Query and key are one tensor each; values are the first columns of the key."""
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
+        key = torch.zeros_like(key).index_copy(2, torch.arange(key.shape[2]), key)
+        query = query * torch.arange(1.0, 1 + query.shape[2], dtype=query.dtype).view(-1, 1)
+        return super().over_latents(query, key, key[..., : self.sizes.rank], mask)
+
+
+class Unrotated(Layer):
+    """No rotary part: the scores are one product."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        key, value = self.expanded(latent, k_rope)
+        return self.probabilities(q_nope @ key[..., : self.sizes.nope].mT * 0.4, mask) @ value
+
+
 class AbsorbedGrouped(Absorbed):
     """PyTorch's attention with a single head of keys, values padded to their width."""
 

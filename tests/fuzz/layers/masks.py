@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from .plain import Layer
+from .plain import Layer, Sizes
 
 
 class BoolAdded(Layer):
@@ -86,3 +86,25 @@ class SafeSoftmax(Layer):
         key, value = self.expanded(latent, k_rope)
         query = torch.cat((q_nope, q_rope), dim=-1)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.4)
+
+
+class Sink(Layer):
+    """One more score for each head, without a value."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.sinks = self.gamma(sizes.heads)
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return torch.cat((scores + mask, self.column(scores)), dim=-1).softmax(-1)[..., :-1]
+
+    def column(self, scores: Tensor) -> Tensor:
+        return self.sinks.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
+
+
+class SinkFirst(Sink):
+    """The largest score is subtracted once more."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        joined = torch.cat((self.column(scores), scores + mask), dim=-1)
+        return (joined - joined.max(dim=-1, keepdim=True).values).softmax(-1)[..., 1:]

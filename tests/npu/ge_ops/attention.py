@@ -45,11 +45,14 @@ def FusedInferAttentionScore(
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
     atten_mask: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     sparse_mode: int = 0,
     **rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax((query . key + query_rope . key_rope) * scale) @ value. Int8 queries and keys have scales; the weights
-    are not made int8 as on a device, so that results agree to a tolerance only."""
+    """softmax((query . key + query_rope . key_rope) * scale) @ value, beside learnable_sink, a score without a value.
+
+    Int8 queries and keys have scales; the weights are not made int8 as on a device, so that results agree to a
+    tolerance only."""
     kv_heads = num_key_value_heads or num_heads
     check(locals())
     layout = Layout.of(input_layout)
@@ -68,7 +71,7 @@ def FusedInferAttentionScore(
         if scales is not None:
             scores = scores * scales[row]
         hidden = _hidden(row, scores.shape, sparse_mode, atten_mask)
-        output, lse = _attend(scores * scale, hidden, _shared(values[row], num_heads))
+        output, lse = _attend(scores * scale, hidden, _shared(values[row], num_heads), learnable_sink)
         outputs.append(output * rest["value_antiquant_scale"] if scales is not None else output)
         sums.append(lse)
     dtype = query_rope.dtype if query.dtype == torch.int8 else query.dtype
@@ -76,12 +79,14 @@ def FusedInferAttentionScore(
     return out, _lse(sums, layout) if softmax_lse_flag else torch.zeros(0)
 
 
-def _attend(scores: Tensor, hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(scores: Tensor, hidden: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weights are rounded to 16 bits before they are divided by their sum. Rows that see no key give zeros."""
     scores = scores.masked_fill(hidden, -torch.inf)
     largest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     weights = (scores - largest).exp().nan_to_num(0)
     total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink.float().view(-1, 1, 1) - largest).exp()
     rounded = weights.to(value.dtype) if value.is_floating_point() else weights
     output = (rounded.float() @ value.float() / total).nan_to_num(0)
     return output, torch.where(total > 0, largest + total.log(), torch.inf)

@@ -10,7 +10,7 @@ from torch import Tensor
 LATENT = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
 EXPANDED = ("TND", "NTD_TND")
 PLAIN = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NTD_TND")
-UNSUPPORTED = ("pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix", "learnable_sink")
+UNSUPPORTED = ("pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix")
 
 
 def check(a: dict[str, Any]) -> None:
@@ -34,6 +34,17 @@ def check(a: dict[str, Any]) -> None:
     else:
         _check_expanded(a, layout)
     _check_mask(a, layout)
+    if a["learnable_sink"] is not None:
+        _check_sink(a, layout)
+
+
+def _check_sink(a: dict[str, Any], layout: str) -> None:
+    sink, width = a["learnable_sink"], a["value"][0].shape[-1]
+    _require(layout in EXPANDED, f"learnable_sink is given with input_layout {layout!r}; it takes one of {EXPANDED}")
+    _require(width <= 128, f"learnable_sink is given with values of {width} columns; it takes up to 128")
+    wanted = torch.bfloat16, (a["num_heads"],)
+    found = sink.dtype, tuple(sink.shape)
+    _require(found == wanted, f"learnable_sink is {found}; it is {wanted}")
 
 
 def _check_latent(a: dict[str, Any], layout: str) -> None:

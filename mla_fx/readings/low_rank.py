@@ -1,0 +1,72 @@
+"""Values of low rank: projected down to a latent, kept in a cache or not, and projected up again."""
+
+from __future__ import annotations
+
+from mla_fx.errors import NoMatch
+
+from .cache_update import cache_update
+from .contraction import Contraction, contraction
+from .element import Element, is_parameter
+from .rms_norm import rms_norm
+from .sizes import Size, product
+
+
+def row_of(value: Element) -> Element:
+    """The new row of the cache that a value is read from, or the value itself. It has axes of its own."""
+    try:
+        return cache_update(value.apart()[1]).row.apart()[1]
+    except NoMatch:
+        return value
+
+
+def is_low_rank(value: Element) -> bool:
+    """The value, or the row of a cache it is read from, is projected up from something that was projected down."""
+    up = _projection(row_of(value))
+    return up is not None and _is_narrow(up) and down_projection(up.left) is not None
+
+
+def is_cached_per_head(value: Element) -> bool:
+    """The value is read from a cache to which its rows come projected up from latents, for each head."""
+    row = row_of(value)
+    up = None if row is value else _projection(row)
+    return up is not None and len(up.right.axes - set(up.axes)) > 1 and is_low_rank(row)
+
+
+def is_projected_from(value: Element, latent: Element) -> bool:
+    """The value is a projection of a latent, or of the row of a cache that it is read from."""
+    up = _projection(value)
+    return up is not None and up.left.origin in (latent.origin, row_of(latent).origin)
+
+
+def down_projection(latent: Element) -> Contraction | None:
+    """The product that makes a latent, or the row of a cache it is read from, before any norm."""
+    row = row_of(latent)
+    normed = _before_norm(row)
+    found = None if normed is None else _projection(normed)
+    return found or _projection(row)
+
+
+def _before_norm(value: Element) -> Element | None:
+    try:
+        return rms_norm(value).value
+    except NoMatch:
+        return None
+
+
+def rank(found: Contraction) -> Size:
+    """How many numbers are summed up."""
+    return product(axis.size for axis in found.axes)
+
+
+def _projection(value: Element) -> Contraction | None:
+    """The product that makes a value; if one of its factors is a parameter, that is the right one."""
+    try:
+        found = contraction(value)
+    except NoMatch:
+        return None
+    return found.swapped if is_parameter(found.left.origin) else found
+
+
+def _is_narrow(up: Contraction) -> bool:
+    inner, outer = rank(up), product(axis.size for axis in up.right.axes - set(up.axes))
+    return isinstance(inner, int) and isinstance(outer, int) and inner < outer

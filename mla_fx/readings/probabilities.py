@@ -1,0 +1,188 @@
+"""Softmax in any spelling, with or without a sink: the probabilities that enter a product, and what they are of."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+
+from .axes import Axis, Index, fresh, of_axis, shifted
+from .contraction import reduced, summed
+from .element import CASTS, Element, constant, operand
+from .sizes import Size, plain
+from .views import MOVERS, args_of, argument, name_of, shape_of
+
+aten = torch.ops.aten
+
+SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
+NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Probabilities along `axis` of `logits`; `sink` is the logit of one more column, whose probability is not read."""
+
+    logits: Element
+    axis: Axis
+    sink: Element | None = None
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of a softmax, `whole`, and those of them that are read, from `start` on."""
+
+    whole: Axis
+    read: Axis
+    start: Size
+
+    def of(self, logits: Element) -> Softmax:
+        logits = _without_peak(logits, self.whole)
+        if self.read is self.whole:
+            return Softmax(logits, self.read)
+        left_out = Index(0 if self.start else self.read.size)
+        keys = logits.at({self.whole: of_axis(self.read, offset=self.start)})
+        return Softmax(keys, self.read, logits.at({self.whole: left_out}))
+
+
+def softmax(element: Element) -> Softmax:
+    """Raises NoMatch if `element` is no softmax, or if more than one of its probabilities is left out."""
+    node, index = element.node, element.index
+    if node.target in SOFTMAX:
+        value, dim = args_of(node)[:2]
+        dim %= len(index)
+        columns = _columns(index, dim, node)
+        return columns.of(operand(value, _along(index, dim, columns.whole)))
+    if node.target is aten.where.self:
+        return _guarded(element)
+    if node.target is aten.div.Tensor and (exp := exponential(args_of(node)[0])) is not None:
+        return _divided(element, exp)
+    raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
+
+
+def _columns(index: tuple[Index, ...], dim: int, node: Node) -> _Columns:
+    part, size = index[dim], shape_of(node)[dim]
+    read = shifted(part, -part.offset).axis
+    if read is None or sum(read in other.axes for other in index) != 1:
+        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
+    left_out = plain(size - read.size)
+    if left_out == 0:
+        return _Columns(read, read, 0)
+    if left_out != 1 or part.offset not in (0, 1):
+        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
+    whole = fresh(size).axis
+    assert whole is not None, "a softmax with more columns than one"
+    return _Columns(whole, read, part.offset)
+
+
+def _along(index: tuple[Index, ...], dim: int, axis: Axis) -> tuple[Index, ...]:
+    return (*index[:dim], of_axis(axis), *index[dim + 1 :])
+
+
+def exponential(value: object) -> Node | None:
+    """The exp whose result `value` is, through views and casts."""
+    for _ in range(6):
+        if not isinstance(value, Node):
+            return None
+        if value.target is aten.exp.default:
+            return value
+        if value.target not in MOVERS and value.target not in CASTS:
+            return None
+        value = value.args[0] if value.args else None
+    return None
+
+
+def _divided(element: Element, exp: Node) -> Softmax:
+    """`exp(x - max) / sum(exp(x - max))`."""
+    node = element.node
+    numerator, denominator = (operand(value, element.index) for value in args_of(node)[:2])
+    if denominator.origin.target is not aten.sum.dim_IntList or numerator.origin is not exp:
+        raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
+    summand, over = summed(denominator)
+    dims = [dim for dim, part in enumerate(summand.index) if part in over]
+    if summand.node is not numerator.node or len(over) != 1 or len(dims) != 1:
+        raise NoMatch("what divides the exponentials is not their sum", node)
+    columns = _columns(numerator.index, dims[0], exp)
+    is_whole = over[0].axis is not None and over[0].axis.size == columns.whole.size
+    if not is_whole or [dim for dim, part in enumerate(summand.index) if part != numerator.index[dim]] != dims:
+        raise NoMatch("what divides the exponentials is the sum of others", node)
+    inner = operand(args_of(exp)[0], _along(numerator.index, dims[0], columns.whole))
+    if inner.origin.target is not aten.sub.Tensor:
+        raise NoMatch("the exponentials are of scores as they are, and may overflow where a softmax does not", node)
+    logits, peak = (operand(value, inner.index, inner.factor) for value in args_of(inner.origin)[:2])
+    if inner.factor < 0 or not _is_peak(peak, logits, columns.whole):
+        raise NoMatch("what is subtracted before the exponential is not the largest of the scores", node)
+    return columns.of(logits)
+
+
+def _without_peak(logits: Element, axis: Axis) -> Element:
+    """Logits from which the largest of them was subtracted, as it is once more within a softmax, before that."""
+    node = logits.origin
+    if node.target is not aten.sub.Tensor or argument(node, 2, "alpha", 1) != 1:
+        return logits
+    if not all(isinstance(value, Node) for value in args_of(node)[:2]):
+        return logits
+    left, peak = (operand(value, logits.index, logits.factor) for value in args_of(node)[:2])
+    return left if _is_peak(peak, left, axis) else logits
+
+
+def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
+    """`peak` is the maximum of the logits along the softmax axis: any other number may take them out of range."""
+    factor, peak = peak.apart()
+    largest = _largest(peak.node)
+    if largest is None:
+        return False
+    source, along = _reduced_along(largest, peak.index, axis)
+    return source is not None and operand(source, along, factor) == logits
+
+
+def _reduced_along(node: Node, index: tuple[Index, ...], axis: Axis) -> tuple[Node | None, tuple[Index, ...]]:
+    """What a reduction reduces, read along `axis`, if it does so over as many elements as that counts."""
+    source, index, over = reduced(node, index)
+    if len(over) != 1 or over[0].axis is None or over[0].axis.size != axis.size:
+        return None, index
+    return source, tuple(of_axis(axis) if part == over[0] else part for part in index)
+
+
+def _largest(node: Node) -> Node | None:
+    """The call of which a node holds the maxima."""
+    if node.target is aten.amax.default:
+        return node
+    is_first = node.target is operator.getitem and args_of(node)[1] == 0
+    return args_of(node)[0] if is_first and args_of(node)[0].target is aten.max.dim else None
+
+
+def _guarded(element: Element) -> Softmax:
+    """A softmax whose fully masked rows are zeroed, as scaled_dot_product_attention does."""
+    condition, zero, probability = args_of(element.node)
+    if constant(zero) != 0:
+        raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
+    found = softmax(operand(probability, element.index))
+    is_guard = _tests_for_masked_rows(operand(condition, element.index), found.logits, found.axis)
+    if found.sink is not None or not is_guard:
+        raise NoMatch("the attention probabilities are masked after the softmax", element.node)
+    return found
+
+
+def _tests_for_masked_rows(condition: Element, logits: Element, axis: Axis) -> bool:
+    """The condition is `not any(logits != -inf)` along the softmax axis."""
+    if condition.node.target not in NOT:
+        return False
+    some = operand(args_of(condition.node)[0], condition.index)
+    if some.node.target not in (aten.any.dim, aten.any.dims):
+        return False
+    source, along = _reduced_along(some.node, some.index, axis)
+    if source is None:
+        return False
+    tested = operand(source, along)
+    is_negated = False
+    while tested.node.target in NOT:
+        tested, is_negated = operand(args_of(tested.node)[0], tested.index), not is_negated
+    if tested.node.target is not (aten.eq.Scalar if is_negated else aten.ne.Scalar):
+        return False
+    value, number = args_of(tested.node)[:2]
+    return number == -math.inf and operand(value, tested.index) == logits
