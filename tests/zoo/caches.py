@@ -20,9 +20,20 @@ class Cache:
     def allocate(self, sizes: Sizes, step: Step, width: int) -> Tensor | None:
         return None
 
+    def caches(self, sizes: Sizes, step: Step) -> tuple[Tensor | None, ...]:
+        return tuple(self.allocate(sizes, step, width) for width in (sizes.kv_rank, sizes.rope))
+
     def logical(self, cache: Tensor, step: Step) -> Tensor:
         """A cache as [B, T, width]."""
         return cache
+
+    def rows(self, caches: tuple[Any, ...], sizes: Sizes, step: Step) -> list[Tensor]:
+        """What is cached, latents and rotary keys, each [B, T, width]."""
+        widths = sizes.kv_rank, sizes.rope
+        return [
+            torch.zeros(step.batch, 0, width) if cache is None else self.logical(cache, step)
+            for cache, width in zip(caches, widths, strict=True)
+        ]
 
     def place(self, sizes: Sizes, step: Step) -> Any:
         """What says where the rows go."""
@@ -37,6 +48,14 @@ class Cache:
     def store(self, cache: Any, rows: Tensor, place: Any) -> tuple[Any, Tensor]:
         """The cache afterwards, and the context."""
         return None, rows
+
+    def store_both(
+        self, caches: tuple[Any, ...], latent: Tensor, k_rope: Tensor, place: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """The caches where those are new, latents and rotary keys."""
+        latents_cache, latents = self.store(caches[0], latent, place)
+        keys_cache, keys = self.store(caches[1], k_rope, place)
+        return () if keys_cache is None else (latents_cache, keys_cache), latents, keys
 
 
 class Appended(Cache):
@@ -193,6 +212,37 @@ class SliceReadWhole(Slice):
         return None, cache
 
 
+class Combined(Cache):
+    """One cache for both, a row being latent and rotary key side by side, written as `inner` is."""
+
+    def __init__(self, inner: Cache) -> None:
+        self.inner = inner
+        self.is_read_from_memory, self.is_ragged, self.steps = inner.is_read_from_memory, inner.is_ragged, inner.steps
+        self.place, self.length = inner.place, inner.length
+
+    def caches(self, sizes: Sizes, step: Step) -> tuple[Tensor | None, ...]:
+        return (self.inner.allocate(sizes, step, sizes.kv_rank + sizes.rope),)
+
+    def rows(self, caches: tuple[Any, ...], sizes: Sizes, step: Step) -> list[Tensor]:
+        return list(self.inner.logical(caches[0], step).split((sizes.kv_rank, sizes.rope), dim=-1))
+
+    def store_both(
+        self, caches: tuple[Any, ...], latent: Tensor, k_rope: Tensor, place: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        cache, context = self.inner.store(caches[0], torch.cat((latent, k_rope), dim=-1), place)
+        return () if cache is None else (cache,), *context.split((latent.shape[-1], k_rope.shape[-1]), dim=-1)
+
+
+class InTwo(Combined):
+    """The same, written in two."""
+
+    def store_both(
+        self, caches: tuple[Any, ...], latent: Tensor, k_rope: Tensor, place: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        halves = caches[0][..., : latent.shape[-1]], caches[0][..., latent.shape[-1] :]
+        return self.inner.store_both(halves, latent, k_rope, place)
+
+
 CACHES = {
     "none": Cache(),
     "appended": Appended(),
@@ -207,4 +257,11 @@ CACHES = {
     "roomy_slice": RoomySlice(),
     "narrow_copy": NarrowCopy(),
     "slice_read_whole": SliceReadWhole(),
+    "combined": Combined(IndexCopy()),
+    "combined_slots": Combined(Slots()),
+    "combined_blocks": Combined(BlocksAndOffsets()),
+    "combined_slice": Combined(Slice()),
+    "combined_appended": Combined(Appended()),
+    "combined_in_two": InTwo(IndexCopy()),
+    "combined_slots_in_two": InTwo(Slots()),
 }
