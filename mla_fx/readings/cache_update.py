@@ -30,9 +30,9 @@ class CacheUpdate(Reading):
     """Rows of a value written into it along dimension `dim`; `index` are indices of its own for the whole value.
 
     `row` is an element of the new rows, `token` the index along which they are counted. `position` says where a row
-    goes: an element of the index tensor, or a number for the first row; None where that is the program's own matter,
+    goes: an element of the index tensor, or a number for the first row; None where that is a matter of the program,
     since rows are appended by `cat`, or are some columns of wider ones. With `wraps` a negative position counts from
-    the end. With `is_paged` slots are counted through `dim`, blocks, and the next dimension, offsets within them; `offset`
+    the end. With `is_paged` slots are counted through `dim`, blocks, and the next dimension, offsets in them; `offset`
     then says where in its block a row goes, and None that the position is that of a slot.
 
     Of wider rows, `index` and `row` speak of some columns alone, and `rows` are these, read at `place`."""
@@ -166,9 +166,7 @@ def _counted(lead: tuple[Index, ...]) -> Index:
     return composite([axis for part in lead for axis in axes_of(part) or ()])
 
 
-def _in_blocks(
-    node: Node, index: tuple[Index, ...], dim: int, places: tuple[Node, Node], rows: Node
-) -> CacheUpdate:
+def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Node, Node], rows: Node) -> CacheUpdate:
     """`cache[blocks, offsets] = rows`, the rows of a page being those of the next dimension."""
     old = args_of(node)[0]
     wide, other = sorted(map(shape_of, places), key=len, reverse=True)

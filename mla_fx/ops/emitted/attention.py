@@ -10,15 +10,15 @@ from mla_fx.ops.common.math import accumulation_dtype
 
 
 def as_mask(
-    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, keys: Tensor
+    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, context: int
 ) -> Tensor | None:
     """The one of three ways to hide keys that is given, as a mask that broadcasts to [B, N, S, T], or None.
 
-    `queries` is [B, S, ...] and `keys` [B, T, ...]."""
+    `queries` is [B, S, ...] and `context` T."""
     if context_lens is None and not is_causal:
         return mask
-    steps, context = queries.shape[1], keys.shape[1]
-    slots, rows = (torch.arange(size, device=keys.device) for size in (context, steps))
+    steps = queries.shape[1]
+    slots, rows = (torch.arange(size, device=queries.device) for size in (context, steps))
     last = rows if context_lens is None else rows + (context_lens - steps).view(-1, 1, 1)
     return slots <= last.unsqueeze(-1)
 

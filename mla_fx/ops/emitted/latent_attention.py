@@ -9,9 +9,11 @@ from torch import Tensor
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, probabilities
+from .pages import STAYS, check_contexts, context_of, gathered, tiles
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Arguments:
     kr_cache: Tensor
     mask: Tensor | None
     context_lens: Tensor | None = None
+    block_table: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -43,26 +46,49 @@ def body(a: Arguments) -> Tensor:
     mean of all T values. The softmax runs in float32 (float64 for float64); probabilities are rounded to the dtype of
     query.
 
+    With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
+    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T is
+    Blocks * BlockSize. A negative number counts blocks from the end. No copy of a whole context is made.
+
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
     batch, steps, heads, rank = a.query.shape
-    grouped = (batch, steps, heads, a.kv_cache.shape[1])
-    latent = torch.bmm(a.query.flatten(1, 2), a.kv_cache.mT).view(grouped)
-    rotated = torch.bmm(a.query_rope.flatten(1, 2), a.kr_cache.mT).view(grouped)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, a.kv_cache)
+    context = context_of(a.kv_cache, a.block_table)
+    latent, rotated = (
+        _scores(query.flatten(1, 2), cache, a.block_table).view(batch, steps, heads, context)
+        for query, cache in ((a.query, a.kv_cache), (a.query_rope, a.kr_cache))
+    )
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     weights = probabilities(latent, rotated, mask, a.scale, a.fill, rows_first=True)
-    return torch.bmm(weights.flatten(1, 2), a.kv_cache).view(batch, steps, heads, rank)
+    return _weighted(weights.flatten(1, 2), a.kv_cache, a.block_table).view(batch, steps, heads, rank)
+
+
+def _scores(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """[B, S*N, width], and the keys -> [B, S*N, T]."""
+    if block_table is None:
+        return torch.bmm(query, cache.mT)
+    scores = query.new_empty(*query.shape[:2], context_of(cache, block_table))
+    for tile, first, last in tiles(block_table, cache.shape[1]):
+        scores[..., first:last] = torch.bmm(query, gathered(cache, tile).mT)
+    return scores
+
+
+def _weighted(weights: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """[B, S*N, T], and the values -> [B, S*N, Hckv]."""
+    if block_table is None:
+        return torch.bmm(weights, cache)
+    out = weights.new_zeros(*weights.shape[:2], cache.shape[2], dtype=accumulation_dtype(weights.dtype))
+    for tile, first, last in tiles(block_table, cache.shape[1]):
+        out += torch.bmm(weights[..., first:last], gathered(cache, tile))
+    return out.to(weights.dtype)
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), skip=("mask", "context_lens"))
+    check_tensors(vars(a), skip=("mask", "context_lens", "block_table"))
     check_rank("query", a.query, "B, S, N, Hckv")
-    check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, rank = a.query.shape
-    context = a.kv_cache.shape[1]
     check_shape("query_rope", a.query_rope, "B, S, N, Dr", (batch, steps, heads, None))
-    check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, rank))
-    check_shape("kr_cache", a.kr_cache, "B, T, Dr", (batch, context, a.query_rope.shape[-1]))
+    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, (rank, a.query_rope.shape[-1]))
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, (batch, heads, steps, context))
 
 
@@ -88,6 +114,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("context_lens", (*sample(dtype, 8, 1), lens), {"scale": 0.3})
     yield Sample("context_lens, one for all", (*sample(dtype, 9, 3), short), {"scale": 0.3})
     yield Sample("context_lens, fill", (*sample(dtype, 10, 3), short), {"scale": 0.3, "fill": -1.5})
+    yield Sample("block_table, context_lens", *paged_sample(dtype, 11, 3, torch.tensor([70, 3])))
+    yield Sample("block_table, no mask", *paged_sample(dtype, 12, 1))
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:
@@ -97,4 +125,28 @@ def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None
     return (*queries, draw.normal(batch, context, rank), draw.normal(batch, context, width), mask)
 
 
-operator = define("latent_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples)
+def paged_sample(
+    dtype: torch.dtype, seed: int, steps: int, lens: Tensor | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pages of more than one tile, one of them named from the end, and one that two sequences share."""
+    draw = Sampler(dtype, seed)
+    query, query_rope, *_ = sample(dtype, seed, steps)
+    table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 9, 20).view(2, 9)), 1)
+    caches = draw.normal(20, 64, query.shape[-1]), draw.normal(20, 64, query_rope.shape[-1])
+    return (query, query_rope, *caches, None, lens, table), {"scale": 0.3}
+
+
+def stays(*args: Any, **kwargs: Any) -> str | None:
+    return None if Arguments(*args, **kwargs).block_table is None else STAYS
+
+
+operator = define(
+    "latent_attention",
+    Arguments,
+    body,
+    returns=("out",),
+    check=check,
+    fake=fake,
+    samples=samples,
+    stays=stays,
+)

@@ -1,0 +1,56 @@
+"""Contexts that lie in pages, which attention reads tile after tile: no copy of a whole one is made."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.common.check import INTEGERS, check_dtype, check_shape, readable
+
+TILE = 512  # tokens gathered at a time: what a cache of the processor holds, and few enough tiles
+
+STAYS = "it reads pages tile after tile, and a compiler would first gather the whole context"
+
+
+def context_of(cache: Tensor, block_table: Tensor | None) -> int:
+    """T of a cache [B, T, width], or of pages [BlockNum, BlockSize, width] that a table [B, Blocks] names."""
+    return cache.shape[1] if block_table is None else block_table.shape[1] * cache.shape[1]
+
+
+def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
+    """The rows of the pages that a table [B, Blocks] names, [B, Blocks * BlockSize, width]."""
+    rows: Tensor = torch.ops.aten.index.Tensor(cache, [block_table]).flatten(1, 2)
+    return rows
+
+
+def tiles(block_table: Tensor, block_size: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Parts of a table, and the tokens from which and up to which each reaches."""
+    columns, step = block_table.shape[1], max(1, TILE // max(1, block_size))
+    for first in range(0, columns, step):
+        last = min(first + step, columns)
+        yield block_table[:, first:last], first * block_size, last * block_size
+
+
+def check_contexts(
+    kv_cache: Tensor, kr_cache: Tensor, block_table: Tensor | None, batch: int, widths: tuple[int | None, int]
+) -> int:
+    """Both caches hold the same contexts, or pages; returns T. A width that is None is any."""
+    letters, lead = ("B, T", batch) if block_table is None else ("BlockNum, BlockSize", None)
+    check_shape("kv_cache", kv_cache, f"{letters}, Hckv", (lead, None, widths[0]))
+    check_shape("kr_cache", kr_cache, f"{letters}, Dr", (*kv_cache.shape[:2], widths[1]))
+    if block_table is not None:
+        check_block_table(block_table, batch, kv_cache.shape[0])
+    return context_of(kv_cache, block_table)
+
+
+def check_block_table(block_table: Tensor, batch: int, blocks: int) -> None:
+    check_shape("block_table", block_table, "B, Blocks", (batch, None))
+    check_dtype("block_table", block_table, INTEGERS)
+    if not readable(block_table) or block_table.numel() == 0:
+        return
+    for number in (int(block_table.min()), int(block_table.max())):
+        if not -blocks <= number < blocks:
+            raise ValueError(
+                f"block_table holds {number}; it must be below {blocks}, the number of blocks of the cache, and no less "
+                f"than {-blocks}, which is the first one counted from the end."
+            )
