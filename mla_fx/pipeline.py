@@ -139,6 +139,7 @@ PIECE = "piece"
 PIPELINE = (
     Pass("recognise attention", recognise("attention")),
     Pass("choose absorbed or expanded", choose_absorbed),
+    Pass("recognise context", recognise("context")),
     Pass("recognise prolog", recognise("prolog")),
     Pass("recognise cache", recognise("cache")),
     Pass("recognise pieces", recognise_pieces),

@@ -74,6 +74,8 @@ def test_spelling_means_latent_attention(entry, step):
     torch.testing.assert_close((out.transpose(0, 1) if is_turned else out).double(), expected, **FLOAT32)
     if spelling.cache.endswith("appended"):
         rows = cache.rows(rest[-len(caches) :], sizes, step)
+    elif spelling.cache != "none":
+        rows = cache.rows(caches, sizes, step)
     if spelling.cache != "none":
         lines = torch.arange(step.batch).unsqueeze(1)
         for held, made in zip(rows, new, strict=True):

@@ -166,6 +166,77 @@ class BlocksAndOffsets(Slots):
         cache[place // cache.shape[1], place % cache.shape[1]] = rows
 
 
+class Paged(Slots):
+    """The blocks of a sequence lie anywhere, and a table says where: what is read is gathered through it."""
+
+    def table(self, sizes: Sizes, step: Step) -> Tensor:
+        """[B, T / BlockSize], with a block that nobody owns."""
+        generator = torch.Generator().manual_seed(3)
+        columns = sizes.context // sizes.block
+        return torch.randperm(step.batch * columns + 1, generator=generator)[1:].view(step.batch, columns)
+
+    def allocate(self, sizes: Sizes, step: Step, width: int) -> Tensor | None:
+        return torch.randn(step.batch * sizes.context // sizes.block + 1, sizes.block, width)
+
+    def logical(self, cache: Tensor, step: Step) -> Tensor:
+        sizes = Sizes(context=(cache.shape[0] - 1) // step.batch * cache.shape[1])
+        return cache[self.table(sizes, step)].flatten(1, 2)
+
+    def place(self, sizes: Sizes, step: Step) -> Any:
+        positions, table = step.positions(is_ragged=True), self.table(sizes, step)
+        slots = table.gather(1, positions // sizes.block) * sizes.block + positions % sizes.block
+        return slots.flatten(), table
+
+    def store(self, cache: Any, rows: Tensor, place: Any) -> tuple[Any, Tensor]:
+        slots, table = place
+        self.write(cache, rows.reshape(-1, rows.shape[-1]), slots)
+        return None, self.read(cache, table).reshape(rows.shape[0], -1, rows.shape[-1])
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table]
+
+
+class BlocksSelected(Paged):
+    def write(self, cache: Tensor, rows: Tensor, place: Any) -> None:
+        cache[place // cache.shape[1], place % cache.shape[1]] = rows
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.index_select(0, table.flatten())
+
+
+class BlocksEmbedded(Paged):
+    def place(self, sizes: Sizes, step: Step) -> Any:
+        slots, table = super().place(sizes, step)
+        return slots, table.int()
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(table, cache.flatten(1))
+
+
+class SlotsOfTable(Paged):
+    """Each row is looked up, by a slot that is computed from the table."""
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        slots = table.unsqueeze(-1) * cache.shape[1] + torch.arange(cache.shape[1])
+        return cache.flatten(0, 1)[slots.flatten(1)]
+
+
+class OffsetsInBlocks(Paged):
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table.unsqueeze(-1), torch.arange(cache.shape[1])]
+
+
+class SlotsGiven(Paged):
+    """Each row is looked up by a slot of its own, as blocks of one row would be."""
+
+    def place(self, sizes: Sizes, step: Step) -> Any:
+        slots, table = super().place(sizes, step)
+        return slots, (table.unsqueeze(-1) * sizes.block + torch.arange(sizes.block)).flatten(1)
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.view(-1, cache.shape[-1])[table]
+
+
 class Slice(Written):
     """DeepSeek's model.py: a Python number says where, and only the rows up to there are read."""
 
@@ -253,6 +324,12 @@ CACHES = {
     "scattered": Scattered(),
     "slots": Slots(),
     "blocks_and_offsets": BlocksAndOffsets(),
+    "paged": Paged(),
+    "blocks_selected": BlocksSelected(),
+    "blocks_embedded": BlocksEmbedded(),
+    "slots_of_table": SlotsOfTable(),
+    "offsets_in_blocks": OffsetsInBlocks(),
+    "slots_given": SlotsGiven(),
     "slice": Slice(),
     "roomy_slice": RoomySlice(),
     "narrow_copy": NarrowCopy(),
@@ -263,5 +340,6 @@ CACHES = {
     "combined_slice": Combined(Slice()),
     "combined_appended": Combined(Appended()),
     "combined_in_two": InTwo(IndexCopy()),
+    "combined_paged": Combined(BlocksSelected()),
     "combined_slots_in_two": InTwo(Slots()),
 }

@@ -13,7 +13,7 @@ from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, probabilities
-from .pages import STAYS, check_contexts, context_of, gathered, tiles
+from .pages import STAYS, check_contexts, context_of, tiles
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def body(a: Arguments) -> Tensor:
     query.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
-    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T is
-    Blocks * BlockSize. A negative number counts blocks from the end. No copy of a whole context is made.
+    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T
+    is Blocks * BlockSize. A negative number counts blocks from the end. No copy of a whole context is made.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -68,8 +68,8 @@ def _scores(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
     if block_table is None:
         return torch.bmm(query, cache.mT)
     scores = query.new_empty(*query.shape[:2], context_of(cache, block_table))
-    for tile, first, last in tiles(block_table, cache.shape[1]):
-        scores[..., first:last] = torch.bmm(query, gathered(cache, tile).mT)
+    for rows, first, last in tiles(cache, block_table):
+        scores[..., first:last] = torch.bmm(query, rows.mT)
     return scores
 
 
@@ -78,8 +78,8 @@ def _weighted(weights: Tensor, cache: Tensor, block_table: Tensor | None) -> Ten
     if block_table is None:
         return torch.bmm(weights, cache)
     out = weights.new_zeros(*weights.shape[:2], cache.shape[2], dtype=accumulation_dtype(weights.dtype))
-    for tile, first, last in tiles(block_table, cache.shape[1]):
-        out += torch.bmm(weights[..., first:last], gathered(cache, tile))
+    for rows, first, last in tiles(cache, block_table):
+        out += torch.bmm(weights[..., first:last], rows)
     return out.to(weights.dtype)
 
 

@@ -55,8 +55,8 @@ def body(a: Arguments) -> Tensor:
     dtype of q_nope.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
-    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T is
-    Blocks * BlockSize. A negative number counts blocks from the end.
+    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T
+    is Blocks * BlockSize. A negative number counts blocks from the end.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
@@ -129,7 +129,6 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "absorbed, context_lens", (*sample(dtype, 8, steps=1), short), {"scale": 0.3, "max_absorbed_tokens": 1}
     )
-
 
     for limit, name in ((0, "expanded"), (3, "absorbed")):
         query, rope, *_, uk, uv, _ = sample(dtype, 9)

@@ -23,12 +23,16 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     return rows
 
 
-def tiles(block_table: Tensor, block_size: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Parts of a table, and the tokens from which and up to which each reaches."""
-    columns, step = block_table.shape[1], max(1, TILE // max(1, block_size))
-    for first in range(0, columns, step):
-        last = min(first + step, columns)
-        yield block_table[:, first:last], first * block_size, last * block_size
+def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """The context a few pages at a time, or a part of a large one, with the tokens where each begins and ends."""
+    columns, size = block_table.shape[1], cache.shape[1]
+    many = max(1, TILE // max(1, size))
+    for column in range(0, columns, many):
+        table = block_table[:, column : column + many]
+        for start in range(0, size, TILE):
+            rows = gathered(cache[:, start : start + TILE], table)
+            first = column * size + start
+            yield rows, first, first + rows.shape[1]
 
 
 def check_contexts(
@@ -51,6 +55,6 @@ def check_block_table(block_table: Tensor, batch: int, blocks: int) -> None:
     for number in (int(block_table.min()), int(block_table.max())):
         if not -blocks <= number < blocks:
             raise ValueError(
-                f"block_table holds {number}; it must be below {blocks}, the number of blocks of the cache, and no less "
-                f"than {-blocks}, which is the first one counted from the end."
+                f"block_table holds {number}; it must be below {blocks}, the number of blocks of the cache, and not "
+                f"below {-blocks}, the first one counted from the end."
             )
