@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
 
 from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
 from .element import Element, constant, element_of, operand, resolve
 from .reading import Reading, renamed
-from .sizes import Size
+from .sizes import Size, at_most
 from .views import args_of, argument, broadcast, cat_dim, fresh_index, move, name_of, pieces, shape_of, written_slice
 
 aten = torch.ops.aten
@@ -66,6 +67,23 @@ class CacheUpdate(Reading):
                 raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
             names.update(zip(axes, map(of_axis, others), strict=True))
         return renamed(self, names)
+
+
+def counted_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
+    """Numbers of positions that nothing says are numbers of rows, but that the program's own writes need to be: two or
+    more rows are not broadcast."""
+    same: dict[sympy.Symbol, Size] = {}
+    for target in (aten.index_put.default, aten._unsafe_index_put.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            _, places, rows = args_of(node)[:3]
+            used = [dim for dim, where in enumerate(places) if where is not None]
+            sizes = shape_of(places[used[0]])
+            if len(sizes) != 1 or len(shape_of(rows)) <= used[0]:
+                continue
+            count, found = sizes[0], shape_of(rows)[used[0]]
+            if isinstance(count, sympy.Symbol) and count not in sympy.sympify(found).free_symbols and at_most(2, found):
+                same.setdefault(count, found)
+    return same
 
 
 def cache_update(element: Element) -> CacheUpdate:
@@ -152,9 +170,9 @@ def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
 def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, rows: Node) -> CacheUpdate:
     """`cache[:, :, positions] = rows`; leading dimensions of one may be missing from the rows."""
     old = args_of(node)[0]
-    lead = fresh_index(where)
+    sizes = shape_of(old)
+    lead = _rows_at(node, rows, sizes[:dim], shape_of(where), sizes[dim + 1 :])
     row = (*index[:dim], *lead, *index[dim + 1 :])
-    _require_rows(node, rows, (*shape_of(old)[:dim], *shape_of(where), *shape_of(old)[dim + 1 :]))
     wraps = node.target is not aten.index_copy.default
     place = broadcast(rows, row)
     element, position = resolve(rows, place), resolve(where, lead)
@@ -172,11 +190,11 @@ def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Nod
     wide, other = sorted(map(shape_of, places), key=len, reverse=True)
     aligned = (*[1] * (len(wide) - len(other)), *other)
     written = tuple(size if size != 1 else beside for size, beside in zip(wide, aligned, strict=True))
-    _require_rows(node, rows, (*shape_of(old)[:dim], *written, *shape_of(old)[dim + 2 :]))
-    lead = tuple(map(fresh, written))
+    sizes = shape_of(old)
+    lead = _rows_at(node, rows, sizes[:dim], written, sizes[dim + 2 :])
     place = broadcast(rows, (*index[:dim], *lead, *index[dim + 2 :]))
     block, offset = (operand(place, lead) for place in places)
-    slot = _slot(block, offset, shape_of(old)[dim + 1])
+    slot = _slot(block, offset, sizes[dim + 1])
     at = (block, offset) if slot is None else (slot, None)
     row = resolve(rows, place)
     return CacheUpdate(node, index, dim, old, rows, row, _counted(lead), at[0], True, True, at[1], place)
@@ -195,12 +213,17 @@ def _slot(block: Element, offset: Element, size: Size) -> Element | None:
     return slot if slot == other and slot.origin.meta["val"].dtype in INTEGERS else None
 
 
-def _require_rows(node: Node, rows: Node, expected: tuple[Size, ...]) -> None:
-    """The rows fill what is written; only leading dimensions of one may be missing."""
-    sizes = shape_of(rows)
-    missing = expected[: len(expected) - len(sizes)]
-    if sizes != expected[len(missing) :] or any(size != 1 for size in missing):
+def _rows_at(
+    node: Node, rows: Node, before: tuple[Size, ...], written: tuple[Size, ...], behind: tuple[Size, ...]
+) -> tuple[Index, ...]:
+    """An index for each dimension that is written at positions. The rows fill what is written; only leading dimensions
+    of one may be missing."""
+    expected = (*before, *written, *behind)
+    missing = len(expected) - len(shape_of(rows))
+    sizes = (*[1] * missing, *shape_of(rows))
+    if missing < 0 or sizes != expected:
         raise NoMatch("the rows written are broadcast into the cache", node)
+    return tuple(map(fresh, written))
 
 
 def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[Node], rows: Node) -> CacheUpdate:
@@ -218,8 +241,7 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     if operand(batch_places, lead).index != (sequence,):
         raise NoMatch("the cache is written at sequences that are not simply counted", node)
     sizes = shape_of(old)
-    written = sizes[:1] if len(lead) == 1 else (sizes[0], shape_of(positions)[-1])
-    _require_rows(node, rows, (*written, *sizes[2:]))
+    _rows_at(node, rows, sizes[:1], (shape_of(positions)[-1],) if rank == 2 else (), sizes[2:])
     place = broadcast(rows, (*lead, *index[2:]))
     row, position = resolve(rows, place), operand(positions, lead)
     return CacheUpdate(node, index, 1, old, rows, row, token, position, True, place=place)

@@ -1,6 +1,6 @@
 """Contexts that lie in pages, which attention reads tile after tile: no copy of a whole one is made."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -38,23 +38,24 @@ def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int
 def check_contexts(
     kv_cache: Tensor, kr_cache: Tensor, block_table: Tensor | None, batch: int, widths: tuple[int | None, int]
 ) -> int:
-    """Both caches hold the same contexts, or pages; returns T. A width that is None is any."""
+    """Both caches hold the same contexts, or pages of the same size; returns T. A width that is None is any."""
     letters, lead = ("B, T", batch) if block_table is None else ("BlockNum, BlockSize", None)
     check_shape("kv_cache", kv_cache, f"{letters}, Hckv", (lead, None, widths[0]))
-    check_shape("kr_cache", kr_cache, f"{letters}, Dr", (*kv_cache.shape[:2], widths[1]))
+    check_shape("kr_cache", kr_cache, f"{letters}, Dr", (lead, kv_cache.shape[1], widths[1]))
     if block_table is not None:
-        check_block_table(block_table, batch, kv_cache.shape[0])
+        check_block_table(block_table, batch, {"kv_cache": kv_cache.shape[0], "kr_cache": kr_cache.shape[0]})
     return context_of(kv_cache, block_table)
 
 
-def check_block_table(block_table: Tensor, batch: int, blocks: int) -> None:
+def check_block_table(block_table: Tensor, batch: int, caches: Mapping[str, int]) -> None:
     check_shape("block_table", block_table, "B, Blocks", (batch, None))
     check_dtype("block_table", block_table, INTEGERS)
     if not readable(block_table) or block_table.numel() == 0:
         return
     for number in (int(block_table.min()), int(block_table.max())):
-        if not -blocks <= number < blocks:
-            raise ValueError(
-                f"block_table holds {number}; it must be below {blocks}, the number of blocks of the cache, and not "
-                f"below {-blocks}, the first one counted from the end."
-            )
+        for name, blocks in caches.items():
+            if not -blocks <= number < blocks:
+                raise ValueError(
+                    f"block_table holds {number}; it must be below {blocks}, the number of blocks of {name}, and not "
+                    f"below {-blocks}, its first one counted from the end."
+                )
