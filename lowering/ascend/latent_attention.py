@@ -38,7 +38,9 @@ def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
 
 def pages(a: Arguments) -> Iterator[str]:
     """Of a context that lies in pages."""
-    yield from limits.size("kv_cache has BlockSize", a.kv_cache.shape[1], KERNEL, PAGE_SIZES)
+    size = a.kv_cache.shape[1]
+    if page_size(size) is None:
+        yield f"kv_cache has BlockSize = {size}; {KERNEL} takes multiples of {PAGE_SIZES[-1]}"
     blocks, others = a.kv_cache.shape[0], a.kr_cache.shape[0]
     if not limits.holds(blocks == others):
         yield f"kv_cache has {blocks} blocks and kr_cache {others}; {KERNEL} takes one table for caches of one number"
@@ -71,15 +73,21 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
 
 def paged(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Pages [BlockNum,BlockSize,D] of latents and of rotary keys, and a table int32 [B,Blocks] of both."""
-    if a.block_table is not None:
-        counted = torch.where(a.block_table < 0, a.block_table + a.kv_cache.shape[0], a.block_table)
-        return a.kv_cache, a.kr_cache, counted.to(torch.int32).contiguous()
     batch, positions, _ = a.kv_cache.shape
     size = page_size(positions) or PAGE
     latents, keys = (in_whole_pages(cache, size) for cache in (a.kv_cache, a.kr_cache))
     blocks = latents.shape[1] // size
-    table = torch.arange(batch * blocks, dtype=torch.int32, device=a.kv_cache.device).view(batch, blocks)
+    if a.block_table is None:
+        table = torch.arange(batch * blocks, dtype=torch.int32, device=a.kv_cache.device).view(batch, blocks)
+    else:
+        table = in_parts(torch.where(a.block_table < 0, a.block_table + batch, a.block_table), blocks)
     return latents.reshape(-1, size, latents.shape[2]), keys.reshape(-1, size, keys.shape[2]), table
+
+
+def in_parts(block_table: Tensor, count: int) -> Tensor:
+    """A table of blocks that are so many pages each, as one of pages."""
+    pages = block_table.unsqueeze(-1) * count + torch.arange(count, device=block_table.device)
+    return pages.flatten(1).to(torch.int32)
 
 
 def in_whole_pages(cache: Tensor, size: int) -> Tensor:
