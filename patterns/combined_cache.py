@@ -18,9 +18,10 @@ from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
 from mla_fx.cases import HCKV, Case, Layer
+from mla_fx.debug.report import fused_name
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import result, tensor
+from mla_fx.layout import axes, result, tensor
 from mla_fx.match import NearestMiss
 from mla_fx.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined, only
 from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
@@ -79,8 +80,8 @@ class CombinedCache(Rule[Facts]):
         if not any(graph.find_nodes(op="call_function", target=attention) for attention in ATTENTION):
             return
         for node in super().anchors(graph):
-            base, columns = args_of(node)[:2]
-            if _puts_columns(node) and _puts_columns(base) and element_of(columns).origin.target in WRITES:
+            base, columns = (element_of(operand).origin for operand in args_of(node)[:2])
+            if _puts_columns(node) and _puts_columns(base) and columns.target in WRITES:
                 yield node
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
@@ -119,9 +120,23 @@ class CombinedCache(Rule[Facts]):
         for part in (first, facts.second):
             columns = shifted(composite(part.width), start)
             new = Element(written, (composite(part.batch), composite(part.slot), columns))
-            yield replaced(emit, part.update.node, part.update.index, new)
+            yield _in_place_of(emit, part, new)
             start += extent(columns)
         yield replaced(emit, facts.node, (*facts.index[:-1], of_axis(old.axis)), result(written, dims))
+
+
+def _in_place_of(emit: Emitter, part: CacheRoles, new: Element) -> Replacement:
+    """What was written of some columns, which lie further apart now: a copy is due where somebody may mind."""
+    old, index = part.update.node, part.update.index
+    if not all(map(_takes_any_layout, old.users)):
+        return replaced(emit, old, index, new)
+    return Replacement(old, tensor(emit, new, [axes(dim, "a cache", old) for dim in index], expand=True))
+
+
+def _takes_any_layout(user: Node) -> bool:
+    if user.target is aten.view.default:
+        return all(further.target is aten.slice_scatter.default for further in user.users)
+    return fused_name(user) is not None or user.target in (aten.reshape.default, aten.slice_scatter.default)
 
 
 def _puts_columns(node: Node) -> bool:

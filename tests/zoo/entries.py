@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import classics
-from .caches import CACHES
+from .caches import CACHES, Combined, Paged
 from .mla import LatentAttention, Spelling, name_of
 from .ropes import ROPES, angles
 from .scores import ATTEND
@@ -106,6 +106,7 @@ def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
 
 
 TWO_WEIGHTS = "latent and rotary key are projected by two parameters, the operator takes one matrix"
+OF_SERVERS = tuple(name for name, cache in CACHES.items() if isinstance(cache, (Combined, Paged)))
 EVEN = replace(SMALL, nope=8, rope=8, value=8)
 
 COMPOSED = [
@@ -125,7 +126,8 @@ COMPOSED = [
     ),
     *along(DEFAULT, "rope", *(rope for rope in ROPES if rope != "stride_two")),
     *along(DEFAULT, "tables", "indexed"),
-    *along(DEFAULT, "cache", *(cache for cache in CACHES if cache not in ("none", "index_copy"))),
+    *along(DEFAULT, "cache", *(cache for cache in CACHES if cache not in ("none", "index_copy", *OF_SERVERS))),
+    *along(DEFAULT, "cache", *OF_SERVERS, only=("few",)),
     Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")),
     Entry(replace(DEFAULT, cache="none", attend="eager")),
     *along(DEFAULT, "keys", *("cat_repeat", "rope_first", "new_empty", "broadcast_assign", "pad_add")),
