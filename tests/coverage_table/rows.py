@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,10 @@ DENSE = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]}
 STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growing cache": ("dynamic", 12, 1)}
 
 
+# Where sizes are symbols, equal ones are the same symbol, and a number of tokens equal to the size of a weight is known.
+NO_OTHER_SIZE = 7
+
+
 @dataclass(frozen=True)
 class ZooCell:
     """A spelling of the zoo at each of its steps, and at the last one in each precision and with sizes that are
@@ -81,7 +85,7 @@ class ZooCell:
         *_, last = steps = self._entry.steps
         results = [found for step in steps for found in self._at(step, torch.float32)]
         results += [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
-        return [*results, *self._at(last, torch.float32, dynamic=True)]
+        return [*results, *self._at(replace(last, tokens=NO_OTHER_SIZE), torch.float32, dynamic=True)]
 
     def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
         entry = self._entry
