@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .axes import Axis, Index, combine, extent, of_axis, whole
+from .axes import Axis, Index, combine, of_axis, whole
 from .counts import INTEGERS, Count, count
 from .element import Element, operand, resolve
 from .reading import Reading
@@ -38,7 +38,7 @@ class _Gather(NamedTuple):
     """Where a gathered element comes from: an index for each dimension, and for some a number that is looked up."""
 
     source: Node
-    index: list[Index]
+    at: list[Index]
     numbers: dict[int, Element]
 
 
@@ -50,20 +50,21 @@ def paged(element: Element) -> Paged:
     found = _gather(node, element.index)
     looked_up: list[tuple[Index, Element]] = []
     for dim, number in found.numbers.items():
-        found.index[dim], table = _place(count(number), number, shape_of(found.source)[dim])
+        found.at[dim], table = _place(count(number), number, shape_of(found.source)[dim])
         looked_up += [] if table is None else [table]
     if len(looked_up) != 1:
         raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one of blocks", node)
-    return Paged(node, resolve(found.source, tuple(found.index)), *looked_up[0])
+    return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0])
 
 
 def _place(total: Count, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
     """Where a number of a dimension points to, and what is looked up for it: blocks of so many rows as the number
     that is looked up is multiplied by, and within them a row that is counted; or single rows."""
-    if not total.elements and covers(total.index, 0, size):
+    counts_up = all(at_most(0, stride) for _, stride in total.index.terms)
+    if not total.elements and counts_up and covers(total.index, 0, size):
         return total.index, None
     table, times = next(iter(total.elements), (number, 1))
-    is_in_block = at_most(0, total.index.offset) and at_most(total.index.offset + extent(total.index), times)
+    is_in_block = counts_up and covers(total.index, 0, times)
     blocks = ratio(size, times) if times > 0 else None
     if len(total.elements) != 1 or not is_in_block or blocks is None:
         table, times, blocks, total = number, 1, size, Count(Index())
