@@ -86,8 +86,8 @@ class PagedContext(Rule[Facts]):
     rejects = (Case("two tables", _OtherTable, because="looked up by different tables"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        attention = super().anchors(graph)
-        return (node for node in attention if element_of(named_argument(node, "kv_cache")).origin.target in GATHERS)
+        contiguous = (node for node in super().anchors(graph) if named_argument(node, "block_table") is None)
+        return (node for node in contiguous if element_of(named_argument(node, "kv_cache")).origin.target in GATHERS)
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         return (match.read("attention", Reading(anchor)) for match in super().bindings(anchor, nearest))

@@ -75,15 +75,24 @@ def counted_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
     same: dict[sympy.Symbol, Size] = {}
     for target in (aten.index_put.default, aten._unsafe_index_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
-            _, places, rows = args_of(node)[:3]
-            used = [dim for dim, where in enumerate(places) if where is not None]
-            sizes = shape_of(places[used[0]])
-            if len(sizes) != 1 or len(shape_of(rows)) <= used[0]:
-                continue
-            count, found = sizes[0], shape_of(rows)[used[0]]
-            if isinstance(count, sympy.Symbol) and count not in sympy.sympify(found).free_symbols and at_most(2, found):
-                same.setdefault(count, found)
+            counted = _counted_twice(node)
+            if counted is not None:
+                same.setdefault(*counted)
     return same
+
+
+def _counted_twice(node: Node) -> tuple[sympy.Symbol, Size] | None:
+    """The number of positions along one dimension, or along neighbouring ones, and that of the rows written there."""
+    old, places, rows = args_of(node)[:3]
+    used = {dim: where for dim, where in enumerate(places) if where is not None}
+    counts = {shape_of(where) for where in used.values()}
+    behind = len(shape_of(old)) - max(used) - 1
+    are_positions = all(where.meta["val"].dtype in INTEGERS for where in used.values())
+    if not are_positions or len(counts) != 1 or max(used) - min(used) >= len(used) or len(shape_of(rows)) <= behind:
+        return None
+    (count, *others), found = counts.pop() or (1,), shape_of(rows)[-behind - 1]
+    is_free = not others and isinstance(count, sympy.Symbol) and count not in sympy.sympify(found).free_symbols
+    return (count, found) if is_free and at_most(2, found) else None
 
 
 def cache_update(element: Element) -> CacheUpdate:
