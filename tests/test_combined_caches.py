@@ -150,7 +150,9 @@ def test_near_twins_of_one_cache(kind):
     assert report.fused == kind.fused, str(report)
 
 
-@pytest.mark.parametrize("cache", ["combined", "combined_in_two", "combined_paged"])
+@pytest.mark.parametrize(
+    "cache", [pytest.param("combined", marks=pytest.mark.slow), "combined_in_two", "combined_paged"]
+)
 def test_inductor_copies_no_cache(cache):
     """Generated code allocates nothing as large as the cache."""
     from torch._inductor.utils import run_and_get_code

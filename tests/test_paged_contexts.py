@@ -39,7 +39,7 @@ def gathered(graph, size):
     return [line for line in lines if f"[2, {size // 16}, 16, " in line or f"[{2 * size // 16}, 16, " in line]
 
 
-@pytest.mark.parametrize("target", ["reference", "inductor"])
+@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=["looked up", "selected"])
 def test_no_context_is_gathered(spelling, target, tmp_path):
     entry = Entry(spelling)
