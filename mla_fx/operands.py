@@ -20,6 +20,7 @@ from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope, Table
 from .readings.sizes import Size, product
+from .readings.views import shape_of
 from .replacement import Replacement, replaced
 
 aten = torch.ops.aten
@@ -164,17 +165,20 @@ class CacheRoles:
 def cache_roles(update: CacheUpdate) -> CacheRoles:
     """The axes of an update whose last dimension is the width of a row."""
     last = len(update.index) - 1
-    if update.dim == last:
+    if update.behind > last:
         raise NoMatch("the cache is written along the last dimension, expected whole rows", update.node)
     dims = [axes(part, "the cache", update.node) for part in update.index]
-    batch = tuple(axis for dim, found in enumerate(dims) if dim not in (update.dim, last) for axis in found)
-    return CacheRoles(update, batch, dims[update.dim], dims[last], axes(update.token, "the new rows", update.node))
+    slots = range(update.dim, update.behind)
+    batch = tuple(axis for dim, found in enumerate(dims[:last]) if dim not in slots for axis in found)
+    slot = tuple(axis for dim in slots for axis in dims[dim])
+    return CacheRoles(update, batch, slot, dims[last], axes(update.token, "the new rows", update.node))
 
 
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
-    if (mine.position, mine.wraps) != (theirs.position, theirs.wraps) or latent.row != keys.row:
+    one, other = ((update.position, update.offset, update.wraps) for update in (mine, theirs))
+    if one != other or latent.row != keys.row:
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
 
 
@@ -195,18 +199,29 @@ def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:
     position = cache.update.position
     if isinstance(position, Element):
         given = tensor(emit, position, cache.row, dtype=torch.int64)
-        return _counted_from_start(emit, given, cache) if cache.update.wraps else given
+        if cache.update.offset is not None:
+            return _slots(emit, given, cache)
+        slots = product(axis.size for axis in cache.slot)
+        return _counted_from_start(emit, given, slots) if cache.update.wraps else given
     rows = cache.update.rows.meta["val"]
     length = emit.size(product(axis.size for axis in cache.token))
     options = {"start": position, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
     return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
 
 
-def _counted_from_start(emit: Emitter, given: Node, cache: CacheRoles) -> Node:
+def _slots(emit: Emitter, block: Node, cache: CacheRoles) -> Node:
+    """The slots at offsets within blocks."""
+    blocks, size = shape_of(cache.update.old)[cache.update.dim : cache.update.behind]
+    assert cache.update.offset is not None
+    offset = tensor(emit, cache.update.offset, cache.row, dtype=torch.int64)
+    block, offset = (_counted_from_start(emit, *pair) for pair in ((block, blocks), (offset, size)))
+    return emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, block, emit.size(size)), offset)
+
+
+def _counted_from_start(emit: Emitter, given: Node, slots: Size) -> Node:
     """Positions below zero count from the end, in an indexed assignment."""
-    slots = emit.size(product(axis.size for axis in cache.slot))
     is_negative = emit.call(aten.lt.Scalar, given, 0)
-    return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, slots), given)
+    return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, emit.size(slots)), given)
 
 
 def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
@@ -218,5 +233,4 @@ def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
 def replace_rows(emit: Emitter, cache: CacheRoles, rows: Element) -> Replacement:
     """Uses the rows that an operator returned wherever the new rows were used."""
     update = cache.update
-    index = (*update.index[: update.dim], update.token, *update.index[update.dim + 1 :])
-    return replaced(emit, update.rows, index, rows)
+    return replaced(emit, update.rows, update.place, rows)

@@ -21,7 +21,8 @@ from .graph_edit import Snapshot, drop_round_trips, erase_orphans
 from .lower import lower
 from .options import Options
 from .prepare import Prepared, inputs_of, prepare
-from .readings.sizes import known_by
+from .readings.cache_update import counted_alike
+from .readings.sizes import equated, known_by
 from .recognise import recognise
 from .reinplace import reinplace
 from .rule import Rule
@@ -139,6 +140,7 @@ PIECE = "piece"
 PIPELINE = (
     Pass("recognise attention", recognise("attention")),
     Pass("choose absorbed or expanded", choose_absorbed),
+    Pass("recognise context", recognise("context")),
     Pass("recognise prolog", recognise("prolog")),
     Pass("recognise cache", recognise("cache")),
     Pass("recognise pieces", recognise_pieces),
@@ -158,7 +160,8 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
     if not survey(run.graph, run.report):
         return
     fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
-    with _collector_paused(), known_by(getattr(fake_mode, "shape_env", None)):
+    shape_env = getattr(fake_mode, "shape_env", None)
+    with _collector_paused(), known_by(shape_env), equated(counted_alike(run.graph)):
         for step in passes:
             _run_pass(run, step)
 

@@ -422,7 +422,6 @@ def read(function, *shapes, **options):
 ALL = slice(None)
 UPDATES = {
     "where a condition holds": lambda cache, r: written(cache, (ALL, ALL, torch.ones(T).bool()), cache + 1),
-    "not one-dimensional": lambda cache, r: written(cache, (ALL, ALL, SLOTS[None]), r.unsqueeze(2)),
     "along several dimensions": lambda cache, r: written(cache, (torch.arange(B), ALL, SLOTS[:B]), r[:, :, 0]),
     "broadcast into the cache": lambda cache, r: written(cache, (ALL, ALL, SLOTS), r[..., :1]),
     "no compile-time number": lambda cache, r: written(cache, (ALL, ALL, slice(0, 5, 2)), r),
@@ -430,7 +429,7 @@ UPDATES = {
     "to different positions": lambda cache, r: cache.scatter(2, torch.arange(D).expand(B, 1, S, D) % T, r),
     "in one cat": lambda cache, r: torch.cat([cache, r[:, :, :1].expand_as(cache)], -1),
     "not simply counted": lambda cache, r: written(
-        cache[:, 0], (torch.arange(B).flip(0)[:, None], SLOTS.expand(B, S)), r[:, 0]
+        cache[:, 0], (torch.arange(B)[None], SLOTS.expand(B, S)[:, :B]), r[:, 0, :B]
     ),
 }
 

@@ -64,11 +64,7 @@ def test_spelling_means_latent_attention(entry, step):
     cache, rope = CACHES[spelling.cache], ROPES[spelling.rope]
     arguments = entry.arguments(step)
     x, _, positions, _, caches, _ = arguments
-    widths = sizes.kv_rank, sizes.rope
-    rows = [
-        torch.zeros(step.batch, 0, width) if held is None else cache.logical(held, step)
-        for held, width in zip(caches, widths, strict=True)
-    ]
+    rows = cache.rows(caches, sizes, step)
     is_turned = spelling.layout == "sbhd"
     x = x.transpose(0, 1) if is_turned else x
     given = weights(sizes, low_rank=spelling.query != "direct")
@@ -79,8 +75,10 @@ def test_spelling_means_latent_attention(entry, step):
     )
     out, *rest = entry.build()(*arguments)
     torch.testing.assert_close((out.transpose(0, 1) if is_turned else out).double(), expected, **FLOAT32)
-    if spelling.cache == "appended":
-        rows = rest[-2:]
+    if spelling.cache.endswith("appended"):
+        rows = cache.rows(rest[-len(caches) :], sizes, step)
+    elif spelling.cache != "none":
+        rows = cache.rows(caches, sizes, step)
     if spelling.cache != "none":
         lines = torch.arange(step.batch).unsqueeze(1)
         for held, made in zip(rows, new, strict=True):

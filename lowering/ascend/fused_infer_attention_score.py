@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.pages import context_of
 
 from . import limits
 from .lengths import Lengths, as_tensor
@@ -56,7 +57,8 @@ def mask_refusals(
     if surface.mode == "aclgraph" and (a.context_lens is not None or a.mask is not None):
         yield f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers of the host"
     if a.context_lens is None and surface.mode == "aclgraph":
-        yield from _fixed_lengths(a.kv_cache.shape[0], tokens if a.is_causal else a.kv_cache.shape[1])
+        queries = a.query if isinstance(a, latent_attention.Arguments) else a.q_nope
+        yield from _fixed_lengths(queries.shape[0], tokens if a.is_causal else context_of(a.kv_cache, a.block_table))
     if a.mask is not None:
         yield from _masked(surface, a.mask, tokens)
     is_one = limits.known_equal(tokens, 1)
@@ -141,7 +143,7 @@ def _ragged(steps: Lengths, device: torch.device) -> dict[str, Any]:
 def lengths(a: latent_attention.Arguments | mla_attention.Arguments) -> Tensor | None:
     """How many keys the last row of each sequence sees, [B] or [1], where that is computed."""
     if a.context_lens is not None:
-        return a.context_lens.clamp(0, a.kv_cache.shape[1])
+        return a.context_lens.clamp(0, context_of(a.kv_cache, a.block_table))
     if a.mask is None:
         return None
     last = a.mask[(None,) * (4 - a.mask.dim())][:, 0, -1]

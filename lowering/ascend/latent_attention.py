@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.pages import context_of
 
 from . import fused_infer_attention_score as kernel
 from . import limits
 from .fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK
-from .mla_prolog import page_size
+from .mla_prolog import PAGE_SIZES, page_size
 from .surface import Surface
 
 OPERATOR = "latent_attention"
@@ -36,35 +37,63 @@ def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
     if not any(limits.known_equal(tokens, count) for count in range(1, LATENT_TOKENS + 1)):
         yield f"query has S = {tokens}; {KERNEL} takes 1 to {LATENT_TOKENS} tokens with absorbed queries"
     yield from kernel.mask_refusals(surface, a, tokens)
+    if a.block_table is not None:
+        yield from pages(a.kv_cache, a.kr_cache)
+
+
+def pages(kv_cache: Tensor, kr_cache: Tensor) -> Iterator[str]:
+    """Of a context that lies in pages."""
+    size = kv_cache.shape[1]
+    if page_size(size) is None:
+        yield f"kv_cache has BlockSize = {size}; {KERNEL} takes multiples of {PAGE_SIZES[-1]}"
+    blocks, others = kv_cache.shape[0], kr_cache.shape[0]
+    if not limits.holds(blocks == others):
+        yield f"kv_cache has {blocks} blocks and kr_cache {others}; {KERNEL} takes one table for caches of one number"
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:
     """[B,S,N,512]."""
     a = Arguments(*args, **kwargs)
     assert a.query_rope is not None and a.kr_cache is not None, "others are refused"
-    batch, positions, _ = a.kv_cache.shape
-    size = page_size(positions) or PAGE
-    latents, keys = (in_whole_pages(cache, size) for cache in (a.kv_cache, a.kr_cache))
-    pages = latents.shape[1] // size
+    batch, tokens = a.query.shape[:2]
+    latents, keys, table = paged(a, a.kr_cache)
     device = a.kv_cache.device
-    table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-    tokens = a.query.shape[1]
-    visible = tokens if a.is_causal else positions
+    visible = tokens if a.is_causal else context_of(a.kv_cache, a.block_table)
     lengths = kernel.lengths(a)
     return kernel.attend(
         a.query.contiguous(),
-        *(latents.reshape(-1, size, latents.shape[2]),) * 2,
+        latents,
+        latents,
         query_rope=a.query_rope.contiguous(),
-        key_rope=keys.reshape(-1, size, keys.shape[2]),
+        key_rope=keys,
         actual_seq_kvlen=kernel.equal(batch, visible, device) if lengths is None else lengths.expand(batch),
         block_table=table,
-        block_size=size,
+        block_size=latents.shape[1],
         num_query_heads=a.query.shape[2],
         num_key_value_heads=1,
         softmax_scale=a.scale,
         input_layout="BSND",
         **kernel.rows(tokens, device),
     )
+
+
+def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages [BlockNum,BlockSize,D] of latents and of rotary keys, and a table int32 [B,Blocks] of both."""
+    batch, positions, _ = a.kv_cache.shape
+    size = page_size(positions) or PAGE
+    latents, keys = (in_whole_pages(cache, size) for cache in (a.kv_cache, kr_cache))
+    blocks = latents.shape[1] // size
+    if a.block_table is None:
+        table = torch.arange(batch * blocks, dtype=torch.int32, device=a.kv_cache.device).view(batch, blocks)
+    else:
+        table = in_parts(torch.where(a.block_table < 0, a.block_table + batch, a.block_table), blocks)
+    return latents.reshape(-1, size, latents.shape[2]), keys.reshape(-1, size, keys.shape[2]), table
+
+
+def in_parts(block_table: Tensor, count: int) -> Tensor:
+    """A table of blocks that are so many pages each, as one of pages."""
+    pages = block_table.unsqueeze(-1) * count + torch.arange(count, device=block_table.device)
+    return pages.flatten(1).to(torch.int32)
 
 
 def in_whole_pages(cache: Tensor, size: int) -> Tensor:

@@ -27,6 +27,8 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | s
 
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
     yield from kernel.chip_refusals(surface)
+    if a.block_table is not None:
+        yield f"block_table is given; {KERNEL} takes keys and values that are expanded, and these lie in no pages"
     batch, tokens = a.q_nope.shape[:2]
     yield from size_refusals(a)
     yield from limits.dtype("q_nope", a.q_nope, KERNEL, (torch.bfloat16,))

@@ -14,6 +14,7 @@ noise is gone by construction, and what a pattern sees is the same for every spe
     contraction.py   matmul in any spelling; split where its operands were concatenated
     counts.py        sums of positions in whole numbers, and what comparing two of them says
     causal.py        masks that hide exactly the keys behind a position
+    paged.py         rows that are gathered out of pages
     rms_norm.py, rope.py, softmax.py, cache_update.py   the pieces MLA is made of
 
 An axis never changes. What an element carries (factor, types it was rounded to, every axis) is consumed by whoever

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
 
-from .axes import ZERO, Axis, Index, extent, fresh
-from .element import Element, operand, resolve
+from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
+from .element import Element, constant, element_of, operand, resolve
 from .reading import Reading, renamed
-from .sizes import Size
-from .views import args_of, argument, cat_dim, fresh_index, name_of, pieces, shape_of, written_slice
+from .sizes import Size, at_most
+from .views import args_of, argument, broadcast, cat_dim, fresh_index, move, name_of, pieces, shape_of, written_slice
 
 aten = torch.ops.aten
 
 INTEGERS = frozenset({torch.int64, torch.int32})
+REMAINDERS = frozenset({aten.remainder.Scalar, aten.remainder.Tensor})  # of the sign of the divisor
 POSITIONED = frozenset(
     {aten.index_copy.default, aten.index_put.default, aten._unsafe_index_put.default, aten.scatter.src}
 )
@@ -29,8 +31,12 @@ class CacheUpdate(Reading):
     """Rows of a value written into it along dimension `dim`; `index` are indices of its own for the whole value.
 
     `row` is an element of the new rows, `token` the index along which they are counted. `position` says where a row
-    goes: an element of the index tensor, or a number for the first row; None where rows are appended by `cat`. With
-    `wraps` a negative position counts from the end."""
+    goes: an element of the index tensor, or a number for the first row; None where that is a matter of the program,
+    since rows are appended by `cat`, or are some columns of wider ones. With `wraps` a negative position counts from
+    the end. With `is_paged` slots are counted through `dim`, blocks, and the next dimension, offsets in them; `offset`
+    then says where in its block a row goes, and None that the position is that of a slot.
+
+    Of wider rows, `index` and `row` speak of some columns alone, and `rows` are these, read at `place`."""
 
     index: tuple[Index, ...]
     dim: int
@@ -40,24 +46,83 @@ class CacheUpdate(Reading):
     token: Index
     position: Element | int | None
     wraps: bool = False
+    is_paged: bool = False
+    offset: Element | None = None
+    place: tuple[Index, ...] = ()
+
+    @property
+    def behind(self) -> int:
+        """The first dimension behind those that slots are counted through."""
+        return self.dim + (2 if self.is_paged else 1)
 
     def beside(self, other: CacheUpdate) -> CacheUpdate:
         """This update with its rows counted as those of another cache. Raises NoMatch if they are not as many."""
-        if len(self.index) != len(other.index) or self.dim != other.dim:
+        if len(self.index) != len(other.index) or (self.dim, self.behind) != (other.dim, other.behind):
             raise NoMatch("latent and rotary key are cached in different layouts", self.node)
         mine, theirs = ((*update.index[:-1], update.token) for update in (self, other))
         names: dict[Axis, Index] = {}
         for own, same in zip(mine, theirs, strict=True):
-            if extent(own) != extent(same):
+            axes, others = axes_of(own) or (), axes_of(same) or ()
+            if [axis.size for axis in axes] != [axis.size for axis in others]:
                 raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
-            names.update(dict.fromkeys(own.axes, same))
+            names.update(zip(axes, map(of_axis, others), strict=True))
         return renamed(self, names)
 
 
+def counted_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
+    """Numbers of positions that nothing says are numbers of rows, but that the program's own writes need to be: two or
+    more rows are not broadcast."""
+    same: dict[sympy.Symbol, Size] = {}
+    for target in (aten.index_put.default, aten._unsafe_index_put.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            counted = _counted_twice(node)
+            if counted is not None:
+                same.setdefault(*counted)
+    return same
+
+
+def _counted_twice(node: Node) -> tuple[sympy.Symbol, Size] | None:
+    """The number of positions along one dimension, or along neighbouring ones, and that of the rows written there."""
+    old, places, rows = args_of(node)[:3]
+    used = {dim: where for dim, where in enumerate(places) if where is not None}
+    counts = {shape_of(where) for where in used.values()}
+    behind = len(shape_of(old)) - max(used) - 1
+    are_positions = all(where.meta["val"].dtype in INTEGERS for where in used.values())
+    if not are_positions or len(counts) != 1 or max(used) - min(used) >= len(used) or len(shape_of(rows)) <= behind:
+        return None
+    (count, *others), found = counts.pop() or (1,), shape_of(rows)[-behind - 1]
+    is_free = not others and isinstance(count, sympy.Symbol) and count not in sympy.sympify(found).free_symbols
+    return (count, found) if is_free and at_most(2, found) else None
+
+
 def cache_update(element: Element) -> CacheUpdate:
-    """Reads the value that `element` is part of as an updated cache. Raises NoMatch if it is none."""
-    node = element.node
-    index = fresh_index(node)
+    """Reads the value that `element` is part of as an updated cache, in the columns that the element reads.
+
+    Raises NoMatch if it is none."""
+    node, index = element.node, fresh_index(element.node)
+    part = Index(0, element.index[-1].terms) if index else ZERO
+    width = extent(part)
+    if not index or width == shape_of(node)[-1] or digits_of(part) is None:
+        return _update(node, index)
+    columns = fresh(width)
+    return _of_columns(_update(node, (*index[:-1], shifted(columns, element.index[-1].offset))), columns)
+
+
+def _of_columns(update: CacheUpdate, columns: Index) -> CacheUpdate:
+    """The update of some columns alone, whose rows are no part of wider ones but put together with others.
+
+    Where the wider rows go is then the program's own matter, as it is of rows that are appended."""
+    rows, place = update.rows, update.place
+    while place[-1] != columns or shape_of(rows)[-1] != extent(columns):
+        further = move(rows, place)
+        if further is None:
+            raise NoMatch("the rows that are written are not put together from those of latent and rotary key", rows)
+        rows, place = further
+    index = (*update.index[:-1], columns)
+    return replace(update, index=index, rows=rows, place=place, position=None, wraps=False, offset=None)
+
+
+def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     if node.target is aten.cat.default:
         return _appended(node, index)
     if node.target is aten.slice_scatter.default:
@@ -83,7 +148,7 @@ def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         raise NoMatch("expected the old rows and the new ones in one cat", node)
     (old, _, _), (rows, _, _) = joined
     token, row = _rows(index, dim, rows)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, None)
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, None, place=row)
 
 
 def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -92,7 +157,7 @@ def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     if bounds is None or bounds[2] != 1 or not isinstance(bounds[0], int):
         raise NoMatch("the cache is overwritten from a position that is no compile-time number", node)
     token, row = _rows(index, dim, rows)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, bounds[0])
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, bounds[0], place=row)
 
 
 def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -104,29 +169,70 @@ def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         raise NoMatch("the cache is written where a condition holds, not at positions", node)
     if len(used) == 1:
         return _at_positions(node, index, used[0], places[used[0]], rows)
-    if used == [0, 1]:
+    if used == [0, 1] and _counts_sequences(places[0], old):
         return _per_sequence(node, index, old, places, rows)
+    if len(used) == 2 and used[1] == used[0] + 1:
+        return _in_blocks(node, index, used[0], (places[used[0]], places[used[1]]), rows)
     raise NoMatch("the cache is written at positions along several dimensions", node)
 
 
 def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, rows: Node) -> CacheUpdate:
     """`cache[:, :, positions] = rows`; leading dimensions of one may be missing from the rows."""
     old = args_of(node)[0]
-    if len(shape_of(where)) != 1:
-        raise NoMatch("the positions written are not one-dimensional", node)
-    token = fresh(shape_of(where)[0])
-    row = (*index[:dim], token, *index[dim + 1 :])
-    _require_rows(node, rows, (*shape_of(old)[:dim], shape_of(where)[0], *shape_of(old)[dim + 1 :]))
+    sizes = shape_of(old)
+    lead = _rows_at(node, rows, sizes[:dim], shape_of(where), sizes[dim + 1 :])
+    row = (*index[:dim], *lead, *index[dim + 1 :])
     wraps = node.target is not aten.index_copy.default
-    return CacheUpdate(node, index, dim, old, rows, operand(rows, row), token, resolve(where, (token,)), wraps)
+    place = broadcast(rows, row)
+    element, position = resolve(rows, place), resolve(where, lead)
+    return CacheUpdate(node, index, dim, old, rows, element, _counted(lead), position, wraps, place=place)
 
 
-def _require_rows(node: Node, rows: Node, expected: tuple[Size, ...]) -> None:
-    """The rows fill what is written; only leading dimensions of one may be missing."""
-    sizes = shape_of(rows)
-    missing = expected[: len(expected) - len(sizes)]
-    if sizes != expected[len(missing) :] or any(size != 1 for size in missing):
+def _counted(lead: tuple[Index, ...]) -> Index:
+    """Several dimensions of rows as the one along which they are counted."""
+    return composite([axis for part in lead for axis in axes_of(part) or ()])
+
+
+def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Node, Node], rows: Node) -> CacheUpdate:
+    """`cache[blocks, offsets] = rows`, the rows of a page being those of the next dimension."""
+    old = args_of(node)[0]
+    wide, other = sorted(map(shape_of, places), key=len, reverse=True)
+    aligned = (*[1] * (len(wide) - len(other)), *other)
+    written = tuple(size if size != 1 else beside for size, beside in zip(wide, aligned, strict=True))
+    sizes = shape_of(old)
+    lead = _rows_at(node, rows, sizes[:dim], written, sizes[dim + 2 :])
+    place = broadcast(rows, (*index[:dim], *lead, *index[dim + 2 :]))
+    block, offset = (operand(place, lead) for place in places)
+    slot = _slot(block, offset, sizes[dim + 1])
+    at = (block, offset) if slot is None else (slot, None)
+    row = resolve(rows, place)
+    return CacheUpdate(node, index, dim, old, rows, row, _counted(lead), at[0], True, True, at[1], place)
+
+
+def _slot(block: Element, offset: Element, size: Size) -> Element | None:
+    """What both are computed from, if they are the block of a slot and its offset in there, rounded down."""
+    divided, rest = block.node, offset.node
+    if divided.target is aten.div.Tensor_mode and divided.kwargs.get("rounding_mode") != "floor":
+        return None
+    if divided.target not in (aten.div.Tensor_mode, aten.floor_divide.default) or rest.target not in REMAINDERS:
+        return None
+    if not constant(args_of(divided)[1]) == constant(args_of(rest)[1]) == size:
+        return None
+    slot, other = (operand(args_of(part.node)[0], part.index) for part in (block, offset))
+    return slot if slot == other and slot.origin.meta["val"].dtype in INTEGERS else None
+
+
+def _rows_at(
+    node: Node, rows: Node, before: tuple[Size, ...], written: tuple[Size, ...], behind: tuple[Size, ...]
+) -> tuple[Index, ...]:
+    """An index for each dimension that is written at positions. The rows fill what is written; only leading dimensions
+    of one may be missing."""
+    expected = (*before, *written, *behind)
+    missing = len(expected) - len(shape_of(rows))
+    sizes = (*[1] * missing, *shape_of(rows))
+    if missing < 0 or sizes != expected:
         raise NoMatch("the rows written are broadcast into the cache", node)
+    return tuple(map(fresh, written))
 
 
 def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[Node], rows: Node) -> CacheUpdate:
@@ -141,15 +247,19 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     if rank == 2:
         token = fresh(shape_of(positions)[-1])
         lead = (sequence, token)
-    counted = operand(batch_places, lead)
-    counts_all = _counts_from_zero(counted.node) and shape_of(counted.node) == shape_of(old)[:1]
-    if not counts_all or counted.index != (sequence,):
+    if operand(batch_places, lead).index != (sequence,):
         raise NoMatch("the cache is written at sequences that are not simply counted", node)
     sizes = shape_of(old)
-    written = sizes[:1] if len(lead) == 1 else (sizes[0], shape_of(positions)[-1])
-    _require_rows(node, rows, (*written, *sizes[2:]))
-    row = operand(rows, (*lead, *index[2:]))
-    return CacheUpdate(node, index, 1, old, rows, row, token, operand(positions, lead), wraps=True)
+    _rows_at(node, rows, sizes[:1], (shape_of(positions)[-1],) if rank == 2 else (), sizes[2:])
+    place = broadcast(rows, (*lead, *index[2:]))
+    row, position = resolve(rows, place), operand(positions, lead)
+    return CacheUpdate(node, index, 1, old, rows, row, token, position, True, place=place)
+
+
+def _counts_sequences(where: Node, old: Node) -> bool:
+    """`arange(batch)`, as a column or as it is."""
+    counted = element_of(where).origin
+    return _counts_from_zero(counted) and shape_of(counted) == shape_of(old)[:1]
 
 
 def _counts_from_zero(node: Node) -> bool:
@@ -173,7 +283,7 @@ def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     position = resolve(where, row)
     if not position.axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
         raise NoMatch("the elements of one row are scattered to different positions", node)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, position)
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, position, place=row)
 
 
 def _without(sizes: tuple[Size, ...], dim: int) -> tuple[Size, ...]:

@@ -23,6 +23,7 @@ INTEGERS = frozenset({torch.int64, torch.int32})
 IOTA, ARANGES = torch.ops.prims.iota.default, (aten.arange.start, aten.arange.start_step)
 ADDS = frozenset({aten.add.Tensor, aten.add.Scalar})
 SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
+MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 REVERSED = frozenset({aten.rsub.Tensor, aten.rsub.Scalar})  # the second operand minus the first
 EXACT = 2**53  # up to here a float holds every whole number, as `constant` returns it
 
@@ -99,12 +100,25 @@ def _summed(node: Node, index: tuple[Index, ...]) -> Count | None:
     if node.target in CASTS:
         source = args_of(node)[0]
         return count(operand(source, index)) if source.meta["val"].dtype in INTEGERS else None
+    if node.target in MULTIPLIES:
+        return _multiplied(node, index)
     if node.target not in ADDS | SUBTRACTS | REVERSED or argument(node, 2, "alpha", 1) != 1:
         return None
     left, right = (_addend(value, index) for value in args_of(node)[:2])
     if node.target in REVERSED:
         left, right = right, left
     return left.plus(right, 1 if node.target in ADDS else -1)
+
+
+def _multiplied(node: Node, index: tuple[Index, ...]) -> Count | None:
+    """A count times a whole number."""
+    value, other = args_of(node)[:2]
+    if constant(other) is None:
+        value, other = other, value
+    times = constant(other)
+    if times is None or not times.is_integer() or abs(times) >= EXACT or not isinstance(value, Node):
+        return None
+    return Count(ZERO).plus(count(operand(value, index)), int(times))
 
 
 def _addend(value: Any, index: tuple[Index, ...]) -> Count:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import sympy
@@ -21,6 +22,7 @@ Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symb
 Asked = Callable[[Any], bool]
 
 _environment: ContextVar[Asked | None] = ContextVar("what the shape environment of the graph says", default=None)
+_same: ContextVar[Mapping[sympy.Symbol, Size]] = ContextVar("symbols of equal sizes", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
@@ -35,11 +37,22 @@ def known_by(environment: Any) -> Iterator[None]:
         _environment.reset(token)
 
 
+@contextlib.contextmanager
+def equated(same: Mapping[sympy.Symbol, Size]) -> Iterator[None]:
+    """Symbols that a program cannot run without being equal to some size are read as that size."""
+    token = _same.set(same)
+    try:
+        yield
+    finally:
+        _same.reset(token)
+
+
 def size_of(value: Any) -> Size:
     """A size as an int or a sympy expression; asking never adds a guard."""
     if isinstance(value, int):
         return value
-    expression = value.node.expr
+    expression, same = value.node.expr, _same.get()
+    expression = expression.xreplace(same) if same else expression
     return int(expression) if isinstance(expression, (int, sympy.Integer)) else expression
 
 

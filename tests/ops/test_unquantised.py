@@ -121,10 +121,11 @@ def oracle_softmax(scores, mask, is_causal, fill, sink=-math.inf):
 
 
 def oracle_mla(
-    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, *, scale, is_causal=False, fill=None,
-    max_absorbed_tokens=0,
+    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, table=None, *,
+    scale, is_causal=False, fill=None, max_absorbed_tokens=0
 ):  # fmt: skip
     batch, steps, heads, _ = q.shape
+    kv, kr = oracle_context(kv, table), oracle_context(kr, table)
     if q_rope is None:
         q_rope, kr = q.new_zeros(batch, steps, heads, 1), kv.new_zeros(batch, kv.shape[1], 1)
     if lens is not None:
@@ -152,9 +153,16 @@ def oracle_visible(lens, steps, context):
     return visible
 
 
-def oracle_latent(query, query_rope, kv, kr, mask, lens=None, sinks=None, **options):
+def oracle_context(cache, table):
+    """[B, T, width]: the rows of the blocks that a table names."""
+    if table is None:
+        return cache
+    return torch.stack([torch.cat([cache[int(block)] for block in sequence]) for sequence in table])
+
+
+def oracle_latent(query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, **options):
     same = torch.eye(kv.shape[-1]).double().expand(query.shape[2], -1, -1)
-    return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, sinks, **options)
+    return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
 
 
 def oracle_rows(x, gamma, *, epsilon, gamma_after_cast=False):

@@ -5,10 +5,13 @@ import torch
 from traced import B, D, S, T, Traced, agree, dense
 
 from mla_fx.errors import NoMatch
+from mla_fx.readings.axes import axes_of, fresh, shifted
 from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.element import element_of
+from mla_fx.readings.element import element_of, resolve
+from mla_fx.readings.views import fresh_index
 
 SLOTS = torch.tensor([4, 0, 3])
+SEQUENCES = torch.arange(B)[:, None]
 PLACES = torch.tensor([[4, 0, 3], [1, 2, 0]])
 
 
@@ -16,6 +19,10 @@ def written(cache, where, values):
     cache = cache.clone()
     cache[where] = values
     return cache
+
+
+def in_pages(slots, size=T):
+    return slots // size, slots % size
 
 
 def by_scatter(cache, r):
@@ -32,6 +39,18 @@ UPDATES = {  # a cache [B, 1, T, D], rows [B, 1, S, D]
     "per sequence": lambda cache, r: written(cache[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0]),
     "per sequence, one token": lambda cache, r: written(cache[:, 0], (torch.arange(B), PLACES[:, 0]), r[:, 0, 0]),
     "new rows first": lambda cache, r: torch.cat([r, cache], 2),
+}
+# a cache [B, T, D] whose first dimension is taken for blocks
+IN_BLOCKS = {
+    "blocks and offsets": lambda cache, r: written(cache[:, 0], (torch.tensor([1, 0, -1]), SLOTS - 2), r[0, 0]),
+    "sequences in reverse": lambda cache, r: written(cache[:, 0], (SEQUENCES.flip(0), PLACES), r[:, 0]),
+    "slots": lambda cache, r: written(cache[:, 0], in_pages(SLOTS + 2), r[0, 0]),
+    "slots of each sequence": lambda cache, r: written(cache[:, 0], in_pages(PLACES - SEQUENCES * T), r[:, 0]),
+    "slots, towards zero": lambda cache, r: written(
+        cache[:, 0], ((SLOTS - 4).div(T, rounding_mode="trunc"), (SLOTS - 4) % T), r[0, 0]
+    ),
+    "slots in pages of another size": lambda cache, r: written(cache[:, 0], in_pages(SLOTS + 0, 4), r[0, 0]),
+    "other slots": lambda cache, r: written(cache[:, 0], (SLOTS // T, (SLOTS + 1) % T), r[0, 0]),
 }
 
 
@@ -66,6 +85,45 @@ def test_a_cache_update_is_read(name):
     agree(replayed(traced, found), traced.values[found.node])
 
 
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_an_update_in_blocks_is_read(name):
+    """Several rows may go to one slot, as in PyTorch's own write: here none do."""
+    traced, found = read_update(IN_BLOCKS[name])
+    assert found.is_paged and found.wraps
+    assert (found.offset is None) == (name in ("slots", "slots of each sequence"))
+    new, lead = traced.values[found.old].clone(), axes_of(found.token)
+    position = traced.read(found.position, *lead).long().expand([axis.size for axis in lead])
+    rows = traced.read(found.row, *lead, found.index[-1])
+    if found.offset is None:
+        new.flatten(0, 1)[position] = rows
+    else:
+        new[position, traced.read(found.offset, *lead).long()] = rows
+    agree(new, traced.values[found.node])
+
+
+COLUMNS = {  # rows that are put together of two, [B, 1, S, 5] and [B, 1, S, 3]
+    "copied": lambda cache, r: cache.index_copy(2, SLOTS, torch.cat([r[..., :5] * 2, r[..., 5:] * 3], -1)),
+    "appended": lambda cache, r: torch.cat([cache, torch.cat([r[..., :5] * 2, r[..., 5:] * 3], -1)], 2),
+    "flat": lambda cache, r: written(
+        cache.flatten(0, 2), SLOTS, torch.cat([r[0, 0, :, :5] * 2, r[0, 0, :, 5:] * 3], -1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_some_columns_of_an_update_are_read(name):
+    """The rows of these columns alone; where the whole rows go is nobody else's matter."""
+    traced = Traced(COLUMNS[name], dense(B, 1, T, D), dense(B, 1, S, D))
+    whole, factor = fresh_index(traced.out), {0: 2.0, 5: 3.0}
+    for start, stop in ((0, 5), (5, D)):
+        found = cache_update(resolve(traced.out, (*whole[:-1], shifted(fresh(stop - start), start))))
+        assert found.position is None and found.rows.target is torch.ops.aten.mul.Tensor
+        rows = factor[start] * traced.inputs[1][..., start:stop]
+        agree(traced.values[found.rows], rows[0, 0] if name == "flat" else rows)
+    with pytest.raises(NoMatch, match="not put together from those of latent and rotary key"):
+        cache_update(resolve(traced.out, (*whole[:-1], shifted(fresh(5), 2))))
+
+
 BROADCAST = "the rows written are broadcast into the cache"
 PART = "only a part of the rows is scattered into the cache"
 UNCOUNTED = "the cache is written at sequences that are not simply counted"
@@ -90,17 +148,13 @@ NO_UPDATES = {
         "the cache is written where a condition holds, not at positions",
         lambda cache, r: written(cache, (slice(None), slice(None), torch.tensor([True, False, True, True, False])), r),
     ),
-    "other sequences": (
+    "sequences along the tokens": (
         UNCOUNTED,
-        lambda cache, r: written(torch.cat([cache, cache])[:, 0], (torch.arange(1, 1 + B)[:, None], PLACES), r[:, 0]),
+        lambda cache, r: written(cache[:, 0], (torch.arange(B)[None], PLACES[:, :B]), r[:, 0, :B]),
     ),
-    "fewer sequences": (
-        UNCOUNTED,
-        lambda cache, r: written(torch.cat([cache, cache])[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0]),
-    ),
-    "sequences in reverse": (
-        UNCOUNTED,
-        lambda cache, r: written(cache[:, 0], (torch.arange(B).flip(0)[:, None], PLACES), r[:, 0]),
+    "positions in two dimensions apart": (
+        "the cache is written at positions along several dimensions",
+        lambda cache, r: written(cache, (torch.tensor([0, 1]), slice(None), torch.tensor([3, 4])), r[:, :, 0]),
     ),
     "one row for each sequence": (
         BROADCAST,

@@ -21,9 +21,20 @@ class Cache:
     def allocate(self, sizes: Sizes, step: Step, width: int) -> Tensor | None:
         return None
 
+    def caches(self, sizes: Sizes, step: Step) -> tuple[Tensor | None, ...]:
+        return tuple(self.allocate(sizes, step, width) for width in (sizes.kv_rank, sizes.rope))
+
     def logical(self, cache: Tensor, step: Step) -> Tensor:
         """A cache as [B, T, width]."""
         return cache
+
+    def rows(self, caches: tuple[Any, ...], sizes: Sizes, step: Step) -> list[Tensor]:
+        """What is cached, latents and rotary keys, each [B, T, width]."""
+        widths = sizes.kv_rank, sizes.rope
+        return [
+            torch.zeros(step.batch, 0, width) if cache is None else self.logical(cache, step)
+            for cache, width in zip(caches, widths, strict=True)
+        ]
 
     def place(self, sizes: Sizes, step: Step) -> Any:
         """What says where the rows go."""
@@ -38,6 +49,14 @@ class Cache:
     def store(self, cache: Any, rows: Tensor, place: Any) -> tuple[Any, Tensor]:
         """The cache afterwards, and the context."""
         return None, rows
+
+    def store_both(
+        self, caches: tuple[Any, ...], latent: Tensor, k_rope: Tensor, place: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """The caches where those are new, latents and rotary keys."""
+        latents_cache, latents = self.store(caches[0], latent, place)
+        keys_cache, keys = self.store(caches[1], k_rope, place)
+        return () if keys_cache is None else (latents_cache, keys_cache), latents, keys
 
 
 class Appended(Cache):
@@ -149,6 +168,77 @@ class BlocksAndOffsets(Slots):
         cache[place // cache.shape[1], place % cache.shape[1]] = rows
 
 
+class Paged(Slots):
+    """The blocks of a sequence lie anywhere, and a table says where: what is read is gathered through it."""
+
+    def table(self, sizes: Sizes, step: Step) -> Tensor:
+        """[B, T / BlockSize], with a block that nobody owns."""
+        generator = torch.Generator().manual_seed(3)
+        columns = sizes.context // sizes.block
+        return torch.randperm(step.batch * columns + 1, generator=generator)[1:].view(step.batch, columns)
+
+    def allocate(self, sizes: Sizes, step: Step, width: int) -> Tensor | None:
+        return torch.randn(step.batch * sizes.context // sizes.block + 1, sizes.block, width)
+
+    def logical(self, cache: Tensor, step: Step) -> Tensor:
+        sizes = Sizes(context=(cache.shape[0] - 1) // step.batch * cache.shape[1])
+        return cache[self.table(sizes, step)].flatten(1, 2)
+
+    def place(self, sizes: Sizes, step: Step) -> Any:
+        positions, table = step.positions(is_ragged=True), self.table(sizes, step)
+        slots = table.gather(1, positions // sizes.block) * sizes.block + positions % sizes.block
+        return slots.flatten(), table
+
+    def store(self, cache: Any, rows: Tensor, place: Any) -> tuple[Any, Tensor]:
+        slots, table = place
+        self.write(cache, rows.reshape(-1, rows.shape[-1]), slots)
+        return None, self.read(cache, table).reshape(rows.shape[0], -1, rows.shape[-1])
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table]
+
+
+class BlocksSelected(Paged):
+    def write(self, cache: Tensor, rows: Tensor, place: Any) -> None:
+        cache[place // cache.shape[1], place % cache.shape[1]] = rows
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.index_select(0, table.flatten())
+
+
+class BlocksEmbedded(Paged):
+    def place(self, sizes: Sizes, step: Step) -> Any:
+        slots, table = super().place(sizes, step)
+        return slots, table.int()
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(table, cache.flatten(1))
+
+
+class SlotsOfTable(Paged):
+    """Each row is looked up, by a slot that is computed from the table."""
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        slots = table.unsqueeze(-1) * cache.shape[1] + torch.arange(cache.shape[1])
+        return cache.flatten(0, 1)[slots.flatten(1)]
+
+
+class OffsetsInBlocks(Paged):
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table.unsqueeze(-1), torch.arange(cache.shape[1])]
+
+
+class SlotsGiven(Paged):
+    """Each row is looked up by a slot of its own, as blocks of one row would be."""
+
+    def place(self, sizes: Sizes, step: Step) -> Any:
+        slots, table = super().place(sizes, step)
+        return slots, (table.unsqueeze(-1) * sizes.block + torch.arange(sizes.block)).flatten(1)
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.view(-1, cache.shape[-1])[table]
+
+
 class Slice(Written):
     """DeepSeek's model.py: a Python number says where, and only the rows up to there are read."""
 
@@ -195,6 +285,37 @@ class SliceReadWhole(Slice):
         return None, cache
 
 
+class Combined(Cache):
+    """One cache for both, a row being latent and rotary key side by side, written as `inner` is."""
+
+    def __init__(self, inner: Cache) -> None:
+        self.inner = inner
+        self.is_read_from_memory, self.is_ragged, self.steps = inner.is_read_from_memory, inner.is_ragged, inner.steps
+        self.place, self.length = inner.place, inner.length
+
+    def caches(self, sizes: Sizes, step: Step) -> tuple[Tensor | None, ...]:
+        return (self.inner.allocate(sizes, step, sizes.kv_rank + sizes.rope),)
+
+    def rows(self, caches: tuple[Any, ...], sizes: Sizes, step: Step) -> list[Tensor]:
+        return list(self.inner.logical(caches[0], step).split((sizes.kv_rank, sizes.rope), dim=-1))
+
+    def store_both(
+        self, caches: tuple[Any, ...], latent: Tensor, k_rope: Tensor, place: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        cache, context = self.inner.store(caches[0], torch.cat((latent, k_rope), dim=-1), place)
+        return () if cache is None else (cache,), *context.split((latent.shape[-1], k_rope.shape[-1]), dim=-1)
+
+
+class InTwo(Combined):
+    """The same, written in two."""
+
+    def store_both(
+        self, caches: tuple[Any, ...], latent: Tensor, k_rope: Tensor, place: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        halves = caches[0][..., : latent.shape[-1]], caches[0][..., latent.shape[-1] :]
+        return self.inner.store_both(halves, latent, k_rope, place)
+
+
 CACHES = {
     "none": Cache(),
     "appended": Appended(),
@@ -205,8 +326,22 @@ CACHES = {
     "scattered": Scattered(),
     "slots": Slots(),
     "blocks_and_offsets": BlocksAndOffsets(),
+    "paged": Paged(),
+    "blocks_selected": BlocksSelected(),
+    "blocks_embedded": BlocksEmbedded(),
+    "slots_of_table": SlotsOfTable(),
+    "offsets_in_blocks": OffsetsInBlocks(),
+    "slots_given": SlotsGiven(),
     "slice": Slice(),
     "roomy_slice": RoomySlice(),
     "narrow_copy": NarrowCopy(),
     "slice_read_whole": SliceReadWhole(),
+    "combined": Combined(IndexCopy()),
+    "combined_slots": Combined(Slots()),
+    "combined_blocks": Combined(BlocksAndOffsets()),
+    "combined_slice": Combined(Slice()),
+    "combined_appended": Combined(Appended()),
+    "combined_in_two": InTwo(IndexCopy()),
+    "combined_paged": Combined(BlocksSelected()),
+    "combined_slots_in_two": InTwo(Slots()),
 }

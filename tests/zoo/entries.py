@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import classics
-from .caches import CACHES
+from .caches import CACHES, Combined, Paged
 from .factors import FACTORS
 from .mla import LatentAttention, Spelling, name_of
 from .ropes import ROPES, angles
@@ -78,7 +78,7 @@ def arguments(spelling: Spelling, step: Step) -> tuple[Any, ...]:
     tables = rope.tables(angles(counted, sizes.rope))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        caches = tuple(cache.allocate(sizes, step, width) for width in (sizes.kv_rank, sizes.rope))
+        caches = cache.caches(sizes, step)
     length = cache.length(sizes, step)
     first = step.start if length == step.tokens else 0  # without a cache the context begins with the new tokens
     mask = mask_of(ATTEND[spelling.attend].mask, positions - first, length)
@@ -108,7 +108,7 @@ def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
 
 
 TWO_WEIGHTS = "latent and rotary key are projected by two parameters, the operator takes one matrix"
-BY_BLOCK = "positions are given by block and offset, the operators take slots"
+OF_SERVERS = tuple(name for name, cache in CACHES.items() if isinstance(cache, (Combined, Paged)))
 EVEN = replace(SMALL, nope=8, rope=8, value=8)
 
 COMPOSED = [
@@ -128,8 +128,8 @@ COMPOSED = [
     ),
     *along(DEFAULT, "rope", *(rope for rope in ROPES if rope != "stride_two")),
     *along(DEFAULT, "tables", "indexed"),
-    *along(DEFAULT, "cache", *(cache for cache in CACHES if cache not in ("none", "index_copy", "blocks_and_offsets"))),
-    *along(DEFAULT, "cache", "blocks_and_offsets", partial=BY_BLOCK),
+    *along(DEFAULT, "cache", *(cache for cache in CACHES if cache not in ("none", "index_copy", *OF_SERVERS))),
+    *along(DEFAULT, "cache", *OF_SERVERS, only=("few",)),
     Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")),
     Entry(replace(DEFAULT, cache="none", attend="eager")),
     *along(DEFAULT, "keys", *("cat_repeat", "rope_first", "new_empty", "broadcast_assign", "pad_add")),

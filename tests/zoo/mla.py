@@ -85,7 +85,7 @@ class LatentAttention(nn.Module):
         tables: tuple[Tensor, ...],
         positions: Tensor,
         mask: Tensor | None,
-        caches: tuple[Tensor | None, Tensor | None],
+        caches: tuple[Tensor | None, ...],
         place: Any,
     ) -> tuple[Tensor, ...]:
         sizes, layout, noise = self.sizes, self.spelling.layout, self.noise
@@ -113,10 +113,9 @@ class LatentAttention(nn.Module):
 
         if is_behind:
             q_nope, q_rope = self.part(self._scaled(torch.cat((q_nope, q_rope), -1), positions), sizes.nope, sizes.rope)
-        latents_cache, keys_cache = caches
-        latents_cache, latents = self.cache.store(latents_cache, self._rows(latent, shape), place)
-        keys_cache, keys = self.cache.store(keys_cache, self._rows(k_rope, shape), place)
-        extra += () if keys_cache is None else (latents_cache, keys_cache)
+        latent, k_rope = self._rows(latent, shape), self._rows(k_rope, shape)
+        new, latents, keys = self.cache.store_both(caches, latent, k_rope, place)
+        extra += new
 
         q_nope, q_rope = (noise(self._by_head(part, shape)) for part in (q_nope, q_rope))
         if self.spelling.scale == "query":

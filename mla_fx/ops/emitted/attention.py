@@ -10,15 +10,15 @@ from mla_fx.ops.common.math import accumulation_dtype
 
 
 def as_mask(
-    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, keys: Tensor
+    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, context: int
 ) -> Tensor | None:
     """The one of three ways to hide keys that is given, as a mask that broadcasts to [B, N, S, T], or None.
 
-    `queries` is [B, S, ...] and `keys` [B, T, ...]."""
+    `queries` is [B, S, ...] and `context` T."""
     if context_lens is None and not is_causal:
         return mask
-    steps, context = queries.shape[1], keys.shape[1]
-    slots, rows = (torch.arange(size, device=keys.device) for size in (context, steps))
+    steps = queries.shape[1]
+    slots, rows = (torch.arange(size, device=queries.device) for size in (context, steps))
     last = rows if context_lens is None else rows + (context_lens - steps).view(-1, 1, 1)
     return slots <= last.unsqueeze(-1)
 
@@ -61,16 +61,15 @@ def _masked(scores: Tensor, mask: Tensor, fill: float | None, rows_first: bool) 
     return scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
 
 
-def check_rope(name: str, queries: Tensor | None, keys: Tensor | None, sizes: tuple[int, int, int, int]) -> None:
-    """The rotary part, which `name` and kr_cache have together or not at all. `sizes` is [B, N, S, T]."""
+def check_rope(name: str, queries: Tensor | None, keys: Tensor | None, sizes: tuple[int, int, int]) -> None:
+    """The rotary part, which `name` and kr_cache have together or not at all. `sizes` is [B, N, S]."""
     if (queries is None) != (keys is None):
         given, missing = (name, "kr_cache") if keys is None else ("kr_cache", name)
         raise ValueError(f"{given} is given and {missing} is None; a rotary part has both, or there is none.")
     if queries is None or keys is None:
         return
-    batch, heads, steps, context = sizes
-    check_shape(name, queries, "B, S, N, Dr", (batch, steps, heads, None))
-    check_shape("kr_cache", keys, "B, T, Dr", (batch, context, queries.shape[-1]))
+    batch, heads, steps = sizes
+    check_shape(name, queries, "B, S, N, Dr", (batch, steps, heads, keys.shape[-1]))
 
 
 def check_mask(

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rope, probabilities
+from .pages import STAYS, check_contexts, context_of, tiles
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Arguments:
     mask: Tensor | None
     context_lens: Tensor | None = None
     sinks: Tensor | None = None
+    block_table: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -48,28 +51,51 @@ def body(a: Arguments) -> Tensor:
     is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
     probabilities are rounded to the dtype of query.
 
+    With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
+    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T
+    is Blocks * BlockSize. A negative number counts blocks from the end. No copy of a whole context is made.
+
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
     batch, steps, heads, rank = a.query.shape
-    grouped = (batch, steps, heads, a.kv_cache.shape[1])
-    latent = torch.bmm(a.query.flatten(1, 2), a.kv_cache.mT).view(grouped)
+    context = context_of(a.kv_cache, a.block_table)
+    grouped = (batch, steps, heads, context)
+    latent = _scores(a.query.flatten(1, 2), a.kv_cache, a.block_table).view(grouped)
     rotated = None
     if a.query_rope is not None and a.kr_cache is not None:
-        rotated = torch.bmm(a.query_rope.flatten(1, 2), a.kr_cache.mT).view(grouped)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, a.kv_cache)
+        rotated = _scores(a.query_rope.flatten(1, 2), a.kr_cache, a.block_table).view(grouped)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks, rows_first=True)
-    return torch.bmm(weights.flatten(1, 2), a.kv_cache).view(batch, steps, heads, rank)
+    return _weighted(weights.flatten(1, 2), a.kv_cache, a.block_table).view(batch, steps, heads, rank)
+
+
+def _scores(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """[B, S*N, width], and the keys -> [B, S*N, T]."""
+    if block_table is None:
+        return torch.bmm(query, cache.mT)
+    scores = query.new_empty(*query.shape[:2], context_of(cache, block_table))
+    for rows, first, last in tiles(cache, block_table):
+        scores[..., first:last] = torch.bmm(query, rows.mT)
+    return scores
+
+
+def _weighted(weights: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """[B, S*N, T], and the values -> [B, S*N, Hckv]."""
+    if block_table is None:
+        return torch.bmm(weights, cache)
+    out = weights.new_zeros(*weights.shape[:2], cache.shape[2], dtype=accumulation_dtype(weights.dtype))
+    for rows, first, last in tiles(cache, block_table):
+        out += torch.bmm(weights[..., first:last], rows)
+    return out.to(weights.dtype)
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens"))
+    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
     check_rank("query", a.query, "B, S, N, Hckv")
-    check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, rank = a.query.shape
-    context = a.kv_cache.shape[1]
+    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, rank)
     sizes = batch, heads, steps, context
-    check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, rank))
-    check_rope("query_rope", a.query_rope, a.kr_cache, sizes)
+    check_rope("query_rope", a.query_rope, a.kr_cache, sizes[:3])
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     if a.sinks is not None:
         check_shape("sinks", a.sinks, "N", (heads,))
@@ -105,6 +131,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("sinks, bool mask", (*sample(dtype, 14, 3, blind), None, sinks.float()), {"scale": 0.3})
     filled = {"scale": 0.3, "fill": -1.5}
     yield Sample("sinks, bool mask, fill", (*without_rope(sample(dtype, 15, 3, blind)), None, sinks), filled)
+    yield Sample("block_table, context_lens", *paged_sample(dtype, 16, 3, torch.tensor([70, 3])))
+    yield Sample("block_table, no mask", *paged_sample(dtype, 17, 1))
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:
@@ -119,4 +147,28 @@ def without_rope(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return query, None, latents, None, *rest
 
 
-operator = define("latent_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples)
+def paged_sample(
+    dtype: torch.dtype, seed: int, steps: int, lens: Tensor | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pages of more than one tile, one of them named from the end, and one that two sequences share."""
+    draw = Sampler(dtype, seed)
+    query, query_rope, *_ = sample(dtype, seed, steps)
+    table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 9, 20).view(2, 9)), 1)
+    caches = draw.normal(20, 64, query.shape[-1]), draw.normal(20, 64, query_rope.shape[-1])
+    return (query, query_rope, *caches, None, lens, None, table), {"scale": 0.3}
+
+
+def stays(*args: Any, **kwargs: Any) -> str | None:
+    return None if Arguments(*args, **kwargs).block_table is None else STAYS
+
+
+operator = define(
+    "latent_attention",
+    Arguments,
+    body,
+    returns=("out",),
+    check=check,
+    fake=fake,
+    samples=samples,
+    stays=stays,
+)

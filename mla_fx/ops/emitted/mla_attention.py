@@ -14,6 +14,7 @@ from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities
+from .pages import STAYS, check_contexts, gathered
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Arguments:
     mask: Tensor | None
     context_lens: Tensor | None = None
     sinks: Tensor | None = None
+    block_table: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -58,6 +60,10 @@ def body(a: Arguments) -> Tensor:
     is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
     probabilities are rounded to the dtype of q_nope.
 
+    With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
+    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T
+    is Blocks * BlockSize. A negative number counts blocks from the end.
+
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
@@ -68,7 +74,7 @@ def body(a: Arguments) -> Tensor:
 def absorbed(a: Arguments) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
     query = torch.einsum("bsnd,ndr->bsnr", a.q_nope, a.weight_uk)
-    operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks
+    operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
     arguments = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
     latent = latent_attention.body(arguments)
     return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
@@ -76,27 +82,30 @@ def absorbed(a: Arguments) -> Tensor:
 
 def expanded(a: Arguments) -> Tensor:
     """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
-    k_nope = torch.einsum("btr,ndr->bndt", a.kv_cache, a.weight_uk)
-    value = torch.einsum("btr,nvr->bntv", a.kv_cache, a.weight_uv)
+    kv_cache, kr_cache = a.kv_cache, a.kr_cache
+    if a.block_table is not None:  # what is expanded of them is larger by far
+        kv_cache = gathered(kv_cache, a.block_table)
+        kr_cache = None if kr_cache is None else gathered(kr_cache, a.block_table)
+    k_nope = torch.einsum("btr,ndr->bndt", kv_cache, a.weight_uk)
+    value = torch.einsum("btr,nvr->bntv", kv_cache, a.weight_uv)
     latent = a.q_nope.transpose(1, 2) @ k_nope
     rotated = None
-    if a.q_rope is not None and a.kr_cache is not None:
+    if a.q_rope is not None and kr_cache is not None:
         # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
-        rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), a.kr_cache.mT).view(latent.shape)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, a.kv_cache)
+        rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, kv_cache.shape[1])
     weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens"))
+    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
     check_rank("q_nope", a.q_nope, "B, S, N, D")
-    check_rank("kv_cache", a.kv_cache, "B, T, Hckv")
     batch, steps, heads, nope = a.q_nope.shape
-    _, context, rank = a.kv_cache.shape
+    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, None)
+    rank = a.kv_cache.shape[2]
     sizes = batch, heads, steps, context
-    check_shape("kv_cache", a.kv_cache, "B, T, Hckv", (batch, None, None))
-    check_rope("q_rope", a.q_rope, a.kr_cache, sizes)
+    check_rope("q_rope", a.q_rope, a.kr_cache, sizes[:3])
     check_shape("weight_uk", a.weight_uk, "N, D, Hckv", (heads, nope, rank))
     check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
@@ -140,6 +149,12 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(f"{form}, bool mask, sinks", (*rotated, None, sinks), options)
         yield Sample(f"{form}, context_lens, sinks, no rotary part", (*unrotated, short, sinks), options)
 
+    for limit, name in ((0, "expanded"), (3, "absorbed")):
+        query, rope, *_, uk, uv, _ = sample(dtype, 11)
+        (_, _, *pages, _, lens, _, table), _ = latent_attention.paged_sample(dtype, 11, 3, torch.tensor([70, 3]))
+        options = {"scale": 0.3, "max_absorbed_tokens": limit}
+        yield Sample(f"{name}, block_table", (query, rope, *pages, uk, uv, None, lens, None, table), options)
+
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:
     batch, heads, context, nope, rank, width, value = 2, 3, 5, 8, 16, 4, 6
@@ -159,6 +174,8 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
 def stays(*args: Any, **kwargs: Any) -> str | None:
     """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
     a = Arguments(*args, **kwargs)
+    if a.block_table is not None and a.max_absorbed_tokens != 0:
+        return STAYS
     has_one_form = a.max_absorbed_tokens == 0 or not isinstance(a.q_nope.shape[1], torch.SymInt)
     return None if has_one_form else "it chooses its form by the number of query tokens of each call"
 

@@ -1,0 +1,97 @@
+"""Rows gathered out of pages: a cache indexed by a block table or by slots, index_select, embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+
+from .axes import Axis, Index, combine, of_axis, whole
+from .counts import INTEGERS, Count, count
+from .element import Element, operand, resolve
+from .reading import Reading
+from .sizes import Size, at_most, ratio
+from .views import args_of, covers, name_of, shape_of
+
+aten = torch.ops.aten
+
+INDEXED = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
+GATHERS = INDEXED | {aten.index_select.default, aten.embedding.default}
+
+
+@dataclass(frozen=True)
+class Paged(Reading):
+    """`pages` read at the number along `block` that `table` says; whatever else the index of `pages` has, the reader of
+    the gathered rows gave. A negative number counts blocks from the end."""
+
+    pages: Element
+    block: Index
+    table: Element
+
+
+class _Gather(NamedTuple):
+    """Where a gathered element comes from: an index for each dimension, and for some a number that is looked up."""
+
+    source: Node
+    at: list[Index]
+    numbers: dict[int, Element]
+
+
+def paged(element: Element) -> Paged:
+    """Reads an element as one of a row that was looked up in pages. Raises NoMatch if it is none."""
+    node = element.node
+    if element.roundings or element.dtype != node.meta["val"].dtype:
+        raise NoMatch(f"what is gathered in {node.meta['val'].dtype} is read in {element.dtype}", node)
+    found = _gather(node, element.index)
+    looked_up: list[tuple[Index, Element]] = []
+    for dim, number in found.numbers.items():
+        found.at[dim], table = _place(count(number), number, shape_of(found.source)[dim])
+        looked_up += [] if table is None else [table]
+    if len(looked_up) != 1:
+        raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one of blocks", node)
+    return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0])
+
+
+def _place(total: Count, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
+    """Where a number of a dimension points to, and what is looked up for it: blocks of so many rows as the number
+    that is looked up is multiplied by, and within them a row that is counted; or single rows."""
+    counts_up = all(at_most(0, stride) for _, stride in total.index.terms)
+    if not total.elements and counts_up and covers(total.index, 0, size):
+        return total.index, None
+    table, times = next(iter(total.elements), (number, 1))
+    is_in_block = counts_up and covers(total.index, 0, times)
+    blocks = ratio(size, times) if times > 0 else None
+    if len(total.elements) != 1 or not is_in_block or blocks is None:
+        table, times, blocks, total = number, 1, size, Count(Index())
+    block = Axis(blocks)
+    return combine(total.index.offset, [(whole(block), times), *total.index.terms]), (of_axis(block), table)
+
+
+def _gather(node: Node, index: tuple[Index, ...]) -> _Gather:
+    if node.target is aten.index_select.default:
+        source, dim, where = args_of(node)[:3]
+        return _looked_up(node, index, source, [None] * (dim % len(index)) + [where])
+    if node.target is aten.embedding.default:
+        return _looked_up(node, index, args_of(node)[0], [args_of(node)[1]])
+    if node.target in INDEXED:
+        return _looked_up(node, index, args_of(node)[0], args_of(node)[1])
+    raise NoMatch(f"expected rows that are gathered, found {name_of(node)}", node)
+
+
+def _looked_up(node: Node, index: tuple[Index, ...], source: Node, places: Sequence[Node | None]) -> _Gather:
+    """The dimensions that are looked up stand beside each other; in their place are those of what says where."""
+    tables = {dim: where for dim, where in enumerate(places) if where is not None}
+    first, stop = min(tables), max(tables) + 1
+    if stop - first != len(tables):
+        raise NoMatch("rows are gathered along dimensions that are not neighbours", node)
+    if any(where.meta["val"].dtype not in INTEGERS for where in tables.values()):
+        raise NoMatch("rows are gathered where a condition holds, not by number", node)
+    rank = max(len(shape_of(where)) for where in tables.values())
+    lead = index[first : first + rank]
+    whole_index = [*index[:first], *[Index()] * len(tables), *index[first + rank :]]
+    return _Gather(source, whole_index, {dim: operand(where, lead) for dim, where in tables.items()})

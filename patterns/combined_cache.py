@@ -1,0 +1,171 @@
+"""Latents and rotary keys side by side in one cache, written in two, as one write of joined rows.
+
+    cache[..., :Hckv][position] = latent;  cache[..., Hckv:][position] = k_rope
+    ->  cache[position] = cat(latent, k_rope)
+
+What is written in one piece takes no copy of the cache, and its rows are those that the prolog makes. Seen with slices
+of the cache, or views of these, that are written by index_copy, index_put, scatter or a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fx.binding import Match
+from mla_fx.cases import HCKV, Case, Layer
+from mla_fx.debug.report import fused_name
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import axes, result, tensor
+from mla_fx.match import NearestMiss
+from mla_fx.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined, only
+from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
+from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
+from mla_fx.readings.element import Element, element_of, resolve
+from mla_fx.readings.reading import Reading, renamed
+from mla_fx.readings.sizes import Size
+from mla_fx.readings.views import args_of, fresh_index, shape_of, written_slice
+from mla_fx.replacement import Replacement, replaced
+from mla_fx.rule import Rule
+
+aten = torch.ops.aten
+ATTENTION = (torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.mla_attention.default)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The written cache, what each of the two writes puts into it, and the cache before both, read as a whole."""
+
+    node: Node
+    index: tuple[Index, ...]
+    first: CacheRoles
+    second: CacheRoles
+    old: Joined
+
+
+class _InTwo(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Tensor
+        self.register_buffer("cache", torch.cat((self.kv_cache, self.kr_cache), -1))
+
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        latents, keys = self.cache[..., :HCKV], self.cache[..., HCKV:]
+        latents.index_copy_(2, position, latent)
+        keys.index_copy_(2, self.other(position), k_rope)
+        return latents, keys
+
+    def other(self, position: Tensor) -> Tensor:
+        return position
+
+
+class _TwoPositions(_InTwo):
+    def other(self, position: Tensor) -> Tensor:
+        return position - 1
+
+
+class CombinedCache(Rule[Facts]):
+    stage = "context"
+    targets = (aten.slice_scatter.default,)
+    accepts = (Case("columns written in two", _InTwo, {"mla_prolog": 1, "latent_attention": 1}),)
+    rejects = (Case("columns written to two positions", _TwoPositions, because="written to different positions"),)
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        """Columns put into a cache of which others were written before, in a graph whose attention fused."""
+        if not any(graph.find_nodes(op="call_function", target=attention) for attention in ATTENTION):
+            return
+        for node in super().anchors(graph):
+            base, columns = (element_of(operand).origin for operand in args_of(node)[:2])
+            if _puts_columns(node) and _puts_columns(base) and columns.target in WRITES:
+                yield node
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        yield Match().read("written", Reading(anchor))
+
+    def check(self, match: Match) -> Facts:
+        """Two updates of neighbouring columns, of one cache and at the same positions."""
+        node = match.reading(Reading, "written").node
+        ranges, index = _columns(node), fresh_index(node)
+        if len(ranges) != 2:
+            raise NoMatch(f"{len(ranges)} parts of a cache's columns are written, expected two", node)
+        one, other = (_update(node, (*index[:-1], shifted(fresh(stop - start), start))) for start, stop in ranges)
+        first, second = cache_roles(one), cache_roles(other.beside(one))
+        check_same_write(first, second)
+        places = [
+            (resolve(part.update.old, part.update.index), only(part.width, "the columns of a cache", node))
+            for part in (first, second)
+        ]
+        old = joined(*places[0], *places[1])
+        if old is None or old.axis.size != shape_of(node)[-1]:
+            raise NoMatch("the two parts are not all the columns of one cache", node)
+        return Facts(node, index, first, second, old)
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        first, old = facts.first, facts.old
+        dims = first.batch, first.slot, (old.axis,)
+        cache = tensor(emit, old.element, dims)
+        dtype = cache.meta["val"].dtype
+        parts = [
+            tensor(emit, part.update.row, (first.batch, first.token, part.width), dtype=dtype, expand=True)
+            for part in (first, facts.second)
+        ]
+        places = _places(emit, first, emit_positions(emit, first))
+        written = emit.call(aten.index_put.default, cache, places, emit.call(aten.cat.default, parts, -1))
+        start: Size = 0
+        for part in (first, facts.second):
+            columns = shifted(composite(part.width), start)
+            new = Element(written, (composite(part.batch), composite(part.slot), columns))
+            yield _in_place_of(emit, part, new)
+            start += extent(columns)
+        yield replaced(emit, facts.node, (*facts.index[:-1], of_axis(old.axis)), result(written, dims))
+
+
+def _in_place_of(emit: Emitter, part: CacheRoles, new: Element) -> Replacement:
+    """What was written of some columns, which lie further apart now: a copy is due where somebody may mind."""
+    old, index = part.update.node, part.update.index
+    if not all(map(_takes_any_layout, old.users)):
+        return replaced(emit, old, index, new)
+    return Replacement(old, tensor(emit, new, [axes(dim, "a cache", old) for dim in index], expand=True))
+
+
+def _takes_any_layout(user: Node) -> bool:
+    if user.target is aten.view.default:
+        return all(further.target is aten.slice_scatter.default for further in user.users)
+    return fused_name(user) is not None or user.target in (aten.reshape.default, aten.slice_scatter.default)
+
+
+def _puts_columns(node: Node) -> bool:
+    return node.target is aten.slice_scatter.default and written_slice(node)[0] == len(shape_of(node)) - 1
+
+
+def _columns(node: Node) -> list[tuple[Size, Size]]:
+    """Where the columns begin and end that are written, and those before and behind them."""
+    bounds = written_slice(node)[1]
+    if bounds is None or bounds[2] != 1:
+        raise NoMatch("the columns that are written are not known", node)
+    start, stop, _ = bounds
+    ranges = (0, start), (start, stop), (stop, shape_of(node)[-1])
+    return [(begin, end) for begin, end in ranges if begin != end]
+
+
+def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
+    """The update of some columns, spoken of in the axes of the whole."""
+    element = resolve(node, index)
+    found = cache_update(element)
+    own = {axis: part for mine, part in zip(found.index, element.index, strict=True) for axis in mine.axes}
+    return renamed(found, own)
+
+
+def _places(emit: Emitter, cache: CacheRoles, positions: Node) -> list[Node | None]:
+    """Positions [B or 1, S] as indices of a cache [B, T, width]."""
+    count, *_ = shape_of(positions)
+    if count == 1:
+        return [None, emit.call(aten.squeeze.dim, positions, 0)]
+    options = {"start": 0, "step": 1, "dtype": torch.int64, "device": positions.meta["val"].device}
+    sequences = emit.call(torch.ops.prims.iota.default, emit.size(count), **options, requires_grad=False)
+    return [emit.call(aten.unsqueeze.default, sequences, 1), positions]

@@ -1,0 +1,128 @@
+"""A context gathered through a block table, and attention over it, as attention over the pages themselves.
+
+    latent_attention(query, query_rope, kv_cache[block_table], kr_cache[block_table])
+
+Seen with blocks looked up (`cache[block_table]`, index_select, embedding), with slots computed from a table, or given
+for each token, which are blocks of one row. Which rows a table names is of no matter: the operator reads the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fx.binding import Match
+from mla_fx.cases import B, Case, Layer, T
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import Axes, axes, tensor
+from mla_fx.match import CallPattern, NearestMiss, Operand, var
+from mla_fx.operands import roles
+from mla_fx.readings.axes import axes_of, cuts
+from mla_fx.readings.element import element_of
+from mla_fx.readings.paged import GATHERS, Paged, paged
+from mla_fx.readings.reading import Reading, renamed
+from mla_fx.readings.views import args_of, named_argument
+from mla_fx.replacement import Replacement
+from mla_fx.rule import Rule
+
+ATTENTION = (torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.mla_attention.default)
+
+# b and t: batch and context, c latent and r rotary columns
+CACHES = {"kv_cache": Operand("btc", var("kv_cache")), "kr_cache": Operand("btr", var("kr_cache"))}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Latents and rotary keys in pages, and the axes that each dimension of the operands runs over: `page` those of the
+    context by which blocks are looked up, `row` those within a block."""
+
+    match: Match
+    latent: Paged
+    keys: Paged
+    b: Axes
+    page: Axes
+    row: Axes
+    columns: tuple[Axes, Axes]
+
+
+BLOCK = 4
+
+
+class _Gathered(Layer):
+    """Caches in pages, written by position and read through a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.arange(B * T // BLOCK).view(B, -1))
+
+    def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        tables = self.tables()
+        written = super().store(latent, k_rope, position)
+        pages = (cache.reshape(-1, BLOCK, cache.shape[-1]) for cache in written)
+        latents, keys = (cache[table].view(B, 1, T, -1) for cache, table in zip(pages, tables, strict=True))
+        return latents, keys
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table
+
+
+class _OtherTable(_Gathered):
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table.flip(0)
+
+
+class PagedContext(Rule[Facts]):
+    stage = "context"
+    targets = ATTENTION
+    pattern = CallPattern(CACHES, fixed="bt")
+    yields_to_target = True
+    accepts = (Case("blocks looked up", _Gathered, {"mla_prolog": 1, "latent_attention": 1}),)
+    rejects = (Case("two tables", _OtherTable, because="looked up by different tables"),)
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        contiguous = (node for node in super().anchors(graph) if named_argument(node, "block_table") is None)
+        return (node for node in contiguous if element_of(named_argument(node, "kv_cache")).origin.target in GATHERS)
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        return (match.read("attention", Reading(anchor)) for match in super().bindings(anchor, nearest))
+
+    def check(self, match: Match) -> Facts:
+        """Both caches are pages of one size, looked up in one table."""
+        (b, t, c), (*_, r) = (roles(match, name) for name in CACHES)
+        latent, keys = (paged(match[name]) for name in CACHES)
+        if latent.table != keys.table:
+            raise NoMatch("latent and rotary key are looked up by different tables", keys.table.origin)
+        parted = cuts(part for found in (latent, keys) for part in found.indices)
+        if parted is None:
+            raise NoMatch("latent and rotary key are gathered in blocks that do not go together", keys.node)
+        latent, keys = (renamed(found, parted) for found in (latent, keys))
+        context = tuple(leaf for axis in t for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))
+        page = tuple(axis for axis in context if axis in latent.table.axes)
+        row = tuple(axis for axis in context if axis not in page)
+        are_read = all(set(row) <= found.pages.axes for found in (latent, keys))
+        if (*page, *row) != context or not are_read:
+            raise NoMatch("the rows of a block do not follow each other in the context", latent.node)
+        return Facts(match, latent, keys, b, page, row, (c, r))
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        old = facts.match.reading(Reading, "attention").node
+        pages = {
+            name: tensor(emit, found.pages, (axes(found.block, "the blocks", found.node), facts.row, columns))
+            for name, found, columns in zip(CACHES, (facts.latent, facts.keys), facts.columns, strict=True)
+        }
+        table = tensor(emit, facts.latent.table, (facts.b, facts.page), expand=True)
+        yield Replacement(old, with_pages(emit, old, pages, table))
+
+
+def with_pages(emit: Emitter, old: Node, pages: dict[str, Node], table: Node) -> Node:
+    """The call with pages for its contexts; its other operands are what they were."""
+    gathered = {named_argument(old, name): new for name, new in pages.items()}
+    emit.sources.update(node for node in old.all_input_nodes if node not in gathered)
+    args = [gathered.get(value, value) if isinstance(value, Node) else value for value in args_of(old)]
+    return emit.call(old.target, *args, **{**old.kwargs, "block_table": table})

@@ -1,0 +1,40 @@
+"""Layers over pages that a block table names, written in plain PyTorch: the kernel is given the pages and the table."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from layers import in_type
+from zoo.entries import Entry
+from zoo.mla import Spelling
+from zoo.sizes import DECODE, Sizes
+
+import mla_fx
+from npu.converted import types
+
+REAL = Sizes(
+    hidden=1024, heads=4, nope=128, rope=64, value=128, q_rank=1536, kv_rank=512, context=256, block=128, epsilon=1e-6
+)
+PAGED = Spelling(cache="paged", norm="fused", attend="eager", sizes=REAL)
+KERNELS = ("MlaPrologV3", "FusedInferAttentionScore")
+
+
+@pytest.mark.parametrize("block, kernels", [(128, [1, 1]), (16, [1, 1]), (64, [1, 1]), (8, [0, 1])])
+@torch.no_grad()
+def test_a_paged_layer(converted, block, kernels):
+    entry = Entry(replace(PAGED, sizes=replace(REAL, block=block)))
+    module, given = entry.build().bfloat16(), in_type(entry.arguments(DECODE), torch.bfloat16)
+    exact, eager = copy.deepcopy(module).double(), copy.deepcopy(given)
+    backend = mla_fx.get_backend(target="ge", soc="Ascend910B3", causal_masks=True)
+    (found,) = torch.compile(module, backend=backend)(*given)
+    report = mla_fx.last_report()
+    (wanted,) = exact(*in_type(eager, torch.float64))
+    (near,) = module(*eager)
+    assert (found - wanted).norm() <= 2 * (near - wanted).norm(), str(report)
+    torch.testing.assert_close(given[4], eager[4], rtol=2**-6, atol=2**-6)
+    graph = types(converted.graphs[0])
+    assert [graph.count(kernel) for kernel in KERNELS] == kernels, str(report)
+    assert ("IndexByTensor" in graph) == (block == 8), graph

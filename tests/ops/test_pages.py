@@ -1,0 +1,66 @@
+"""Attention over pages: pages of any size, tables of any kind of number, and what is refused of either."""
+
+import pytest
+import torch
+
+from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.pages import TILE
+from ops.test_unquantised import expect
+
+TABLE = torch.tensor([[1, 0, 2], [2, -3, 2]])
+
+
+def pages_of(size, table=TABLE, steps=2):
+    query, rope, *_ = latent_attention.sample(torch.float64, 0, steps)
+    generator = torch.Generator().manual_seed(1)
+    caches = (torch.randn(3, size, part.shape[-1], generator=generator, dtype=torch.float64) for part in (query, rope))
+    return query, rope, *caches, None, None, table
+
+
+@pytest.mark.parametrize("size", [1, 3, TILE, TILE + 100], ids=str)
+def test_pages_of_any_size(size):
+    expect(latent_attention.operator, pages_of(size), {"scale": 0.3})
+
+
+def test_tables_of_fewer_bits_and_other_strides():
+    turned = TABLE.T.contiguous().T
+    for table in (TABLE.int(), turned, turned.int(), TABLE[:1].expand(2, -1)):
+        expect(latent_attention.operator, pages_of(4, table), {"scale": 0.3})
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_no_pages(limit):
+    query, rope, *caches, _, _, table = pages_of(4)
+    out = torch.ops.mla_fx.latent_attention(query, rope, *caches, None, None, table[:, :0], scale=0.3)
+    assert torch.equal(out, torch.zeros_like(query))
+    q_nope, _, _, _, uk, uv, _ = mla_attention.sample(torch.float64, 0, 2)
+    options = {"scale": 0.3, "max_absorbed_tokens": limit}
+    out = torch.ops.mla_fx.mla_attention(q_nope, rope, *caches, uk, uv, None, None, table[:, :0], **options)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_caches_of_different_numbers_of_blocks():
+    query, rope, kv_cache, kr_cache, *rest = pages_of(4, TABLE.remainder(3))
+    expect(latent_attention.operator, (query, rope, kv_cache, torch.cat((kr_cache, kr_cache)), *rest), {"scale": 0.3})
+
+
+REFUSALS = {
+    "block_table has shape [3, 3]; it must be [B, Blocks] = [2, *]": {"block_table": TABLE[:1].expand(3, -1)},
+    "block_table has shape [6]; it must be [B, Blocks]": {"block_table": TABLE.flatten()},
+    "block_table has dtype torch.int16; allowed: torch.int32, torch.int64": {"block_table": TABLE.short()},
+    "block_table holds 3; it must be below 3, the number of blocks of kv_cache": {"block_table": TABLE + 1},
+    "block_table holds -4; it must be below 3": {"block_table": TABLE - 1},
+    "kr_cache has shape [3, 5, 4]; it must be [BlockNum, BlockSize, Dr] = [*, 4, 4]": {
+        "kr_cache": torch.zeros(3, 5, 4).double()
+    },
+    "mask has shape [2, 4]; it must broadcast to [B, N, S, T] = [2, 3, 2, 12]": {"mask": torch.ones(2, 4).bool()},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_what_is_refused_of_pages(reason):
+    names = ("query", "query_rope", "kv_cache", "kr_cache", "mask", "context_lens", "block_table")
+    arguments = dict(zip(names, pages_of(4), strict=True)) | REFUSALS[reason]
+    with pytest.raises(ValueError) as refusal:
+        torch.ops.mla_fx.latent_attention(**arguments, scale=0.3)
+    assert reason in str(refusal.value)
