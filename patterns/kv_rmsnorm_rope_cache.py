@@ -137,7 +137,7 @@ class KvRmsnormRopeCache(Rule[Facts]):
             outer = (keys.batch, (), keys.token)
             cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
             options["rope_layout"] = rotation.layout
-        target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
-        out = emit.call(target, kv, gamma, cos, sin, emit_positions(emit, latent), k_cache, ckv_cache, **options)
+        target, index = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default, emit_positions(emit, latent, keys)
+        out = emit.call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
         yield replace_cache(emit, keys, emit.call(operator.getitem, out, 0))
         yield replace_cache(emit, latent, emit.call(operator.getitem, out, 1))
