@@ -20,7 +20,7 @@ from mla_fx.binding import Match
 from mla_fx.cases import HCKV, Case, ScaledQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import axes, tensor
+from mla_fx.layout import Axes, axes, tensor
 from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     CacheRoles,
@@ -44,6 +44,8 @@ from mla_fx.readings.views import named_argument
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
+aten = torch.ops.aten
+ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
 # b and t: batch and context of the caches, c latent and r rotary columns
@@ -68,8 +70,11 @@ PATTERN = CallPattern(
 
 @dataclass(frozen=True)
 class Facts:
+    """`along` are the columns of the rotary key before its rotation; `kv` are both parts, where they are neighbours."""
+
     match: Match
-    kv: Joined
+    kv: Joined | None
+    along: Axes
     latent: CacheRoles
     keys: CacheRoles
     norm: RmsNorm
@@ -94,18 +99,18 @@ class KvRmsnormRopeCache(Rule[Facts]):
     targets = ATTENTION
     pattern = PATTERN
     yields_to_target = True
-    accepts = (Case("query made elsewhere", ScaledQuery, {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}),)
-    rejects = (
-        Case("latent and key projected apart", _TwoProjections, because="not neighbours in one tensor"),
-        Case("two positions", _TwoPositions, because="written to different positions"),
+    accepts = (
+        Case("query made elsewhere", ScaledQuery, ONE_EACH),
+        Case("latent and key projected apart", _TwoProjections, ONE_EACH),
     )
+    rejects = (Case("two positions", _TwoPositions, because="written to different positions"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         attention = super().anchors(graph)
         return (node for node in attention if element_of(named_argument(node, "kv_cache")).origin.target in WRITES)
 
     def check(self, match: Match) -> Facts:
-        """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""
+        """Latent and rotary key go to the same positions of two caches."""
         updates = [match.get(CacheUpdate, f"{cache}.write") for cache in PATTERN.operands]
         if any(update is None or update.position is None for update in updates):
             raise NoMatch("no cache is written in place", match["latent"].origin)
@@ -115,21 +120,15 @@ class KvRmsnormRopeCache(Rule[Facts]):
         check_norm_of_rows(norm, latent.width)
         along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
         k_rope = match["k_rope"]
-        kv = joined(
-            match["latent"],
-            only(latent.width, "the latent", norm.node),
-            k_rope,
-            only(along, "the rotary key", k_rope.origin),
-        )
-        if kv is None:
-            raise NoMatch("latent and rotary key are not neighbours in one tensor", k_rope.origin)
-        return Facts(match, kv, latent, keys, norm, rotation)
+        columns = only(latent.width, "the latent", norm.node), only(along, "the rotary key", k_rope.origin)
+        kv = joined(match["latent"], columns[0], k_rope, columns[1])
+        return Facts(match, kv, along, latent, keys, norm, rotation)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         latent, keys, rotation = facts.latent, facts.keys, facts.rotation
         k_cache, ckv_cache = emit_cache(emit, keys), emit_cache(emit, latent)
         dtype = ckv_cache.meta["val"].dtype
-        kv = tensor(emit, facts.kv.element, (latent.batch, (), latent.token, (facts.kv.axis,)), dtype=dtype)
+        kv = _rows(emit, facts, dtype)
         gamma = tensor(emit, facts.match["gamma"], (latent.width,))
         options: dict[str, object] = {"epsilon": facts.norm.epsilon, "gamma_after_cast": facts.norm.gamma_after_cast}
         cos = sin = None
@@ -141,3 +140,14 @@ class KvRmsnormRopeCache(Rule[Facts]):
         out = emit.call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
         yield replace_cache(emit, keys, emit.call(operator.getitem, out, 0))
         yield replace_cache(emit, latent, emit.call(operator.getitem, out, 1))
+
+
+def _rows(emit: Emitter, facts: Facts, dtype: torch.dtype) -> Node:
+    """Latents and rotary keys side by side, [B,1,S,Hckv+Dr]: as they are, or joined if they were made apart."""
+    tokens = (facts.latent.batch, (), facts.latent.token)
+    if facts.kv is not None:
+        return tensor(emit, facts.kv.element, (*tokens, (facts.kv.axis,)), dtype=dtype)
+    parts = (facts.match["latent"], facts.latent.width), (facts.match["k_rope"], facts.along)
+    return emit.call(
+        aten.cat.default, [tensor(emit, part, (*tokens, width), dtype=dtype, expand=True) for part, width in parts], -1
+    )

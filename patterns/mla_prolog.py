@@ -311,7 +311,7 @@ def _weight_uq_qr(match: Match, rotation: Rope | None) -> Joined:
     r = axes(rotation.along, "the rotary query", rotation.node) if rotation else roles(match, "query_rope")[3]
     whole = joined(uq, e, qr, only(r, "the rotary dimension", qr.node))
     if whole is None:
-        raise NoMatch("the weights of q_nope and q_rope are not neighbours in one matrix", qr.node)
+        raise NoMatch(f"the weights of q_nope and q_rope are {_apart(uq, qr)}", qr.node)
     return whole
 
 
@@ -321,8 +321,14 @@ def _weight_dkv_kr(match: Match, width: Axes, keys: CacheRoles | None) -> Joined
     r = axes(rotation.along, "the rotary key", rotation.node) if rotation else _width(match, "kr_cache", keys)
     whole = joined(dkv, only(width, "the latent", dkv.node), kr, only(r, "the rotary key", kr.node))
     if whole is None:
-        raise NoMatch("the weights of latent and rotary key are not neighbours in one matrix", kr.node)
+        raise NoMatch(f"the weights of latent and rotary key are {_apart(dkv, kr)}", kr.node)
     return whole
+
+
+def _apart(one: Element, other: Element) -> str:
+    if one.origin is other.origin:
+        return "not neighbours in one matrix"
+    return "two parameters, and the operator takes one matrix, which would be a copy of both"
 
 
 def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
