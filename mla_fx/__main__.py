@@ -1,4 +1,5 @@
-"""`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` says what fuses in a model."""
+"""`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` says what fuses in a model, `coverage`
+what fuses in all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .commands.coverage import run_coverage
 from .commands.demo import run_demo
 from .commands.explain import CommandError, run_explain
 from .errors import FusionError, OptionError
@@ -36,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     # The passes are the same for every target, and this one compiles in seconds.
     explain.add_argument("--target", default="reference", help="where the graph goes (%(default)s)")
     explain.set_defaults(run=_explain)
+    coverage = commands.add_parser("coverage", help="make the table of what fuses in README.md anew, in a clone")
+    coverage.add_argument("--only", default="", help="one family or one axis of the zoo: shown, not written")
+    coverage.set_defaults(run=lambda options: run_coverage(options.only))
     return parser
 
 

@@ -14,7 +14,7 @@ from zoo.entries import CLASSICS, DEFAULT, ENTRIES, MIXED, Entry
 from zoo.mla import Spelling
 from zoo.negatives import NEGATIVES, OTHERS, RIGHT_WHATEVER_FUSES, expanded_cache, other_arguments
 from zoo.ropes import ROPES
-from zoo.sizes import DECODE, FEW, PREFILL, Step, weights
+from zoo.sizes import DECODE, FEW, PREFILL, Step, converted, weights
 
 import mla_fx
 
@@ -163,17 +163,6 @@ def test_other_modules_run_as_they_came(name, step):
 
 APPENDED = replace(DEFAULT, norm="gamma_in_float32", cache="appended")
 HANDFUL = [Entry(DEFAULT), Entry(APPENDED), *MIXED[2:4], *CLASSICS[:3]]
-
-
-def converted(value, dtype):
-    """Arguments in another precision; complex numbers keep up with float64."""
-    if isinstance(value, tuple):
-        return tuple(converted(item, dtype) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_complex():
-        return value.to(torch.complex128) if dtype is torch.float64 else value
-    return value.to(dtype) if value.is_floating_point() else value.clone()
 
 
 def distance(found, exact):

@@ -99,8 +99,12 @@ def _mean_square(root: Element) -> _MeanSquare:
 
 
 def _sum_of_squares(mean: Element) -> _MeanSquare:
-    """Spelled as a sum or mean of squares or as the square of a vector norm."""
+    """Spelled as a sum or mean of squares or as the square of a vector norm, which may itself be taken apart."""
     whole = as_product(mean)
+    if [power for _, power in whole.factors] == [0.5, 0.5] and len({factor for factor, _ in whole.factors}) == 1:
+        under = _sum_of_squares(whole.factors[0][0])
+        if under.number > 0:  # a root times itself is what is under it, unless that is negative
+            return replace(under, number=under.number * whole.number)
     if len(whole.factors) == 1 and whole.factors[0][0].node.target is aten.linalg_vector_norm.default:
         norm, power = whole.factors[0]
         if power != 2.0 or argument(norm.node, 1, "ord", 2) != 2:

@@ -22,6 +22,14 @@ def meta(x, g):
     return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPSILON)).type_as(x) * g
 
 
+def length(x):
+    return x.square().sum(-1, True).sqrt()
+
+
+def by_lengths(x, g, one, other):
+    return x * torch.rsqrt(one * other / D + EPSILON) * g
+
+
 NORMS = {
     "Hugging Face": hugging_face,
     "Meta": meta,
@@ -35,6 +43,7 @@ NORMS = {
     "one plus gamma": lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + EPSILON) * (1 + (g - 1)),
     "flattened": lambda x, g: NORMS["power"](x.view(-1, D), g).view(x.shape),
     "of a multiple": lambda x, g: NORMS["power"](x * 3, g),
+    "length times itself": lambda x, g: by_lengths(x, g, *[length(x)] * 2),
 }
 
 
@@ -91,6 +100,9 @@ NO_NORMS = {
     "a mean of cubes": (lambda x, g: x * torch.rsqrt((x**3).mean(-1, True) + 9) * g, "one value squared", (D,)),
     "a clamp": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True).clamp(min=1e-3)) * g, "found clamp", (D,)),
     "a tensor epsilon": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + g[0]) * g, "compile-time", (D,)),
+    "two lengths": (lambda x, g: by_lengths(x, g, length(x), length(x.flip(1))), "found mul", (D,)),
+    "a length": (lambda x, g: x * torch.rsqrt(length(x) / D + EPSILON) * g, "found", (D,)),
+    "no length": (lambda x, g: by_lengths(x, g, *[(-x.square().sum(-1, True)).sqrt()] * 2), "no number", (D,)),
     "no norm": (lambda x, g: x * g, "expected an RMSNorm, found mul", (D,)),
 }
 

@@ -48,13 +48,15 @@ class Entry:
     def arguments(self, step: Step) -> tuple[Any, ...]:
         return arguments(self.spelling, step)
 
-    def fused(self, step: Step) -> dict[str, int]:
-        """How often each fused operator must appear."""
+    def fused(self, step: Step, *, dynamic: bool = False) -> dict[str, int]:
+        """How often each fused operator must appear. With `dynamic` sizes the number of tokens, if it is more than one,
+        is known at run time only."""
         if self.unfused:
             return {}
         cache = CACHES[self.spelling.cache]
         is_cold = step.tokens == cache.length(self.spelling.sizes, step) and step.tokens > SURELY_ABSORBED
-        if is_cold and not self.is_absorbed:
+        is_unknown = dynamic and step.tokens > 1
+        if (is_cold or is_unknown) and not self.is_absorbed:
             rows = {"kv_rmsnorm_rope_cache": 1} if cache.is_read_from_memory and not self.partial else {}
             return {**rows, "mla_attention": 1}
         return {"latent_attention": 1} if self.partial else {"mla_prolog": 1, "latent_attention": 1}
@@ -132,7 +134,7 @@ COMPOSED = [
     *along(DEFAULT, "keys", *("two_projections", "absorbed_cat")),
     Entry(replace(DEFAULT, keys="padded_value")),
     *along(PAIRED, "keys", "two_products", "absorbed_einsum", "absorbed_bmm", "absorbed_matmul"),
-    *along(DEFAULT, "attend", "sdpa_bool", "eager", "masked_fill", "where", "einsum", "by_hand"),
+    *along(DEFAULT, "attend", "sdpa_bool", "eager", "masked_fill", "filled", "where", "einsum", "by_hand"),
     *along(PAIRED, "scale", "divided", "tensor", "in_place", "query"),
     *along(DEFAULT, "scale", "query"),
     *along(DEFAULT, "layout", "bshd", "tokens", "sbhd"),

@@ -214,6 +214,12 @@ def masked_fill(found: Operands, mask: Tensor | None, scale: str, number: float)
     return torch.softmax(scores.float(), dim=-1).type_as(found.value) @ found.value
 
 
+def filled(found: Operands, mask: Tensor | None, scale: str, number: float) -> Tensor:
+    """A number that 16 bits hold only in part stands for minus infinity."""
+    scores = logits(found, scale, number).masked_fill(~mask, -10000.0)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).type_as(found.value) @ found.value
+
+
 def where(found: Operands, mask: Tensor | None, scale: str, number: float) -> Tensor:
     scores = logits(found, scale, number)
     scores = torch.where(mask, scores, torch.finfo(scores.dtype).min)
@@ -247,6 +253,7 @@ ATTEND = {
     "sdpa_causal": Attend(sdpa_causal, "causal"),
     "eager": Attend(eager),
     "masked_fill": Attend(masked_fill, "allowed"),
+    "filled": Attend(filled, "allowed"),
     "where": Attend(where, "allowed"),
     "einsum": Attend(einsum),
     "by_hand": Attend(by_hand),

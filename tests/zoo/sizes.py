@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,3 +92,14 @@ def hidden_states(sizes: Sizes, step: Step) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return torch.randn(step.batch, step.tokens, sizes.hidden)
+
+
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    """Arguments in another precision; complex numbers keep up with float64."""
+    if isinstance(value, tuple):
+        return tuple(converted(item, dtype) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_complex():
+        return value.to(torch.complex128) if dtype is torch.float64 else value
+    return value.to(dtype) if value.is_floating_point() else value.clone()

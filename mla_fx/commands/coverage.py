@@ -1,0 +1,24 @@
+"""What fuses in every family of transformers and every spelling of the zoo: the table in README.md, made anew."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mla_fx
+
+from .demo import require
+from .explain import CommandError
+
+PROGRAM = "coverage_table"
+
+
+def run_coverage(only: str) -> int:
+    """Runs the program that lies beside the zoo, in the tests, and returns its exit status. `only` names one line."""
+    require("transformers")
+    require("rich")
+    tests = Path(mla_fx.__file__).parents[1] / "tests"
+    if not (tests / PROGRAM).is_dir():
+        raise CommandError(f"the models of the table come with the repository, not with the package; {tests} has none.")
+    return subprocess.run([sys.executable, "-m", f"tests.{PROGRAM}", "--only", only], cwd=tests.parent).returncode

@@ -1,0 +1,66 @@
+"""What fuses in one call, on several targets: each takes the graph up to its own compiler, which is left out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule
+
+import mla_fx
+
+TARGETS = ("reference", "inductor")
+NOT_IN_PLACE = "does not write its caches in place"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`fused` counts operators, `unfused` the attentions that stayed as they came. `reasons` are the nearest misses,
+    and why a cache is not written in place where the target would do so."""
+
+    fused: dict[str, int]
+    unfused: int
+    reasons: tuple[str, ...]
+
+
+def outcomes(
+    module: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, dynamic: bool
+) -> dict[str, Outcome]:
+    """What each target makes of one call, graph breaks included."""
+    probe = _Probe()
+    torch._dynamo.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile(module, backend=probe, dynamic=dynamic)(*args, **kwargs)
+    return {target: probe.outcome(target) for target in TARGETS}
+
+
+class _Probe:
+    """A backend that has every target rewrite a copy of the same graph, and then runs what the last one was given."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str, list[mla_fx.Report]] = {target: [] for target in TARGETS}
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        for target in TARGETS:
+            with mock.patch("mla_fx.lowering.inductor.compile_fx_inner", _as_it_is):
+                run = mla_fx.mla_backend(copy.deepcopy(gm), example_inputs, options={"target": target})
+            self.reports[target].append(mla_fx.last_report())
+        return run
+
+    def outcome(self, target: str) -> Outcome:
+        report = mla_fx.Report.merged(self.reports[target])
+        copies = [note for note in report.notes if NOT_IN_PLACE in note]
+        reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in report.misses), *copies])
+        unfused = sum(miss.pattern == "mla_attention" for miss in report.misses)
+        return Outcome(report.fused, unfused, tuple(reasons))
+
+
+def _as_it_is(gm: GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+    """In the place of Inductor's compiler."""
+    return gm.forward

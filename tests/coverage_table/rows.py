@@ -1,0 +1,120 @@
+"""What is run: for each line and column of the tables, one module in several variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from families import FAMILIES, empty_cache, tiny_model, tokens
+from zoo.entries import CLASSICS, COMPOSED, MIXED, Entry
+from zoo.mla import Spelling
+from zoo.sizes import Step, converted
+
+from .outcome import Outcome, outcomes
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Fused = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one variant on one target, and what should fuse, where that is known."""
+
+    variant: str
+    target: str
+    outcome: Outcome
+    expected: Fused | None = None
+
+
+@dataclass(frozen=True)
+class FamilyCell:
+    """A family of transformers at one kind of step, with both of its attention functions, shapes fixed or not."""
+
+    line: str
+    column: str
+
+    def found(self) -> list[Found]:
+        model, results = tiny_model(self.line, **DENSE), []
+        for attention, dynamic in (("sdpa", False), ("eager", False), ("sdpa", True)):
+            model.set_attn_implementation(attention)
+            name = "dynamic sizes" if dynamic else attention
+            found = outcomes(*self._call(model), dynamic=dynamic)
+            results += [Found(name, target, outcome) for target, outcome in found.items()]
+        return results
+
+    @torch.no_grad()
+    def _call(self, model: Any) -> Call:
+        kind, before, now = STEPS[self.column]
+        cache = empty_cache(model, kind)
+        model(tokens(2, before or 1), past_key_values=cache)
+        if not before:
+            cache.reset()  # made by a first step, which a model would compile into its first graph
+        return model, (tokens(2, now),), {"past_key_values": cache}
+
+
+# Experts are long to trace, and nothing here is about them.
+DENSE = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]}
+
+# The kind of cache, the tokens in it, and the new ones.
+STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growing cache": ("dynamic", 12, 1)}
+
+
+# Where sizes are symbols, equal ones are the same symbol, and a number of tokens equal to the size of a weight is known.
+NO_OTHER_SIZE = 7
+
+
+@dataclass(frozen=True)
+class ZooCell:
+    """A spelling of the zoo at each of its steps, and at the last one in each precision and with sizes that are
+    symbols."""
+
+    line: str
+    place: int
+
+    @property
+    def column(self) -> str:
+        return self._entry.name
+
+    @property
+    def _entry(self) -> Entry:
+        return AXES[self.line][self.place]
+
+    def found(self) -> list[Found]:
+        *_, last = steps = self._entry.steps
+        results = [found for step in steps for found in self._at(step, torch.float32)]
+        results += [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
+        return [*results, *self._at(replace(last, tokens=NO_OTHER_SIZE), torch.float32, dynamic=True)]
+
+    def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
+        entry = self._entry
+        module, arguments = entry.build().to(dtype), converted(entry.arguments(step), dtype)
+        name = f"{step.name}, {'dynamic sizes' if dynamic else str(dtype).removeprefix('torch.')}"
+        expected = entry.fused(step, dynamic=dynamic)
+        found = outcomes(module, arguments, {}, dynamic=dynamic)
+        return [Found(name, target, outcome, expected) for target, outcome in found.items()]
+
+
+def _axis(spelling: Spelling) -> str:
+    """The axis along which a spelling differs from the default."""
+    default = Spelling()
+    changed = [axis for axis, value in vars(spelling).items() if value != getattr(default, axis) and axis != "sizes"]
+    return changed[0] if changed else "default"
+
+
+def _by_axis() -> dict[str, list[Entry]]:
+    axes: dict[str, list[Entry]] = {}
+    for entry in COMPOSED:
+        axes.setdefault(_axis(entry.spelling), []).append(entry)
+    return axes | {"several": MIXED, "classics": CLASSICS}
+
+
+AXES = _by_axis()
+
+Cell = FamilyCell | ZooCell
+
+
+def cells() -> Iterator[Cell]:
+    yield from (FamilyCell(family, column) for family in FAMILIES for column in STEPS)
+    yield from (ZooCell(line, place) for line, entries in AXES.items() for place in range(len(entries)))
