@@ -13,8 +13,9 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes
-from .readings.axes import Axis, Index, combine, of_axis, whole
+from .readings.axes import Axis, Index, combine, of_axis, shifted, whole
 from .readings.cache_update import CacheUpdate
+from .readings.counts import Count, count
 from .readings.element import Element, is_parameter, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
@@ -112,7 +113,9 @@ def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axe
     parts = [only(columns, f"the columns of {name}", match[name].node) for name, columns in (first, second)]
     whole = joined(match[first[0]], parts[0], match[second[0]], parts[1])
     if whole is None:
-        raise NoMatch(f"the weights of {what} are not neighbours in one matrix", match[second[0]].node)
+        is_one = match[first[0]].origin is match[second[0]].origin
+        copied = "two parameters, and the operator takes one matrix, which would be a copy of both"
+        raise NoMatch(f"the weights of {what} are {'not neighbours in one matrix' if is_one else copied}", match[second[0]].node)
     return whole
 
 
@@ -177,9 +180,16 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
-    one, other = ((update.position, update.offset, update.wraps) for update in (mine, theirs))
-    if one != other or latent.row != keys.row:
+    is_same = mine.wraps == theirs.wraps and mine.offset == theirs.offset and _counted(mine) == _counted(theirs)
+    if not is_same or latent.row != keys.row:
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
+
+
+def _counted(update: CacheUpdate) -> Count | None:
+    """Where a row goes, as far as it is counted, since each cache may count its positions anew; None if appended."""
+    if isinstance(update.position, Element):
+        return count(update.position)
+    return None if update.position is None else Count(shifted(update.token, update.position))
 
 
 def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
@@ -194,9 +204,12 @@ def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
     return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), dtype=value.dtype, device=value.device)
 
 
-def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:
-    """Where the rows go, [B or 1, S] int64, counted from the start."""
+def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles) -> Node:
+    """Where the rows go, [B or 1, S] int64, counted from the start: in others that are written alike too."""
     position = cache.update.position
+    assert position is not None, "rows that are appended have no positions"
+    alike = (other.update.position for other in others)
+    emit.sources.update(place.origin for place in alike if isinstance(place, Element))
     if isinstance(position, Element):
         given = tensor(emit, position, cache.row, dtype=torch.int64)
         if cache.update.offset is not None:
@@ -204,8 +217,8 @@ def emit_positions(emit: Emitter, cache: CacheRoles) -> Node:
         slots = product(axis.size for axis in cache.slot)
         return _counted_from_start(emit, given, slots) if cache.update.wraps else given
     rows = cache.update.rows.meta["val"]
-    length = emit.size(product(axis.size for axis in cache.token))
-    options = {"start": position, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
+    length, start = emit.size(product(axis.size for axis in cache.token)), emit.size(position)
+    options = {"start": start, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
     return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
 
 

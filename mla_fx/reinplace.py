@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -12,9 +13,10 @@ from torch.fx import Graph, Node
 from .aliasing import may_share, owner, readers, surely_shares, writers, written
 from .errors import NoMatch
 from .ops import Operator, catalogue
+from .readings.axes import Index, fresh, shifted, substitute
 from .readings.element import Element, resolve
-from .readings.sizes import size_of
-from .readings.views import args_of, argument, fresh_index
+from .readings.sizes import product, size_of
+from .readings.views import args_of, argument, fresh_index, shape_of, written_slice
 
 aten = torch.ops.aten
 
@@ -28,12 +30,18 @@ class Update:
     results: tuple[Node, ...]
     copy_back: Node
 
+    @property
+    def value(self) -> Node:
+        """What is copied back."""
+        return args_of(self.copy_back)[1]  # type: ignore[no-any-return]  # the operand of a copy is a node
+
 
 def reinplace(graph: Graph) -> Counter[str]:
     """Turns fused operators that update caches into their in-place twins; returns why others stay, and how many.
 
     An update qualifies if each cache it is given is a view of a graph input, the updated cache is copied back into
-    just that view's place, and nothing behind the operator reads the old cache. The copy is then dropped."""
+    just that view's place, beside which the input stays what it was, and nothing behind the operator reads the old
+    cache. The copy is then dropped."""
     refusals: Counter[str] = Counter()
     if not graph.find_nodes(op="call_function", target=aten.copy_.default):
         return refusals
@@ -75,19 +83,20 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
         raise NoMatch(f"{name} is no view of a graph input")
     if any(owner(operand) is source for operand in node.all_input_nodes if operand is not given):
         raise NoMatch(f"another operand lies in the same graph input as {name}")
-    results = tuple(_results(node, position))
     copies = list(writers(source))
     is_one_copy = len(copies) == 1 and copies[0].target is aten.copy_.default and not copies[0].users
     if not is_one_copy or args_of(copies[0])[0] is not source:
         raise NoMatch(f"the graph input of {name} is not written once and whole")
-    if not _writes_back(copies[0], results, given, source):
+    update = Update(given, source, tuple(_results(node, position)), copies[0])
+    if not _written_back(_Part(update.value, *[fresh_index(source)] * 2), update):
         raise NoMatch(f"the updated {name} is not what the graph input becomes, element for element")
-    for reader in readers(source):
-        if reader is not node and order.get(reader, len(order)) > order[node]:
-            raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
-    if any(reader.op == "output" for result in results for reader in readers(result)):
+    if any(reader.op == "output" for part in (*update.results, update.value) for reader in readers(part)):
         raise NoMatch(f"the updated {name} is an output")
-    return Update(given, source, results, copies[0])
+    spared = {node, *_made_for(update)}
+    for reader in readers(source):
+        if reader not in spared and order.get(reader, len(order)) > order[node]:
+            raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
+    return update
 
 
 def _results(node: Node, position: int) -> list[Node]:
@@ -104,13 +113,59 @@ def _viewed_input(node: Node) -> Node | None:
     return node if node.op == "placeholder" else None
 
 
-def _writes_back(copy_back: Node, results: tuple[Node, ...], given: Node, source: Node) -> bool:
-    """What is copied back to an element of the input is what the in-place operator would have left there."""
-    index = fresh_index(source)
-    element = resolve(args_of(copy_back)[1], index)
-    if element.origin not in results or element.factor != 1.0 or element.roundings:
+class _Part(NamedTuple):
+    """A value read at some indices, which is copied to the graph input at `place`."""
+
+    value: Node
+    read: tuple[Index, ...]
+    place: tuple[Index, ...]
+
+
+def _written_back(part: _Part, update: Update) -> bool | None:
+    """Whether a part is what the in-place operator leaves there: all of its result where that was given, and what was
+    there before beside it. False if it is nothing but what was there before, None if it is anything else."""
+    element, there = resolve(part.value, part.read), Element(update.source, part.place)
+    if element == there:
         return False
-    return resolve(given, element.index) == Element(source, index)
+    if element.factor != 1.0 or element.roundings:
+        return None
+    if element.origin in update.results:
+        is_whole = product(axis.size for axis in element.axes) == product(shape_of(element.origin))
+        return True if is_whole and resolve(update.given, element.index) == there else None
+    parts = _scattered(element, part.place)
+    # what was there before may lie beside the result, and not above it
+    return None if parts is None or _written_back(parts[0], update) is None else _written_back(parts[1], update) or None
+
+
+def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part] | None:
+    """What a slice_scatter writes over, and what it writes; None if it is none of neighbouring positions."""
+    node = element.origin
+    if node.target is not aten.slice_scatter.default:
+        return None
+    dim, bounds = written_slice(node)
+    axis = element.index[dim].axis
+    if bounds is None or bounds[2] != 1 or axis is None:
+        return None
+    base, rows = args_of(node)[:2]
+    row = fresh(shape_of(rows)[dim])
+    moved = [substitute(index, {axis: shifted(row, bounds[0])}) for index in place]
+    if None in moved:
+        return None
+    index = (*element.index[:dim], row, *element.index[dim + 1 :])
+    return _Part(base, element.index, place), _Part(rows, index, tuple(index for index in moved if index is not None))
+
+
+def _made_for(update: Update) -> set[Node]:
+    """The nodes that nobody needs once the copy back is dropped, what is copied back among them."""
+    made: set[Node] = set()
+    pending = [update.value]
+    while pending:
+        node = pending.pop()
+        is_unread = node is update.value or all(user in made or user is update.copy_back for user in node.users)
+        if is_unread and not written(node):
+            made.add(node)
+            pending += node.all_input_nodes
+    return made
 
 
 # --- do it -----------------------------------------------------------------------------------------------------------
@@ -137,13 +192,13 @@ def _write_in_place(node: Node, twin: Operator, updates: list[Update]) -> Node:
 
 
 def _read_the_cache_itself(update: Update) -> None:
-    """Drops the copy back, and has what read the operator's result read the cache that it wrote."""
-    value = args_of(update.copy_back)[1]
+    """Drops the copy back, and has what read the operator's result, or what was copied back, read the cache itself."""
+    value = update.value
     update.copy_back.graph.erase_node(update.copy_back)
-    for result in update.results:
-        if not _lie_alike(update.given, result):
+    for result, cache in (*((result, update.given) for result in update.results), (value, update.source)):
+        if not _lie_alike(cache, result):
             _view_in_any_layout(result)
-        result.replace_all_uses_with(update.given)
+        result.replace_all_uses_with(cache)
     _erase_unread(value)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "detect_fake_mode",
     "dtype_abbrs",
     "fake_tensor",
+    "guards",
     "has_symbolic_sizes",
     "in_kernel_invocation_manager",
     "inductor_decompositions",
@@ -79,6 +80,11 @@ def is_known(shape_env: Any, relation: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(shape_env.create_symboolnode(relation))
+
+
+def guards(shape_env: Any) -> list[Any]:
+    """The relations of sizes under which a graph was traced, and without which it is not run."""
+    return [guard.expr for guard in shape_env.guards]
 
 
 def fake_tensor(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from mla_fx.binding import Match
 from mla_fx.cases import HCKV, Appended, Case, WeightedQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import axes, result, tensor
+from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, twin, var
 from mla_fx.operands import (
     CacheRoles,
@@ -47,6 +47,7 @@ from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten
+ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
 K_ROPE = either(
@@ -79,8 +80,11 @@ PATTERN = CallPattern(
 
 @dataclass(frozen=True)
 class Facts:
+    """`along` are the columns of the rotary key before its rotation; `kv` are both parts, where they are neighbours."""
+
     match: Match
-    kv: Joined
+    kv: Joined | None
+    along: Axes
     latent: CacheRoles
     keys: CacheRoles
     norm: RmsNorm
@@ -104,28 +108,23 @@ class _Appended(WeightedQuery, Appended):
     """A cache that grows by cat."""
 
 
-FUSED = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
-
-
 class KvRmsnormRopeCache(Rule[Facts]):
     stage = "cache"
     targets = ATTENTION
     pattern = PATTERN
     yields_to_target = True
     accepts = (
-        Case("query made elsewhere", WeightedQuery, FUSED),
-        Case("rows appended", _Appended, FUSED),
+        Case("query made elsewhere", WeightedQuery, ONE_EACH),
+        Case("latent and key projected apart", _TwoProjections, ONE_EACH),
+        Case("rows appended", _Appended, ONE_EACH),
     )
-    rejects = (
-        Case("latent and key projected apart", _TwoProjections, because="not neighbours in one tensor"),
-        Case("two positions", _TwoPositions, because="written to different positions"),
-    )
+    rejects = (Case("two positions", _TwoPositions, because="written to different positions"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if _is_cached(element_of(named_argument(node, "kv_cache"))))
 
     def check(self, match: Match) -> Facts:
-        """Latent and rotary key are neighbours in one tensor and go to the same positions of two caches."""
+        """Latent and rotary key go to the same positions of two caches."""
         updates = [match.get(CacheUpdate, f"{cache}.write") for cache in PATTERN.operands]
         if any(update is None for update in updates):
             raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
@@ -135,20 +134,13 @@ class KvRmsnormRopeCache(Rule[Facts]):
         check_norm_of_rows(norm, latent.width)
         along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
         k_rope = match["k_rope"]
-        kv = joined(
-            match["latent"],
-            only(latent.width, "the latent", norm.node),
-            k_rope,
-            only(along, "the rotary key", k_rope.origin),
-        )
-        if kv is None:
-            raise NoMatch("latent and rotary key are not neighbours in one tensor", k_rope.origin)
-        return Facts(match, kv, latent, keys, norm, rotation)
+        columns = only(latent.width, "the latent", norm.node), only(along, "the rotary key", k_rope.origin)
+        kv = joined(match["latent"], columns[0], k_rope, columns[1])
+        return Facts(match, kv, along, latent, keys, norm, rotation)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         latent, keys, rotation = facts.latent, facts.keys, facts.rotation
-        dtype = latent.update.rows.meta["val"].dtype
-        kv = tensor(emit, facts.kv.element, (latent.batch, (), latent.token, (facts.kv.axis,)), dtype=dtype)
+        kv = _rows(emit, facts, latent.update.rows.meta["val"].dtype)
         gamma = tensor(emit, facts.match["gamma"], (latent.width,))
         options: dict[str, object] = {"epsilon": facts.norm.epsilon, "gamma_after_cast": facts.norm.gamma_after_cast}
         if facts.norm.factor != 1.0:
@@ -163,7 +155,7 @@ class KvRmsnormRopeCache(Rule[Facts]):
             index, caches, replace = None, [_new_cache(emit, cache, kv) for cache in (keys, latent)], _replace_rows
             options["cache_mode"] = "BNSD"
         else:
-            index, caches = emit_positions(emit, latent), [emit_cache(emit, cache) for cache in (keys, latent)]
+            index, caches = emit_positions(emit, latent, keys), [emit_cache(emit, cache) for cache in (keys, latent)]
             replace = replace_cache
         out = emit.call(target, kv, gamma, cos, sin, index, *caches, **options)
         yield replace(emit, keys, emit.call(operator.getitem, out, 0))
@@ -188,3 +180,14 @@ def _new_cache(emit: Emitter, cache: CacheRoles, kv: Node) -> Node:
 
 def _replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
     return replace_rows(emit, cache, result(out, (cache.batch, (), cache.token, cache.width)))
+
+
+def _rows(emit: Emitter, facts: Facts, dtype: torch.dtype) -> Node:
+    """Latents and rotary keys side by side, [B,1,S,Hckv+Dr]: as they are, or joined if they were made apart."""
+    tokens = (facts.latent.batch, (), facts.latent.token)
+    if facts.kv is not None:
+        return tensor(emit, facts.kv.element, (*tokens, (facts.kv.axis,)), dtype=dtype)
+    parts = (facts.match["latent"], facts.latent.width), (facts.match["k_rope"], facts.along)
+    return emit.call(
+        aten.cat.default, [tensor(emit, part, (*tokens, width), dtype=dtype, expand=True) for part, width in parts], -1
+    )

@@ -369,7 +369,7 @@ def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
 def _cache_operands(emit: Emitter, facts: Facts, x: Node, given: list[Node]) -> tuple[Node | None, Node, Node, str]:
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
-        return emit_positions(emit, facts.latent), *caches, "Norm"
+        return emit_positions(emit, facts.latent, facts.keys), *caches, "Norm"
     kv_cache, kr_cache = (emit_new_cache(emit, x, *shape_of(x)[:2], 1, shape_of(cache)[-1]) for cache in given[2:])
     return None, kv_cache, kr_cache, "BSND"
 

@@ -148,3 +148,10 @@ def test_a_shape_environment_is_asked_what_it_knows():
     assert torch_private.is_known(mode.shape_env, sympy.Le(2, size.node.expr))
     assert not torch_private.is_known(mode.shape_env, sympy.Le(3, size.node.expr))
     assert mode.shape_env.guards == []
+
+
+def test_guards_are_relations():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    size = mode.from_tensor(torch.ones(7)).shape[0]
+    assert size + size < 20
+    assert sympy.Lt(2 * size.node.expr, 20) in torch_private.guards(mode.shape_env)

@@ -372,3 +372,14 @@ def test_generate_on_inductor_as_transformers_asks_for_it():
     found = generated(model, prompt, 64, cache_implementation="static", compile_config=config)
     assert torch.equal(found, generated(model, prompt, 64))
     assert mla_fx.last_report().fused == DECODE
+
+
+def test_generate_with_a_cache_that_starts_empty():
+    """transformers' default; the prompts differ in length, so that the second one's is a symbol, as is the context."""
+    model, recorder = tiny_model("deepseek_v3"), Recorder()
+    prompts = [tokens(2, length) for length in (7, 12, 5)]
+    expected = [generated(model, prompt, 3) for prompt in prompts]
+    model.forward = torch.compile(model.forward, backend=recorder)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        assert torch.equal(generated(model, prompt, 3), wanted)
+    assert [report.fused for report in recorder.reports] == [DECODE, DECODE, DECODE, COLD]

@@ -1,4 +1,4 @@
-"""New rows entering a cache, in any spelling: index_copy, index_put, scatter, a slice written over, cat."""
+"""New rows entering a cache, in any spelling: index_copy, index_put, scatter, a slice or a row written over, cat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,19 @@ from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fres
 from .element import Element, constant, element_of, operand, resolve
 from .reading import Reading, renamed
 from .sizes import Size, at_most
-from .views import args_of, argument, broadcast, cat_dim, fresh_index, move, name_of, pieces, shape_of, written_slice
+from .views import (
+    args_of,
+    argument,
+    broadcast,
+    cat_dim,
+    fresh_index,
+    move,
+    name_of,
+    pieces,
+    shape_of,
+    written_position,
+    written_slice,
+)
 
 aten = torch.ops.aten
 
@@ -23,7 +35,8 @@ REMAINDERS = frozenset({aten.remainder.Scalar, aten.remainder.Tensor})  # of the
 POSITIONED = frozenset(
     {aten.index_copy.default, aten.index_put.default, aten._unsafe_index_put.default, aten.scatter.src}
 )
-WRITES = frozenset({*POSITIONED, aten.slice_scatter.default})
+WRITES = frozenset({*POSITIONED, aten.slice_scatter.default, aten.select_scatter.default})
+NEGATIVE = "the cache is overwritten from a position that may be negative, and count from the end"
 
 
 @dataclass(frozen=True)
@@ -31,10 +44,10 @@ class CacheUpdate(Reading):
     """Rows of a value written into it along dimension `dim`; `index` are indices of its own for the whole value.
 
     `row` is an element of the new rows, `token` the index along which they are counted. `position` says where a row
-    goes: an element of the index tensor, or a number for the first row; None where that is a matter of the program,
-    since rows are appended by `cat`, or are some columns of wider ones. With `wraps` a negative position counts from
-    the end. With `is_paged` slots are counted through `dim`, blocks, and the next dimension, offsets in them; `offset`
-    then says where in its block a row goes, and None that the position is that of a slot.
+    goes: an element of the index tensor, or a size for the first row, which may be a symbol; None where that is a
+    matter of the program, since rows are appended by `cat`, or are some columns of wider ones. With `wraps` a negative
+    position counts from the end. With `is_paged` slots are counted through `dim`, blocks, and the next dimension,
+    offsets in them; `offset` then says where in its block a row goes, and None that the position is that of a slot.
 
     Of wider rows, `index` and `row` speak of some columns alone, and `rows` are these, read at `place`."""
 
@@ -44,7 +57,7 @@ class CacheUpdate(Reading):
     rows: Node
     row: Element
     token: Index
-    position: Element | int | None
+    position: Element | Size | None
     wraps: bool = False
     is_paged: bool = False
     offset: Element | None = None
@@ -127,6 +140,8 @@ def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         return _appended(node, index)
     if node.target is aten.slice_scatter.default:
         return _overwritten(node, index)
+    if node.target is aten.select_scatter.default:
+        return _overwritten_at_one(node, index)
     if node.target is aten.index_copy.default:
         _, dim, where, rows = args_of(node)
         return _at_positions(node, index, dim % len(index), where, rows)
@@ -154,10 +169,24 @@ def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
 def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     old, rows = args_of(node)[:2]
     dim, bounds = written_slice(node)
-    if bounds is None or bounds[2] != 1 or not isinstance(bounds[0], int):
-        raise NoMatch("the cache is overwritten from a position that is no compile-time number", node)
+    if bounds is None:
+        raise NoMatch(NEGATIVE, node)
+    start, _, step = bounds
+    if step != 1:
+        raise NoMatch(f"the cache is overwritten in steps of {step}, expected neighbouring rows", node)
+    # the slice holds all the rows, so that where there is one its start was not clamped to the end of the cache
     token, row = _rows(index, dim, rows)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, bounds[0], place=row)
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, start, place=row)
+
+
+def _overwritten_at_one(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
+    """`cache[:, position] = row`."""
+    old, rows = args_of(node)[:2]
+    dim, position = written_position(node)
+    if position is None:
+        raise NoMatch(NEGATIVE, node)
+    place = (*index[:dim], *index[dim + 1 :])
+    return CacheUpdate(node, index, dim, old, rows, resolve(rows, place), ZERO, position, place=place)
 
 
 def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:

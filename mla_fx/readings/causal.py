@@ -23,7 +23,7 @@ from .element import CASTS, Element, constant, operand, rounded
 from .probabilities import NOT
 from .sizes import Size, at_most, plain
 from .softmax import MASKED_FILL, Attention, Mask
-from .views import args_of, argument, name_of
+from .views import args_of, argument, integer, name_of
 
 aten = torch.ops.aten
 
@@ -196,7 +196,8 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
 
 def _in_triangle(node: Node, index: tuple[Index, ...]) -> Count:
     """Not above zero where a triangle keeps what it is cut from: `column <= row + diagonal`, or from there on."""
-    row, column = Count(index[-2]), Count(shifted(index[-1], -argument(node, 1, "diagonal", 0)))
+    diagonal = integer(argument(node, 1, "diagonal", 0))
+    row, column = Count(index[-2]), Count(shifted(index[-1], -diagonal))
     upper_left, lower_right = (column, row) if node.target is aten.tril.default else (row, column)
     return upper_left.plus(lower_right, -1)
 

@@ -20,6 +20,7 @@ from .views import args_of, argument, cuts, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})
+BIAS = "the projection has a bias, which the fused operators do not take"
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,22 @@ def contraction(element: Element) -> Contraction:
     if target is aten.linear.default and argument(node, 2, "bias") is None:
         return _linear(element)
     if target in (aten.addmm.default, aten.baddbmm.default, aten.linear.default):
-        raise NoMatch("the projection has a bias, which the fused operators do not take", node)
+        raise NoMatch(BIAS, node)
+    if target is aten.add.Tensor:
+        raise NoMatch(_why_added(element), node)
     if target in (aten.sum.dim_IntList, aten.mul.Tensor):
         return _product_summed(element)
     raise NoMatch(f"expected a matrix product, found {name_of(node)}", node)
+
+
+def _why_added(element: Element) -> str:
+    """What a sum is that stands where one product is expected."""
+    terms = [term.origin for term in as_sum(element).terms]
+    products = [term for term in terms if term.target in (*PRODUCTS, aten.linear.default, aten.addmm.default)]
+    if len(products) > 1:
+        return "a second product is added to the projection (a LoRA branch?)"
+    is_biased = products and all(term in products or is_parameter(term) for term in terms)
+    return BIAS if is_biased else f"expected a matrix product, found {name_of(element.origin)}"
 
 
 def segments(found: Contraction) -> tuple[Contraction, ...]:

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from mla_fx.torch_private import is_known
+from mla_fx.torch_private import guards, is_known
 
 Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symbols of a dynamic shape
 
-Asked = Callable[[Any], bool]
+Asked = Callable[[Any, Any], bool]
 
 _environment: ContextVar[Asked | None] = ContextVar("what the shape environment of the graph says", default=None)
 _same: ContextVar[Mapping[sympy.Symbol, Size]] = ContextVar("symbols of equal sizes", default=MappingProxyType({}))
@@ -29,8 +29,7 @@ _same: ContextVar[Mapping[sympy.Symbol, Size]] = ContextVar("symbols of equal si
 def known_by(environment: Any) -> Iterator[None]:
     """Proofs may ask a shape environment, whose symbols the sizes are made of; None has nothing to say. It takes its
     time, so it is asked everything once."""
-    asked = None if environment is None else functools.cache(functools.partial(is_known, environment))
-    token = _environment.set(asked)
+    token = _environment.set(None if environment is None else _asking(environment))
     try:
         yield
     finally:
@@ -45,6 +44,29 @@ def equated(same: Mapping[sympy.Symbol, Size]) -> Iterator[None]:
         yield
     finally:
         _same.reset(token)
+
+
+def _asking(environment: Any) -> Asked:
+    bounds = dict.fromkeys(bound for guard in guards(environment) for bound in _never_negative_where(guard))
+
+    @functools.cache
+    def at_most(small: Size, large: Size) -> bool:
+        difference = sympy.sympify(large) - sympy.sympify(small)
+        near = (bound for bound in bounds if bound.free_symbols <= difference.free_symbols)
+        return is_known(environment, sympy.Le(small, large)) or any(_never_negative(difference - b) for b in near)
+
+    return at_most
+
+
+def _never_negative_where(relation: Any) -> Iterator[sympy.Expr]:
+    """What a relation says of whole numbers. The environment itself takes no conjunction of two apart."""
+    if isinstance(relation, sympy.And):
+        for part in relation.args:
+            yield from _never_negative_where(part)
+    elif isinstance(relation, (sympy.Ge, sympy.Le)):
+        yield relation.gts - relation.lts
+    elif isinstance(relation, (sympy.Gt, sympy.Lt)) and (difference := relation.gts - relation.lts).is_integer:
+        yield difference - 1
 
 
 def size_of(value: Any) -> Size:
@@ -100,7 +122,7 @@ def at_most(small: Size, large: Size) -> bool:
     if small == large or _never_negative(sympy.sympify(large) - sympy.sympify(small)):
         return True
     asked = _environment.get()
-    return asked is not None and asked(sympy.Le(small, large))
+    return asked is not None and asked(small, large)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -53,7 +53,12 @@ def fresh_index(node: Node) -> tuple[Index, ...]:
 
 def number(value: Any) -> Size | None:
     """An integer argument: a literal, or a node that holds a size; None if it is left out."""
-    return size_of(value.meta["val"]) if isinstance(value, Node) else value
+    return None if value is None else integer(value)
+
+
+def integer(value: Any) -> Size:
+    """The same of one that is not left out."""
+    return size_of(value.meta["val"] if isinstance(value, Node) else value)
 
 
 def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
@@ -77,6 +82,8 @@ def slice_bounds(node: Node, first: int, length: Size, size: Size) -> tuple[Size
     `first`. None if it is not known where it starts."""
     start_argument, end_argument = argument(node, first), argument(node, first + 1)
     step = argument(node, first + 2, default=1)
+    if not isinstance(step, int):
+        return None
     start = 0 if start_argument is None else _wrapped(number(start_argument), size)
     is_open = end_argument is None or (isinstance(end_argument, int) and end_argument > 2**62)
     if start is None and is_open and step == 1:
@@ -263,14 +270,20 @@ def _every(node: Node, index: tuple[Index, ...], dim: int, start: Size, step: in
 
 
 def _select_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
-    base, source, dim, position = args_of(node)[:4]
-    dim = dim % len(index)
-    position = _wrapped(number(position), shape_of(base)[dim])
+    base, source = args_of(node)[:2]
+    dim, position = written_position(node)
     if position is None:
         return None
     if index[dim] == Index(position):
         return source, index[:dim] + index[dim + 1 :]
     return (base, index) if misses(index[dim], position, position + 1) else None
+
+
+def written_position(node: Node) -> tuple[int, Size | None]:
+    """The dimension along which a select_scatter writes, and the one position there if it is known."""
+    sizes = shape_of(args_of(node)[0])
+    dim, position = argument(node, 2, "dim") % len(sizes), number(argument(node, 3, "index"))
+    return dim, _wrapped(position, sizes[dim])
 
 
 def _copy(node: Node, index: tuple[Index, ...]) -> Place:
@@ -280,12 +293,17 @@ def _copy(node: Node, index: tuple[Index, ...]) -> Place:
 def _pad(node: Node, index: tuple[Index, ...]) -> Place | None:
     """Inside the padding there is nothing to follow; elsewhere the element is the operand's."""
     sizes, moved = shape_of(args_of(node)[0]), list(index)
-    for position in range(len(args_of(node)[1]) // 2):
-        dim, before = len(sizes) - 1 - position, args_of(node)[1][2 * position]
+    for dim, before in _padded(node):
         if not covers(index[dim], before, before + sizes[dim]):
             return None
         moved[dim] = shifted(index[dim], -before)
     return args_of(node)[0], tuple(moved)
+
+
+def _padded(node: Node) -> list[tuple[int, Size]]:
+    """The dimensions that are padded, the last first, and by how much in front."""
+    last, amounts = len(shape_of(node)) - 1, args_of(node)[1]
+    return [(last - place, integer(before)) for place, before in enumerate(amounts[::2])]
 
 
 def pads_with_zero(node: Node, index: tuple[Index, ...]) -> bool:
@@ -293,11 +311,7 @@ def pads_with_zero(node: Node, index: tuple[Index, ...]) -> bool:
     if node.target is not aten.constant_pad_nd.default or argument(node, 2, "value", 0) != 0:
         return False
     sizes = shape_of(args_of(node)[0])
-    for position in range(len(args_of(node)[1]) // 2):
-        dim, before = len(sizes) - 1 - position, args_of(node)[1][2 * position]
-        if misses(index[dim], before, before + sizes[dim]):
-            return True
-    return False
+    return any(misses(index[dim], before, before + sizes[dim]) for dim, before in _padded(node))
 
 
 def covers(index: Index, start: Size, stop: Size) -> bool:
@@ -354,7 +368,7 @@ def move(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Axis, int]]:
     """Where the axes that read a cat or a partly overwritten tensor would have to be cut: (axis, position) pairs."""
-    dim, bounds = _seams(node, len(index))
+    dim, bounds = _seams(node)
     where = index[dim] if bounds else ZERO
     if len(where.terms) != 1 or where.terms[0][1] != 1 or not isinstance(where.offset, int):
         return []
@@ -364,7 +378,7 @@ def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Axis, int]]:
     return [(digit.axis, cut) for cut in inside if is_known and 0 < cut < digit.size]
 
 
-def _seams(node: Node, rank: int) -> tuple[int, list[Size]]:
+def _seams(node: Node) -> tuple[int, list[Size]]:
     """The dimension along which a value was put together, and the positions at which its parts meet."""
     if node.target is aten.cat.default:
         return cat_dim(node), [stop for _, _, stop in pieces(node)]
@@ -372,6 +386,6 @@ def _seams(node: Node, rank: int) -> tuple[int, list[Size]]:
         dim, bounds = written_slice(node)
         return dim, [] if bounds is None or bounds[2] != 1 else list(bounds[:2])
     if node.target is aten.constant_pad_nd.default:
-        dim, before = rank - 1, args_of(node)[1][0]
+        dim, before = _padded(node)[0]
         return dim, [before, before + shape_of(args_of(node)[0])[dim]]
     return 0, []

@@ -36,6 +36,7 @@ UPDATES = {  # a cache [B, 1, T, D], rows [B, 1, S, D]
     "scattered": by_scatter,
     "appended": lambda cache, r: torch.cat([cache, r], 2),
     "sliced": lambda cache, r: written(cache, (slice(None), slice(None), slice(1, 1 + S)), r),
+    "one row": lambda cache, r: torch.select_scatter(cache, r[:, :, 0], 2, -2),
     "per sequence": lambda cache, r: written(cache[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0]),
     "per sequence, one token": lambda cache, r: written(cache[:, 0], (torch.arange(B), PLACES[:, 0]), r[:, 0, 0]),
     "new rows first": lambda cache, r: torch.cat([r, cache], 2),
@@ -161,7 +162,7 @@ NO_UPDATES = {
         lambda cache, r: written(cache[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0, :1]),
     ),
     "every other slot": (
-        "the cache is overwritten from a position that is no compile-time number",
+        "the cache is overwritten in steps of 2, expected neighbouring rows",
         lambda cache, r: written(cache, (slice(None), slice(None), slice(0, 5, 2)), r),
     ),
     "three pieces": ("expected the old rows and the new ones in one cat", lambda cache, r: torch.cat([cache, r, r], 2)),
@@ -175,3 +176,31 @@ def test_what_is_no_cache_update_is_refused_with_a_reason(name):
     reason, function = NO_UPDATES[name]
     with pytest.raises(NoMatch, match=reason):
         read_update(function)
+
+
+def at(position):
+    """Rows written over a slice that begins at a number made of the symbols of the cache [B, 1, T, D]."""
+
+    def write(cache, r):
+        start = position(cache)
+        return torch.slice_scatter(cache, r, 2, start, start + r.shape[2])
+
+    return write
+
+
+def read_dynamic(function):
+    traced = Traced(function, dense(B, 1, T, D), dense(B, 1, S, D), dynamic=True)
+    return traced, cache_update(element_of(traced.out))
+
+
+def test_a_slice_may_begin_at_a_symbol():
+    traced, found = read_dynamic(at(lambda cache: cache.shape[0]))
+    assert traced.number(found.position) == B and not isinstance(found.position, int)
+    assert found.row.node.name == "r"
+
+
+@pytest.mark.parametrize("position", [lambda cache: cache.shape[2] - 4, lambda cache: -cache.shape[0] - 2])
+def test_a_symbol_may_be_negative(position):
+    """What is not known to be zero or more may count from the end."""
+    with pytest.raises(NoMatch, match="from a position that may be negative, and count from the end"):
+        read_dynamic(at(position))

@@ -274,6 +274,31 @@ class NarrowCopy(Slice):
         cache.narrow(1, place, rows.shape[1]).copy_(rows)
 
 
+class SliceScatter(Slice):
+    """The same as one expression, copied back."""
+
+    def write(self, cache: Tensor, rows: Tensor, place: Any) -> None:
+        batch = rows.shape[0]
+        written = torch.slice_scatter(cache[:batch], rows, 1, place, place + rows.shape[1])
+        cache.copy_(torch.slice_scatter(cache, written, 0, 0, batch))
+
+
+class OneRow(Slice):
+    """One token, without the dimension of tokens."""
+
+    steps = ("decode",)
+
+    def write(self, cache: Tensor, rows: Tensor, place: Any) -> None:
+        cache[:, place] = rows[:, 0]
+
+
+class Counted(Slice):
+    """Each cache counts its positions anew."""
+
+    def write(self, cache: Tensor, rows: Tensor, place: Any) -> None:
+        cache[:, place + torch.arange(rows.shape[1])] = rows
+
+
 class SliceReadWhole(Slice):
     is_read_from_memory = True
 
@@ -336,6 +361,9 @@ CACHES = {
     "roomy_slice": RoomySlice(),
     "narrow_copy": NarrowCopy(),
     "slice_read_whole": SliceReadWhole(),
+    "slice_scatter": SliceScatter(),
+    "one_row": OneRow(),
+    "counted": Counted(),
     "combined": Combined(IndexCopy()),
     "combined_slots": Combined(Slots()),
     "combined_blocks": Combined(BlocksAndOffsets()),
