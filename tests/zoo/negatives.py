@@ -311,9 +311,9 @@ RIGHT_WHATEVER_FUSES = [Negative(Spelling(), make, only=("decode", "few")) for m
 class Llama(nn.Module):
     """Grouped queries, rotary over whole heads, causal. With `groups` equal to `heads` plain multi-head attention."""
 
-    def __init__(self, groups: int, attention: str = "sdpa") -> None:
+    def __init__(self, groups: int, attention: str = "sdpa", is_rotated: bool = True) -> None:
         super().__init__()
-        self.heads, self.groups, self.size, self.attention = 4, groups, 8, attention
+        self.heads, self.groups, self.size, self.attention, self.is_rotated = 4, groups, 8, attention, is_rotated
         self.gamma = nn.Parameter(gamma(24))
         self.q, self.o = nn.Linear(24, 32, bias=False), nn.Linear(32, 24, bias=False)
         self.k, self.v = (nn.Linear(24, groups * 8, bias=False) for _ in range(2))
@@ -321,7 +321,8 @@ class Llama(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         h = hf(x, self.gamma, 1e-5)
         q, k, v = (p(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q, k = by_rotate_half(q, cos, sin), by_rotate_half(k, cos, sin)
+        if self.is_rotated:
+            q, k = by_rotate_half(q, cos, sin), by_rotate_half(k, cos, sin)
         k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
         if self.attention == "sdpa":
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -369,6 +370,8 @@ OTHERS = {
     "grouped": lambda: Llama(2),
     "multi_query": lambda: Llama(1),
     "grouped_eager": lambda: Llama(2, "eager"),
+    "multi_head_unrotated": lambda: Llama(4, is_rotated=False),
+    "multi_query_unrotated": lambda: Llama(1, "eager", is_rotated=False),
     "wide_values": WideValues,
     "softmaxes": Softmaxes,
     "encoder_layer": Encoder,
