@@ -61,7 +61,7 @@ DENSE = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]}
 STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growing cache": ("dynamic", 12, 1)}
 
 
-# Where sizes are symbols, equal ones are the same symbol, and a number of tokens equal to the size of a weight is known.
+# Symbolic sizes that are equal are one symbol, and a number of tokens equal to the size of a weight is a known number.
 NO_OTHER_SIZE = 7
 
 
