@@ -113,10 +113,14 @@ def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axe
     parts = [only(columns, f"the columns of {name}", match[name].node) for name, columns in (first, second)]
     whole = joined(match[first[0]], parts[0], match[second[0]], parts[1])
     if whole is None:
-        is_one = match[first[0]].origin is match[second[0]].origin
-        copied = "two parameters, and the operator takes one matrix, which would be a copy of both"
-        raise NoMatch(f"the weights of {what} are {'not neighbours in one matrix' if is_one else copied}", match[second[0]].node)
+        raise NoMatch(f"the weights of {what} are {_apart(match[first[0]], match[second[0]])}", match[second[0]].node)
     return whole
+
+
+def _apart(one: Element, other: Element) -> str:
+    if one.origin is other.origin:
+        return "not neighbours in one matrix"
+    return "two parameters, and the operator takes one matrix, which would be a copy of both"
 
 
 def _place(part: Element) -> tuple[Node, tuple[Index, ...], float]:
