@@ -295,6 +295,8 @@ class OneRow(Slice):
 class Counted(Slice):
     """Each cache counts its positions anew."""
 
+    is_read_from_memory = True
+
     def write(self, cache: Tensor, rows: Tensor, place: Any) -> None:
         cache[:, place + torch.arange(rows.shape[1])] = rows
 
