@@ -58,11 +58,11 @@ class _Interleaved(WeightedQuery):
 
 
 class _Appended(WeightedQuery, Appended):
-    """A cache that grows by cat: its new rows are rotated, too, where norm and rotation are not neighbours."""
+    """A cache that grows by cat: its new rows are rotated, too, where no key side is to be had."""
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = super().rows(x)
-        return latent, k_rope + 1
+        return latent + 1, k_rope
 
 
 FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
