@@ -97,7 +97,7 @@ class LatentOutput(Rule[Facts]):
         contract(contract(var("latents"), var("weight_uv"), name="up"), var("weight_o"), name="out"), rank=2
     )
     accepts = (Case("plain", Layer, {"mla_prolog": 1, "latent_attention": 1, "latent_output": 1}),)
-    rejects = (Case("scaled values", _ScaledOutput, because="expected a matrix product"),)
+    rejects = (Case("scaled values", _ScaledOutput, because="a matrix product is multiplied by another value"),)
 
     def check(self, match: Match) -> Facts:
         up, out = match.reading(Contraction, "up"), match.reading(Contraction, "out")

@@ -159,11 +159,12 @@ class Compilation:
             self._warn(f"mla_fx: attention that looks like MLA stays unfused: {reason}")
 
     def _looks_unfused(self) -> str:
-        """Why a layer that looks like MLA stays unfused, or an empty string."""
+        """Why a layer that looks like MLA stays unfused, or an empty string. What kept a graph from being looked at
+        comes first: where it did not, the nearest miss is but a symptom."""
         near = [miss for miss in self.report.misses if miss.looks_like_mla]
-        if near:
-            return str(max(near, key=lambda miss: miss.depth))
-        return "; ".join(self.report.hindrances)
+        if self.report.hindrances or not near:
+            return "; ".join(self.report.hindrances)
+        return str(max(near, key=lambda miss: miss.depth))
 
 
 def automatic_target(targets: Mapping[str, Target], example_inputs: Sequence[Any]) -> Target:

@@ -130,15 +130,15 @@ class Turned(Combined):
         cache.index_copy_(2, position, torch.cat((latent[..., : self.sizes.rope], latent[..., 6:], k_rope), -1))
 
 
-class LatentsScaled(InTwo):
+class LatentsShifted(InTwo):
     fused = ATTENTION
 
     def write(self, cache, latent, k_rope, position):
-        super().write(cache, latent * 1.5, k_rope, position)
+        super().write(cache, latent + 1.5, k_rope, position)
 
 
 KINDS = [Combined, InTwo, KeysFirst, OfEachSequence, AtNumber, TwoPositions, Overlapping, Spare, SpareInOne]
-KINDS += [ReadBetween, OldRead, Turned, LatentsScaled]
+KINDS += [ReadBetween, OldRead, Turned, LatentsShifted]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

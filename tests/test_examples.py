@@ -32,7 +32,7 @@ def output_of(*arguments):
 def test_add_a_pattern_tries_its_cases():
     told = output_of(str(EXAMPLE))
     assert "plain: fused {'mla_prolog': 1, 'latent_attention': 1, 'latent_output': 1}, and answers as before" in told
-    assert "scaled values: refused, because 'expected a matrix product'" in told
+    assert "scaled values: refused, because 'a matrix product is multiplied by another value'" in told
 
 
 def test_add_a_pattern_is_found_among_the_patterns(tmp_path):

@@ -14,7 +14,7 @@ def pages_of(size, table=TABLE, steps=2):
     query, rope, *_ = latent_attention.sample(torch.float64, 0, steps)
     generator = torch.Generator().manual_seed(1)
     caches = (torch.randn(3, size, part.shape[-1], generator=generator, dtype=torch.float64) for part in (query, rope))
-    return query, rope, *caches, None, None, table
+    return query, rope, *caches, None, None, None, table
 
 
 @pytest.mark.parametrize("size", [1, 3, TILE, TILE + 100], ids=str)
@@ -30,12 +30,12 @@ def test_tables_of_fewer_bits_and_other_strides():
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_no_pages(limit):
-    query, rope, *caches, _, _, table = pages_of(4)
-    out = torch.ops.mla_fx.latent_attention(query, rope, *caches, None, None, table[:, :0], scale=0.3)
+    query, rope, *caches, _, _, _, table = pages_of(4)
+    out = torch.ops.mla_fx.latent_attention(query, rope, *caches, None, block_table=table[:, :0], scale=0.3)
     assert torch.equal(out, torch.zeros_like(query))
     q_nope, _, _, _, uk, uv, _ = mla_attention.sample(torch.float64, 0, 2)
     options = {"scale": 0.3, "max_absorbed_tokens": limit}
-    out = torch.ops.mla_fx.mla_attention(q_nope, rope, *caches, uk, uv, None, None, table[:, :0], **options)
+    out = torch.ops.mla_fx.mla_attention(q_nope, rope, *caches, uk, uv, None, block_table=table[:, :0], **options)
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -59,7 +59,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_what_is_refused_of_pages(reason):
-    names = ("query", "query_rope", "kv_cache", "kr_cache", "mask", "context_lens", "block_table")
+    names = ("query", "query_rope", "kv_cache", "kr_cache", "mask", "context_lens", "sinks", "block_table")
     arguments = dict(zip(names, pages_of(4), strict=True)) | REFUSALS[reason]
     with pytest.raises(ValueError) as refusal:
         torch.ops.mla_fx.latent_attention(**arguments, scale=0.3)

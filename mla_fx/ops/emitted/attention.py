@@ -61,15 +61,16 @@ def _masked(scores: Tensor, mask: Tensor, fill: float | None, rows_first: bool) 
     return scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
 
 
-def check_rope(name: str, queries: Tensor | None, keys: Tensor | None, sizes: tuple[int, int, int]) -> None:
-    """The rotary part, which `name` and kr_cache have together or not at all. `sizes` is [B, N, S]."""
+def check_rope(name: str, queries: Tensor | None, keys: Tensor | None, sizes: tuple[int, int, int]) -> int | None:
+    """Dr of the rotary part, which `name` and kr_cache have together or not at all. `sizes` is [B, N, S]."""
     if (queries is None) != (keys is None):
         given, missing = (name, "kr_cache") if keys is None else ("kr_cache", name)
         raise ValueError(f"{given} is given and {missing} is None; a rotary part has both, or there is none.")
-    if queries is None or keys is None:
-        return
+    if queries is None:
+        return None
     batch, heads, steps = sizes
-    check_shape(name, queries, "B, S, N, Dr", (batch, steps, heads, keys.shape[-1]))
+    check_shape(name, queries, "B, S, N, Dr", (batch, steps, heads, None))
+    return queries.shape[-1]
 
 
 def check_mask(

@@ -93,9 +93,9 @@ def check(a: Arguments) -> None:
     check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
     check_rank("query", a.query, "B, S, N, Hckv")
     batch, steps, heads, rank = a.query.shape
-    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, rank)
+    width = check_rope("query_rope", a.query_rope, a.kr_cache, (batch, heads, steps))
+    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, (rank, width))
     sizes = batch, heads, steps, context
-    check_rope("query_rope", a.query_rope, a.kr_cache, sizes[:3])
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     if a.sinks is not None:
         check_shape("sinks", a.sinks, "N", (heads,))

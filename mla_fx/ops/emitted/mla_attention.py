@@ -102,10 +102,10 @@ def check(a: Arguments) -> None:
     check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
     check_rank("q_nope", a.q_nope, "B, S, N, D")
     batch, steps, heads, nope = a.q_nope.shape
-    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, None)
+    width = check_rope("q_rope", a.q_rope, a.kr_cache, (batch, heads, steps))
+    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, (None, width))
     rank = a.kv_cache.shape[2]
     sizes = batch, heads, steps, context
-    check_rope("q_rope", a.q_rope, a.kr_cache, sizes[:3])
     check_shape("weight_uk", a.weight_uk, "N, D, Hckv", (heads, nope, rank))
     check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)

@@ -36,13 +36,17 @@ def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int
 
 
 def check_contexts(
-    kv_cache: Tensor, kr_cache: Tensor | None, block_table: Tensor | None, batch: int, rank: int | None
+    kv_cache: Tensor,
+    kr_cache: Tensor | None,
+    block_table: Tensor | None,
+    batch: int,
+    widths: tuple[int | None, int | None],
 ) -> int:
-    """Both caches hold the same contexts, or pages of the same size; returns T. A rank that is None is any."""
+    """Both caches hold the same contexts, or pages of the same size; returns T. A width that is None is any."""
     letters, lead = ("B, T", batch) if block_table is None else ("BlockNum, BlockSize", None)
-    check_shape("kv_cache", kv_cache, f"{letters}, Hckv", (lead, None, rank))
+    check_shape("kv_cache", kv_cache, f"{letters}, Hckv", (lead, None, widths[0]))
     if kr_cache is not None:
-        check_shape("kr_cache", kr_cache, f"{letters}, Dr", (lead, kv_cache.shape[1], None))
+        check_shape("kr_cache", kr_cache, f"{letters}, Dr", (lead, kv_cache.shape[1], widths[1]))
     if block_table is not None:
         caches = {"kv_cache": kv_cache, "kr_cache": kr_cache}
         blocks = {name: cache.shape[0] for name, cache in caches.items() if cache is not None}
