@@ -7,14 +7,18 @@ from ops.harness import by_name, cases
 
 NZ = 29
 WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
-OWN = {"rope_layout": "interleave_half", "gamma_after_cast": False}  # what `mla_fx` has beyond the vendor's
+# What `mla_fx` has beyond the vendor's.
+OWN = {"rope_layout": "interleave_half", "gamma_after_cast": False}
+NUMBERS = {"mla_prolog": ("qc_qr_scale", "kc_scale"), "kv_rmsnorm_rope_cache": ("kc_scale",)}
 
 
 def vendor_cases(operator):
     """Those samples of the operator that the vendor's has too, as arguments by name."""
+    own = OWN | dict.fromkeys(NUMBERS.get(operator, ()), 1.0)
     for case in cases([torch.bfloat16], [operator]):
         arguments = by_name(*case.values)
-        is_vendors = all(arguments.pop(name, default) == default for name, default in OWN.items())
+        is_vendors = all(arguments.pop(name, default) == default for name, default in own.items())
+        is_vendors &= arguments.get("cache_mode") != "BNSD"
         is_rotated = all(arguments[name] is not None for name in ("cos", "rope_cos") if name in arguments)
         if is_vendors and is_rotated:
             yield pytest.param(arguments, id=case.id)

@@ -39,8 +39,8 @@ STEPS = {
     "decode": (models.static_cache, 1, "deepseek_v3", {}, [5, 0, 0, 0]),
     "prompt": (models.static_cache, 20, "deepseek_v3", {}, [7, 2, 0, 0]),
     "query of full rank": (models.static_cache, 1, "deepseek_v3", {"q_lora_rank": None}, [5, 2, 0, 0]),
-    "growing cache": (models.grown, 1, "deepseek_v3", {"q_lora_rank": None}, [7, 4, 0, 0]),
-    "halves": (models.static_cache, 20, "minicpm3", {}, [8, 0, 4, 1]),
+    "growing cache": (models.grown, 1, "deepseek_v3", {"q_lora_rank": None}, [5, 2, 0, 0]),
+    "halves": (models.static_cache, 20, "minicpm3", {}, [9, 0, 4, 0]),
     "rotation of complex numbers": (models.static_cache, 20, "deepseek_v2", {}, [9, 0, 0, 0]),
 }
 
