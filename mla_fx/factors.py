@@ -8,11 +8,10 @@ from .binding import Match
 from .errors import NoMatch
 from .readings.axes import Axis, axes_of, of_axis
 from .readings.contraction import Contraction
-from .readings.element import Element
+from .readings.element import Element, computed_from
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope
-from .readings.scaling import is_computed_from
 
 
 def query_factor(match: Match) -> float:
@@ -67,6 +66,7 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:
         raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
-    if any(is_computed_from(nope.origin, match.readings[name].node) for name in ("uq", "qr")):
+    sources = (match.readings[name].node for name in ("uq", "qr"))
+    if any(nope.origin is source or source in computed_from(nope.origin, since=source) for source in sources):
         raise NoMatch("the query is multiplied by a tensor that is computed from it", nope.origin)
     return nope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from .match import OperandAxes
 from .readings.axes import Axis, Index, combine, of_axis, shifted, whole
 from .readings.cache_update import CacheUpdate
 from .readings.counts import Count, count
-from .readings.element import Element, is_parameter, resolve
+from .readings.element import Element, computed_from, is_parameter, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope, Table
@@ -25,6 +25,9 @@ from .readings.views import shape_of
 from .replacement import Replacement, replaced
 
 aten = torch.ops.aten
+
+# What a recognised attention becomes.
+ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
 
 def roles(match: Match, operand: str) -> tuple[Axes, ...]:
@@ -62,21 +65,11 @@ def check_weight(weight: Element, name: str) -> None:
     """Raises NoMatch unless a weight is a parameter as it is multiplied."""
     if is_parameter(weight.node):
         return
-    stored = {node.meta["val"].dtype for node in _computed_from(weight.node) if is_parameter(node)}
+    stored = {node.meta["val"].dtype for node in computed_from(weight.node) if is_parameter(node)}
     packed = sorted(str(dtype) for dtype in stored if dtype.itemsize == 1 and dtype is not torch.bool)
     if packed:
         raise NoMatch(f"{name} is dequantised by the graph, from {packed[0]}, expected a plain parameter", weight.node)
     raise NoMatch(f"{name} is computed by the graph, expected a parameter", weight.node)
-
-
-def _computed_from(node: Node) -> Iterator[Node]:
-    """Everything that a value is computed from."""
-    pending, seen = [node], {node}
-    while pending:
-        fresh = set(pending.pop().all_input_nodes) - seen
-        seen |= fresh
-        pending += fresh
-        yield from fresh
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, result, tensor
 from mla_fx.match import NearestMiss
-from mla_fx.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined, only
+from mla_fx.operands import ATTENTION, CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined, only
 from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
 from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
 from mla_fx.readings.element import Element, element_of, resolve
@@ -34,7 +34,6 @@ from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten
-ATTENTION = (torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.mla_attention.default)
 
 
 @dataclass(frozen=True)

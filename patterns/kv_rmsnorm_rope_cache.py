@@ -23,6 +23,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, twin, var
 from mla_fx.operands import (
+    ATTENTION,
     CacheRoles,
     Joined,
     cache_roles,
@@ -48,7 +49,6 @@ from mla_fx.rule import Rule
 
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
-ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
 K_ROPE = either(
     "k_rope",

@@ -241,9 +241,7 @@ class MlaAttention(Rule[Facts]):
         factors = scale, factor / scale, value_factor
         return Facts(match, found, *factors, _dtype(match), keys, values, b, s, n, t, d, dr, hckv, dv)
 
-    def _check_operands(
-        self, match: Match, b: Axes, s: Axes, n: Axes, t: Axes, d: Axes, dr: Axes, hckv: Axes
-    ) -> None:
+    def _check_operands(self, match: Match, b: Axes, s: Axes, n: Axes, t: Axes, d: Axes, dr: Axes, hckv: Axes) -> None:
         """Each operand has its own dimensions and no others."""
         found = match.reading(Attention, "attention")
         if "weight_uk" in match.elements:

@@ -21,7 +21,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, tensor
 from mla_fx.match import CallPattern, NearestMiss, Operand, var
-from mla_fx.operands import roles
+from mla_fx.operands import ATTENTION, roles
 from mla_fx.readings.axes import axes_of, cuts
 from mla_fx.readings.element import element_of
 from mla_fx.readings.paged import GATHERS, Paged, paged
@@ -29,8 +29,6 @@ from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.views import args_of, named_argument
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
-
-ATTENTION = (torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.mla_attention.default)
 
 # b and t: batch and context, c latent and r rotary columns
 CACHES = {"kv_cache": Operand("btc", var("kv_cache")), "kr_cache": Operand("btr", var("kr_cache"))}

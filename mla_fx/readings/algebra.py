@@ -50,9 +50,9 @@ def _spend(budget: Budget, node: Node) -> None:
         raise NoMatch(f"a sum or product of more than {MOST_OPERATIONS} operations", node)
 
 
-_SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
-_REVERSED = frozenset({aten.rsub.Tensor, aten.rsub.Scalar})
-_ADDS = frozenset({aten.add.Tensor, aten.add.Scalar, *_SUBTRACTS})
+SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
+REVERSED = frozenset({aten.rsub.Tensor, aten.rsub.Scalar})  # the second operand minus the first
+_ADDS = frozenset({aten.add.Tensor, aten.add.Scalar, *SUBTRACTS})
 
 
 def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
@@ -63,7 +63,7 @@ def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
         return 0.0
     total = 0.0
     alpha = constant(argument(node, 2, "alpha", 1)) or 0.0
-    second = -alpha if node.target in _SUBTRACTS else alpha
+    second = -alpha if node.target in SUBTRACTS else alpha
     for value, sign in ((args_of(node)[0], 1.0), (args_of(node)[1], second)):
         if (number := constant(value)) is not None:
             total += element.factor * sign * number
@@ -75,9 +75,9 @@ def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
 def complemented(element: Element) -> Element | None:
     """The condition as a number in `1 - condition`, which is no sum of numbers but the opposite condition."""
     node = element.origin
-    if node.target not in _SUBTRACTS | _REVERSED or argument(node, 2, "alpha", 1) != 1:
+    if node.target not in SUBTRACTS | REVERSED or argument(node, 2, "alpha", 1) != 1:
         return None
-    one, value = args_of(node)[:2] if node.target in _SUBTRACTS else args_of(node)[1::-1]
+    one, value = args_of(node)[:2] if node.target in SUBTRACTS else args_of(node)[1::-1]
     if constant(one) != 1 or not isinstance(value, Node):
         return None
     found = operand(value, element.index)

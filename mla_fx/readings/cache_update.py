@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from mla_fx.errors import NoMatch
 
 from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
+from .counts import INTEGERS
 from .element import Element, constant, element_of, operand, resolve
 from .reading import Reading, renamed
 from .sizes import Size, at_most
@@ -30,7 +31,6 @@ from .views import (
 
 aten = torch.ops.aten
 
-INTEGERS = frozenset({torch.int64, torch.int32})
 REMAINDERS = frozenset({aten.remainder.Scalar, aten.remainder.Tensor})  # of the sign of the divisor
 POSITIONED = frozenset(
     {aten.index_copy.default, aten.index_put.default, aten._unsafe_index_put.default, aten.scatter.src}

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
+from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
 from .element import CASTS, Element, constant, operand
 from .sizes import Size, at_most, plain, size_of
@@ -22,9 +23,7 @@ aten = torch.ops.aten
 INTEGERS = frozenset({torch.int64, torch.int32})
 IOTA, ARANGES = torch.ops.prims.iota.default, (aten.arange.start, aten.arange.start_step)
 ADDS = frozenset({aten.add.Tensor, aten.add.Scalar})
-SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-REVERSED = frozenset({aten.rsub.Tensor, aten.rsub.Scalar})  # the second operand minus the first
 EXACT = 2**53  # up to here a float holds every whole number, as `constant` returns it
 
 

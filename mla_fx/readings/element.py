@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -300,3 +300,15 @@ def _attribute(node: Node) -> float | None:
 def is_parameter(node: Node) -> bool:
     """A graph input or attribute: something that no operation of this graph computes."""
     return node.op in ("placeholder", "get_attr")
+
+
+def computed_from(node: Node, since: Node | None = None) -> Iterator[Node]:
+    """Everything that a value is computed from, no earlier than `since` if that is given."""
+    pending, seen = [node], {node}
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in seen or (since is not None and source < since):
+                continue
+            seen.add(source)
+            pending.append(source)
+            yield source

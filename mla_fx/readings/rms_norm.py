@@ -129,10 +129,10 @@ def _sum_of_squares(mean: Element) -> _MeanSquare:
 def _squared(square: Element) -> Node | None:
     """What is squared, if one operation does it: it may be a product, which is one value all the same."""
     node = square.origin
-    operands = args_of(node)[:2] if node.target is aten.mul.Tensor else args_of(node)[:1]
-    is_square = node.target in (aten.pow.Tensor_Scalar, aten.square.default) or len(set(operands)) == 1
-    value = operands[0] if operands else None
-    return resolve(value, square.index).origin if is_square and isinstance(value, Node) else None
+    is_power = node.target in (aten.pow.Tensor_Scalar, aten.square.default)
+    if not is_power and not (node.target is aten.mul.Tensor and args_of(node)[0] is args_of(node)[1]):
+        return None
+    return resolve(args_of(node)[0], square.index).origin
 
 
 def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
@@ -35,16 +34,3 @@ def scaling(element: Element) -> Scaling:
         if scale.axes < value.axes:
             return Scaling(node, value.times(factor), scale)
     raise NoMatch("expected a value multiplied by a scale, found the product of two values", node)
-
-
-def is_computed_from(node: Node, source: Node) -> bool:
-    """Whether `source` is among the operations that `node` is computed from, at first or second hand."""
-    pending, seen = [node], {source}
-    while pending:
-        operation = pending.pop()
-        if operation is source:
-            return True
-        if operation not in seen and source < operation:
-            seen.add(operation)
-            pending += operation.all_input_nodes
-    return False

@@ -110,6 +110,7 @@ NO_NORMS = {
     "a rotated value": (lambda x, g: normed(torch.cat([x[..., 1:], x[..., :1]], -1), g, x), "is not the one", (D,)),
     "times a tensor": (lambda x, g: 2 * normed(x, g, x) * x[..., :1], "multiplied by one weight", (D,)),
     "a mean of cubes": (lambda x, g: x * torch.rsqrt((x**3).mean(-1, True) + 9) * g, "one value squared", (D,)),
+    "a mean of sums": (lambda x, g: x * torch.rsqrt(x.sum(1).mean(-1, True)[:, None] + EPSILON) * g, "one value", (D,)),
     "a clamp": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True).clamp(min=1e-3)) * g, "found clamp", (D,)),
     "a tensor epsilon": (lambda x, g: x * torch.rsqrt(x.square().mean(-1, True) + g[0]) * g, "compile-time", (D,)),
     "two lengths": (lambda x, g: by_lengths(x, g, length(x), length(x.flip(1))), "found mul", (D,)),
