@@ -13,6 +13,7 @@ from .readings.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first,
 from .readings.element import Element
 from .readings.reading import Reading, renamed
 from .readings.sizes import product
+from .readings.views import label_of
 
 Same = Mapping[Axis, Index]
 Kind = TypeVar("Kind", bound=Reading)
@@ -48,7 +49,7 @@ class Match:
         if before is None:
             return Match({**self.elements, name: element}, self.readings, self.choices, self.same, self.fixed)
         if before.origin is not element.origin:
-            places = f"{before.origin.name} in one place, {element.origin.name} in the other"
+            places = f"{label_of(before.origin)} in one place, {label_of(element.origin)} in the other"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
         is_alike = (before.factor, before.roundings) == (element.factor, element.roundings)
         same = self._unified(before, element) if is_alike else None

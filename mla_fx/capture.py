@@ -1,11 +1,17 @@
-"""What must be done on Dynamo's graph, before AOTAutograd: floats that `dynamic=True` turned into inputs."""
+"""What must be done on Dynamo's graph, before AOTAutograd: floats that `dynamic=True` turned into inputs are made
+numbers again, and the names of inputs are kept, which AOTAutograd only counts."""
 
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from .debug.report import plain_path
+from .readings.views import INPUT_NAME
 from .survey import joins_cut_products
+from .torch_private import input_path
+
+FROM_BEFORE = "from before a graph break"
 
 
 def recover_floats(gm: GraphModule) -> None:
@@ -26,3 +32,19 @@ def recover_floats(gm: GraphModule) -> None:
 def _is_lifted_float(node: Node) -> bool:
     value = node.meta.get("example_value")
     return node.op == "call_method" and node.target == "item" and isinstance(value, torch.SymFloat)
+
+
+def input_names(graph: Graph) -> tuple[str, ...]:
+    """The names of Dynamo's inputs as the user writes them, `layers.3.self_attn.o_proj.weight`; empty where unknown."""
+    paths = (plain_path(input_path(node)) for node in graph.find_nodes(op="placeholder"))
+    return tuple(FROM_BEFORE if path.startswith("___stack") else path for path in paths)
+
+
+def name_inputs(graph: Graph, names: tuple[str, ...]) -> None:
+    """Has messages call the inputs of an operator graph by those names, if there is one for each of them."""
+    inputs = graph.find_nodes(op="placeholder")
+    if len(inputs) != len(names):
+        return
+    for node, name in zip(inputs, names, strict=True):
+        if name:
+            node.meta[INPUT_NAME] = name

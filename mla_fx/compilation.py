@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import discover, ledger
-from .capture import recover_floats
+from .capture import input_names, name_inputs, recover_floats
 from .debug.recorder import Recorder
 from .debug.report import Report
 from .errors import FusionError, MlaWarning, OptionError, VerificationError
@@ -46,6 +46,7 @@ class Compilation:
     rules: tuple[Rule[Any], ...] = field(default_factory=discover.rules)
     is_broken: bool = False
     is_training: bool = False
+    input_names: tuple[str, ...] = ()
 
     @classmethod
     def prepare(
@@ -68,8 +69,9 @@ class Compilation:
         original = gm if self.options.verify == "off" else _copy(gm)
         try:
             recover_floats(gm)
+            self.input_names = input_names(gm.graph)
         except Exception as error:
-            self._fail("recovering lifted floats", error)
+            self._fail("reading Dynamo's graph", error)
         compiled = self.target.compile(gm, example_inputs, self.fusing, self.options.extra)
         if self.options.verify == "off" or self.is_training:
             return compiled
@@ -103,6 +105,7 @@ class Compilation:
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
         run = Run(gm.graph, self.options, self.rules, self.report, self.target, weights, on_stage=recorder.stage)
         try:
+            name_inputs(gm.graph, self.input_names)
             with torch.no_grad():
                 run_pipeline(run, () if self.is_broken else self.passes)
         except Exception as error:

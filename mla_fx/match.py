@@ -38,7 +38,7 @@ from torch.fx import Node
 from .binding import Match
 from .errors import NoMatch
 from .readings.axes import Axis, Index, fresh, shifted
-from .readings.cache_update import POSITIONED, CacheUpdate, cache_update
+from .readings.cache_update import POSITIONED, CacheUpdate, cache_update, is_written_where
 from .readings.contraction import Contraction, contraction
 from .readings.element import Element, resolve
 from .readings.reading import Reading
@@ -178,7 +178,7 @@ class _Stored(Pattern):
         try:
             update = cache_update(element)
         except NoMatch:
-            if element.origin.target in POSITIONED:
+            if element.origin.target in POSITIONED or is_written_where(element.origin):
                 raise  # a cache write in an unknown spelling is no plain row
             yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return

@@ -12,7 +12,7 @@ from .binding import Match
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
-from .match import OperandAxes
+from .match import OperandAxes, Pattern, rms_norm, twin, var
 from .readings.axes import Axis, Index, combine, of_axis, shifted, whole
 from .readings.cache_update import CacheUpdate
 from .readings.counts import Count, count
@@ -47,6 +47,12 @@ def last_dimension(operand: str) -> Callable[[Match], Axis]:
         return axis
 
     return along
+
+
+def normed(value: str, operator: str) -> Pattern:
+    """A near twin: the value is normalised where `operator` takes it as it is."""
+    norm = rms_norm(var(value), var(f"gamma of {value}"), name=f"norm of {value}")
+    return twin(norm, because=f"{value} is normalised, which {operator} does not do")
 
 
 def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
@@ -177,7 +183,9 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
-    is_same = mine.wraps == theirs.wraps and mine.offset == theirs.offset and _counted(mine) == _counted(theirs)
+    if mine.wraps != theirs.wraps:
+        raise NoMatch("of latent and rotary key only one is written so that negative positions count", theirs.node)
+    is_same = mine.offset == theirs.offset and _counted(mine) == _counted(theirs)
     if not is_same or latent.row != keys.row:
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -69,7 +70,7 @@ def _check_known(extra: Mapping[str, Any], target: str, targets: Mapping[str, Ta
     if unknown:
         raise OptionError(
             f"unknown option {_listed(unknown)} for target {target!r}; known options are {_listed(sorted(OWN))}"
-            f" and those of the target: {_summary(accepted)}"
+            f" and those of the target: {_summary(accepted, like=unknown[0])}"
         )
 
 
@@ -109,6 +110,9 @@ def _listed(names: Iterable[Any]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-def _summary(names: frozenset[str]) -> str:
-    shown = sorted(names)
-    return _listed(shown) if len(shown) <= 12 else f"{len(shown)} of its own, such as {_listed(shown[:3])}"
+def _summary(names: frozenset[str], *, like: str) -> str:
+    """The names, or of too many those that are most alike."""
+    if len(names) <= 12:
+        return _listed(sorted(names))
+    near = difflib.get_close_matches(like, names, n=3, cutoff=0)
+    return f"{len(names)} of its own, most alike {_listed(near)}"

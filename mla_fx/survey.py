@@ -27,7 +27,10 @@ TRAINING = "training graph: left alone, mla_fx fuses inference only"
 NO_ATTENTION = "no attention in this graph: there is nothing to fuse"
 FLEX = "attention by flex_attention is not read"
 DROPOUT = "attention with dropout is left alone; model.eval() turns it off"
-CUT_BEHIND = "latents are projected down and up again, but no attention follows; a graph break may cut the layer"
+CUT_BEHIND = (
+    "latents are projected down and up again, but no softmax follows: attention of another kind is not read, "
+    "and a graph break may have cut the layer"
+)
 CUT_BEFORE = "attention without the projections that feed it; a graph break may cut the layer"
 
 

@@ -21,7 +21,7 @@ from torch.utils._dtype_abbrs import dtype_abbrs
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as GraphPass
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
 __all__ = [
     "GraphPass",
@@ -39,6 +39,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_modes",
     "inductor_options",
+    "input_path",
     "is_fake",
     "is_known",
     "make_fx",
@@ -155,6 +156,12 @@ def aot_autograd(
         keep_inference_input_mutations=True,
     )
     return backend
+
+
+def input_path(placeholder: Node) -> str:
+    """Where Dynamo found an input of its graph, as Python: `L['self']._modules['o']._parameters['weight']`."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return "" if source is None else str(source.name() if callable(source.name) else source.name)
 
 
 def static_inputs() -> frozenset[int]:

@@ -21,7 +21,7 @@ from mla_fx.cases import HCKV, Appended, Case, WeightedQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, twin, var
+from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     ATTENTION,
     CacheRoles,
@@ -35,6 +35,7 @@ from mla_fx.operands import (
     emit_table,
     joined,
     last_dimension,
+    normed,
     only,
     replace_cache,
     replace_rows,
@@ -50,14 +51,7 @@ from mla_fx.rule import Rule
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 
-K_ROPE = either(
-    "k_rope",
-    normed=twin(
-        rms_norm(var("k_rope"), var("gamma_kr"), name="k_rope.norm"),
-        because="k_rope is normalised, which kv_rmsnorm_rope_cache does not do",
-    ),
-    plain=var("k_rope"),
-)
+K_ROPE = either("k_rope", normed=normed("k_rope", "kv_rmsnorm_rope_cache"), plain=var("k_rope"))
 # b and t: batch and context of the caches, c latent and r rotary columns
 PATTERN = CallPattern(
     {

@@ -37,7 +37,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.masks import emit_context_lens, emit_mask
-from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, var
+from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
 from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.contraction import Contraction, parted_at, segments
@@ -53,6 +53,14 @@ LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv
 NOPE = either(
     "keys",
     expanded=contract(var("q_nope"), contract(LATENT, WEIGHT_UK, name="up"), name="nope"),
+    normed=contract(
+        var("q_nope"),
+        twin(
+            rms_norm(contract(LATENT, WEIGHT_UK, name="up"), var("gamma"), name="norm"),
+            because="keys are normalised for each head behind their up-projection, which cannot be absorbed then",
+        ),
+        name="nope",
+    ),
     absorbed=contract(bound("query", contract(var("q_nope"), WEIGHT_UK, name="up")), LATENT, name="nope"),
 )
 ROPE = contract(var("q_rope"), var("kr_cache"), name="rope")

@@ -52,6 +52,7 @@ from mla_fx.operands import (
     emit_table,
     joined_weights,
     last_dimension,
+    normed,
     replace_cache,
     replace_rows,
     roles,
@@ -99,20 +100,21 @@ def _scaled(value: Pattern, operand: str) -> Pattern:
 Q_NOPE = contract(Q_LATENT, var("weight_uq"), name="uq")
 Q_ROPE = contract(Q_LATENT, var("weight_qr"), name="qr")
 K_ROPE = either(
-    "k_rope",
-    plain=contract(TOKEN_X, var("weight_kr"), name="kr"),
-    normed=twin(
-        rms_norm(var("k_rope"), var("gamma_kr"), name="kr.norm"),
-        because="k_rope is normalised, which mla_prolog does not do",
-    ),
+    "k_rope", plain=contract(TOKEN_X, var("weight_kr"), name="kr"), normed=normed("k_rope", "mla_prolog")
 )
+# Rows are made in one way, queries in several: whatever is wrong with a query is told best once token_x is known.
 # b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the caches, k latent
 # and l rotary columns
 PATTERN = CallPattern(
     {
+        "kv_cache": Operand("atk", stored(KV_LATENT, name="kv_cache.write")),
         "query": Operand(
             "bsnc",
-            contract(either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query")), var("weight_uk"), name="uk"),
+            contract(
+                either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query"), normed=normed("q_nope", "mla_prolog")),
+                var("weight_uk"),
+                name="uk",
+            ),
         ),
         "query_rope": Operand(
             "bsnr",
@@ -123,7 +125,6 @@ PATTERN = CallPattern(
                 before=_rotated(_scaled(Q_ROPE, "query_rope"), "query_rope"),
             ),
         ),
-        "kv_cache": Operand("atk", stored(KV_LATENT, name="kv_cache.write")),
         "kr_cache": Operand(
             "atl",
             stored(_rotated(K_ROPE, "kr_cache"), name="kr_cache.write", beside="kv_cache.write"),
@@ -271,11 +272,12 @@ class MlaProlog(Rule[Facts]):
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         match, tokens, n, hckv = facts.match, facts.tokens, facts.n, facts.hckv
-        given = [match.readings[f"{name}.axes"].node for name in PATTERN.operands]
+        given = {name: match.readings[f"{name}.axes"].node for name in PATTERN.operands}
         x = tensor(emit, match["token_x"], (*tokens, facts.he))
         dtype = x.meta["val"].dtype
-        if dtype != given[2].meta["val"].dtype:
-            raise NoMatch(f"token_x is {dtype}, the cache {given[2].meta['val'].dtype}", x)
+        cached = given["kv_cache"].meta["val"].dtype
+        if dtype != cached:
+            raise NoMatch(f"token_x is {dtype}, the cache {cached}", x)
 
         def weight(element: Element, *dims: Axes) -> Node:
             return tensor(emit, element, dims, dtype=dtype)
@@ -300,10 +302,13 @@ class MlaProlog(Rule[Facts]):
         if facts.query_scale is not None:
             scale = tensor(emit, facts.query_scale, (*tokens, n, ()))
             query, query_rope = (emit.call(aten.mul.Tensor, part, scale) for part in (query, query_rope))
-        yield Replacement(given[0], _as_given(emit, given[0], query, (*tokens, n, hckv), roles(match, "query")))
+        old = given["query"]
+        yield Replacement(old, _as_given(emit, old, query, (*tokens, n, hckv), roles(match, "query")))
         r = roles(match, "query_rope")
-        yield Replacement(given[1], _as_given(emit, given[1], query_rope, (*tokens, *r[2:]), r))
-        for cache, old, new in ((facts.latent, given[2], kv_cache_out), (facts.keys, given[3], kr_cache_out)):
+        old = given["query_rope"]
+        yield Replacement(old, _as_given(emit, old, query_rope, (*tokens, *r[2:]), r))
+        written = (facts.latent, given["kv_cache"], kv_cache_out), (facts.keys, given["kr_cache"], kr_cache_out)
+        for cache, old, new in written:
             if cache is None:
                 yield Replacement(old, emit.call(aten.squeeze.dim, new, 2))
             elif mode == "BSND":
@@ -366,11 +371,14 @@ def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
     return sin, cos
 
 
-def _cache_operands(emit: Emitter, facts: Facts, x: Node, given: list[Node]) -> tuple[Node | None, Node, Node, str]:
+def _cache_operands(
+    emit: Emitter, facts: Facts, x: Node, given: dict[str, Node]
+) -> tuple[Node | None, Node, Node, str]:
     if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
         caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
         return emit_positions(emit, facts.latent, facts.keys), *caches, "Norm"
-    kv_cache, kr_cache = (emit_new_cache(emit, x, *shape_of(x)[:2], 1, shape_of(cache)[-1]) for cache in given[2:])
+    widths = (shape_of(given[name])[-1] for name in ("kv_cache", "kr_cache"))
+    kv_cache, kr_cache = (emit_new_cache(emit, x, *shape_of(x)[:2], 1, width) for width in widths)
     return None, kv_cache, kr_cache, "BSND"
 
 

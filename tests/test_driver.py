@@ -40,14 +40,14 @@ def test_floats_that_cannot_be_recovered_break_no_model(decode, monkeypatch):
     module, arguments = decode
     monkeypatch.setattr(compilation, "recover_floats", fail)
     (message,) = told(module, arguments, with_backend(module))
-    assert "recovering lifted floats failed with ZeroDivisionError: a bug; the model runs unfused" in message
+    assert "reading Dynamo's graph failed with ZeroDivisionError: a bug; the model runs unfused" in message
     assert mla_fx.last_report().fused == {}
 
 
 def test_floats_that_cannot_be_recovered_are_an_error_when_strict(decode, monkeypatch):
     module, arguments = decode
     monkeypatch.setattr(compilation, "recover_floats", fail)
-    with pytest.raises(mla_fx.FusionError, match="recovering lifted floats failed: ZeroDivisionError: a bug"):
+    with pytest.raises(mla_fx.FusionError, match="reading Dynamo's graph failed: ZeroDivisionError: a bug"):
         with_backend(module, strict=True)(*arguments)
 
 

@@ -230,7 +230,7 @@ HINDERED = {
     Dropped: "attention with dropout is left alone",
     DroppedInside: "attention with dropout is left alone",
     Flexible: "flex_attention is not read",
-    Cut: "no attention follows; a graph break may cut the layer",
+    Cut: "no softmax follows: attention of another kind is not read",
 }
 
 

@@ -155,3 +155,15 @@ def test_guards_are_relations():
     size = mode.from_tensor(torch.ones(7)).shape[0]
     assert size + size < 20
     assert sympy.Lt(2 * size.node.expr, 20) in torch_private.guards(mode.shape_env)
+
+
+def test_inputs_are_known_by_their_paths():
+    layer, paths = torch.nn.Sequential(torch.nn.Linear(2, 2)), []
+
+    def backend(gm, _):
+        paths.extend(map(torch_private.input_path, gm.graph.find_nodes(op="placeholder")))
+        return gm
+
+    torch.compile(layer, backend=backend)(torch.ones(1, 2))
+    assert len(paths) == 3 and any(path.endswith("._parameters['weight']") for path in paths), paths
+    assert torch_private.input_path(torch.fx.Graph().placeholder("x")) == ""

@@ -12,7 +12,9 @@ from torch.fx import Graph, Node
 
 from mla_fx.torch_private import OpOverload
 
-_VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\]\.?")
+_VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
+_NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -34,8 +36,8 @@ class Miss:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What equal layers have in common: pattern, reason and line."""
-        return self.pattern, self.reason, self.source
+        """What equal layers have in common: pattern, line, and the reason but for the numbers of layers and nodes."""
+        return self.pattern, _NUMBERED.sub("#", self.reason), self.source
 
 
 @dataclass
@@ -145,9 +147,18 @@ def _innermost(trace: str) -> str:
 
 
 def module_of(node: Node | None) -> str:
-    """The path of the module that made a node, as its user writes it: `model.layers.3.self_attn`; or an empty string.
-
-    Dynamo puts before it the variable that it found the model in: what is compiled is `self` or `fn` to it."""
+    """The path of the module that made a node as its user writes it, `model.layers.3.self_attn`, or an empty string."""
     stack = node.meta.get("nn_module_stack") if node is not None else None
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    return _VARIABLE.sub(lambda found: "" if found["name"] in ("self", "fn") else f"{found['name']}.", path).strip(".")
+    return plain_path(str(list(stack.values())[-1][0])) if stack else ""
+
+
+def plain_path(path: str) -> str:
+    """A path of Dynamo's as the user writes it: `layers.3.weight` for `L['self'].layers._modules['3']...`.
+
+    Dynamo begins it with the variable that it found the model in: what is compiled is `self` or `fn` to it."""
+    named = _VARIABLE.sub(_variable, _MEMBER.sub(r".\1", path))
+    return named.strip(".")
+
+
+def _variable(found: re.Match[str]) -> str:
+    return "" if found["name"] in ("self", "fn") else found["name"] + found["dot"]

@@ -37,6 +37,7 @@ POSITIONED = frozenset(
 )
 WRITES = frozenset({*POSITIONED, aten.slice_scatter.default, aten.select_scatter.default})
 NEGATIVE = "the cache is overwritten from a position that may be negative, and count from the end"
+WHERE = "the cache is written where a condition holds, not at positions"
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,21 @@ class CacheUpdate(Reading):
 
     def beside(self, other: CacheUpdate) -> CacheUpdate:
         """This update with its rows counted as those of another cache. Raises NoMatch if they are not as many."""
-        if len(self.index) != len(other.index) or (self.dim, self.behind) != (other.dim, other.behind):
-            raise NoMatch("latent and rotary key are cached in different layouts", self.node)
-        mine, theirs = ((*update.index[:-1], update.token) for update in (self, other))
+        if self.is_paged != other.is_paged:
+            raise NoMatch("only one of latent and rotary key is cached by blocks and offsets", self.node)
         names: dict[Axis, Index] = {}
-        for own, same in zip(mine, theirs, strict=True):
-            axes, others = axes_of(own) or (), axes_of(same) or ()
-            if [axis.size for axis in axes] != [axis.size for axis in others]:
+        for own, same in zip(self._rows_and_slots(), other._rows_and_slots(), strict=True):
+            if [axis.size for axis in own] != [axis.size for axis in same]:
                 raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
-            names.update(zip(axes, map(of_axis, others), strict=True))
+            names.update(zip(own, map(of_axis, same), strict=True))
         return renamed(self, names)
+
+    def _rows_and_slots(self) -> tuple[list[Axis], ...]:
+        """The axes of sequences, slots and new rows, wherever they stand: dimensions of one have none."""
+        sequences = (*self.index[: self.dim], *self.index[self.behind : -1])
+        slots = self.index[self.dim : self.behind]
+        groups = sequences, slots, (self.token,)
+        return tuple([axis for part in parts for axis in axes_of(part) or ()] for parts in groups)
 
 
 def counted_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
@@ -149,7 +155,17 @@ def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         return _index_put(node, index)
     if node.target is aten.scatter.src:
         return _scattered(node, index)
+    if is_written_where(node):
+        raise NoMatch(WHERE, node)
     raise NoMatch(f"expected a cache that is written, found {name_of(node)}", node)
+
+
+def is_written_where(node: Node) -> bool:
+    """`where(condition, rows, cache)`: all of a graph input is kept but where a condition holds."""
+    if node.target is not aten.where.self:
+        return False
+    chosen = (value for value in args_of(node)[1:] if isinstance(value, Node) and shape_of(value) == shape_of(node))
+    return any(element_of(value).origin.op == "placeholder" for value in chosen)
 
 
 def _rows(index: tuple[Index, ...], dim: int, rows: Node) -> tuple[Index, tuple[Index, ...]]:
@@ -195,7 +211,7 @@ def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         raise NoMatch("the cache is added to, not written", node)
     used = [dim for dim, where in enumerate(places) if where is not None]
     if any(places[dim].meta["val"].dtype not in INTEGERS for dim in used):
-        raise NoMatch("the cache is written where a condition holds, not at positions", node)
+        raise NoMatch(WHERE, node)
     if len(used) == 1:
         return _at_positions(node, index, used[0], places[used[0]], rows)
     if used == [0, 1] and _counts_sequences(places[0], old):

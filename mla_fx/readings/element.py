@@ -128,7 +128,8 @@ def is_coarser(one: torch.dtype, other: torch.dtype) -> bool:
     """A value of the type `other` may change when it is rounded to `one`."""
     if one == other or not (one.is_floating_point and other.is_floating_point):
         return False
-    return torch.promote_types(one, other) != one
+    mine, others = torch.finfo(one), torch.finfo(other)
+    return mine.eps > others.eps or mine.max < others.max or mine.smallest_normal > others.smallest_normal
 
 
 def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Element:

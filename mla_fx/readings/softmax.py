@@ -14,14 +14,14 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.torch_private import OpOverload
 
-from .algebra import as_sum
+from .algebra import as_product, as_sum
 from .axes import Index, fresh, of_axis, shifted
 from .contraction import Contraction, contraction, scaled_product
-from .element import CASTS, Element, constant, operand, resolve, rounded
+from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
 from .probabilities import SOFTMAX, exponential, softmax
 from .reading import Reading
 from .sizes import Size
-from .views import MOVERS, args_of, argument, cuts, fresh_index, pads_with_zero, shape_of
+from .views import MOVERS, args_of, argument, cuts, fresh_index, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 
@@ -187,19 +187,32 @@ def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]
             scores.append(contraction(term))
         except NoMatch:
             masks.append(_added(term))
+    if not scores:
+        raise NoMatch(_why_no_score(masks), masks[0].node if masks else element.origin)
     ordered = _in_order(masks)
     if len(total.terms) > 1 and any(mask.fill not in (None, -math.inf) for mask in ordered):
         raise NoMatch("only a part of the attention scores is filled with a number", element.origin)
     return tuple(scores), ordered
 
 
+def _why_no_score(masks: list[Mask]) -> str:
+    """What stands between the products of query and key and the softmax."""
+    for mask in masks:
+        factors = [factor.origin for factor, _ in as_product(mask.element).factors]
+        others = [name_of(factor) for factor in factors if factor.target not in PRODUCTS]
+        if len(others) < len(factors):
+            return f"the attention scores are multiplied by {', '.join(others)}, expected a number"
+        if any(node.target in PRODUCTS for node in computed_from(mask.element.origin)):
+            return f"the attention scores go through {name_of(mask.element.origin)} before the softmax"
+    return "no product of query and key enters the softmax"
+
+
 def _masked_scores(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
     """The logits under a fill; None if it is a mask, with no scores in it, that is filled."""
     try:
-        found = _logits(element)
+        return _logits(element)
     except NoMatch:
         return None
-    return found if found[0] else None
 
 
 def _added(term: Element) -> Mask:

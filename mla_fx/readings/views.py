@@ -30,13 +30,21 @@ def args_of(node: Node) -> tuple[Any, ...]:
     return node.args
 
 
+INPUT_NAME = "mla_fx_input"  # in the meta of a graph input: what the user calls it
+
+
 def name_of(node: Node) -> str:
     """How a message names the operation of a node."""
     if node.op in ("placeholder", "get_attr"):
-        return f"the graph input {node.name}" if node.op == "placeholder" else f"the attribute {node.target}"
+        return f"the graph input {label_of(node)}" if node.op == "placeholder" else f"the attribute {node.target}"
     if isinstance(node.target, OpOverload):
         return str(node.target._opname)
     return str(getattr(node.target, "__name__", node.target))
+
+
+def label_of(node: Node) -> str:
+    """The name of a node, for a graph input that which the user has for it."""
+    return str(node.meta.get(INPUT_NAME, node.name))
 
 
 def shape_of(node: Node) -> tuple[Size, ...]:

@@ -113,6 +113,23 @@ class IndexCopy(Written):
         return None, cache.squeeze(1)
 
 
+class TwoLayouts(IndexCopy):
+    """Latents [B, T, R] and rotary keys [B, 1, T, Dr], as the one head that they have."""
+
+    def caches(self, sizes: Sizes, step: Step) -> tuple[Tensor | None, ...]:
+        latents, keys = super().caches(sizes, step)
+        return None if latents is None else latents.squeeze(1), keys
+
+    def logical(self, cache: Tensor, step: Step) -> Tensor:
+        return cache.squeeze(1) if cache.ndim == 4 else cache
+
+    def store(self, cache: Any, rows: Tensor, place: Any) -> tuple[Any, Tensor]:
+        if cache.ndim == 4:
+            return super().store(cache, rows, place)
+        cache.index_copy_(1, place, rows)
+        return None, cache
+
+
 class Batched(Written):
     """Each sequence is written at positions of its own."""
 
@@ -347,6 +364,7 @@ CACHES = {
     "none": Cache(),
     "appended": Appended(),
     "index_copy": IndexCopy(),
+    "two_layouts": TwoLayouts(),
     "index_put": Written(),
     "batched": Batched(),
     "batched_one": BatchedOne(),
