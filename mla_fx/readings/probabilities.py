@@ -126,8 +126,8 @@ def _without_peak(logits: Element, axis: Axis) -> Element:
 
 
 def _less_peak(raised: Element, axis: Axis) -> Element | None:
-    """The logits, if `raised` is they less the largest of them along the softmax axis. Inductor takes the largest before
-    a factor or behind it, as a condition has it: if both are that, the condition is of no matter."""
+    """The logits, if `raised` is they less the largest of them along the softmax axis. Inductor takes that before a
+    factor or behind it, as a condition has it: if both ways give it, the condition is of no matter."""
     node = raised.origin
     if node.target is not aten.where.self:
         return _difference(raised, axis)
