@@ -111,23 +111,38 @@ def _divided(element: Element, exp: Node) -> Softmax:
     if not is_whole or [dim for dim, part in enumerate(summand.index) if part != numerator.index[dim]] != dims:
         raise NoMatch("what divides the exponentials is the sum of others", node)
     inner = operand(args_of(exp)[0], _along(numerator.index, dims[0], columns.whole))
-    if inner.origin.target is not aten.sub.Tensor:
+    if inner.origin.target not in (aten.sub.Tensor, aten.where.self):
         raise NoMatch("the exponentials are of scores as they are, and may overflow where a softmax does not", node)
-    logits, peak = (operand(value, inner.index, inner.factor) for value in args_of(inner.origin)[:2])
-    if inner.factor < 0 or not _is_peak(peak, logits, columns.whole):
+    logits = _less_peak(inner, columns.whole)
+    if logits is None:
         raise NoMatch("what is subtracted before the exponential is not the largest of the scores", node)
     return columns.of(logits)
 
 
 def _without_peak(logits: Element, axis: Axis) -> Element:
     """Logits from which the largest of them was subtracted, as it is once more within a softmax, before that."""
-    node = logits.origin
-    if node.target is not aten.sub.Tensor or argument(node, 2, "alpha", 1) != 1:
-        return logits
+    before = _less_peak(logits, axis)
+    return logits if before is None else before
+
+
+def _less_peak(raised: Element, axis: Axis) -> Element | None:
+    """The logits, if `raised` is they less the largest of them along the softmax axis. Inductor takes that before a
+    factor or behind it, as a condition has it: if both ways give it, the condition is of no matter."""
+    node = raised.origin
+    if node.target is not aten.where.self:
+        return _difference(raised, axis)
+    one, other = (_difference(operand(way, raised.index, raised.factor), axis) for way in args_of(node)[1:3])
+    return one if one == other else None
+
+
+def _difference(raised: Element, axis: Axis) -> Element | None:
+    node = raised.origin
+    if node.target is not aten.sub.Tensor or argument(node, 2, "alpha", 1) != 1 or raised.factor < 0:
+        return None
     if not all(isinstance(value, Node) for value in args_of(node)[:2]):
-        return logits
-    left, peak = (operand(value, logits.index, logits.factor) for value in args_of(node)[:2])
-    return left if _is_peak(peak, left, axis) else logits
+        return None
+    logits, peak = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
+    return logits if _is_peak(peak, logits, axis) else None
 
 
 def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:

@@ -1,11 +1,12 @@
 """A fuzzer: small layers of latent attention, mutated as operator graphs, run before and after the rewrite.
 
     bases.py        the layers that mutants start from, along the axes of the zoo and with sizes that coincide
-    layers/         what the zoo lacks: other masks, caches, softmaxes, two steps, two layers
-    capture.py      a layer as the graph that a backend gets, and the tensors it is run on
+    layers/         what the zoo lacks: other masks, caches, pages, projections, two steps, two layers
+    capture.py      a layer as the graph that a backend gets, or as Inductor decomposes it, and the tensors it is run on
     bench.py        a copy of such a graph that is edited, with `meta["val"]` kept true
     insertions.py   mutations that put something behind a value: factors, casts, reversals; and identities
     edits.py        mutations of another kind: arguments, operands, outputs, writes
+    places.py       and more of these: other blocks, slots and positions, two values that change places
     draw.py         mutants drawn at random, as data
     judge.py        what became of a mutant: same, wrong, an error, a hang
     reduce.py       a failing mutant made small

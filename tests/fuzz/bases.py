@@ -31,6 +31,7 @@ SIZES = {
     "R=ND": (replace(APART, heads=2, nope=4, value=4, kv_rank=8), Step("R=ND", 3, 2)),
     "He=Hcq=R": (replace(APART, hidden=6, q_rank=6), Step("He=Hcq=R", 2, 3, batch=3)),
     "equal": (Sizes(4, 4, 4, 4, 4, 4, 4, 4, 2), Step("equal", 4, 0, batch=4)),
+    "level": (Sizes(4, 4, 4, 4, 4, 4, 4, 8, 4), Step("level", 4, 0, batch=4)),
     "twos": (Sizes(2, 2, 2, 2, 2, 2, 2, 4, 2), Step("twos", 2, 1, batch=2)),
     "one token": (replace(APART, heads=4, nope=4), Step("one token", 1, 4, batch=3)),
     "one head": (replace(APART, heads=1), Step("one head", 3, 2, batch=2)),
@@ -43,9 +44,19 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Base:
+    """A layer and what it is called with, captured as AOTAutograd traces it or as Inductor takes it apart."""
+
     name: str
     build: Callable[[], torch.nn.Module]
     arguments: Callable[[], tuple[Any, ...]]
+    decomposed: bool = False
+
+    @property
+    def twin(self) -> Base:
+        return replace(self, name=f"{self.name}{DECOMPOSED}", decomposed=True)
+
+
+DECOMPOSED = " (decomposed)"
 
 
 # --- from the zoo ----------------------------------------------------------------------------------------------------
@@ -79,7 +90,31 @@ SPELLINGS = (
     ("apart", {"cache": "narrow_copy", "rope": "slice_assigned", "norm": "unit_offset", "keys": "two_projections"}),
     ("R=ND", {"cache": "appended", "norm": "one_over_sqrt", "multiply": "weight_first", "attend": "sdpa_bool"}),
     ("S=N", {"tables": "indexed", "part": "narrow", "down": "in_first", "keys": "rope_first", "scale": "divided",
-             "attend": "where"}),
+            "attend": "where"}),
+    ("apart", {"cache": "paged"}),
+    ("B=S", {"cache": "paged", "layout": "tokens", "keys": "absorbed_einsum", "attend": "eager"}),
+    ("N=B", {"cache": "blocks_selected", "keys": "absorbed_bmm", "attend": "by_hand", "norm": "to_minus_half"}),
+    ("T=D", {"cache": "blocks_embedded", "part": "slices", "attend": "filled"}),
+    ("S=N", {"cache": "slots_of_table", "down": "fused", "norm": "divided_by_sqrt"}),
+    ("level", {"cache": "offsets_in_blocks", "keys": "two_products", "attend": "eager", "scale": "tensor"}),
+    ("He=Hcq=R", {"cache": "slots_given", "attend": "masked_fill", "query": "direct"}),
+    ("one token", {"cache": "blocks_and_offsets", "keys": "absorbed_cat", "part": "from_the_end"}),
+    ("twos", {"cache": "paged", "keys": "two_products", "attend": "where"}),
+    ("T=D", {"cache": "combined", "part": "tensor_split"}),
+    ("R=ND", {"cache": "combined_in_two", "keys": "absorbed_matmul", "attend": "eager"}),
+    ("equal", {"cache": "combined_in_two", "factor": "by_head"}),
+    ("S=N", {"cache": "combined_slots", "norm": "gamma_in_float32"}),
+    ("twos", {"cache": "combined_slots_in_two", "part": "split_again"}),
+    ("one token", {"cache": "combined_blocks", "attend": "sdpa_bool", "scale": "query"}),
+    ("B=S", {"cache": "combined_slice", "rope": "complex", "layout": "bshd"}),
+    ("one head", {"cache": "combined_appended", "keys": "broadcast_assign"}),
+    ("N=B", {"cache": "combined_paged", "keys": "absorbed_einsum", "attend": "eager", "layout": "bshd"}),
+    ("apart", {"factor": "after_projection", "keys": "cat_repeat"}),
+    ("S=N", {"factor": "before_projection", "cache": "counted", "down": "separate"}),
+    ("B=S", {"factor": "by_position", "cache": "slice_scatter", "keys": "padded_value"}),
+    ("N=B", {"factor": "by_head", "keys": "absorbed_einsum", "attend": "eager", "scale": "in_place"}),
+    ("S=R", {"rope": "none", "part": "split_of_split", "norm": "tensor_epsilon"}),
+    ("one token", {"cache": "one_row", "factor": "by_head", "attend": "masked_fill"}),
 )  # fmt: skip
 
 
@@ -112,10 +147,12 @@ def _own(name: str, layer: type[layers.Layer], sizes: layers.Sizes) -> Base:
     return Base(name, lambda: layer(sizes), lambda: layer(sizes).arguments())
 
 
-ALL = (
+LAYERS = (
     *(_from_zoo(sizes, axes) for sizes, axes in SPELLINGS),
     *(_own(name, layer, sizes) for name, (layer, sizes) in layers.LAYERS.items()),
 )
+PAIRS = tuple((base, base.twin)[:: 1 if place % 2 else -1] for place, base in enumerate(LAYERS))
+ALL = (*(first for first, _ in PAIRS), *(second for _, second in PAIRS))  # every layer once, then in its other capture
 BASES = {base.name: base for base in ALL}
 assert len(BASES) == len(ALL)
 
@@ -128,7 +165,7 @@ MAY_STAY_UNFUSED = frozenset(
         *("order of keys", "two orders", "order of values", "riffled query"),
         *("read from the end", "cloned and copied", "at index from the end"),
         *("one buffer", "one buffer by layer", "two steps"),
-        *("exp over sum", "exp over sum unsqueezed"),
+        *("exp over sum", "exp over sum unsqueezed", "quantised up"),
     }
 )
 
@@ -136,4 +173,8 @@ MAY_STAY_UNFUSED = frozenset(
 @functools.cache
 def captured(name: str) -> Captured:
     base = BASES[name]
-    return capture(base.build(), base.arguments())
+    return capture(base.build(), base.arguments(), decomposed=base.decomposed)
+
+
+def may_stay_unfused(name: str) -> bool:
+    return name.removesuffix(DECOMPOSED) in MAY_STAY_UNFUSED

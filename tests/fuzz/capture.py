@@ -1,7 +1,11 @@
-"""A layer as the operator graph that a backend gets, all in float64, and the tensors it is run on."""
+"""A layer as the operator graph that a backend gets, all in float64, and the tensors it is run on.
+
+There are two such graphs: AOTAutograd's own, and the one that Inductor makes of it before it compiles."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from mla_fx.torch_private import compile_fx
+
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
@@ -23,12 +29,24 @@ class Captured:
     mode: FakeTensorMode
 
 
-def capture(module: torch.nn.Module, arguments: tuple[Any, ...]) -> Captured:
-    """AOTAutograd's inference graph of a layer, mutations of inputs kept in it as copies."""
+@contextlib.contextmanager
+def float64_by_default() -> Iterator[None]:
+    """Where whole numbers become real ones."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@float64_by_default()
+def capture(module: torch.nn.Module, arguments: tuple[Any, ...], *, decomposed: bool = False) -> Captured:
+    """The inference graph of a layer, mutations of inputs kept in it as copies."""
     graphs: list[GraphModule] = []
     inputs: list[tuple[Any, ...]] = []
 
-    def inference(gm: GraphModule, _: Any) -> Any:
+    def inference(gm: GraphModule, *_: Any, **__: Any) -> Any:
         graphs.append(gm)
 
         def forward(*given: Any) -> Any:
@@ -37,8 +55,8 @@ def capture(module: torch.nn.Module, arguments: tuple[Any, ...]) -> Captured:
 
         return make_boxed_func(forward)
 
-    backend = aot_autograd(fw_compiler=inference, inference_compiler=inference, keep_inference_input_mutations=True)
     torch._dynamo.reset()
+    backend = _inductor(inference) if decomposed else _plain(inference)
     with torch.no_grad():
         torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*arguments)
     (gm,), (given,) = graphs, inputs
@@ -46,6 +64,14 @@ def capture(module: torch.nn.Module, arguments: tuple[Any, ...]) -> Captured:
     captured = Captured(gm, given, mode)
     _widen(captured)
     return captured
+
+
+def _plain(inference: Callable[..., Any]) -> Callable[..., Any]:
+    return aot_autograd(fw_compiler=inference, inference_compiler=inference, keep_inference_input_mutations=True)
+
+
+def _inductor(inference: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda gm, inputs: compile_fx(gm, inputs, inference, {})
 
 
 def _widen(captured: Captured) -> None:

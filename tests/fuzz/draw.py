@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from . import edits, insertions
+from . import edits, insertions, places
 from .bench import ALL_USERS, Bench, InvalidError, operands, tensor
 from .capture import Captured
 
@@ -20,10 +20,14 @@ Mutation = tuple[Any, ...]
 Site = tuple[Node, int]
 
 INSERTIONS = {**insertions.CHANGES, **insertions.IDENTITIES}
-EDITS = {**edits.CHANGES, **edits.PRESERVING}
-CHANGING = (*insertions.CHANGES, *edits.CHANGES)
-PRESERVING = (*insertions.IDENTITIES, *edits.PRESERVING)
-OFTEN = {"scale": 3, "exchange_dims": 3, "riffle": 2, "late_read": 2, "operand": 2, "argument": 2, "two_arguments": 2}
+EDITS = {**edits.CHANGES, **edits.PRESERVING, **places.CHANGES, **places.PRESERVING}
+CHANGING = (*insertions.CHANGES, *edits.CHANGES, *places.CHANGES)
+PRESERVING = (*insertions.IDENTITIES, *edits.PRESERVING, *places.PRESERVING)
+OFTEN = {
+    **dict.fromkeys(("scale", "exchange_dims", "other_rows"), 3),
+    **dict.fromkeys(("riffle", "late_read", "operand", "argument", "two_arguments"), 2),
+    **dict.fromkeys(("other_order", "swap", "swap_numbers"), 2),
+}
 KINDS_TRIED, SITES_TRIED = 10, 30
 
 
@@ -37,6 +41,8 @@ def sites(graph: Graph) -> dict[str, list[Site]]:
         for number, operand in enumerate(operands(node) if node.op == "call_function" else ()):
             if tensor(operand) is not None and (node.target is not aten.copy_.default or number == 1):
                 found[f"into {node.target}"].append((node, number))
+        if node.op == "placeholder" and tensor(node) is not None and tensor(node).dim() == 1 and node.users:
+            found["vector"].append((node, ALL_USERS))
     return dict(sorted(found.items()))
 
 

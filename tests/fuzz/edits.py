@@ -86,7 +86,7 @@ def _draw_argument(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | N
 
 @edit(CHANGES, _draw_argument)
 def argument(bench: Bench, name: str, place: int, number: Any) -> None:
-    _replace_leaves(bench, bench.node(name), {place: number})
+    replace_leaves(bench, bench.node(name), {place: number})
 
 
 def _draw_two_arguments(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | None:
@@ -108,10 +108,10 @@ def _draw_two_arguments(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...
 
 @edit(CHANGES, _draw_two_arguments)
 def two_arguments(bench: Bench, name: str, first: int, one: Any, second: int, other: Any) -> None:
-    _replace_leaves(bench, bench.node(name), {first: one, second: other})
+    replace_leaves(bench, bench.node(name), {first: one, second: other})
 
 
-def _replace_leaves(bench: Bench, node: Node, new: dict[int, Any]) -> None:
+def replace_leaves(bench: Bench, node: Node, new: dict[int, Any]) -> None:
     numbers = iter(range(len(leaves(node))))
 
     def replaced(leaf: Any) -> Any:

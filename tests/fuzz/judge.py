@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 import mla_fx
 
 from .bench import InvalidError
-from .capture import Captured, copies, run
+from .capture import Captured, copies, float64_by_default, run
 from .draw import Mutation, mutate
 
 aten = torch.ops.aten
@@ -44,6 +44,7 @@ class Hang(BaseException):
     """No Exception, so that nothing on the way takes it for an ordinary failure."""
 
 
+@float64_by_default()
 def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
     try:
         gm = mutate(captured, mutations)
@@ -72,10 +73,25 @@ def _check_meaningful(expected: tuple[Any, ...]) -> None:
             raise InvalidError("a result is nowhere finite")
 
 
+def _difference(left: Tensor, right: Tensor, alpha: float = 1) -> Tensor:
+    """That of scores to their peak, where both are minus infinity: minus infinity."""
+    result = aten.sub.Tensor(left, right, alpha=alpha)
+    return torch.where((left == -torch.inf) & (right == -torch.inf), -torch.inf, result)
+
+
+def _quotient(left: Tensor, right: Tensor) -> Tensor:
+    """That of an exponential and its sum, where both are zero: zero."""
+    result = aten.div.Tensor(left, right)
+    return torch.where((left == 0) & (right == 0), 0.0, result)
+
+
 # A query that may attend to nothing gives NaN in PyTorch's softmax and zeros in the operators, which is their contract.
 # So a result is right, too, if it is just that of the same graph with softmaxes that give zeros there.
-BLIND_GIVES_ZEROS = {aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim)}
-
+BLIND_GIVES_ZEROS = {
+    aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim),
+    aten.sub.Tensor: _difference,
+    aten.div.Tensor: _quotient,
+}
 
 # A softmax, written as one or by hand, may make NaN of a row that sees nothing; that is judged.
 MAY_BLIND = frozenset({aten._softmax.default, aten._safe_softmax.default, aten.sub.Tensor, aten.div.Tensor})

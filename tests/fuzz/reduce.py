@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .bases import captured
+from .bases import BASES, DECOMPOSED, captured
 from .draw import Mutation
 from .judge import Outcome, judge
 
@@ -28,9 +28,11 @@ class Mutant:
 def reduce(mutant: Mutant, verdict: str) -> Mutant:
     """The same verdict from less. A hang is not waited for on base after base."""
     mutant = _fewer(mutant, verdict)
-    if not mutant.mutations or verdict == "hang" or mutant.base in PLAIN:
+    ending = DECOMPOSED if BASES[mutant.base].decomposed else ""
+    plain = [f"{base}{ending}" for base in PLAIN]
+    if not mutant.mutations or verdict == "hang" or mutant.base in plain:
         return mutant
-    plainer = (Mutant(base, mutant.mutations) for base in PLAIN)
+    plainer = (Mutant(base, mutant.mutations) for base in plain)
     return next((other for other in plainer if _still(other, verdict)), mutant)
 
 

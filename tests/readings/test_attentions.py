@@ -14,6 +14,15 @@ def softmax_by_hand(scores, compared=slice(None)):
     return raised / raised.sum(-1, keepdim=True)
 
 
+def softmax_of_inductor(x, scale, other=None):
+    """Its spelling of the softmax of x * scale: where all scores are finite the largest is taken before the factor."""
+    scores, sign = x * scale, 1 if scale >= 0 else -1
+    finite = torch.isfinite(scores).all(-1, keepdim=True)
+    stable = (x * sign - (x * sign).amax(-1, keepdim=True)) * (sign * (other or scale))
+    raised = torch.exp(torch.where(finite, stable, scores - scores.amax(-1, keepdim=True)))
+    return raised / raised.sum(-1, keepdim=True)
+
+
 def over_others(scores, read=slice(-1)):
     """The last column is left out of the sum."""
     raised = torch.exp(scores - scores.amax(-1, keepdim=True))
@@ -39,6 +48,8 @@ ATTENTIONS = {
     "scaled query": lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v,
     "in float": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
     "by hand": lambda q, k, v: softmax_by_hand(q @ k.mT) @ v,
+    "as Inductor writes it": lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3) @ v,
+    "as Inductor writes it, of a negative factor": lambda q, k, v: softmax_of_inductor(q @ k.mT, -0.3) @ v,
     "einsum": lambda q, k, v: torch.einsum("bnst,bntv->bnsv", torch.einsum("bnsd,bntd->bnst", q, k).softmax(-1), v),
     "output transposed": lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2),
     "bias": lambda q, k, v: (q @ k.mT + BIAS).softmax(-1) @ v,
@@ -148,6 +159,14 @@ NO_ATTENTIONS = {
     "over all but one": (lambda q, k, v: over_others(q @ k.mT, slice(None)) @ v, "is the sum of others"),
     "minus the largest of others": (
         lambda q, k, v: softmax_by_hand(beside(q @ k.mT, 1.0), slice(-1))[..., :-1] @ v,
+        "not the largest of the scores",
+    ),
+    "two factors, as a condition has it": (
+        lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=0.5) @ v,
+        "not the largest of the scores",
+    ),
+    "two signs, as a condition has it": (
+        lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=-0.3) @ v,
         "not the largest of the scores",
     ),
     "a number added": (lambda q, k, v: (q @ k.mT + 2.0).softmax(-1) @ v, "a number is added to the attention scores"),

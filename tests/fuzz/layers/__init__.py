@@ -1,8 +1,8 @@
-"""Layers of latent attention that the zoo lacks: other masks, caches and softmaxes; two steps, two layers."""
+"""Layers of latent attention that the zoo lacks: other masks, caches, pages, projections; two steps, two layers."""
 
 from __future__ import annotations
 
-from . import caches, heads, masks, rotations
+from . import caches, heads, masks, pages, projections, rotations
 from .plain import Layer, Sizes
 
 S = Sizes()
@@ -11,6 +11,7 @@ SAME = Sizes(batch=2, tokens=6, context=6, heads=3, hidden=6, q_rank=6, rank=6, 
 LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4, nope=4, rope=4, value=4, start=0)
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
+TWINS = Sizes(batch=2, tokens=2, context=8, heads=2, hidden=4, q_rank=4, rank=4, nope=2, rope=4, value=4, start=2)
 
 LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "plain": (Layer, S),
@@ -69,4 +70,34 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "riffled query": (heads.RiffledQuery, EVEN),
     "flat cache": (caches.FlatCache, SINGLE),
     "flat cache, last": (caches.FlatCacheLast, SINGLE),
+    "appended": (caches.Appended, EVEN),
+    "combined": (caches.Combined, TWINS),
+    "combined in two": (caches.CombinedInTwo, S),
+    "combined in two, twins": (caches.CombinedInTwo, TWINS),
+    "combined, keys first": (caches.CombinedKeysFirst, EVEN),
+    "combined, by number": (caches.CombinedByNumber, EVEN),
+    "combined, by sequence": (caches.CombinedBySequence, S),
+    "pages": (pages.Pages, S),
+    "pages, twins": (pages.Pages, TWINS),
+    "blocks and offsets": (pages.BlocksAndOffsets, EVEN),
+    "pages selected": (pages.PagesSelected, TWINS),
+    "rows selected": (pages.RowsSelected, S),
+    "heads before rows": (pages.HeadsBeforeRows, S),
+    "counted twice": (pages.CountedTwice, EVEN),
+    "two tables": (pages.TwoTables, EVEN),
+    "absorbed pages": (pages.AbsorbedPages, EVEN),
+    "sink pages": (pages.SinkPages, S),
+    "combined pages": (pages.CombinedPages, S),
+    "combined pages in two": (pages.CombinedPagesInTwo, TWINS),
+    "biased": (projections.Biased, S),
+    "biased query": (projections.BiasedQuery, TWINS),
+    "lora": (projections.Lora, EVEN),
+    "two key weights": (projections.TwoKeyWeights, EVEN),
+    "presplit": (projections.Presplit, S),
+    "tied": (projections.Tied, EVEN),
+    "scaled": (projections.Scaled, S),
+    "scaled by head": (projections.ScaledByHead, EVEN),
+    "quantised": (projections.Quantised, S),
+    "dequantised": (projections.Dequantised, EVEN),
+    "quantised up": (projections.QuantisedUp, EVEN),
 }

@@ -161,3 +161,68 @@ class TwoLayers(Layer):
         x = x.tanh()
         x = x + super().forward(x, tables, place, mask, caches[:2])
         return x + self.second(x, tables, place, mask, caches[2:])
+
+
+class Appended(Layer):
+    """The old rows and the new ones."""
+
+    def mask(self) -> None:
+        return None
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat((caches[0], latent), dim=2), torch.cat((caches[1], k_rope), dim=2)
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return scores.softmax(-1)
+
+
+class Combined(Layer):
+    """One cache, a row being latent and rotary key side by side."""
+
+    def caches(self) -> tuple[Tensor, ...]:
+        return (torch.cat(super().caches(), dim=-1),)
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        self.write(caches[0], latent, k_rope, place)
+        return caches[0].split([self.sizes.rank, self.sizes.rope], dim=-1)
+
+    def write(self, cache: Tensor, latent: Tensor, k_rope: Tensor, place: Any) -> None:
+        cache.index_copy_(2, place, torch.cat((latent, k_rope), dim=-1))
+
+
+class CombinedInTwo(Combined):
+    def write(self, cache: Tensor, latent: Tensor, k_rope: Tensor, place: Any) -> None:
+        cache[:, :, place, : self.sizes.rank] = latent
+        cache[:, :, place, self.sizes.rank :] = k_rope
+
+
+class CombinedKeysFirst(Combined):
+    """The rotary keys are written first."""
+
+    def write(self, cache: Tensor, latent: Tensor, k_rope: Tensor, place: Any) -> None:
+        cache[..., self.sizes.rank :].index_copy_(2, place, k_rope)
+        cache[..., : self.sizes.rank].index_copy_(2, place, latent)
+
+
+class CombinedByNumber(Combined):
+    """In two, at a Python number."""
+
+    def place(self) -> int:
+        return self.sizes.start
+
+    def write(self, cache: Tensor, latent: Tensor, k_rope: Tensor, place: Any) -> None:
+        end = place + self.sizes.tokens
+        cache[:, :, place:end, : self.sizes.rank] = latent
+        cache[:, :, place:end, self.sizes.rank :] = k_rope
+
+
+class CombinedBySequence(Combined):
+    """In two, each sequence at its own positions."""
+
+    def place(self) -> Tensor:
+        return super().place() + torch.arange(self.sizes.batch).unsqueeze(-1) % 2
+
+    def write(self, cache: Tensor, latent: Tensor, k_rope: Tensor, place: Any) -> None:
+        sequences = torch.arange(self.sizes.batch).unsqueeze(-1)
+        cache[:, 0, :, : self.sizes.rank][sequences, place] = latent.squeeze(1)
+        cache[:, 0, :, self.sizes.rank :][sequences, place] = k_rope.squeeze(1)

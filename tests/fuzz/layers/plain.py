@@ -84,17 +84,24 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, tables: Any, place: Any, mask: Tensor | None, caches: tuple[Tensor, ...]) -> Any:
         sizes = self.sizes
         batch, tokens = x.shape[:2]
-        query = self.query(self.norm(x @ self.q_a.T, self.q_gamma))
+        query = self.query(self.norm(self.compressed(x), self.q_gamma))
         q_nope, q_rope = query.view(batch, tokens, sizes.heads, -1).transpose(1, 2).split([sizes.nope, sizes.rope], -1)
-        latent, k_rope = (x @ self.kv_a.T).split([sizes.rank, sizes.rope], dim=-1)
+        latent, k_rope = self.rows(x).split([sizes.rank, sizes.rope], dim=-1)
         latent = self.norm(latent, self.kv_gamma).unsqueeze(1)
         q_rope, k_rope = self.rotate(q_rope, *tables), self.rotate(k_rope.unsqueeze(1), *tables)
         latent, k_rope = self.store(caches, latent, k_rope, place)
         out = self.attend(q_nope, q_rope, latent, k_rope, mask)
         return out.transpose(1, 2).reshape(batch, tokens, -1) @ self.o.T
 
+    def compressed(self, x: Tensor) -> Tensor:
+        return x @ self.q_a.T
+
     def query(self, compressed: Tensor) -> Tensor:
         return compressed @ self.q_b.T
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Latent and rotary key, side by side."""
+        return x @ self.kv_a.T
 
     def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
@@ -111,9 +118,12 @@ class Layer(nn.Module):
 
     def expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         sizes = self.sizes
-        up = (latent.squeeze(1) @ self.kv_b.T).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
+        up = self.up(latent.squeeze(1)).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
         k_nope, value = up.split([sizes.nope, sizes.value], dim=-1)
         return torch.cat((k_nope, k_rope.expand(-1, sizes.heads, -1, -1)), dim=-1), value
+
+    def up(self, latent: Tensor) -> Tensor:
+        return latent @ self.kv_b.T
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
         key, value = self.expanded(latent, k_rope)

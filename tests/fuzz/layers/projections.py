@@ -1,0 +1,138 @@
+"""Projections: with something added to them, of weights split, joined or folded beforehand, of weights in 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from .heads import Absorbed
+from .plain import Layer, Sizes
+
+
+class Biased(Layer):
+    """A bias on the key side."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.bias = nn.Parameter(self.random(sizes.rank + sizes.rope))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return linear(x, self.kv_a, self.bias)
+
+
+class BiasedQuery(Biased):
+    """The query has a bias, too, which is as wide where the sizes are equal."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.q_bias = nn.Parameter(self.random(sizes.heads * sizes.query))
+
+    def query(self, compressed: Tensor) -> Tensor:
+        return linear(compressed, self.q_b, self.q_bias)
+
+
+class Lora(Layer):
+    """A second product of small rank on the key side, times a number."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        out, inner = self.kv_a.shape
+        self.lora_a, self.lora_b = self.weight(2, inner), self.weight(out, 2)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return super().rows(x) + linear(linear(x, self.lora_a), self.lora_b) * 0.7
+
+
+class TwoKeyWeights(Layer):
+    """Latent and rotary key have parameters of their own."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        parts = self.kv_a.detach().split([sizes.rank, sizes.rope])
+        self.latent, self.key = (nn.Parameter(part.clone()) for part in parts)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return torch.cat((x @ self.latent.T, x @ self.key.T), dim=-1)
+
+
+class Presplit(Absorbed):
+    """The up projection comes as two parameters, one of them transposed."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        up, down = (part.detach() for part in Absorbed.weights(self))
+        self.w_kc, self.w_vc = nn.Parameter(up.clone()), nn.Parameter(down.mT.contiguous())
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.w_kc, self.w_vc.mT
+
+
+class Tied(Layer):
+    """Rows of one parameter project to the latents of query and key."""
+
+    def compressed(self, x: Tensor) -> Tensor:
+        return x @ self.kv_a[-self.sizes.q_rank :].T
+
+
+class Scaled(Layer):
+    """LongCat: query and latent are multiplied by numbers."""
+
+    def query(self, compressed: Tensor) -> Tensor:
+        return super().query(compressed) * 1.5
+
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return super().norm(x, gamma) * (0.75 if gamma is self.kv_gamma else 1.25)
+
+
+class ScaledByHead(Layer):
+    """The query times a number for each head, and for each token."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.by_head, self.by_token = self.gamma(sizes.heads), self.gamma(sizes.tokens)
+
+    def query(self, compressed: Tensor) -> Tensor:
+        query = super().query(compressed).unflatten(-1, (self.sizes.heads, -1))
+        return (query * (self.by_head * self.by_token[:, None]).unsqueeze(-1)).flatten(2)
+
+
+class Quantised(Layer):
+    """The key side's weight in 8 bits, with a scale for each column that its product is multiplied by."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.kv_a_scales, self.kv_a_stored = self.quantised(self.kv_a)
+
+    def quantised(self, weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+        scales = weight.detach().abs().amax(1) / 127
+        stored = (weight.detach() / scales.unsqueeze(1)).round().to(torch.int8)
+        return nn.Parameter(scales), nn.Parameter(stored, requires_grad=False)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return (x @ self.kv_a_stored.to(x.dtype).T) * self.kv_a_scales
+
+
+class Dequantised(Quantised):
+    """All down projections in 8 bits, taken to 64 bits before the product."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.q_a_scales, self.q_a_stored = self.quantised(self.q_a)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x @ (self.kv_a_stored.to(x.dtype) * self.kv_a_scales.unsqueeze(1)).T
+
+    def compressed(self, x: Tensor) -> Tensor:
+        return x @ (self.q_a_stored.to(x.dtype) * self.q_a_scales.unsqueeze(1)).T
+
+
+class QuantisedUp(Quantised):
+    """The projection up to keys and values in 8 bits, too, of which each column has its scale."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.up_scales, self.up_stored = self.quantised(self.kv_b)
+
+    def up(self, latent: Tensor) -> Tensor:
+        return (latent @ self.up_stored.to(latent.dtype).T) * self.up_scales
