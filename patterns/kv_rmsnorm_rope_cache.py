@@ -35,7 +35,6 @@ from mla_fx.operands import (
     emit_table,
     joined,
     last_dimension,
-    only,
     replace_cache,
     replace_rows,
 )
@@ -133,9 +132,7 @@ class KvRmsnormRopeCache(Rule[Facts]):
         norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
         check_norm_of_rows(norm, latent.width)
         along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
-        k_rope = match["k_rope"]
-        columns = only(latent.width, "the latent", norm.node), only(along, "the rotary key", k_rope.origin)
-        kv = joined(match["latent"], columns[0], k_rope, columns[1])
+        kv = joined(match["latent"], latent.width, match["k_rope"], along)
         return Facts(match, kv, along, latent, keys, norm, rotation)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
