@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,15 +101,17 @@ def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
     return distance if at_most(1, distance) else 0
 
 
-def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> Joined:
-    """Two weights by their names, as one along their columns. Raises NoMatch if they are no neighbours."""
+def joined_weights(
+    match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str
+) -> tuple[Element, Axes]:
+    """Two weights by their names, as one, and the columns of both. Raises NoMatch if they are no neighbours."""
     for name, columns in (first, second):
         if len(columns) > 1:
             raise NoMatch(f"the columns of {name} are no single dimension", match[name].node)
     whole = joined(match[first[0]], first[1], match[second[0]], second[1])
     if whole is None:
         raise NoMatch(f"the weights of {what} are {_apart(match[first[0]], match[second[0]])}", match[second[0]].node)
-    return whole
+    return whole.element, (whole.axis,)
 
 
 def _apart(one: Element, other: Element) -> str:
@@ -144,6 +146,13 @@ def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
             return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
     halves = [tensor(emit, half, [*outer, pairs], expand=True) for half in (first, second)]
     return emit.call(aten.cat.default, halves, -1)
+
+
+def emit_tables(emit: Emitter, rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Node | None]:
+    """cos and sin as they are named, each None if there is no rotation."""
+    if rotation is None:
+        return [None for _ in names]
+    return [emit_table(emit, getattr(rotation, name), rotation.pair, outer) for name in names]
 
 
 # --- caches ------------------------------------------------------------------------------------------------------
@@ -201,6 +210,14 @@ def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
     """A cache for rows that are appended, which are written into it alone; of the type of `like`."""
     value = like.meta["val"]
     return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), dtype=value.dtype, device=value.device)
+
+
+def emit_caches(emit: Emitter, latent: CacheRoles, keys: CacheRoles | None) -> tuple[Node, Node, Node]:
+    """Positions, and the caches of latents and rotary keys before the write; without the latter, one of no columns."""
+    kv_cache = emit_cache(emit, latent)
+    if keys is None:
+        return emit_positions(emit, latent), kv_cache, emit_new_cache(emit, kv_cache, *shape_of(kv_cache)[:-1], 0)
+    return emit_positions(emit, latent, keys), kv_cache, emit_cache(emit, keys)
 
 
 def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles) -> Node:

@@ -56,6 +56,7 @@ def check(module, arguments, fused, tolerance=CLOSE, **options):
     torch.testing.assert_close((found, ours), (expected, theirs), **tolerance)
     torch.testing.assert_close(dict(mine.named_buffers()), dict(module.named_buffers()), **tolerance)
     assert recorder.fused == fused, str(recorder.report)
+    return recorder
 
 
 def sized(sizes, **spelling):
@@ -93,6 +94,24 @@ def test_one_column_beside_one_that_is_not_rotated(part):
 @pytest.mark.parametrize("sizes", [{"rope": 2}, {"kv_rank": 1}, {"nope": 1}, ONES])
 def test_ones_in_a_prefill(sizes):
     entry = sized(sizes, cache="appended", factor="after_projection")
+    check(entry.build(), entry.arguments(replace(PREFILL, start=4)), ALL)
+
+
+@pytest.mark.parametrize("cache", ["index_copy", "appended", "batched", "slice"])
+@pytest.mark.parametrize("query", ["low", "direct"])
+def test_no_rotary_part(cache, query):
+    """Its columns are none, in a cache of no columns: nothing is projected for them, and nothing is copied."""
+    entry = sized({"rope": 0}, rope="none", cache=cache, query=query)
+    recorder = check(entry.build(), entry.arguments(FEW), ALL)
+    assert recorder.report.notes == []
+    names = [name for name, _ in recorder.operators]
+    assert names.count("aten.mm.default") == 1, "that of the output"
+    assert names.count("mla_fx.mla_prolog_.default") == (cache != "appended")
+
+
+@pytest.mark.parametrize("cache", ["index_copy", "appended"])
+def test_no_rotary_part_in_a_prefill(cache):
+    entry = sized({"rope": 0}, rope="none", cache=cache, factor="after_projection")
     check(entry.build(), entry.arguments(replace(PREFILL, start=4)), ALL)
 
 
