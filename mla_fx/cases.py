@@ -100,6 +100,14 @@ class WeightedQuery(Layer):
         return super().query(x) * torch.linspace(0.5, 1.5, N * (D + DR))
 
 
+class NoRotaryPart(Layer):
+    """GLM-5 Next: neither query nor key has a rotary part."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        return nn.functional.scaled_dot_product_attention(q_nope, key[..., :D], value, attn_mask=mask)
+
+
 class Appended(Layer):
     """A cache that grows by cat."""
 

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .aliasing import owner, readers, written
+from .readings.views import shape_of
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def _check_writes(graph: Graph, writes: list[Node], held: Held) -> None:
     for write in writes:
         for operand in written(write):
             source = owner(operand)
-            if source.op != "placeholder":
+            if source.op != "placeholder" and 0 not in shape_of(operand):
                 raise RuntimeError(f"{write.name} writes {source.name}, which is no graph input")
             for reader in held.get(source, ()):
                 if reader is not write and order.get(reader, -1) > order[write]:

@@ -15,12 +15,12 @@ from .readings.rope import Rope
 
 
 def query_factor(match: Match) -> float:
-    """The number by which the query is multiplied, in both its parts."""
-    uq, uk, qr = (match.reading(Contraction, name) for name in ("uq", "uk", "qr"))
+    """The number by which the query is multiplied, in all its parts."""
+    uq, uk, qr = match.reading(Contraction, "uq"), match.reading(Contraction, "uk"), match.get(Contraction, "qr")
     turned = rotation_factor(match.get(Rope, "query_rope.rope"), match.get(Rope, "kr_cache.rope"))
-    nope, rope = uq.factor * uk.factor, qr.factor * turned
-    if not is_same_number(nope, rope):
-        numbers = f"q_nope is multiplied by {nope:.6g}, q_rope beside k_rope by {rope:.6g}"
+    nope = uq.factor * uk.factor
+    if qr is not None and not is_same_number(nope, qr.factor * turned):
+        numbers = f"q_nope is multiplied by {nope:.6g}, q_rope beside k_rope by {qr.factor * turned:.6g}"
         raise NoMatch(f"{numbers}, the prolog by one number", qr.node)
     norm = match.get(RmsNorm, "cq")
     return nope if norm is None else nope * norm.factor
@@ -54,8 +54,10 @@ def is_same_number(one: float, other: float) -> bool:
 
 
 def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
-    """The tensor by which both parts of the query are multiplied, if there is one; it may run along `allowed` axes."""
+    """The tensor by which all parts of the query are multiplied, if there is one; it may run along `allowed` axes."""
     nope, rope = (match.elements.get(f"{part}.scale") for part in ("query", "query_rope"))
+    parts = [name for name in ("uq", "qr") if name in match.readings]
+    rope = rope if "qr" in parts else nope
     found = nope or rope
     if found is None:
         return None
@@ -66,7 +68,7 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:
         raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
-    sources = (match.readings[name].node for name in ("uq", "qr"))
+    sources = (match.readings[name].node for name in parts)
     if any(nope.origin is source or source in computed_from(nope.origin, since=source) for source in sources):
         raise NoMatch("the query is multiplied by a tensor that is computed from it", nope.origin)
     return nope

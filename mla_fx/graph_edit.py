@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
@@ -10,6 +12,7 @@ from .emitter import Emitter
 from .known import signature
 from .readings.element import CASTS, is_coarser
 from .readings.sizes import Size, size_of
+from .readings.views import shape_of
 
 aten = torch.ops.aten
 MOVES = frozenset(
@@ -46,6 +49,19 @@ def erase_orphans(graph: Graph, before: Snapshot) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op == "call_function" and node not in before.unused and not written(node):
             graph.erase_node(node)
+
+
+def drop_empty_parts(emit: Emitter) -> None:
+    """Makes parts without elements anew, so that what they were cut from is not computed for them alone."""
+    for target in (operator.getitem, aten.slice.Tensor):
+        for node in emit.graph.find_nodes(op="call_function", target=target):
+            value = node.meta["val"]
+            if not isinstance(value, torch.Tensor) or 0 not in shape_of(node):
+                continue
+            with emit.graph.inserting_before(node):
+                sizes = list(map(emit.size, shape_of(node)))
+                empty = emit.call(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+            node.replace_all_uses_with(empty)
 
 
 def drop_round_trips(emit: Emitter) -> None:

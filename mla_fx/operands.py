@@ -13,14 +13,14 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes, Pattern, rms_norm, twin, var
-from .readings.axes import Axis, Index, combine, of_axis, shifted, whole
+from .readings.axes import Axis, Index, combine, composite, of_axis, shifted, substitute, whole
 from .readings.cache_update import CacheUpdate
 from .readings.counts import Count, count
 from .readings.element import Element, computed_from, is_parameter, resolve
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope, Table
-from .readings.sizes import Size, product
+from .readings.sizes import Size, at_most, plain, product
 from .readings.views import shape_of
 from .replacement import Replacement, replaced
 
@@ -61,12 +61,6 @@ def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
     return axes(rotation.along, "the rotary dimension", rotation.node) if rotation else unrotated
 
 
-def only(found: Sequence[Axis], what: str, node: Node) -> Axis:
-    if len(found) != 1:
-        raise NoMatch(f"{what} is no single dimension", node)
-    return found[0]
-
-
 def check_weight(weight: Element, name: str) -> None:
     """Raises NoMatch unless a weight is a parameter as it is multiplied."""
     if is_parameter(weight.node):
@@ -80,40 +74,50 @@ def check_weight(weight: Element, name: str) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """Two neighbouring parts of one tensor as one element, read along `axis` where the first was read along its own."""
+    """Two neighbouring parts of one tensor as one element, read along `axis`, which counts the columns of both."""
 
     element: Element
     axis: Axis
 
 
-def joined(first: Element, first_axis: Axis, second: Element, second_axis: Axis) -> Joined | None:
-    """`first` along its axis and then `second` along its own, if they are neighbours in one tensor, else None."""
+def joined(first: Element, columns: Axes, second: Element, others: Axes) -> Joined | None:
+    """`first` along its columns and then `second` along its own, if they are neighbours in one tensor, else None."""
     (node, left, factor), (other, right, other_factor) = _place(first), _place(second)
-    if node is not other or (factor, other_factor) != (1.0, 1.0):
+    if node is not other or (factor, other_factor) != (1.0, 1.0) or len(columns) > 1 or len(others) > 1:
         return None
-    axis = Axis(first_axis.size + second_axis.size)
+    start, stop = (product(axis.size for axis in part) for part in (columns, others))
+    axis = Axis(start + stop)
+    here, behind = {axis: composite(columns)}, {axis: shifted(composite(others), start)}
     index: list[Index] = []
     for mine, theirs in zip(left, right, strict=True):
-        stride = dict(mine.terms).get(whole(first_axis))
-        rest = [term for term in mine.terms if term[0].axis is not first_axis]
-        if stride is None:
-            expected = mine
-        else:
-            expected = combine(mine.offset + stride * first_axis.size, [*rest, (whole(second_axis), stride)])
-        if theirs != expected:
+        rest = [term for term in mine.terms if term[0].axis not in columns]
+        both = combine(mine.offset, [*rest, (whole(axis), _stride(mine, columns, theirs, others))])
+        if (substitute(both, here), substitute(both, behind)) != (mine, theirs):
             return None
-        index.append(mine if stride is None else combine(mine.offset, [*rest, (whole(axis), stride)]))
-    is_read = sum(first_axis in part.axes for part in left) == sum(axis in part.axes for part in index) == 1
-    return Joined(resolve(node, tuple(index)), axis) if is_read else None
+        index.append(both)
+    return Joined(resolve(node, tuple(index)), axis) if sum(axis in part.axes for part in index) == 1 else None
 
 
-def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> Joined:
-    """Two weights by their names, as one along their columns. Raises NoMatch if they are no neighbours."""
-    parts = [only(columns, f"the columns of {name}", match[name].node) for name, columns in (first, second)]
-    whole = joined(match[first[0]], parts[0], match[second[0]], parts[1])
+def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
+    """How far apart neighbouring columns lie in a dimension; of one column and another, how far these two do."""
+    for part, found in ((mine, columns), (theirs, others)):
+        if found:
+            return dict(part.terms).get(whole(found[0]), 0)
+    distance = plain(theirs.offset - mine.offset)
+    return distance if at_most(1, distance) else 0
+
+
+def joined_weights(
+    match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str
+) -> tuple[Element, Axes]:
+    """Two weights by their names, as one, and the columns of both. Raises NoMatch if they are no neighbours."""
+    for name, columns in (first, second):
+        if len(columns) > 1:
+            raise NoMatch(f"the columns of {name} are no single dimension", match[name].node)
+    whole = joined(match[first[0]], first[1], match[second[0]], second[1])
     if whole is None:
         raise NoMatch(f"the weights of {what} are {_apart(match[first[0]], match[second[0]])}", match[second[0]].node)
-    return whole
+    return whole.element, (whole.axis,)
 
 
 def _apart(one: Element, other: Element) -> str:
@@ -143,11 +147,18 @@ def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
     first, second = table.first, table.second
     if len(pairs) == 1:
         other = Axis(pairs[0].size)
-        whole_table = joined(first, pairs[0], renamed(second, {pairs[0]: of_axis(other)}), other)
+        whole_table = joined(first, pairs, renamed(second, {pairs[0]: of_axis(other)}), (other,))
         if whole_table is not None:
             return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
     halves = [tensor(emit, half, [*outer, pairs], expand=True) for half in (first, second)]
     return emit.call(aten.cat.default, halves, -1)
+
+
+def emit_tables(emit: Emitter, rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Node | None]:
+    """cos and sin as they are named, each None if there is no rotation."""
+    if rotation is None:
+        return [None for _ in names]
+    return [emit_table(emit, getattr(rotation, name), rotation.pair, outer) for name in names]
 
 
 # --- caches ------------------------------------------------------------------------------------------------------
@@ -207,6 +218,14 @@ def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
     """A cache for rows that are appended, which are written into it alone; of the type of `like`."""
     value = like.meta["val"]
     return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), dtype=value.dtype, device=value.device)
+
+
+def emit_caches(emit: Emitter, latent: CacheRoles, keys: CacheRoles | None) -> tuple[Node, Node, Node]:
+    """Positions, and the caches of latents and rotary keys before the write; without the latter, one of no columns."""
+    kv_cache = emit_cache(emit, latent)
+    if keys is None:
+        return emit_positions(emit, latent), kv_cache, emit_new_cache(emit, kv_cache, *shape_of(kv_cache)[:-1], 0)
+    return emit_positions(emit, latent, keys), kv_cache, emit_cache(emit, keys)
 
 
 def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles) -> Node:

@@ -17,7 +17,7 @@ from .absorb import absorb
 from .check import Held, check, held_values
 from .debug.report import PassRecord, Report, count_fused, fused_name
 from .emitter import Emitter
-from .graph_edit import Snapshot, drop_round_trips, erase_orphans
+from .graph_edit import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
 from .lower import lower
 from .options import Options
 from .prepare import Prepared, inputs_of, prepare
@@ -104,6 +104,7 @@ def clean_up(run: Run) -> None:
     """Removes what the fusions left unused. What is fused now is what counts, whatever the target makes of it."""
     if run.is_changed:
         drop_round_trips(run.emit)
+        drop_empty_parts(run.emit)
     _erase_orphans(run)
     fused, rules = count_fused(run.graph), {rule.name for rule in run.rules if rule.stage == PIECE}
     pieces = Counter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -65,7 +65,14 @@ def reinplace(graph: Graph) -> Counter[str]:
 
 def _updates(node: Node, twin: Operator, order: dict[Node, int]) -> list[Update]:
     """What is written, each into a graph input of its own: one view of it is given, and one result copied back."""
-    return [_update(node, position, name, order) for position, name in _written_results(twin).items()]
+    results = _written_results(twin).items()
+    return [_update(node, position, name, order) for position, name in results if _is_used(node, position, name)]
+
+
+def _is_used(node: Node, position: int, name: str) -> bool:
+    """Not so a cache without columns, of which nobody reads what became of it."""
+    given = _given(node, name)
+    return not isinstance(given, Node) or 0 not in shape_of(given) or bool(_results(node, position))
 
 
 def _written_results(twin: Operator) -> dict[int, str]:
@@ -76,8 +83,7 @@ def _written_results(twin: Operator) -> dict[int, str]:
 
 
 def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Update:
-    schema = node.target._schema  # type: ignore[union-attr]  # a fused operator's node, so an overload
-    given = argument(node, [entry.name for entry in schema.arguments].index(name), name)
+    given = _given(node, name)
     source = _viewed_input(given) if isinstance(given, Node) else None
     if source is None:
         raise NoMatch(f"{name} is no view of a graph input")
@@ -97,6 +103,11 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
         if reader not in spared and order.get(reader, len(order)) > order[node]:
             raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
     return update
+
+
+def _given(node: Node, name: str) -> Any:
+    schema = node.target._schema  # type: ignore[union-attr]  # a fused operator's node, so an overload
+    return argument(node, [entry.name for entry in schema.arguments].index(name), name)
 
 
 def _results(node: Node, position: int) -> list[Node]:

@@ -23,7 +23,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import axes, result, tensor
 from mla_fx.match import NearestMiss
-from mla_fx.operands import ATTENTION, CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined, only
+from mla_fx.operands import ATTENTION, CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined
 from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
 from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
 from mla_fx.readings.element import Element, element_of, resolve
@@ -95,11 +95,8 @@ class CombinedCache(Rule[Facts]):
         one, other = (_update(node, (*index[:-1], shifted(fresh(stop - start), start))) for start, stop in ranges)
         first, second = cache_roles(one), cache_roles(other.beside(one))
         check_same_write(first, second)
-        places = [
-            (resolve(part.update.old, part.update.index), only(part.width, "the columns of a cache", node))
-            for part in (first, second)
-        ]
-        old = joined(*places[0], *places[1])
+        mine, theirs = (resolve(part.update.old, part.update.index) for part in (first, second))
+        old = joined(mine, first.width, theirs, second.width)
         if old is None or old.axis.size != shape_of(node)[-1]:
             raise NoMatch("the two parts are not all the columns of one cache", node)
         return Facts(node, index, first, second, old)

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import HCKV, Appended, Case, WeightedQuery
+from mla_fx.cases import HCKV, Appended, Case, NoRotaryPart, WeightedQuery
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import CallPattern, Operand, either, rms_norm, rope, stored, var
+from mla_fx.match import CallPattern, NearestMiss, Operand, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
     ATTENTION,
     CacheRoles,
@@ -29,14 +29,12 @@ from mla_fx.operands import (
     cache_roles,
     check_norm_of_rows,
     check_same_write,
-    emit_cache,
+    emit_caches,
     emit_new_cache,
-    emit_positions,
-    emit_table,
+    emit_tables,
     joined,
     last_dimension,
     normed,
-    only,
     replace_cache,
     replace_rows,
 )
@@ -53,9 +51,10 @@ ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 
 K_ROPE = either("k_rope", normed=normed("k_rope", "kv_rmsnorm_rope_cache"), plain=var("k_rope"))
 # b and t: batch and context of the caches, c latent and r rotary columns
+KV_CACHE = Operand("btc", stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write"))
 PATTERN = CallPattern(
     {
-        "kv_cache": Operand("btc", stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write")),
+        "kv_cache": KV_CACHE,
         "kr_cache": Operand(
             "btr",
             stored(
@@ -70,17 +69,19 @@ PATTERN = CallPattern(
         ),
     }
 )
+WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE})
 
 
 @dataclass(frozen=True)
 class Facts:
-    """`along` are the columns of the rotary key before its rotation; `kv` are both parts, where they are neighbours."""
+    """`along` are the columns of the rotary key before its rotation, if there is one; `kv` are both parts, where they
+    are neighbours."""
 
     match: Match
     kv: Joined | None
     along: Axes
     latent: CacheRoles
-    keys: CacheRoles
+    keys: CacheRoles | None
     norm: RmsNorm
     rotation: Rope | None
 
@@ -102,6 +103,14 @@ class _Appended(WeightedQuery, Appended):
     """A cache that grows by cat."""
 
 
+class _NoRotaryPart(WeightedQuery, NoRotaryPart):
+    """Keys have no rotary part."""
+
+
+class _NoRotaryPartAppended(_NoRotaryPart, Appended):
+    """The same with a cache that grows by cat."""
+
+
 class KvRmsnormRopeCache(Rule[Facts]):
     stage = "cache"
     targets = ATTENTION
@@ -111,25 +120,33 @@ class KvRmsnormRopeCache(Rule[Facts]):
         Case("query made elsewhere", WeightedQuery, ONE_EACH),
         Case("latent and key projected apart", _TwoProjections, ONE_EACH),
         Case("rows appended", _Appended, ONE_EACH),
+        Case("no rotary part", _NoRotaryPart, ONE_EACH),
+        Case("no rotary part, rows appended", _NoRotaryPartAppended, ONE_EACH),
     )
     rejects = (Case("two positions", _TwoPositions, because="written to different positions"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if _is_cached(element_of(named_argument(node, "kv_cache"))))
 
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        has_rotary_part = named_argument(anchor, "kr_cache") is not None
+        return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
+
     def check(self, match: Match) -> Facts:
         """Latent and rotary key go to the same positions of two caches."""
-        updates = [match.get(CacheUpdate, f"{cache}.write") for cache in PATTERN.operands]
-        if any(update is None for update in updates):
+        names = [name for name in PATTERN.operands if f"{name}.axes" in match.readings]
+        updates = [update for name in names if (update := match.get(CacheUpdate, f"{name}.write")) is not None]
+        if len(updates) < len(names):
             raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
-        latent, keys = (cache_roles(update) for update in updates if update is not None)
-        check_same_write(latent, keys)
+        latent, *others = map(cache_roles, updates)
         norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
         check_norm_of_rows(norm, latent.width)
+        if not others:
+            return Facts(match, None, (), latent, None, norm, None)
+        (keys,) = others
+        check_same_write(latent, keys)
         along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
-        k_rope = match["k_rope"]
-        columns = only(latent.width, "the latent", norm.node), only(along, "the rotary key", k_rope.origin)
-        kv = joined(match["latent"], columns[0], k_rope, columns[1])
+        kv = joined(match["latent"], latent.width, match["k_rope"], along)
         return Facts(match, kv, along, latent, keys, norm, rotation)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
@@ -139,20 +156,20 @@ class KvRmsnormRopeCache(Rule[Facts]):
         options: dict[str, object] = {"epsilon": facts.norm.epsilon, "gamma_after_cast": facts.norm.gamma_after_cast}
         if facts.norm.factor != 1.0:
             options["kc_scale"] = facts.norm.factor
-        cos = sin = None
+        cos, sin = emit_tables(emit, rotation, ("cos", "sin"), (latent.batch, (), latent.token))
         if rotation is not None:
-            outer = (keys.batch, (), keys.token)
-            cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
             options["rope_layout"] = rotation.layout
-        target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
         if latent.update.position is None:
-            index, caches, replace = None, [_new_cache(emit, cache, kv) for cache in (keys, latent)], _replace_rows
+            index, replace = None, _replace_rows
+            ckv_cache, k_cache = (_new_cache(emit, cache, kv) for cache in (latent, keys))
             options["cache_mode"] = "BNSD"
         else:
-            index, caches = emit_positions(emit, latent, keys), [emit_cache(emit, cache) for cache in (keys, latent)]
+            index, ckv_cache, k_cache = emit_caches(emit, latent, keys)
             replace = replace_cache
-        out = emit.call(target, kv, gamma, cos, sin, index, *caches, **options)
-        yield replace(emit, keys, emit.call(operator.getitem, out, 0))
+        target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
+        out = emit.call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
+        if keys is not None:
+            yield replace(emit, keys, emit.call(operator.getitem, out, 0))
         yield replace(emit, latent, emit.call(operator.getitem, out, 1))
 
 
@@ -166,10 +183,12 @@ def _is_cached(latents: Element) -> bool:
         return False
 
 
-def _new_cache(emit: Emitter, cache: CacheRoles, kv: Node) -> Node:
-    """[B,1,S,width]."""
-    rows = cache.update.rows
-    return emit_new_cache(emit, rows, *shape_of(kv)[:-1], shape_of(rows)[-1])
+def _new_cache(emit: Emitter, cache: CacheRoles | None, kv: Node) -> Node:
+    """[B,1,S,width]; without a rotary part that of its keys has no columns."""
+    lead = shape_of(kv)[:-1]
+    if cache is None:
+        return emit_new_cache(emit, kv, *lead, 0)
+    return emit_new_cache(emit, cache.update.rows, *lead, shape_of(cache.update.rows)[-1])
 
 
 def _replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
@@ -181,7 +200,6 @@ def _rows(emit: Emitter, facts: Facts, dtype: torch.dtype) -> Node:
     tokens = (facts.latent.batch, (), facts.latent.token)
     if facts.kv is not None:
         return tensor(emit, facts.kv.element, (*tokens, (facts.kv.axis,)), dtype=dtype)
-    parts = (facts.match["latent"], facts.latent.width), (facts.match["k_rope"], facts.along)
-    return emit.call(
-        aten.cat.default, [tensor(emit, part, (*tokens, width), dtype=dtype, expand=True) for part, width in parts], -1
-    )
+    parts = [("latent", facts.latent.width), *([] if facts.keys is None else [("k_rope", facts.along)])]
+    rows = [tensor(emit, facts.match[name], (*tokens, width), dtype=dtype, expand=True) for name, width in parts]
+    return rows[0] if len(rows) == 1 else emit.call(aten.cat.default, rows, -1)

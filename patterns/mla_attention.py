@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.absorb import absorb_query, expand_output
 from mla_fx.binding import Match
-from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, S, T
+from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, NoRotaryPart, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
@@ -161,15 +161,7 @@ class _ExpandedCache(Layer):
         return caches[0].index_copy(2, position, key), caches[1].index_copy(2, position, value)
 
 
-class _Unrotated(Layer):
-    """GLM-5 Next: no rotary part at all."""
-
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
-        key, value = self.keys(latent, k_rope)
-        return torch.nn.functional.scaled_dot_product_attention(q_nope, key[..., :D], value, attn_mask=mask)
-
-
-class _HiddenStates(_Unrotated):
+class _HiddenStates(NoRotaryPart):
     """Multi-head attention: keys and values are made of what nothing was projected down for."""
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +193,7 @@ class MlaAttention(Rule[Facts]):
         Case("absorbed by einsum", _Absorbed, ONE_EACH),
         Case("query projected in two", _QueryInTwo, ONE_EACH),
         Case("attention sink", _Sink, ONE_EACH),
-        Case("no rotary part", _Unrotated, {"latent_attention": 1}),
+        Case("no rotary part", NoRotaryPart, ONE_EACH),
         Case("one tensor for latents and rotary keys", _OneKey, {"latent_attention": 1}),
     )
     rejects = (

@@ -4,8 +4,9 @@
     q     = c weight_uq_qr = [q_nope, q_rope]             query = q_nope weight_uk, query_rope = rope(q_rope)
     k     = token_x weight_dkv_kr = [latent, k_rope]      caches[index] = rms_norm(latent) gamma_ckv, rope(k_rope)
 
-Seen with and without a low-rank query (DeepSeek-V2-Lite), with and without rotation (Kimi Linear), with rows written
-into a cache (index_copy, index_put, scatter, slice), appended to one (cat), or used as they are.
+Seen with and without a low-rank query (DeepSeek-V2-Lite), with and without rotation (Kimi Linear), without any rotary
+part (GLM-5 Next), with rows written into a cache (index_copy, index_put, scatter, slice), appended to one (cat), or
+used as they are.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from mla_fx.binding import Match
-from mla_fx.cases import DR, HCKV, HE, Appended, B, Case, D, Layer, N, S
+from mla_fx.cases import DR, HCKV, HE, Appended, B, Case, D, Layer, N, NoRotaryPart, S
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.factors import query_factor, query_scale
 from mla_fx.layout import Axes, result, tensor
 from mla_fx.match import (
     CallPattern,
+    NearestMiss,
     Operand,
     Pattern,
     bound,
@@ -41,15 +43,13 @@ from mla_fx.match import (
 )
 from mla_fx.operands import (
     CacheRoles,
-    Joined,
     cache_roles,
     check_norm_of_rows,
     check_same_write,
     check_weight,
-    emit_cache,
+    emit_caches,
     emit_new_cache,
-    emit_positions,
-    emit_table,
+    emit_tables,
     joined_weights,
     last_dimension,
     normed,
@@ -63,7 +63,7 @@ from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import shape_of
+from mla_fx.readings.views import named_argument, shape_of
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 
@@ -105,17 +105,19 @@ K_ROPE = either(
 # Rows are made in one way, queries in several: whatever is wrong with a query is told best once token_x is known.
 # b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the caches, k latent
 # and l rotary columns
+QUERY = Operand(
+    "bsnc",
+    contract(
+        either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query"), normed=normed("q_nope", "mla_prolog")),
+        var("weight_uk"),
+        name="uk",
+    ),
+)
+KV_CACHE = Operand("atk", stored(KV_LATENT, name="kv_cache.write"))
 PATTERN = CallPattern(
     {
-        "kv_cache": Operand("atk", stored(KV_LATENT, name="kv_cache.write")),
-        "query": Operand(
-            "bsnc",
-            contract(
-                either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query"), normed=normed("q_nope", "mla_prolog")),
-                var("weight_uk"),
-                name="uk",
-            ),
-        ),
+        "kv_cache": KV_CACHE,
+        "query": QUERY,
         "query_rope": Operand(
             "bsnr",
             either(
@@ -132,13 +134,19 @@ PATTERN = CallPattern(
     },
     fixed="bsn",
 )
+WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE, "query": QUERY}, fixed="bsn")
+RESULTS = ("query", "query_rope", "kv_cache", "kr_cache")
+
+
+Weight = tuple[Element, Axes]
 
 
 @dataclass(frozen=True)
 class Facts:
     """`tokens` are batch and tokens as the operator takes them, `n` and `hckv` heads and latent columns of the query,
-    `he` and `hcq` the columns of hidden states and query latents. `rotation` is that of the key, beside which the query
-    is multiplied by the number `qc_qr_scale`; the tensor `query_scale` multiplies what the operator returns."""
+    `he` and `hcq` the columns of hidden states and query latents; the weights of two parts come with the columns of
+    both. `rotation` is that of the key, beside which the query is multiplied by the number `qc_qr_scale`; the tensor
+    `query_scale` multiplies what the operator returns. What has no rotary part has no `keys`."""
 
     match: Match
     tokens: tuple[Axes, Axes]
@@ -146,8 +154,8 @@ class Facts:
     hckv: Axes
     he: Axes
     hcq: Axes
-    weight_uq_qr: Joined
-    weight_dkv_kr: Joined
+    weight_uq_qr: Weight
+    weight_dkv_kr: Weight
     norm: RmsNorm
     query_norm: RmsNorm | None
     rotation: Rope | None
@@ -235,6 +243,7 @@ class MlaProlog(Rule[Facts]):
         Case("direct query", _DirectQuery, ONE_EACH),
         Case("complex rotation", _Complex, ONE_EACH),
         Case("no rotation", _NoRotation, ONE_EACH),
+        Case("no rotary part", NoRotaryPart, ONE_EACH),
         Case("rows appended", Appended, ONE_EACH),
         Case("query and latent multiplied by numbers", _Scaled, ONE_EACH),
         Case("query multiplied by a number for each token and head", _ScaledByToken, ONE_EACH),
@@ -245,6 +254,10 @@ class MlaProlog(Rule[Facts]):
         Case("key rotated by other tables", _OtherTables, because="different tensors"),
         Case("query made from other tokens", _OtherTokens, because="token_x is not one tensor"),
     )
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        has_rotary_part = named_argument(anchor, "query_rope") is not None
+        return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
 
     def check(self, match: Match) -> Facts:
         """Weights are parts of one matrix each; query and key come from the same tokens, rotated and written alike."""
@@ -258,58 +271,58 @@ class MlaProlog(Rule[Facts]):
         check_norm_of_rows(norm, width)
         rotation = match.get(Rope, "kr_cache.rope")
         factor, scale = query_factor(match), query_scale(match, {*b, *s, *n})
-        he = match.reading(Contraction, "dkv").axes
-        hcq = match.reading(Contraction, "uq").axes
+        he, hcq = (match.reading(Contraction, name).axes for name in ("dkv", "uq"))
         if query_norm is not None:
             check_norm_of_rows(query_norm, hcq)
-        q_rope, k_rope = roles(match, "query_rope")[3], _width(match, "kr_cache", keys)
-        uq, qr = match.reading(Contraction, "uk").axes, rotary(match, "query_rope", q_rope)
-        uq_qr = joined_weights(match, ("weight_uq", uq), ("weight_qr", qr), "q_nope and q_rope")
-        kr = rotary(match, "kr_cache", k_rope)
-        dkv_kr = joined_weights(match, ("weight_dkv", width), ("weight_kr", kr), "latent and rotary key")
+        uq_qr = match["weight_uq"], match.reading(Contraction, "uk").axes
+        dkv_kr = match["weight_dkv"], width
+        if "query_rope" in _given(match):
+            qr = rotary(match, "query_rope", roles(match, "query_rope")[3])
+            uq_qr = joined_weights(match, ("weight_uq", uq_qr[1]), ("weight_qr", qr), "q_nope and q_rope")
+            kr = rotary(match, "kr_cache", _width(match, "kr_cache", keys))
+            dkv_kr = joined_weights(match, ("weight_dkv", width), ("weight_kr", kr), "latent and rotary key")
         weights, norms = (uq_qr, dkv_kr), (norm, query_norm)
         return Facts(match, tokens, n, hckv, he, hcq, *weights, *norms, rotation, factor, scale, latent, keys)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         match, tokens, n, hckv = facts.match, facts.tokens, facts.n, facts.hckv
-        given = {name: match.readings[f"{name}.axes"].node for name in PATTERN.operands}
+        given = _given(match)
         x = tensor(emit, match["token_x"], (*tokens, facts.he))
         dtype = x.meta["val"].dtype
-        cached = given["kv_cache"].meta["val"].dtype
-        if dtype != cached:
-            raise NoMatch(f"token_x is {dtype}, the cache {cached}", x)
+        if dtype != (held := given["kv_cache"].meta["val"].dtype):
+            raise NoMatch(f"token_x is {dtype}, the cache {held}", x)
 
         def weight(element: Element, *dims: Axes) -> Node:
             return tensor(emit, element, dims, dtype=dtype)
 
-        index, kv_cache, kr_cache, mode = _cache_operands(emit, facts, x, given)
+        (uq_qr, query_columns), (dkv_kr, key_columns) = facts.weight_uq_qr, facts.weight_dkv_kr
+        *index_and_caches, mode = _cache_operands(emit, facts, x)
         operands = (
             x,
             weight(match["weight_dq"], facts.he, facts.hcq) if facts.query_norm else None,
-            weight(facts.weight_uq_qr.element, facts.hcq, (*n, facts.weight_uq_qr.axis)),
+            weight(uq_qr, facts.hcq, (*n, *query_columns)),
             weight(match["weight_uk"], n, match.reading(Contraction, "uk").axes, hckv),
-            weight(facts.weight_dkv_kr.element, facts.he, (facts.weight_dkv_kr.axis,)),
+            weight(dkv_kr, facts.he, key_columns),
             tensor(emit, match["gamma_cq"], (facts.hcq,)) if facts.query_norm else None,
             tensor(emit, match["gamma_ckv"], (_width(match, "kv_cache", facts.latent),)),
-            *_tables(emit, facts),
-            index,
-            kv_cache,
-            kr_cache,
+            *emit_tables(emit, facts.rotation, ("sin", "cos"), facts.tokens),
+            *index_and_caches,
         )
         target = torch.ops.mla_fx.mla_prolog.default
         out = emit.call(target, *operands, **_options(facts), cache_mode=mode)
-        query, query_rope, kv_cache_out, kr_cache_out = (emit.call(operator.getitem, out, item) for item in range(4))
+        made = [emit.call(operator.getitem, out, place) for place in range(4)]
         if facts.query_scale is not None:
             scale = tensor(emit, facts.query_scale, (*tokens, n, ()))
-            query, query_rope = (emit.call(aten.mul.Tensor, part, scale) for part in (query, query_rope))
-        old = given["query"]
-        yield Replacement(old, _as_given(emit, old, query, (*tokens, n, hckv), roles(match, "query")))
-        r = roles(match, "query_rope")
-        old = given["query_rope"]
-        yield Replacement(old, _as_given(emit, old, query_rope, (*tokens, *r[2:]), r))
-        written = (facts.latent, given["kv_cache"], kv_cache_out), (facts.keys, given["kr_cache"], kr_cache_out)
-        for cache, old, new in written:
-            if cache is None:
+            made[:2] = (emit.call(aten.mul.Tensor, part, scale) for part in made[:2])
+        caches = {"kv_cache": facts.latent, "kr_cache": facts.keys}
+        for name, new in zip(RESULTS, made, strict=True):
+            old, cache = given.get(name), caches.get(name)
+            if old is None:
+                continue
+            if name not in caches:
+                part = result(new, (*tokens, n, roles(match, name)[-1]))
+                yield Replacement(old, tensor(emit, part, roles(match, name), dtype=old.meta["val"].dtype))
+            elif cache is None:
                 yield Replacement(old, emit.call(aten.squeeze.dim, new, 2))
             elif mode == "BSND":
                 yield replace_rows(emit, cache, result(new, (cache.batch, cache.token, (), cache.width)))
@@ -317,9 +330,8 @@ class MlaProlog(Rule[Facts]):
                 yield replace_cache(emit, cache, new)
 
 
-def _as_given(emit: Emitter, old: Node, new: Node, made: tuple[Axes, ...], wanted: tuple[Axes, ...]) -> Node:
-    """A result of the operator, whose dimensions run over `made`, as the operand that it is used for."""
-    return tensor(emit, result(new, made), wanted, dtype=old.meta["val"].dtype)
+def _given(match: Match) -> dict[str, Node]:
+    return {name: match.readings[f"{name}.axes"].node for name in PATTERN.operands if f"{name}.axes" in match.readings}
 
 
 def _check_products(match: Match) -> None:
@@ -334,6 +346,8 @@ def _check_products(match: Match) -> None:
 
 def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:
     latent, keys = match.get(CacheUpdate, "kv_cache.write"), match.get(CacheUpdate, "kr_cache.write")
+    if "kr_cache" not in _given(match):
+        return None if latent is None else cache_roles(latent), None
     if match.choices["kv_cache.write"] != match.choices["kr_cache.write"]:
         raise NoMatch("latent and rotary key are not cached in the same way", match.readings["kr_cache.axes"].node)
     if latent is None or keys is None:
@@ -345,8 +359,9 @@ def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:
 
 def _check_rows(match: Match, tokens: tuple[Axes, Axes], latent: CacheRoles | None, keys: CacheRoles | None) -> None:
     """The hidden states that make the query are those that make the rows, token by token."""
-    caches = (("kv_cache", latent), ("kr_cache", keys))
-    if any((cache.row if cache else roles(match, name)[:2]) != tokens for name, cache in caches):
+    caches = {"kv_cache": latent, "kr_cache": keys}
+    made = ((name, cache) for name, cache in caches.items() if name in _given(match))
+    if any((cache.row if cache else roles(match, name)[:2]) != tokens for name, cache in made):
         raise NoMatch("query and cached rows are not made from the same tokens", match["token_x"].origin)
 
 
@@ -363,21 +378,11 @@ def _query_norm(match: Match) -> RmsNorm | None:
     return query_norm
 
 
-def _tables(emit: Emitter, facts: Facts) -> tuple[Node | None, Node | None]:
-    rotation = facts.rotation
-    if rotation is None:
-        return None, None
-    sin, cos = (emit_table(emit, table, rotation.pair, facts.tokens) for table in (rotation.sin, rotation.cos))
-    return sin, cos
-
-
-def _cache_operands(
-    emit: Emitter, facts: Facts, x: Node, given: dict[str, Node]
-) -> tuple[Node | None, Node, Node, str]:
-    if facts.latent is not None and facts.keys is not None and facts.latent.update.position is not None:
-        caches = emit_cache(emit, facts.latent), emit_cache(emit, facts.keys)
-        return emit_positions(emit, facts.latent, facts.keys), *caches, "Norm"
-    widths = (shape_of(given[name])[-1] for name in ("kv_cache", "kr_cache"))
+def _cache_operands(emit: Emitter, facts: Facts, x: Node) -> tuple[Node | None, Node, Node, str]:
+    if facts.latent is not None and facts.latent.update.position is not None:
+        return *emit_caches(emit, facts.latent, facts.keys), "Norm"
+    given = _given(facts.match)
+    widths = (shape_of(given[name])[-1] if name in given else 0 for name in ("kv_cache", "kr_cache"))
     kv_cache, kr_cache = (emit_new_cache(emit, x, *shape_of(x)[:2], 1, width) for width in widths)
     return None, kv_cache, kr_cache, "BSND"
 

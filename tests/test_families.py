@@ -39,7 +39,6 @@ def attention_only(layers: int, *reasons: str) -> Expected:
     return Expected({"latent_attention": layers}, {"latent_attention": layers}, reasons)
 
 
-NO_ROTARY_PART = "latent_attention is called without"
 EXPECTED = {
     "deepseek_v2": whole(2),
     "deepseek_v3": whole(2),
@@ -48,13 +47,11 @@ EXPECTED = {
     "longcat_flash": whole(2),
     "minicpm3": whole(2),
     "mistral4": whole(2),
-    "mistral_large4": Expected(  # one of its layers has no rotary part
-        {"mla_prolog": 1, "latent_attention": 2}, {"mla_prolog": 1, "latent_attention": 2}, (NO_ROTARY_PART,)
-    ),
+    "mistral_large4": whole(2),  # one of its layers has no rotary part
     "youtu": whole(2),
     "glm4_moe_lite": whole(2),
     "glm_moe_dsa": whole(2),
-    "glm5_next": attention_only(1, NO_ROTARY_PART),  # and a layer of linear attention
+    "glm5_next": whole(1),  # and a layer of linear attention
     "hy_v4": whole(2),
     "axk1": whole(2),
     "axk2": attention_and_cache(2, "the query is made of a normed latent joined with more"),

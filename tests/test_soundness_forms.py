@@ -109,9 +109,9 @@ OTHERS = {
     "two": (lambda m, s, v: m.beside(m.beside(s)).softmax(-1)[..., :-2] @ v, "not all the probabilities"),
     "with a value": (
         lambda m, s, v: m.beside(s).softmax(-1) @ torch.cat((v, v[:, :, :1] + 1), 2),
-        "go through cat before the softmax",
+        "go through cat before",
     ),
-    "in the place of a key": (lambda m, s, v: m.beside(s).softmax(-1)[..., 1:] @ v, "go through cat before the softmax"),
+    "in the place of a key": (lambda m, s, v: m.beside(s).softmax(-1)[..., 1:] @ v, "go through cat before"),
     "sum of others": (
         lambda m, s, v: (lambda e: e[..., :-1] / e[..., :-1].sum(-1, True))((m.beside(s) - s.amax(-1, True)).exp()) @ v,
         "not the largest|the sum of others",

@@ -66,6 +66,8 @@ def softmax(element: Element) -> Softmax:
 
 def _columns(index: tuple[Index, ...], dim: int, node: Node) -> _Columns:
     part, size = index[dim], shape_of(node)[dim]
+    if size == 1:
+        raise NoMatch("attention over a single key", node)
     read = shifted(part, -part.offset).axis
     if read is None or sum(read in other.axes for other in index) != 1:
         raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)

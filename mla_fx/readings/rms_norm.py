@@ -53,7 +53,7 @@ def rms_norm(element: Element) -> RmsNorm:
     root = next(factor for factor in whole.factors if factor == (roots[0], -0.5))
     rest = [factor for factor in whole.factors if factor is not root]
 
-    found = [(factor, over) for factor, power in rest if power == 1.0 and (over := _same_but(factor, mean))]
+    found = [(factor, over) for factor, power in rest if power == 1.0 and (over := _same_but(factor, mean)) is not None]
     if not found:
         raise NoMatch("the value that is normalised is not the one whose mean square is taken", node)
     value, over = found[0]

@@ -82,7 +82,7 @@ def rope(element: Element, along: Axis) -> Iterator[Rope]:
     if not isinstance(size, int) or size % 2:
         raise NoMatch(f"a rotary dimension is even and known, this one is {size}", element.origin)
     found = False
-    for written in LAYOUTS:
+    for written in LAYOUTS if size > 2 else LAYOUTS[:1]:  # one pair lies alike in both
         pair = Axis(size // 2)
         try:
             first, second = (_terms(element.at({along: pair_index(size, written, which, pair)})) for which in (0, 1))
@@ -171,10 +171,13 @@ def _layout_read(x1: Element, x2: Element, pair: Axis) -> str | None:
     """How the two elements of a pair lie to each other in the value that is rotated."""
     if x1.node is not x2.node or x1.roundings != x2.roundings:
         return None
-    apart = [(mine, theirs) for mine, theirs in zip(x1.index, x2.index, strict=True) if mine != theirs]
+    places = list(zip(x1.index, x2.index, strict=True))
+    apart = [(mine, theirs) for mine, theirs in places if mine != theirs]
     if len(apart) != 1 or apart[0][0].terms != apart[0][1].terms:
         return None
-    stride = dict(apart[0][0].terms).get(whole(pair))
+    if any(mine == theirs and pair in mine.axes for mine, theirs in places):
+        return None
+    stride = 1 if pair.size == 1 else dict(apart[0][0].terms).get(whole(pair))
     distance = apart[0][1].offset - apart[0][0].offset
     if stride == 2 and distance == 1:
         return "interleave"
@@ -182,22 +185,21 @@ def _layout_read(x1: Element, x2: Element, pair: Axis) -> str | None:
 
 
 def _along(x1: Element, x2: Element, layout: str, along: Axis, pair: Axis) -> Element:
-    """The value rotated, read along the rotary axis: x1 is its every first element.
+    """The value rotated, read along the rotary axis: it begins where x1 does, and runs through both of every pair.
 
     What the program held before casts is read so too, if both elements were cast alike."""
-    value = replace(x1, index=_runs(x1.index, layout, along, pair))
+    value = replace(x1, index=_runs(x1.index, x2.index, along, pair))
     (node, mine), (other, theirs) = x1.seen, x2.seen
     places = Element(node, mine), Element(other, theirs)
     if x1.top_factor != x2.top_factor or _layout_read(*places, pair) != layout:
         return replace(value, top=None)
-    return replace(value, top=(node, _runs(mine, layout, along, pair)))
+    return replace(value, top=(node, _runs(mine, theirs, along, pair)))
 
 
-def _runs(index: tuple[Index, ...], layout: str, along: Axis, pair: Axis) -> tuple[Index, ...]:
-    step = 2 if layout == "interleave" else 1
+def _runs(first: tuple[Index, ...], second: tuple[Index, ...], along: Axis, pair: Axis) -> tuple[Index, ...]:
+    """The index of the value rotated, from those of the two elements of a pair, which lie apart in one dimension."""
     moved: list[Index] = []
-    for part in index:
-        rest = [term for term in part.terms if term[0].axis is not pair]
-        turned = [(whole(along), stride // step) for digit, stride in part.terms if digit.axis is pair]
-        moved.append(combine(part.offset, [*rest, *turned]))
+    for mine, theirs in zip(first, second, strict=True):
+        rest = [term for term in mine.terms if term[0].axis is not pair]
+        moved.append(mine if mine == theirs else combine(mine.offset, [*rest, (whole(along), 1)]))
     return tuple(moved)

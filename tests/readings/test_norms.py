@@ -89,6 +89,13 @@ def weighted_within(x, g):
     return normed(y, 1.0, y)
 
 
+@pytest.mark.parametrize("name", ["Hugging Face", "root below", "power", "no keepdim", "one plus gamma", "twice"])
+def test_a_norm_of_one_column_is_read(name):
+    traced = Traced(NORMS[name], dense(B, S, 1), dense(1))
+    index = fresh_index(traced.out)
+    assert_norm_reads_right(traced, rms_norm(resolve(traced.out, index)), index)
+
+
 NEGATIVE = "the norm is multiplied by a negative number"
 NO_NORMS = {
     "of the negative": (lambda x, g: -NORMS["power"](x, g), NEGATIVE, (D,)),

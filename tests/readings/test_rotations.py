@@ -97,6 +97,29 @@ def test_a_rotation_is_read(name):
         assert_rotation_reads_right(traced, index, rotation)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, c, s: torch.cat(pairs(*x.chunk(2, -1), c, s), -1),
+        lambda x, c, s: torch.stack(pairs(x[..., ::2], x[..., 1::2], c, s), -1).flatten(-2),
+        lambda x, c, s: torch.cat(pairs(x[..., 1:], x[..., :1], c, s)[::-1], -1),
+        complex_product,
+    ],
+)
+def test_one_pair_lies_alike_in_both_layouts(function):
+    traced = Traced(lambda x, c, s: function(x, c, s), dense(B, N, S, 2), dense(S, 1), dense(S + 1, 1)[1:])
+    index, found = rotations(traced)
+    ours = [rotation for rotation in found if rotation.value.node.name == "x"]
+    assert [rotation.layout for rotation in ours] == ["half_half"]
+    assert_rotation_reads_right(traced, index, ours[0])
+
+
+def test_two_columns_that_are_no_neighbours_are_no_pair():
+    traced = Traced(lambda x, c, s: torch.cat(pairs(x[..., :1], x[..., 2:], c, s), -1), dense(S, 3), *half_tables())
+    with pytest.raises(NoMatch, match="expected a rotary embedding"):
+        rotations(traced)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rotation_of_the_last_columns_is_read(dtype):
     def function(x, cos, sin):

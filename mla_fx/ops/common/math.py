@@ -72,11 +72,15 @@ def rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: str) -> Tens
 
 
 def check_rope(width: int, layout: str, letters: str, sizes: tuple[int, ...], **tables: Tensor | None) -> None:
-    """Both tables are given or neither; each is `letters` = `sizes`, where a batch axis may be 1."""
+    """Both tables are given or neither; each is `letters` = `sizes`, where a batch axis may be 1.
+
+    Without them there need be no rotary part."""
     check_choice("rope_layout", layout, ROPE_LAYOUTS)
-    if statically_known_true(width < 1):
-        raise ValueError(f"The columns after the first Hckv are the rope part Dr, {width} here; Dr must be 1 or more.")
     given = [name for name, table in tables.items() if table is not None]
+    least, when = (1, "with") if given else (0, "without")
+    if statically_known_true(width < least):
+        columns = f"The columns after the first Hckv are the rope part Dr, {width} here"
+        raise ValueError(f"{columns}; Dr must be {least} or more {when} {' and '.join(tables)}.")
     if len(given) == 1:
         raise ValueError(f"Only {given[0]} is given; {' and '.join(tables)} must both be tensors or both be None.")
     if given and statically_known_true(width % 2 != 0):

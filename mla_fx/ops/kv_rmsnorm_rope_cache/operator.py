@@ -21,8 +21,9 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ckv_cache[index] = c_kv;           k_cache[index] = k_rope
 
     kv is [B, 1, S, Hckv+Dr]; gamma [Hckv], whose length says what Hckv is; cos and sin [B or 1, 1, S, Dr], both None
-    for a model without rotation. With v, every column of a key of N = 1, 2, 4 or 8 heads is normalised, and the first
-    Dr of them, as many as cos and sin have, are rotated::
+    for a model without rotation; Dr is then 0 for one without a rotary part, and k_cache has no columns. With v, every
+    column of a key of N = 1, 2, 4 or 8 heads is normalised, and the first Dr of them, as many as cos and sin have, are
+    rotated::
 
         n      = RMSNorm(kv);              k_rope = [RoPE(n[..., :Dr]), n[..., Dr:]];  c_kv = v
 

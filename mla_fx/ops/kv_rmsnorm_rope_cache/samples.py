@@ -18,6 +18,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("Norm", *sample(dtype, 2, "Norm", 3, shared=True, rope_layout="interleave_interleave"))
     yield Sample("BNSD", *sample(dtype, 19, "BNSD", 3, rope_layout="half_half"))
     yield Sample("PA", *sample(dtype, 3, "PA", 3, skip=2, is_output_kv=True))
+    for seed, mode in enumerate(("Norm", "BNSD", "PA")):
+        yield Sample(mode, *sample(dtype, 22 + seed, mode, 3, rotate=False, width=0, kc_scale=1.25))
     yield Sample("PA_BNSD", *sample(dtype, 4, "PA_BNSD", 3, rotate=False, epsilon=0.1))
     yield Sample("PA_NZ", *wide_sample(dtype, 5, "PA_NZ", 5, skip=2))
     yield Sample("PA_BLK_BNSD", *wide_sample(dtype, 6, "PA_BLK_BNSD", 33, skip=1, is_output_kv=True))
@@ -53,10 +55,11 @@ def sample(
     skip: int = 0,
     shared: bool = False,
     rotate: bool = True,
+    width: int = 4,
     **options: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`shared` gives one row of positions and one of tables for the whole batch."""
-    batch, rank, width, room = 2, 16, 4, 16
+    """`shared` gives one row of positions and one of tables for the whole batch; `width` is Dr."""
+    batch, rank, room = 2, 16, 16
     draw = Sampler(dtype, seed)
     rows = 1 if shared else batch
     cos, sin = draw.tables(rows, 1, steps, width) if rotate else (None, None)

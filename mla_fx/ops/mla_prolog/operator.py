@@ -26,6 +26,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     token_x is [B, S, He] or [T, He]; weight_dq [He, Hcq] or None, together with rmsnorm_gamma_cq [Hcq]; weight_uq_qr
     [Hcq, N*(D+Dr)], for each head D nope then Dr rope columns; weight_uk [N, D, Hckv]; weight_dkv_kr [He, Hckv+Dr];
     rmsnorm_gamma_ckv [Hckv]; rope_sin and rope_cos [B or 1, S, Dr] or [T, Dr], both None for a model without rotation.
+    Dr is then 0 for one without a rotary part: query_rope and kr_cache have no columns.
     Strides are free. Tensors share the dtype of token_x (bfloat16, float16, float32, float64); gammas and tables may be
     any of these. Matmuls round to it; RMSNorm runs in float32, or float64 for float64, with rmsnorm_epsilon_cq and
     rmsnorm_epsilon_ckv under its root.
@@ -86,8 +87,10 @@ def queries(a: Arguments) -> tuple[Tensor, Tensor]:
     up = (compressed @ a.weight_uq_qr).view(*tokens, heads, a.weight_uq_qr.shape[1] // heads)
     query = torch.bmm(up[..., :nope].flatten(0, -3).transpose(0, 1), a.weight_uk).transpose(0, 1).contiguous()
     cos, sin = (None if table is None else table.unsqueeze(-2) for table in (a.rope_cos, a.rope_sin))
-    query_rope = rope(up[..., nope:], cos, sin, a.rope_layout).contiguous()
-    return query.view(*tokens, heads, rank), query_rope
+    query_rope = rope(up[..., nope:], cos, sin, a.rope_layout)
+    if query_rope.shape[-1] == 0:  # contiguous with any strides
+        query_rope = query_rope.new_empty(query_rope.shape)
+    return query.view(*tokens, heads, rank), query_rope.contiguous()
 
 
 def compressed_query(a: Arguments) -> Tensor:

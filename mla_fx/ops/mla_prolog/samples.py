@@ -26,6 +26,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("BSND", *sample(dtype, 4, "BSND", (2, 3), rmsnorm_epsilon_ckv=0.1, **RESCALED))
     args, kwargs = sample(dtype, 5, "TND", (4,))
     yield Sample("TND", (*args[:7], None, None, *args[9:]), kwargs)
+    for seed, (mode, tokens) in enumerate((("PA_BSND", (2, 3)), ("Norm", (2, 3)), ("BSND", (2, 3)), ("TND", (4,)))):
+        yield Sample(mode, *sample(dtype, 6 + seed, mode, tokens, skip=seed % 2, width=0))
     yield quantized_sample("PA_NZ", dtype, 0, 0, "PA_NZ", (5,), skip=1)
     yield quantized_sample("PA_BSND, int8 weight_uq_qr", dtype, 1, 0, "PA_BSND", (2, 3), smooth=True)
     yield quantized_sample("TND, int8 weight_uq_qr", dtype, 1, 0, "TND", (4,))
@@ -35,9 +37,18 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def sample(
-    dtype: torch.dtype, seed: int, mode: str, tokens: tuple[int, ...], skip: int = 0, compress: bool = True, **rest: Any
+    dtype: torch.dtype,
+    seed: int,
+    mode: str,
+    tokens: tuple[int, ...],
+    *,
+    skip: int = 0,
+    compress: bool = True,
+    width: int = 4,
+    **rest: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden, heads, nope, rank, width, room = 32, 3, 8, 16, 4, 16
+    """`width` is Dr; there are no tables for a rotary part without columns."""
+    hidden, heads, nope, rank, room = 32, 3, 8, 16, 16
     query_rank = 24 if compress else hidden
     draw = Sampler(dtype, seed)
     index = draw.slots(torch.Size(tokens).numel(), room, skip)
@@ -50,7 +61,7 @@ def sample(
         draw.weight(rank + width, hidden, fan_in=hidden).mT,
         draw.gamma(query_rank) if compress else None,
         draw.gamma(rank),
-        *draw.tables(*tokens, width),
+        *(draw.tables(*tokens, width) if width else (None, None)),
         index.view(tokens) if mode in ("PA_BSND", "Norm") else None,
         draw.normal(*lead, rank),
         draw.normal(*lead, width),
