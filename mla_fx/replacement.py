@@ -14,7 +14,7 @@ from .errors import NoMatch
 from .layout import axes, laid_out_as, tensor
 from .readings.axes import Index
 from .readings.element import Element, constant, is_coarser
-from .readings.views import name_of
+from .readings.views import MOVERS, name_of
 
 aten = torch.ops.aten
 
@@ -114,13 +114,23 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
             if constant(node) is None:
                 return node
             continue
-        if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and constant(node) is None:
+        if _is_rounded_below(dtype, node) and constant(node) is None:
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
         if node.target is not aten.cat.default:
             pending += _needed_operands(node)
         elif all(lost := [_lost([piece], seen, dtype) for piece in node.all_input_nodes]):
             return lost[0]  # a cat may have pieces that nobody reads
     return None
+
+
+def _is_rounded_below(dtype: torch.dtype, node: Node) -> bool:
+    """The node holds a coarser type than `dtype`, and is no view of what did so before."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or not is_coarser(value.dtype, dtype):
+        return False
+    operands = [operand.meta["val"] for operand in node.all_input_nodes]
+    held = {operand.dtype for operand in operands if isinstance(operand, torch.Tensor)}
+    return node.target not in MOVERS or held != {value.dtype}
 
 
 def _needed_operands(node: Node) -> list[Node]:
