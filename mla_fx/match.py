@@ -257,7 +257,8 @@ class AttentionPattern:
             what = (
                 "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
             )
-            nearest.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
+            wanted = "one" if len(self.scores) == 1 else "a nope and a rope part"
+            nearest.fail(match, NoMatch(f"the scores are {what}, not {wanted}", found.node))
             return
         for order in itertools.permutations(products):
             partial: Iterator[Match] = iter((match,))

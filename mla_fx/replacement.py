@@ -114,7 +114,7 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
             if constant(node) is None:
                 return node
             continue
-        if _is_rounded_below(dtype, node) and constant(node) is None:
+        if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and not _keeps(node, value.dtype):
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
         if node.target is not aten.cat.default:
             pending += _needed_operands(node)
@@ -123,14 +123,11 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
     return None
 
 
-def _is_rounded_below(dtype: torch.dtype, node: Node) -> bool:
-    """The node holds a coarser type than `dtype`, and is no view of what did so before."""
-    value = node.meta["val"]
-    if not isinstance(value, torch.Tensor) or not is_coarser(value.dtype, dtype):
-        return False
-    operands = [operand.meta["val"] for operand in node.all_input_nodes]
+def _keeps(node: Node, dtype: torch.dtype) -> bool:
+    """The node rounds nothing: its value is a number known at compile time, or a view of what is in the same type."""
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
     held = {operand.dtype for operand in operands if isinstance(operand, torch.Tensor)}
-    return node.target not in MOVERS or held != {value.dtype}
+    return constant(node) is not None or (node.target in MOVERS and held == {dtype})
 
 
 def _needed_operands(node: Node) -> list[Node]:

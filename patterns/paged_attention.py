@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +31,14 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.masks import emit_masks
-from mla_fx.ops.common.check import FLOATS
 from mla_fx.match import AttentionPattern, NearestMiss, contract, gathered, var
-from mla_fx.readings.axes import Axis, Index, extent
+from mla_fx.ops.common.check import FLOATS
+from mla_fx.readings.axes import Axis
 from mla_fx.readings.contraction import Contraction, contraction
-from mla_fx.readings.element import Element, element_of, is_coarser
+from mla_fx.readings.element import element_of, is_coarser
 from mla_fx.readings.paged import GATHERS, Paged
-from mla_fx.readings.sizes import at_most, product
-from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
+from mla_fx.readings.sizes import product
+from mla_fx.readings.softmax import Attention, anchors, attention, unfilled, weighted_sum
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
@@ -70,9 +69,171 @@ class Facts:
     v: Axes
 
 
+HEADS, KV_HEADS, WIDTH, COLUMNS, BLOCK = 4, 2, 8, 6, 4
+
+
+class _Serving(nn.Module):
+    """A layer of a serving engine: rows are written by slot, and contexts gathered through a table."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+    table: Tensor
+    starts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        widths = HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * COLUMNS
+        self.qkv = nn.ParameterList(torch.randn(HE, width, generator=generator) * HE**-0.5 for width in widths)
+        blocks = 2 * B * T // BLOCK
+        for name, width in (("key_cache", WIDTH), ("value_cache", COLUMNS)):
+            self.register_buffer(name, torch.randn(blocks, BLOCK, KV_HEADS, width, generator=generator))
+        self.register_buffer("table", torch.randperm(blocks, generator=generator)[: B * T // BLOCK].view(B, -1))
+        self.register_buffer("starts", torch.tensor([T - S, 5]))
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        heads = HEADS, KV_HEADS, KV_HEADS
+        query, *rows = ((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
+        positions = self.starts[:, None] + torch.arange(S)
+        slots = self.table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+        caches = self.key_cache, self.value_cache
+        for cache, row in zip(caches, rows, strict=True):
+            cache.flatten(0, 1)[slots] = row
+        key, value = (self.context(cache, table) for cache, table in zip(caches, self.tables(), strict=True))
+        seen = self.seen(torch.arange(T), positions.unsqueeze(-1))
+        return self.attend(query, key, value, seen.unsqueeze(1))
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table
+
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        """[B, T, Hkv, columns]."""
+        return cache[table].view(B, T, KV_HEADS, -1)
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """[B, S, T]."""
+        return keys <= positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """[B, S, H, columns]."""
+        key, value = (rows.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for rows in (key, value))
+        return self.weigh(query.transpose(1, 2) @ key.mT * WIDTH**-0.5, value, seen).transpose(1, 2)
+
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+
+class _Fused(_Serving):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        rows = (part.transpose(1, 2) for part in (query, key, value))
+        return scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+
+
+class _Grouped(_Serving):
+    """Einsum over the query heads of each key head."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = torch.einsum("bshgd,bthd->bhgst", query.unflatten(2, (KV_HEADS, -1)), key)
+        weights = (scores + torch.where(seen, 0.0, -torch.inf).unsqueeze(2)).softmax(-1)
+        return torch.einsum("bhgst,bthd->bshgd", weights, value).flatten(2, 3)
+
+
+class _BySlots(_Serving):
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.flatten(0, 1)[(table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)).flatten(1)]
+
+
+class _ByLength(_Serving):
+    """The number of keys of each sequence, of which the last token sees all."""
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        lengths = positions[:, -1:] + 1
+        return keys < lengths - S + torch.arange(1, S + 1).unsqueeze(-1)
+
+
+class _Window(_Serving):
+    """What no length says stays a mask."""
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return (keys <= positions) & (keys > positions - 4)
+
+
+class _TwoTables(_Serving):
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table.flip(1)
+
+
+class _RowsFirst(_Serving):
+    """A context goes through all first rows of its blocks, then through all second ones."""
+
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table].transpose(1, 2).reshape(B, T, KV_HEADS, -1)
+
+
+class _Softcap(_Serving):
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().weigh(torch.tanh(scores / 3) * 3, value, seen)
+
+
+class _ScaledHeads(_Serving):
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().weigh(scores * torch.arange(1.0, HEADS + 1).view(-1, 1, 1), value, seen)
+
+
+class _WeighedKeys(_Serving):
+    """Keys are weighed once they were gathered."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().attend(query, key * torch.linspace(0.5, 1.5, T).view(T, 1, 1), value, seen)
+
+
+class _Sink(_Serving):
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = torch.cat((scores.masked_fill(~seen, -torch.inf), torch.ones(B, HEADS, S, 1)), -1)
+        return scores.softmax(-1)[..., :-1] @ value
+
+
+class _OneLatent(_Serving):
+    """All heads share one key, whose first columns are the value."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        latent = key[:, :, :1].transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ latent.mT, latent[..., :COLUMNS], seen).transpose(1, 2)
+
+
+class _HeadsOfValues(_Serving):
+    """Keys and values are repeated in another order."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        key = key.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2)
+        value = value.unsqueeze(2).expand(-1, -1, HEADS // KV_HEADS, -1, -1).flatten(2, 3).transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ key.mT, value, seen).transpose(1, 2)
+
+
+ONE = {"paged_attention": 1}
+
+
 class PagedAttention(Rule[Facts]):
     stage = "attention"
     yields_to_target = True
+    accepts = (
+        Case("heads repeated", _Serving, ONE),
+        Case("scaled_dot_product_attention", _Fused, ONE),
+        Case("grouped by einsum", _Grouped, ONE),
+        Case("slots", _BySlots, ONE),
+        Case("lengths", _ByLength, ONE),
+        Case("a window", _Window, ONE),
+        Case("one latent", _OneLatent, {"latent_attention": 1}),
+    )
+    rejects = (
+        Case("two tables", _TwoTables, because="block_table is not one tensor"),
+        Case("first rows first", _RowsFirst, because="the rows of a block do not follow each other"),
+        Case("scores capped", _Softcap, because="expected a matrix product, found tanh"),
+        Case("a scale for each head", _ScaledHeads, because="a matrix product is multiplied by another value"),
+        Case("a weight for each key", _WeighedKeys, because="expected rows that are gathered, found mul"),
+        Case("attention sink", _Sink, because="an attention sink, which paged_attention has no operand for"),
+        Case("heads of values in another order", _HeadsOfValues, because="not of the same heads"),
+    )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (anchor for anchor in anchors(graph) if _attends_to_gathered(anchor))
@@ -80,7 +241,7 @@ class PagedAttention(Rule[Facts]):
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         found = attention(anchor)
         if not found.scores:
-            contraction(found.masks[0].element)  # which says what was found in the place of a product
+            contraction(unfilled(found.masks[0].element))  # which says what was found in the place of a product
         yield from OVER_PAGES.bindings(found, found.scores, nearest)
 
     def check(self, match: Match) -> Facts:
@@ -97,8 +258,6 @@ class PagedAttention(Rule[Facts]):
         v = _in_order(values.pages.axes - own - {*h}, outer)
         if not set(h) <= values.pages.axes or not {*h, *v} <= set(outer):
             raise NoMatch("keys and values are not of the same heads", values.node)
-        if not h and _are_columns(match["value_cache"], match["key_cache"], keys, values):
-            raise NoMatch("the values are columns of the keys, as latents are: latent_attention is for those", keys.node)
         rows = match["query"].axes - {*b, *h, *d}
         if not rows.isdisjoint(v):
             raise NoMatch("keys and values are not of the same heads", values.node)
@@ -145,18 +304,6 @@ def _attends_to_gathered(anchor: Node) -> bool:
 
 def _in_order(found: frozenset[Axis], outer: Axes) -> Axes:
     return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
-
-
-def _are_columns(values: Element, keys: Element, value_pages: Paged, key_pages: Paged) -> bool:
-    """Some numbers are in both."""
-    if values.origin is not keys.origin:
-        return False
-    return all(_overlap(one, other) for one, other in zip(values.index, keys.index, strict=True))
-
-
-def _overlap(one: Index, other: Index) -> bool:
-    pairs = ((one, other), (other, one))
-    return not any(at_most(left.offset + extent(left), right.offset) for left, right in pairs)
 
 
 def _pages(emit: Emitter, found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Node:

@@ -220,6 +220,12 @@ def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
     return tuple(masks)
 
 
+def unfilled(logits: Element) -> Element:
+    """Logits as they were before they were filled where a condition holds, if they were."""
+    filled = _filled(logits)
+    return logits if filled is None else unfilled(filled[0])
+
+
 def _filled(element: Element) -> tuple[Element, Mask] | None:
     """`where(condition, scores, fill)` either way around, as masked_fill leaves it: the scores and the mask."""
     dtype = element.dtype
