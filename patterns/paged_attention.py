@@ -125,15 +125,15 @@ class _Serving(nn.Module):
 
 class _Fused(_Serving):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        rows = (part.transpose(1, 2) for part in (query, key, value))
-        return scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True).transpose(1, 2)
 
 
 class _Grouped(_Serving):
     """Einsum over the query heads of each key head."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        scores = torch.einsum("bshgd,bthd->bhgst", query.unflatten(2, (KV_HEADS, -1)), key)
+        scores = torch.einsum("bshgd,bthd->bhgst", query.reshape(B, S, KV_HEADS, -1, WIDTH), key)
         weights = (scores + torch.where(seen, 0.0, -torch.inf).unsqueeze(2)).softmax(-1)
         return torch.einsum("bhgst,bthd->bshgd", weights, value).flatten(2, 3)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mla_fx.ops.common.check import FLOATS, check_devices, check_dtype, check_rank, check_shape
 from mla_fx.ops.common.define import Sample, define
@@ -15,7 +16,9 @@ from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, masked
-from .pages import STAYS, check_block_table, context_of, tiles
+from .pages import STAYS, check_block_table, context_of, gathered, tiles
+
+MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ def body(a: Arguments) -> Tensor:
         out = sum(P exp(s - m) value) / sum(exp(s - m)),  s = query . key * scale + mask
 
     in float32, or float64 for float64, where P rounds to the dtype of query, and m is the maximum so far: that goes by
-    tiles of the context, of which no copy is made. Query head n reads key head n // (H/Hkv).
+    tiles of the context, of which no copy is made. (Many tokens take PyTorch's own attention, beside which a copy costs
+    little.) Query head n reads key head n // (H/Hkv).
 
     query is [B, S, H, D], key_cache [BlockNum, BlockSize, Hkv, D], value_cache [BlockNum, BlockSize, Hkv, Dv] with any
     strides: bfloat16, float16, float32 or float64, none of the caches wider than query. BlockSize and BlockNum are
@@ -56,6 +60,8 @@ def body(a: Arguments) -> Tensor:
 
     Returns [B, S, H, Dv] in the dtype of query. Raises ValueError for arguments that do not fit. Inference only.
     """
+    if a.query.shape[1] >= MANY and a.fill is None and (a.mask is None or a.mask.dtype == torch.bool):
+        return _over_copies(a)
     batch, steps, heads, _ = a.query.shape
     kv_heads, width = a.value_cache.shape[2:]
     dtype = accumulation_dtype(a.query.dtype)
@@ -63,6 +69,20 @@ def body(a: Arguments) -> Tensor:
     like = query.new_empty(*query.shape[:3], width)
     out, _ = online_softmax(_tiles(a, query), rounded_product(a.query.dtype), like)
     return out.view(batch, heads, steps, width).transpose(1, 2).to(a.query.dtype).contiguous()
+
+
+def _over_copies(a: Arguments) -> Tensor:
+    heads, width = a.query.shape[2:]
+    keys, values = (
+        gathered(cache, a.block_table).to(a.query.dtype).transpose(1, 2).repeat_interleave(heads // cache.shape[2], 1)
+        for cache in (a.key_cache, a.value_cache)
+    )
+    mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
+    columns = values.shape[3]
+    widest = max(width, columns)  # where they differ, all scores would be kept, and rounded
+    query, keys, values = (pad(part, (0, widest - part.shape[3])) for part in (a.query.transpose(1, 2), keys, values))
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=a.scale)
+    return out[..., :columns].transpose(1, 2).contiguous()
 
 
 def _tiles(a: Arguments, query: Tensor) -> Iterator[Tile]:
@@ -117,6 +137,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     lens, short = torch.tensor([70, 3]), torch.tensor([-1, 600])
     bias = Sampler(dtype, 9).normal(2, 4, 3, SPAN)
     allowed = torch.arange(SPAN) % 7 <= torch.arange(3).unsqueeze(-1)
+    turns = torch.arange(SPAN) % 7 <= torch.arange(MANY).unsqueeze(-1) % 7
     blind = allowed & (torch.arange(3) != 1).unsqueeze(-1)
     yield Sample("no mask", sample(dtype, 0, 1), {"scale": 0.3})
     yield Sample("context_lens", (*sample(dtype, 1, 1), lens), {"scale": 0.3})
@@ -128,6 +149,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("bool mask, fill", (*sample(dtype, 7, 3), None, blind), {"scale": 0.3, "fill": -1.5})
     yield Sample("additive mask", (*sample(dtype, 8, 3), None, bias), {"scale": 0.3})
     yield Sample("one key head", (*sample(dtype, 9, 3, kv_heads=1), lens), {"scale": 0.3})
+    yield Sample("many tokens", (*sample(dtype, 11, MANY), torch.tensor([5, 300])), {"scale": 0.3})
+    yield Sample("many tokens, bool mask", (*sample(dtype, 12, MANY), None, turns), {"scale": 0.3})
     yield Sample("a mask of one column", (*sample(dtype, 10, 3), None, allowed[:, :1]), {"scale": 0.3})
 
 
