@@ -35,10 +35,10 @@ from mla_fx.match import AttentionPattern, NearestMiss, contract, gathered, var
 from mla_fx.ops.common.check import FLOATS
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.contraction import Contraction, contraction
-from mla_fx.readings.element import element_of, is_coarser
+from mla_fx.readings.element import is_coarser
 from mla_fx.readings.paged import GATHERS, Paged
 from mla_fx.readings.sizes import product
-from mla_fx.readings.softmax import Attention, anchors, attention, unfilled, weighted_sum
+from mla_fx.readings.softmax import Attention, anchors, attention, unfilled
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
@@ -236,10 +236,16 @@ class PagedAttention(Rule[Facts]):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        return (anchor for anchor in anchors(graph) if _attends_to_gathered(anchor))
+        return anchors(graph)
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        found = attention(anchor)
+        """None, and nothing to tell, where no values are gathered; what attention is not read is told by others."""
+        try:
+            found = attention(anchor)
+        except NoMatch:
+            return
+        if found.value.origin.target not in GATHERS:
+            return
         if not found.scores:
             contraction(unfilled(found.masks[0].element))  # which says what was found in the place of a product
         yield from OVER_PAGES.bindings(found, found.scores, nearest)
@@ -261,9 +267,8 @@ class PagedAttention(Rule[Facts]):
         rows = match["query"].axes - {*b, *h, *d}
         if not rows.isdisjoint(v):
             raise NoMatch("keys and values are not of the same heads", values.node)
-        masked = {axis for mask in found.masks for axis in mask.element.axes}
-        masked |= found.causal.rows.axes if found.causal is not None else set()
-        s, g = (_in_order(part, outer) for part in (rows & masked, rows - masked))
+        tokens = _tokens(found, rows, h)
+        s, g = (_in_order(part, outer) for part in (tokens, rows - tokens))
         return Facts(match, found, scores, keys, values, b, s, h, g, page, row, d, v)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
@@ -282,6 +287,14 @@ class PagedAttention(Rule[Facts]):
         yield replaced(emit, found.node, found.index, result(out, (b, s, n, facts.v)), padding=found.padding)
 
 
+def _tokens(found: Attention, rows: frozenset[Axis], h: Axes) -> frozenset[Axis]:
+    """The axes of tokens among those that the query has beside the key heads: those of a mask, and of one that is the
+    same for all heads if there is one. Without a mask they count as heads, which see the same keys."""
+    masks = [found.causal.rows.axes] if found.causal is not None else [mask.element.axes for mask in found.masks]
+    of_rows = [axes for axes in masks if not axes.isdisjoint(rows)]
+    return rows & min(of_rows, key=lambda axes: (not axes.isdisjoint(h), len(axes & rows)), default=frozenset())
+
+
 def _masks(
     emit: Emitter, facts: Facts, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
 ) -> tuple[Node | None, Node | None, float | None]:
@@ -293,13 +306,6 @@ def _masks(
         raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
     device, steps = found.node.meta["val"].device, emit.size(product(axis.size for axis in s))
     return None, emit.call(aten.full.default, [1], steps, dtype=torch.int64, device=device), None
-
-
-def _attends_to_gathered(anchor: Node) -> bool:
-    """Something that enters the product with the probabilities is gathered, whatever else differs."""
-    output = weighted_sum(anchor)
-    values = anchor.args[2:3] if output is None else output.args[:2]
-    return any(element_of(value).origin.target in GATHERS for value in values if isinstance(value, Node))
 
 
 def _in_order(found: frozenset[Axis], outer: Axes) -> Axes:

@@ -68,7 +68,7 @@ def body(a: Arguments) -> Tensor:
     query = (a.query.to(dtype) * a.scale).transpose(1, 2).reshape(batch, kv_heads, -1, a.query.shape[3])
     like = query.new_empty(*query.shape[:3], width)
     out, _ = online_softmax(_tiles(a, query), rounded_product(a.query.dtype), like)
-    return out.view(batch, heads, steps, width).transpose(1, 2).to(a.query.dtype).contiguous()
+    return _rows_first(out.view(batch, heads, steps, width).to(a.query.dtype))
 
 
 def _over_copies(a: Arguments) -> Tensor:
@@ -82,7 +82,12 @@ def _over_copies(a: Arguments) -> Tensor:
     widest = max(width, columns)  # where they differ, all scores would be kept, and rounded
     query, keys, values = (pad(part, (0, widest - part.shape[3])) for part in (a.query.transpose(1, 2), keys, values))
     out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=a.scale)
-    return out[..., :columns].transpose(1, 2).contiguous()
+    return _rows_first(out[..., :columns])
+
+
+def _rows_first(out: Tensor) -> Tensor:
+    """[B, H, S, Dv] as [B, S, H, Dv]."""
+    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _tiles(a: Arguments, query: Tensor) -> Iterator[Tile]:
