@@ -54,7 +54,7 @@ def expectation(given: Any) -> Expectation:
 def _operator(name: Any) -> str:
     from .ops import catalogue
 
-    known = sorted(catalogue())
+    known = sorted({name.partition(".")[0] for name in catalogue()})
     if name not in known:
         raise OptionError(f"option expect names {name!r}; known operators are {', '.join(map(repr, known))}")
     return str(name)

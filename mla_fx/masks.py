@@ -14,10 +14,22 @@ from .errors import NoMatch
 from .layout import Axes, Dims, tensor
 from .readings.causal import causal_by_position
 from .readings.element import Element, is_coarser
-from .readings.sizes import product
+from .readings.sizes import Size
 from .readings.softmax import Attention, Mask
 
 aten = torch.ops.aten
+
+
+def emit_masks(
+    emit: Emitter, found: Attention, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
+) -> tuple[Node | None, Node | None, float | None]:
+    """A mask that broadcasts to `dims`, which are those of sequences, heads, tokens and keys, or None and lengths that
+    say the same; and with what scores are filled where they are hidden, None for minus infinity."""
+    b, _, s, _ = dims
+    try:
+        return None, *emit_context_lens(emit, found, b, s, dtype)
+    except NoMatch:  # the mask may be any: only as lengths it is one of these
+        return emit_mask(emit, found.masks, dims), None, found.fill
 
 
 def emit_context_lens(
@@ -29,16 +41,19 @@ def emit_context_lens(
     for mask in found.masks:
         _check_type(mask, dtype)
     causal = causal_by_position(found, b, s)
-    steps = product(axis.size for axis in s)
     device = found.node.meta["val"].device
     if isinstance(causal.position, Element):
         positions = emit.cast(tensor(emit, causal.position, (b,)), torch.int64)
         held = positions.meta["val"].device
         if held != device:
             raise NoMatch(f"the positions are on {held}, the attention is on {device}", causal.position.origin)
-        return emit.call(aten.add.Tensor, positions, emit.size(steps)), causal.fill
-    length = emit.size(causal.position + steps)
+        return _added(emit, positions, causal.more), causal.fill
+    length = emit.size(causal.position + causal.more)
     return emit.call(aten.full.default, [1], length, dtype=torch.int64, device=device), causal.fill
+
+
+def _added(emit: Emitter, positions: Node, more: Size) -> Node:
+    return positions if more == 0 else emit.call(aten.add.Tensor, positions, emit.size(more))
 
 
 def _check_type(mask: Mask, dtype: torch.dtype) -> None:

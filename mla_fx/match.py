@@ -9,6 +9,7 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
     contract(a, b, name="uq")        a matrix product of a and b, in either order
     rms_norm(value, gamma, name=..)  a weighted RMSNorm
     scaled(value, scale, name=..)    a value multiplied by a smaller tensor
+    gathered(pages, table, name=..)  rows of pages that a table names, in the type of the pages or a wider one
     rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
     stored(row, name=..)             rows that enter a cache, or rows that are used as they are; with `beside` they are
                                      the same rows as those of another cache, token for token
@@ -41,6 +42,7 @@ from .readings.axes import Axis, Index, fresh, shifted
 from .readings.cache_update import POSITIONED, CacheUpdate, cache_update, is_written_where
 from .readings.contraction import Contraction, contraction
 from .readings.element import Element, resolve
+from .readings.paged import paged
 from .readings.reading import Reading
 from .readings.rms_norm import rms_norm as read_rms_norm
 from .readings.rope import rope as read_rope
@@ -221,6 +223,10 @@ def scaled(value: Pattern, scale: Pattern, name: str) -> Pattern:
     return _Reads(name, lambda element, _: (scaling(element),), {"value": value, "scale": scale})
 
 
+def gathered(pages: Pattern, table: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: (paged(element, is_widened=True),), {"pages": pages, "table": table})
+
+
 def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
     return _Reads(name, lambda element, match: read_rope(element, along(match)), {"value": value})
 
@@ -251,7 +257,8 @@ class AttentionPattern:
             what = (
                 "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
             )
-            nearest.fail(match, NoMatch(f"the scores are {what}, not a nope and a rope part", found.node))
+            wanted = "one" if len(self.scores) == 1 else "a nope and a rope part"
+            nearest.fail(match, NoMatch(f"the scores are {what}, not {wanted}", found.node))
             return
         for order in itertools.permutations(products):
             partial: Iterator[Match] = iter((match,))

@@ -14,7 +14,7 @@ from .errors import NoMatch
 from .layout import axes, laid_out_as, tensor
 from .readings.axes import Index
 from .readings.element import Element, constant, is_coarser
-from .readings.views import name_of
+from .readings.views import MOVERS, name_of
 
 aten = torch.ops.aten
 
@@ -114,13 +114,20 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
             if constant(node) is None:
                 return node
             continue
-        if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and constant(node) is None:
+        if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and not _keeps(node, value.dtype):
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
         if node.target is not aten.cat.default:
             pending += _needed_operands(node)
         elif all(lost := [_lost([piece], seen, dtype) for piece in node.all_input_nodes]):
             return lost[0]  # a cat may have pieces that nobody reads
     return None
+
+
+def _keeps(node: Node, dtype: torch.dtype) -> bool:
+    """The node rounds nothing: its value is a number known at compile time, or a view of what is in the same type."""
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    held = {operand.dtype for operand in operands if isinstance(operand, torch.Tensor)}
+    return constant(node) is not None or (node.target in MOVERS and held == {dtype})
 
 
 def _needed_operands(node: Node) -> list[Node]:

@@ -36,7 +36,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.masks import emit_context_lens, emit_mask
+from mla_fx.masks import emit_masks
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
 from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
@@ -302,12 +302,8 @@ def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], float 
     """A mask, or None and lengths that say the same, and with what scores are filled where they are hidden."""
     found = facts.found
     sinks = () if found.sink is None else (_emit_sinks(emit, found.sink, facts),)
-    try:
-        context_lens, fill = emit_context_lens(emit, found, facts.b, facts.s, facts.dtype)
-    except NoMatch:  # the mask may be any: only as lengths it is one of these
-        mask = emit_mask(emit, found.masks, (facts.b, facts.n, facts.s, facts.t))
-        return (mask, None, *sinks) if sinks else (mask,), found.fill
-    return (None, context_lens, *sinks), fill
+    mask, context_lens, fill = emit_masks(emit, found, (facts.b, facts.n, facts.s, facts.t), facts.dtype)
+    return ((mask,) if context_lens is None and not sinks else (mask, context_lens, *sinks)), fill
 
 
 def _emit_sinks(emit: Emitter, sink: Element | float, facts: Facts) -> Node:

@@ -101,11 +101,7 @@ class PagedContext(Rule[Facts]):
             raise NoMatch("latent and rotary key are gathered in blocks that do not go together", keys.node)
         latent, keys = (renamed(found, parted) for found in (latent, keys))
         context = tuple(leaf for axis in t for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))
-        page = tuple(axis for axis in context if axis in latent.table.axes)
-        row = tuple(axis for axis in context if axis not in page)
-        are_read = all(set(row) <= found.pages.axes for found in (latent, keys))
-        if (*page, *row) != context or not are_read:
-            raise NoMatch("the rows of a block do not follow each other in the context", latent.node)
+        (page, row), _ = (found.blocks_and_rows(context) for found in (latent, keys))
         return Facts(match, latent, keys, b, page, row, (c, r))
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:

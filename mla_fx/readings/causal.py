@@ -1,4 +1,5 @@
-"""Causal masks by position: row s of a sequence attends to the keys up to `position + s`, and to no others.
+"""Causal masks by position: row s of a sequence attends to the keys up to `position + s`, and to no others; or by
+length: its last row attends to so many keys, and each row before it to one less.
 
 The masks of an attention are taken apart into comparisons of whole numbers, all of which hold where a key is seen.
 Those that hold everywhere fall away. What is left must be one comparison, of the number of a key with a position and
@@ -21,7 +22,7 @@ from .axes import Axis, Index, composite, difference, shifted
 from .counts import COMPARISONS, Count, excess, opposite
 from .element import CASTS, Element, constant, operand, rounded
 from .probabilities import NOT
-from .sizes import Size, at_most, plain
+from .sizes import Size, at_most, plain, product
 from .softmax import MASKED_FILL, Attention, Mask
 from .views import args_of, argument, integer, name_of
 
@@ -41,11 +42,14 @@ MOST_CONDITIONS = 50  # read in one mask: those that share conditions double wit
 
 @dataclass(frozen=True)
 class CausalByPosition:
-    """Row s sees the keys t <= position + s; the scores of the others are `fill`, minus infinity if that is None.
+    """The last row sees `position + more` keys, and each row before it one less; the scores of the others are `fill`,
+    minus infinity if that is None.
 
-    `position` is an element of whole numbers, one for each sequence or one for all, or a number."""
+    `position` is an element of whole numbers, one for each sequence or one for all, or a number. It is where the first
+    row stands, and `more` the number of rows; or how many keys there are, and `more` is nothing."""
 
     position: Element | Size
+    more: Size
     fill: float | None
 
 
@@ -59,35 +63,36 @@ def causal_by_position(found: Attention, sequences: tuple[Axis, ...], rows: tupl
     mask, conditions = hiding[0]
     if len(conditions) != 1:
         raise NoMatch("the mask hides more than the keys behind a position", mask.node)
-    position = _position(conditions.pop(), found.keys, rows, mask.node)
+    position, more = _position(conditions.pop(), found.keys, rows, mask.node)
     if isinstance(position, Element) and not position.axes <= set(sequences):
         raise NoMatch("the positions of rows or heads are not known to follow each other", position.origin)
     if not isinstance(position, Element) and not at_most(0, position):
         raise NoMatch(f"the mask counts from position {position}, and the first key is number 0", mask.node)
     number = _added(mask.element)[0] if mask.fill is None else mask.fill
     _check_lowest(number, mask)
-    return CausalByPosition(position, None if number == -math.inf else number)
+    return CausalByPosition(position, more, None if number == -math.inf else number)
 
 
 def _left(conditions: Iterable[Count]) -> set[Count]:
     return {condition for condition in conditions if not condition.is_at_most_zero}
 
 
-def _position(condition: Count, keys: Index, rows: tuple[Axis, ...], node: Node) -> Element | Size:
-    """`p` of the condition `key - row - p <= 0`."""
+def _position(condition: Count, keys: Index, rows: tuple[Axis, ...], node: Node) -> tuple[Element | Size, Size]:
+    """`p` of the condition `key - row - p <= 0`, and how many keys the last row sees beside so many."""
+    steps = product(axis.size for axis in rows)
     keys_behind_rows = Count(keys).plus(Count(composite(rows)), -1)
     rest = difference(condition.index, keys_behind_rows.index)
     if rest is None or rest.terms:
         raise NoMatch("the mask compares something else than the number of a key with that of a row", node)
     if not condition.elements:
-        return plain(-rest.offset)
+        return plain(-rest.offset), steps
     (element, times), *others = condition.elements
     if others or times != -1:
         raise NoMatch("the mask compares keys with more than one position", node)
     # a row that sees more than its own position says, or less, is none of those whose lengths fit the cache
-    if rest.offset != 0:
+    if rest.offset not in (0, steps):
         raise NoMatch(f"the mask hides keys from {1 - rest.offset} behind a position on, not from 1", node)
-    return element
+    return element, plain(steps - rest.offset)
 
 
 def _check_lowest(number: float, mask: Mask) -> None:

@@ -33,6 +33,15 @@ class Paged(Reading):
     block: Index
     table: Element
 
+    def blocks_and_rows(self, context: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """The axes of a context by which blocks are looked up, and those within a block. Raises NoMatch if the rows of
+        a block do not follow each other."""
+        blocks = tuple(axis for axis in context if axis in self.table.axes)
+        rows = tuple(axis for axis in context if axis not in blocks)
+        if (*blocks, *rows) != tuple(context) or not set(rows) <= self.pages.axes:
+            raise NoMatch("the rows of a block do not follow each other in the context", self.node)
+        return blocks, rows
+
 
 class _Gather(NamedTuple):
     """Where a gathered element comes from: an index for each dimension, and for some a number that is looked up."""
@@ -42,10 +51,11 @@ class _Gather(NamedTuple):
     numbers: dict[int, Element]
 
 
-def paged(element: Element) -> Paged:
-    """Reads an element as one of a row that was looked up in pages. Raises NoMatch if it is none."""
+def paged(element: Element, *, is_widened: bool = False) -> Paged:
+    """Reads an element as one of a row that was looked up in pages. Raises NoMatch if it is none, or if it is read in
+    another type than the pages have: unless it may be widened, which changes no number."""
     node = element.node
-    if element.roundings or element.dtype != node.meta["val"].dtype:
+    if element.roundings or (element.dtype != node.meta["val"].dtype and not is_widened):
         raise NoMatch(f"what is gathered in {node.meta['val'].dtype} is read in {element.dtype}", node)
     found = _gather(node, element.index)
     looked_up: list[tuple[Index, Element]] = []

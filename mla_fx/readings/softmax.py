@@ -15,12 +15,12 @@ from mla_fx.errors import NoMatch
 from mla_fx.torch_private import OpOverload
 
 from .algebra import as_product, as_sum
-from .axes import Index, fresh, of_axis, shifted
+from .axes import Digit, Index, combine, fresh, of_axis, shifted
 from .contraction import Contraction, contraction, scaled_product
 from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
 from .probabilities import SOFTMAX, exponential, softmax
 from .reading import Reading
-from .sizes import Size
+from .sizes import Size, ratio
 from .views import MOVERS, args_of, argument, cuts, fresh_index, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
@@ -197,13 +197,13 @@ def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]
 
 def _why_no_score(masks: list[Mask]) -> str:
     """What stands between the products of query and key and the softmax."""
-    for mask in masks:
-        factors = [factor.origin for factor, _ in as_product(mask.element).factors]
+    for logits in (_unfilled(mask.element) for mask in masks):
+        factors = [factor.origin for factor, _ in as_product(logits).factors]
         others = [name_of(factor) for factor in factors if factor.target not in PRODUCTS]
         if len(others) < len(factors):
             return f"the attention scores are multiplied by {', '.join(others)}, expected a number"
-        if any(node.target in PRODUCTS for node in computed_from(mask.element.origin)):
-            return f"the attention scores go through {name_of(mask.element.origin)} before the softmax"
+        if any(node.target in PRODUCTS for node in computed_from(logits.origin)):
+            return f"the attention scores go through {name_of(logits.origin)} before the softmax"
     return "no product of query and key enters the softmax"
 
 
@@ -231,6 +231,12 @@ def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
     if any(mask.fill is None for mask in masks):
         raise NoMatch("the attention scores are filled with a number, and a mask is added to them as well", node)
     return tuple(masks)
+
+
+def _unfilled(logits: Element) -> Element:
+    """Logits as they were before they were filled where a condition holds, if they were."""
+    filled = _filled(logits)
+    return logits if filled is None else _unfilled(filled[0])
 
 
 def _filled(element: Element) -> tuple[Element, Mask] | None:
@@ -269,22 +275,31 @@ def _fused(node: Node) -> Attention:
     keys, inner = fresh(shape_of(key)[-2]), fresh(shape_of(query)[-1])
     if keys.axis is None:
         raise NoMatch("attention over a single key", node)
-    _check_one_head_each(node, query, key, value)
+    key_batch, value_batch = (_shared(node, name, given, batch) for name, given in (("key", key), ("value", value)))
     scale = _scale(node, option("scale"), shape_of(query)[-1])
-    left, right = operand(query, (*batch, row, inner)), operand(key, (*batch, keys, inner))
+    left, right = operand(query, (*batch, row, inner)), operand(key, (*key_batch, keys, inner))
     score = scaled_product(node, scale, left, right, (inner,))
     mask = option("attn_mask") if "attn_mask" in named else option("attn_bias")
     masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
     causal = Causal(node, row) if option("is_causal", False) else None
-    factor, values = operand(value, (*batch, keys, column)).apart()
+    factor, values = operand(value, (*value_batch, keys, column)).apart()
     return _unpadded(Attention(output, index, (score,), masks, causal, values, factor, keys))
 
 
-def _check_one_head_each(node: Node, query: Node, key: Node, value: Node) -> None:
-    for name, operand_node in (("key", key), ("value", value)):
-        given, wanted = shape_of(operand_node)[:-2], shape_of(query)[:-2]
-        if len(given) != len(wanted) or any(size not in (1, own) for size, own in zip(given, wanted, strict=True)):
-            raise NoMatch(f"several heads of the query share one {name}, which no latent attention has", node)
+def _shared(node: Node, name: str, given: Node, batch: list[Index]) -> list[Index]:
+    """Where keys or values are read: several heads of the query, one behind another, may share one of theirs."""
+    query = args_of(node)[0]
+    sizes, wanted = shape_of(given)[:-2], shape_of(query)[:-2]
+    if len(sizes) != len(wanted) or any(
+        size not in (1, own) for size, own in zip(sizes[:-1], wanted[:-1], strict=True)
+    ):
+        raise NoMatch(f"the {name} is of other sequences than the query", node)
+    if not sizes or sizes[-1] in (1, wanted[-1]):
+        return batch
+    group, head = ratio(wanted[-1], sizes[-1]), batch[-1].axis
+    if group is None or head is None:
+        raise NoMatch(f"the query has {wanted[-1]} heads, the {name} {sizes[-1]}", node)
+    return [*batch[:-1], combine(0, [(Digit(head, group, sizes[-1]), 1)])]
 
 
 def _scale(node: Node, given: Any, width: Size) -> float:

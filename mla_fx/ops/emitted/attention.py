@@ -10,15 +10,16 @@ from mla_fx.ops.common.math import accumulation_dtype
 
 
 def as_mask(
-    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, context: int
+    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, context: int, first: int = 0
 ) -> Tensor | None:
     """The one of three ways to hide keys that is given, as a mask that broadcasts to [B, N, S, T], or None.
 
-    `queries` is [B, S, ...] and `context` T."""
+    `queries` is [B, S, ...] and `context` T; lengths hide keys from number `first` on, which the mask begins with."""
     if context_lens is None and not is_causal:
         return mask
     steps = queries.shape[1]
-    slots, rows = (torch.arange(size, device=queries.device) for size in (context, steps))
+    slots = torch.arange(first, context, device=queries.device)
+    rows = torch.arange(steps, device=queries.device)
     last = rows if context_lens is None else rows + (context_lens - steps).view(-1, 1, 1)
     return slots <= last.unsqueeze(-1)
 
@@ -42,7 +43,8 @@ def probabilities(
     scores = latent.to(dtype) if rotated is None else latent.to(dtype) + rotated
     scores = scores * scale
     if mask is not None:
-        scores = _masked(scores, mask, fill, rows_first)
+        mask = mask[(None,) * (4 - mask.dim())]
+        scores = masked(scores, mask.transpose(1, 2) if rows_first else mask, fill)
     elif sinks is None:
         return scores.softmax(-1).to(latent.dtype)
     if sinks is not None:
@@ -53,9 +55,8 @@ def probabilities(
     return (weights if sinks is None else weights[..., :-1]).to(latent.dtype)
 
 
-def _masked(scores: Tensor, mask: Tensor, fill: float | None, rows_first: bool) -> Tensor:
-    mask = mask[(None,) * (4 - mask.dim())]
-    mask = mask.transpose(1, 2) if rows_first else mask
+def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
+    """Scores where a bool mask, which broadcasts to them, is True, and `fill` elsewhere; or with a mask added."""
     limits = torch.finfo(scores.dtype)
     masked = -torch.inf if fill is None else min(max(fill, limits.min), limits.max)
     return scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask

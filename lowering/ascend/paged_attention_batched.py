@@ -1,0 +1,15 @@
+"""paged_attention.batched stays what it came as: no call of it is put into a graph for an NPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .fused_infer_attention_score import KERNEL
+from .surface import Surface
+
+OPERATOR = "paged_attention.batched"
+NOT_LOWERED = f"attention over keys and values of each head in pages is not given to {KERNEL} yet"
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> str:
+    return NOT_LOWERED

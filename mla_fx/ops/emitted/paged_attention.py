@@ -1,0 +1,186 @@
+"""paged_attention.batched: what the compiler emits of paged_attention, whose lengths are numbers of a device."""
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from mla_fx.ops.common.check import FLOATS, check_devices, check_dtype, check_rank, check_shape
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
+from mla_fx.ops.common.sample import Sampler
+
+from .attention import as_mask, check_mask, masked
+from .pages import STAYS, check_block_table, context_of, gathered, tiles
+
+MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
+
+
+@dataclass(frozen=True)
+class Arguments:
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    context_lens: Tensor | None = None
+    mask: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    fill: float | None = None
+
+
+def body(a: Arguments) -> Tensor:
+    """Attention of query tokens over the keys and values of their sequences in paged caches::
+
+        key t of sequence b = key_cache[block_table[b, t // BlockSize], t % BlockSize]
+        out = sum(P exp(s - m) value) / sum(exp(s - m)),  s = query . key * scale + mask
+
+    in float32, or float64 for float64, where P rounds to the dtype of query, and m is the maximum so far: that goes by
+    tiles of the context, of which no copy is made. (Many tokens take PyTorch's own attention, beside which a copy costs
+    little.) Query head n reads key head n // (H/Hkv).
+
+    query is [B, S, H, D], key_cache [BlockNum, BlockSize, Hkv, D], value_cache [BlockNum, BlockSize, Hkv, Dv] with any
+    strides: bfloat16, float16, float32 or float64, none of the caches wider than query. BlockSize and BlockNum are
+    any. The context of a sequence is what lies in the blocks that its row of block_table names, int64 or int32
+    [B, Blocks], one behind another: T is Blocks * BlockSize. A negative number counts blocks from the end.
+
+    context_lens, int64 [B] or [1], is the number of keys that the last row attends to, and each row before it to one
+    less: row s attends to keys t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the context
+    there is nothing to hide or to see. mask broadcasts to [B, H, S, T]: bool where True may attend, or floating and
+    added. At most one of the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`,
+    minus infinity if that is None. A row whose scores are all minus infinity gives zeros.
+
+    Unlike the other forms, which the vendor's document describes, this one reads no length on the host, so that a graph
+    may hold it, and a sequence without a context keeps its rows.
+
+    Returns [B, S, H, Dv] in the dtype of query. Raises ValueError for arguments that do not fit. Inference only.
+    """
+    if a.query.shape[1] >= MANY and a.fill is None and (a.mask is None or a.mask.dtype == torch.bool):
+        return _over_copies(a)
+    batch, steps, heads, _ = a.query.shape
+    kv_heads, width = a.value_cache.shape[2:]
+    dtype = accumulation_dtype(a.query.dtype)
+    query = (a.query.to(dtype) * a.scale).transpose(1, 2).reshape(batch, kv_heads, -1, a.query.shape[3])
+    like = query.new_empty(*query.shape[:3], width)
+    out, _ = online_softmax(_tiles(a, query), rounded_product(a.query.dtype), like)
+    return _rows_first(out.view(batch, heads, steps, width).to(a.query.dtype))
+
+
+def _over_copies(a: Arguments) -> Tensor:
+    heads, width = a.query.shape[2:]
+    keys, values = (
+        gathered(cache, a.block_table).to(a.query.dtype).transpose(1, 2).repeat_interleave(heads // cache.shape[2], 1)
+        for cache in (a.key_cache, a.value_cache)
+    )
+    mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
+    columns = values.shape[3]
+    widest = max(width, columns)  # where they differ, all scores would be kept, and rounded
+    query, keys, values = (pad(part, (0, widest - part.shape[3])) for part in (a.query.transpose(1, 2), keys, values))
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=a.scale)
+    return _rows_first(out[..., :columns])
+
+
+def _rows_first(out: Tensor) -> Tensor:
+    """[B, H, S, Dv] as [B, S, H, Dv]."""
+    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _tiles(a: Arguments, query: Tensor) -> Iterator[Tile]:
+    """Scores [B, Hkv, H/Hkv*S, W] and values [B, Hkv, W, Dv] of a few pages after another."""
+    batch, steps, heads, _ = a.query.shape
+    keys, values = (tiles(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
+    for (key, first, last), (value, _, _) in zip(keys, values, strict=True):
+        scores = query @ _by_head(key, query.dtype).mT
+        mask = _mask(a, first, last)
+        if mask is not None:
+            scores = masked(scores.view(batch, heads, steps, -1), mask, a.fill).view(scores.shape)
+        yield scores, _by_head(value, query.dtype)
+
+
+def _by_head(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, W, Hkv, D] as [B, Hkv, W, D], cast as it is read."""
+    return rows.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _mask(a: Arguments, first: int, last: int) -> Tensor | None:
+    """The part of the mask, or of what the lengths hide, that belongs to some keys."""
+    if a.mask is None or a.mask.dim() == 0 or a.mask.shape[-1] == 1:
+        return as_mask(a.mask, a.context_lens, False, a.query, last, first)
+    return a.mask[..., first:last]
+
+
+def check(a: Arguments) -> None:
+    check_devices(vars(a))
+    check_dtype("query", a.query, FLOATS)
+    check_rank("query", a.query, "B, S, H, D")
+    batch, steps, heads, width = a.query.shape
+    check_shape("key_cache", a.key_cache, "BlockNum, BlockSize, Hkv, D", (None, None, None, width))
+    _, size, kv_heads, _ = a.key_cache.shape
+    check_shape("value_cache", a.value_cache, "BlockNum, BlockSize, Hkv, Dv", (None, size, kv_heads, None))
+    caches = {"key_cache": a.key_cache, "value_cache": a.value_cache}
+    for name, cache in caches.items():
+        narrower = [dtype for dtype in FLOATS if torch.promote_types(dtype, a.query.dtype) == a.query.dtype]
+        check_dtype(name, cache, narrower)
+    if statically_known_true(heads % kv_heads != 0):
+        raise ValueError(f"query has {heads} heads, key_cache {kv_heads}; the latter must divide the former.")
+    check_block_table(a.block_table, batch, {name: cache.shape[0] for name, cache in caches.items()})
+    check_mask(a.mask, a.context_lens, False, a.fill, (batch, heads, steps, context_of(a.key_cache, a.block_table)))
+
+
+def fake(a: Arguments) -> Tensor:
+    return a.query.new_empty(*a.query.shape[:3], a.value_cache.shape[3])
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """One token and several, lengths, bool and additive masks, a row that sees nothing, or is filled; grouped heads,
+    one key head, values of another width."""
+    lens, short = torch.tensor([70, 3]), torch.tensor([-1, 600])
+    bias = Sampler(dtype, 9).normal(2, 4, 3, SPAN)
+    allowed = torch.arange(SPAN) % 7 <= torch.arange(3).unsqueeze(-1)
+    turns = torch.arange(SPAN) % 7 <= torch.arange(MANY).unsqueeze(-1) % 7
+    blind = allowed & (torch.arange(3) != 1).unsqueeze(-1)
+    yield Sample("no mask", sample(dtype, 0, 1), {"scale": 0.3})
+    yield Sample("context_lens", (*sample(dtype, 1, 1), lens), {"scale": 0.3})
+    yield Sample("context_lens", (*sample(dtype, 2, 3), lens), {"scale": 0.3})
+    yield Sample("context_lens, one for all", (*sample(dtype, 3, 3), lens[:1]), {"scale": 0.3})
+    yield Sample("context_lens beyond the context", (*sample(dtype, 4, 3), short), {"scale": 0.3})
+    yield Sample("context_lens, fill", (*sample(dtype, 5, 3), short), {"scale": 0.3, "fill": -1.5})
+    yield Sample("bool mask", (*sample(dtype, 6, 3), None, blind), {"scale": 0.3})
+    yield Sample("bool mask, fill", (*sample(dtype, 7, 3), None, blind), {"scale": 0.3, "fill": -1.5})
+    yield Sample("additive mask", (*sample(dtype, 8, 3), None, bias), {"scale": 0.3})
+    yield Sample("one key head", (*sample(dtype, 9, 3, kv_heads=1), lens), {"scale": 0.3})
+    yield Sample("many tokens", (*sample(dtype, 11, MANY), torch.tensor([5, 300])), {"scale": 0.3})
+    yield Sample("many tokens, bool mask", (*sample(dtype, 12, MANY), None, turns), {"scale": 0.3})
+    yield Sample("a mask of one column", (*sample(dtype, 10, 3), None, allowed[:, :1]), {"scale": 0.3})
+
+
+SPAN = 9 * 64  # more than one tile
+
+
+def sample(dtype: torch.dtype, seed: int, steps: int, kv_heads: int = 2) -> tuple[Any, ...]:
+    """Pages one of which is named from the end, and one that two sequences share."""
+    draw = Sampler(dtype, seed)
+    table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 8, 20).view(2, 8)), 1)
+    caches = draw.normal(20, 64, kv_heads, 16), draw.normal(20, 64, kv_heads, 8)
+    return draw.normal(2, steps, 4, 16), *caches, table
+
+
+def stays(*args: Any, **kwargs: Any) -> str | None:
+    return STAYS
+
+
+operator = define(
+    "paged_attention.batched",
+    Arguments,
+    body,
+    returns=("out",),
+    check=check,
+    fake=fake,
+    samples=samples,
+    stays=stays,
+)

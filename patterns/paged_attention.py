@@ -1,0 +1,325 @@
+"""Attention over keys and values of each head in pages, which are gathered through a block table, as one operator that
+reads the pages themselves: how serving engines keep what is not latent.
+
+    score[b,n,s,t] = scale * (query . key_cache[block_table][b,t,h]) + mask,  n = h * group + g
+    out[b,n,s,v]   = sum_t softmax(score)[t] value_cache[block_table][b,t,h,v]
+
+Seen with blocks looked up (`cache[block_table]`, index_select, embedding), with slots computed from a table, or given
+for each token, which are blocks of one row; with heads repeated, expanded, or grouped by a view. Which rows a table
+names is of no matter: the operator reads the same ones.
+
+Masks that are proved to hide exactly the keys behind a position or a length become `context_lens`; all others stay
+masks. The operator sums scores in float32 at least and rounds probabilities to the type in which they meet the values,
+as the program does; where that rounds anything coarser, the engine refuses.
+
+Axes: b batch, s query tokens, h key heads, g query heads of each, t context tokens, d key columns, v value columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.nn.functional import scaled_dot_product_attention
+
+from mla_fx.binding import Match
+from mla_fx.cases import HE, B, Case, S, T
+from mla_fx.emitter import Emitter
+from mla_fx.errors import NoMatch
+from mla_fx.layout import Axes, axes, result, tensor
+from mla_fx.masks import emit_masks
+from mla_fx.match import AttentionPattern, NearestMiss, contract, gathered, var
+from mla_fx.ops.common.check import FLOATS
+from mla_fx.readings.axes import Axis
+from mla_fx.readings.contraction import Contraction
+from mla_fx.readings.element import is_coarser
+from mla_fx.readings.paged import GATHERS, Paged
+from mla_fx.readings.sizes import product
+from mla_fx.readings.softmax import Attention, anchors, attention
+from mla_fx.replacement import Replacement, replaced
+from mla_fx.rule import Rule
+
+aten = torch.ops.aten
+
+KEYS = gathered(var("key_cache"), var("block_table"), name="keys")
+VALUES = gathered(var("value_cache"), var("block_table"), name="values")
+OVER_PAGES = AttentionPattern(scores=(contract(var("query"), KEYS, name="scores"),), value=VALUES)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is attended to, and the axes that each dimension of the operands runs over: `page` those of the context by
+    which blocks are looked up, `row` those within a block."""
+
+    match: Match
+    found: Attention
+    scores: Contraction
+    keys: Paged
+    values: Paged
+    b: Axes
+    s: Axes
+    h: Axes
+    g: Axes
+    page: Axes
+    row: Axes
+    d: Axes
+    v: Axes
+
+
+HEADS, KV_HEADS, WIDTH, COLUMNS, BLOCK = 4, 2, 8, 6, 4
+
+
+class _Serving(nn.Module):
+    """A layer of a serving engine: rows are written by slot, and contexts gathered through a table."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+    table: Tensor
+    starts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        widths = HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * COLUMNS
+        self.qkv = nn.ParameterList(torch.randn(HE, width, generator=generator) * HE**-0.5 for width in widths)
+        blocks = 2 * B * T // BLOCK
+        for name, width in (("key_cache", WIDTH), ("value_cache", COLUMNS)):
+            self.register_buffer(name, torch.randn(blocks, BLOCK, KV_HEADS, width, generator=generator))
+        self.register_buffer("table", torch.randperm(blocks, generator=generator)[: B * T // BLOCK].view(B, -1))
+        self.register_buffer("starts", torch.tensor([T - S, 5]))
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        heads = HEADS, KV_HEADS, KV_HEADS
+        query, *rows = ((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
+        positions = self.starts[:, None] + torch.arange(S)
+        slots = self.table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+        caches = self.key_cache, self.value_cache
+        for cache, row in zip(caches, rows, strict=True):
+            cache.flatten(0, 1)[slots] = row
+        key, value = (self.context(cache, table) for cache, table in zip(caches, self.tables(), strict=True))
+        seen = self.seen(torch.arange(T), positions.unsqueeze(-1))
+        return self.attend(query, key, value, seen.unsqueeze(1))
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table
+
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        """[B, T, Hkv, columns]."""
+        return cache[table].view(B, T, KV_HEADS, -1)
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """[B, S, T]."""
+        return keys <= positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """[B, S, H, columns]."""
+        key, value = (rows.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for rows in (key, value))
+        return self.weigh(query.transpose(1, 2) @ key.mT * WIDTH**-0.5, value, seen).transpose(1, 2)
+
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+
+class _Fused(_Serving):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+
+
+class _Grouped(_Serving):
+    """Einsum over the query heads of each key head."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = torch.einsum("bshgd,bthd->bhgst", query.reshape(B, S, KV_HEADS, -1, WIDTH), key)
+        weights = (scores + torch.where(seen, 0.0, -torch.inf).unsqueeze(2)).softmax(-1)
+        return torch.einsum("bhgst,bthd->bshgd", weights, value).flatten(2, 3)
+
+
+class _BySlots(_Serving):
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.flatten(0, 1)[(table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)).flatten(1)]
+
+
+class _ByLength(_Serving):
+    """The number of keys of each sequence, of which the last token sees all."""
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        lengths = positions[:, -1:] + 1
+        return keys < lengths - S + torch.arange(1, S + 1).unsqueeze(-1)
+
+
+class _Window(_Serving):
+    """What no length says stays a mask."""
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return (keys <= positions) & (keys > positions - 4)
+
+
+class _TwoTables(_Serving):
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table.flip(1)
+
+
+class _RowsFirst(_Serving):
+    """A context goes through all first rows of its blocks, then through all second ones."""
+
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table].transpose(1, 2).reshape(B, T, KV_HEADS, -1)
+
+
+class _Softcap(_Serving):
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().weigh(torch.tanh(scores / 3) * 3, value, seen)
+
+
+class _ScaledHeads(_Serving):
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().weigh(scores * torch.arange(1.0, HEADS + 1).view(-1, 1, 1), value, seen)
+
+
+class _WeighedKeys(_Serving):
+    """Keys are weighed once they were gathered."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().attend(query, key * torch.linspace(0.5, 1.5, T).view(T, 1, 1), value, seen)
+
+
+class _Sink(_Serving):
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = torch.cat((scores.masked_fill(~seen, -torch.inf), torch.ones(B, HEADS, S, 1)), -1)
+        return scores.softmax(-1)[..., :-1] @ value
+
+
+class _OneLatent(_Serving):
+    """All heads share one key, whose first columns are the value."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        latent = key[:, :, :1].transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ latent.mT, latent[..., :COLUMNS], seen).transpose(1, 2)
+
+
+class _HeadsOfValues(_Serving):
+    """Keys and values are repeated in another order."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        key = key.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2)
+        value = value.unsqueeze(2).expand(-1, -1, HEADS // KV_HEADS, -1, -1).flatten(2, 3).transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ key.mT, value, seen).transpose(1, 2)
+
+
+ONE = {"paged_attention": 1}
+
+
+class PagedAttention(Rule[Facts]):
+    stage = "attention"
+    yields_to_target = True
+    accepts = (
+        Case("heads repeated", _Serving, ONE),
+        Case("scaled_dot_product_attention", _Fused, ONE),
+        Case("grouped by einsum", _Grouped, ONE),
+        Case("slots", _BySlots, ONE),
+        Case("lengths", _ByLength, ONE),
+        Case("a window", _Window, ONE),
+        Case("one latent", _OneLatent, {"latent_attention": 1}),
+    )
+    rejects = (
+        Case("two tables", _TwoTables, because="block_table is not one tensor"),
+        Case("first rows first", _RowsFirst, because="the rows of a block do not follow each other"),
+        Case("scores capped", _Softcap, because="the attention scores go through tanh"),
+        Case("a scale for each head", _ScaledHeads, because="the attention scores are multiplied by"),
+        Case("a weight for each key", _WeighedKeys, because="expected rows that are gathered, found mul"),
+        Case("attention sink", _Sink, because="an attention sink, which paged_attention has no operand for"),
+        Case("heads of values in another order", _HeadsOfValues, because="not of the same heads"),
+    )
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        return anchors(graph)
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        """None, and nothing to tell, where no values are gathered; what attention is not read is told by others."""
+        try:
+            found = attention(anchor)
+        except NoMatch:
+            return
+        if found.value.origin.target not in GATHERS:
+            return
+        yield from OVER_PAGES.bindings(found, found.scores, nearest)
+
+    def check(self, match: Match) -> Facts:
+        found, scores = match.reading(Attention, "attention"), match.reading(Contraction, "scores")
+        keys, values = match.reading(Paged, "keys"), match.reading(Paged, "values")
+        if found.sink is not None:
+            raise NoMatch("an attention sink, which paged_attention has no operand for", found.node)
+        t, d = axes(found.keys, "the context", found.node), scores.axes
+        (page, row), _ = (paged.blocks_and_rows(t) for paged in (keys, values))
+        outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
+        b = _in_order(keys.table.axes - {*t}, outer)
+        own = {*keys.block.axes, *values.block.axes, *row}
+        h = _in_order(keys.pages.axes - own - {*d}, outer)
+        v = _in_order(values.pages.axes - own - {*h}, outer)
+        if not set(h) <= values.pages.axes or not {*h, *v} <= set(outer):
+            raise NoMatch("keys and values are not of the same heads", values.node)
+        rows = match["query"].axes - {*b, *h, *d}
+        if not rows.isdisjoint(v):
+            raise NoMatch("keys and values are not of the same heads", values.node)
+        tokens = _tokens(found, rows, h)
+        s, g = (_in_order(part, outer) for part in (tokens, rows - tokens))
+        return Facts(match, found, scores, keys, values, b, s, h, g, page, row, d, v)
+
+    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
+        match, found, b, s = facts.match, facts.found, facts.b, facts.s
+        n, dtype = (*facts.h, *facts.g), found.node.meta["val"].dtype
+        query = tensor(emit, match["query"], (b, s, n, facts.d), dtype=dtype, expand=True)
+        caches = [
+            _pages(emit, paged, (axes(paged.block, "the blocks", paged.node), facts.row, facts.h, columns), dtype)
+            for paged, columns in ((facts.keys, facts.d), (facts.values, facts.v))
+        ]
+        table = tensor(emit, facts.keys.table, (b, facts.page), expand=True)
+        mask, lens, fill = _masks(emit, facts, (b, n, s, (*facts.page, *facts.row)), dtype)
+        options = {"scale": facts.scores.factor} | ({} if fill is None else {"fill": fill})
+        operator = torch.ops.mla_fx.paged_attention.batched
+        out = emit.scaled(emit.call(operator, query, *caches, table, lens, mask, **options), found.value_factor)
+        yield replaced(emit, found.node, found.index, result(out, (b, s, n, facts.v)), padding=found.padding)
+
+
+def _tokens(found: Attention, rows: frozenset[Axis], h: Axes) -> frozenset[Axis]:
+    """The axes of tokens among those that the query has beside the key heads: those of a mask, and of one that is the
+    same for all heads if there is one. Without a mask they count as heads, which see the same keys."""
+    masks = [found.causal.rows.axes] if found.causal is not None else [mask.element.axes for mask in found.masks]
+    of_rows = [axes for axes in masks if not axes.isdisjoint(rows)]
+    return rows & min(of_rows, key=lambda axes: (not axes.isdisjoint(h), len(axes & rows)), default=frozenset())
+
+
+def _masks(
+    emit: Emitter, facts: Facts, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
+) -> tuple[Node | None, Node | None, float | None]:
+    """A mask, or lengths, and with what scores are filled."""
+    found, s = facts.found, facts.s
+    if found.causal is None:
+        return emit_masks(emit, found, dims, dtype)
+    if found.masks or axes(found.causal.rows, "the query", found.node) != s:
+        raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
+    device, steps = found.node.meta["val"].device, emit.size(product(axis.size for axis in s))
+    return None, emit.call(aten.full.default, [1], steps, dtype=torch.int64, device=device), None
+
+
+def _in_order(found: frozenset[Axis], outer: Axes) -> Axes:
+    return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
+
+
+def _pages(emit: Emitter, found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Node:
+    """A view of a cache, as a copy of all of it would cost more than what is gathered."""
+    held = found.pages.dtype
+    if held not in FLOATS or is_coarser(dtype, held):
+        raise NoMatch(f"the cache is in {held}, and paged_attention computes in {dtype} here", found.node)
+    if found.table.origin.meta["val"].device != found.node.meta["val"].device:
+        raise NoMatch("the block table is on another device than the cache", found.table.origin)
+    pages = tensor(emit, found.pages, dims)
+    emit.sources.add(found.node)  # which holds what the pages hold
+    memory, held = (node.meta["val"].untyped_storage()._cdata for node in (pages, found.pages.origin))
+    if memory != held:
+        raise NoMatch("the cache would have to be copied to be read as pages of rows of heads", found.node)
+    return pages
