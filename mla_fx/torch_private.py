@@ -223,9 +223,9 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 def __getattr__(name: str) -> Any:
     """GraphPass, imported when it is asked for: the base class of passes that Inductor's cache can be keyed by, and
-    that are told of training graphs."""
+    that are told of training graphs, except by torch 2.11."""
     if name != "GraphPass":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+    from torch._inductor import custom_graph_pass
 
-    return CustomInferenceAwareGraphPass
+    return getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)

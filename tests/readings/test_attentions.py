@@ -42,6 +42,7 @@ def minus_peak(scores):
 MASK = dense(B, 1, S, T) > -0.5
 MASK[..., 0] = True
 BIAS = torch.zeros(B, 1, S, T).masked_fill(~MASK, -torch.inf)
+OFFSETS = dense(S, T)
 
 ATTENTIONS = {
     "softmax": lambda q, k, v: (q @ k.mT * 0.3).softmax(-1) @ v,
@@ -55,7 +56,7 @@ ATTENTIONS = {
     "bias": lambda q, k, v: (q @ k.mT + BIAS).softmax(-1) @ v,
     "masked_fill": lambda q, k, v: (q @ k.mT).masked_fill(~MASK, -torch.inf).softmax(-1) @ v,
     "where": lambda q, k, v: torch.where(MASK, q @ k.mT, -1e9).softmax(-1) @ v,
-    "a filled mask": lambda q, k, v: (q @ k.mT + dense(S, T).masked_fill(~MASK, -3.0)).softmax(-1) @ v,
+    "a filled mask": lambda q, k, v: (q @ k.mT + OFFSETS.masked_fill(~MASK, -3.0)).softmax(-1) @ v,
     "filled with a number": lambda q, k, v: (q @ k.mT).masked_fill(~MASK, 0.25).softmax(-1) @ v,
     "filled, then halved": lambda q, k, v: ((q @ k.mT).masked_fill(~MASK, -3.0) * 0.5).softmax(-1) @ v,
     "scaled probabilities": lambda q, k, v: ((q @ k.mT).softmax(-1) * 2) @ v,
