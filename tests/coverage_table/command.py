@@ -20,7 +20,7 @@ from .rows import Cell, Found, cells
 from .tables import rendered
 
 README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- coverage -->\n\n", "\n<!-- end of coverage -->"
+BEGIN, END = "<!-- coverage -->\n\n", "\n<!-- end of coverage -->\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,14 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def written() -> tuple[str, str, str]:
     """What stands in README.md before the tables, the tables, and what comes after."""
-    before, begin, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    text, end, after = rest.partition(END)
-    return before + begin, text + "\n", end.removeprefix("\n") + after
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    text, after = rest.split(END)
+    return before, text, after
 
 
 def write(text: str) -> None:
     before, _, after = written()
-    README.write_text(before + text + "\n" + after, encoding="utf-8")
+    README.write_text(f"{before}{BEGIN}{text}{END}{after}", encoding="utf-8")
 
 
 def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Found]]]:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 import mla_fx
 
 TARGETS = ("reference", "inductor")
+WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"
 NOT_IN_PLACE = "does not write its caches in place"
 FLOATS_ARE_NUMBERS = {"specialize_float": True}  # else dynamic sizes have Dynamo trace twice, to the same graph
 
@@ -37,10 +38,10 @@ class Outcome:
         """How much of each attention was fused."""
         whole, keys = (self.fused.get(name, 0) for name in ("mla_prolog", "kv_rmsnorm_rope_cache"))
         attentions = sum(self.fused.get(name, 0) for name in ("latent_attention", "mla_attention"))
-        counts = {"whole": whole, "keys and attention": keys, "attention": attentions - whole - keys, "-": self.unfused}
-        counts = {words: count for words, count in counts.items() if count}
-        is_one = sum(counts.values()) == 1
-        return ", ".join(words if is_one else f"{count} {words}" for words, count in counts.items()) or "no attention"
+        rest = attentions - whole - keys
+        counts = {WHOLE: whole, BUT_QUERY: keys, ATTENTION: rest, UNFUSED: self.unfused}
+        parts = (words if count == 1 else f"{count} {words}" for words, count in counts.items() if count)
+        return ", ".join(parts) or UNFUSED
 
 
 def outcomes(
@@ -70,9 +71,10 @@ class _Probe:
 
     def outcome(self, target: str) -> Outcome:
         report = mla_fx.Report.merged(self.reports[target])
-        reasons = dict.fromkeys(f"{miss.pattern}: {miss.reason}" for miss in report.misses)
+        misses = [miss for miss in report.misses if miss.looks_like_mla or miss.pattern != "mla_attention"]
+        reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in misses), *report.hindrances])
         copies = dict.fromkeys(note for note in report.notes if NOT_IN_PLACE in note)
-        unfused = sum(miss.pattern == "mla_attention" and miss.looks_like_mla for miss in report.misses)
+        unfused = sum(miss.pattern == "mla_attention" for miss in misses)
         return Outcome(report.fused, unfused, tuple(reasons), tuple(copies))
 
 

@@ -41,14 +41,15 @@ DYNAMIC = "dynamic sizes"
 
 @dataclass(frozen=True)
 class FamilyCell:
-    """A family of transformers at one kind of step, with both of its attention functions, shapes fixed or not."""
+    """A family of transformers at one kind of step, with each of its attention functions, shapes fixed or not."""
 
     line: str
     column: str
 
     def found(self) -> list[Found]:
         model, results = tiny_model(self.line, **layers(self.line)), []
-        for attention, dynamic in (("sdpa", False), ("eager", False), ("sdpa", True)):
+        functions = ("sdpa", "eager") if model._supports_sdpa else ("eager",)
+        for attention, dynamic in (*((name, False) for name in functions), (functions[0], True)):
             model.set_attn_implementation(attention)
             name = DYNAMIC if dynamic else attention
             with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=self.line in COUNTS_FLAGS):

@@ -12,6 +12,7 @@ from .rows import STEPS, Found
 
 FAMILIES_HEAD = ("family", *(name for step in STEPS for name in (step, "dynamic")), "in place", "notes")
 ZOO_HEAD = ("what is varied", "spellings", "whole", "less", "in place")
+EAGER = "transformers has no `sdpa` for it."
 FLAG = "With `torch._dynamo.config.capture_dynamic_output_shape_ops = True`; else a graph break parts the layer."
 
 Results = Mapping[str, Sequence[Found]]
@@ -21,7 +22,8 @@ class Notes(dict[str, int]):
     """Sentences, each with its number."""
 
     def numbers(self, sentences: Iterable[str]) -> str:
-        return ", ".join(str(self.setdefault(sentence, len(self) + 1)) for sentence in dict.fromkeys(sentences))
+        numbers = {self.setdefault(sentence, len(self) + 1) for sentence in sentences}
+        return ", ".join(map(str, sorted(numbers)))
 
     def lines(self) -> Iterator[str]:
         return (f"{number}. {sentence}" for sentence, number in self.items())
@@ -44,9 +46,10 @@ def line(name: str, found: Results, notes: Notes) -> str:
 
 def family_line(family: str, steps: Results, notes: Notes) -> str:
     every = [one for found in steps.values() for one in found]
-    said = [*([FLAG] if family in COUNTS_FLAGS else []), *_reasons(every)]
+    said = [EAGER] if all(one.variant != "sdpa" for one in every) else []
+    said += [FLAG] if family in COUNTS_FLAGS else []
     columns = (_alike(part) for found in steps.values() for part in _fixed_and_dynamic(found))
-    return _row((family, *columns, _in_place(every, notes), notes.numbers(said)))
+    return _row((family, *columns, _in_place(every, notes), notes.numbers([*said, *_reasons(every)])))
 
 
 def zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
