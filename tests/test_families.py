@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from families import FAMILIES, Recorder, cache_tensors, empty_cache, tiny_model, tokens
+from families import COUNTS_FLAGS, FAMILIES, Recorder, cache_tensors, empty_cache, tiny_model, tokens
 
 QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 PROMPT = 12
-COUNTS_FLAGS = ("glm5_next",)  # its indexer does, which cuts a graph in two unless Dynamo is told to go on
 
 
 @dataclass(frozen=True)

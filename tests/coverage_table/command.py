@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import os
@@ -15,11 +16,11 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from .rows import Cell, FamilyCell, Found, ZooCell, cells
+from .rows import Cell, Found, cells
 from .tables import rendered
 
 README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- coverage -->\n\n", "\n<!-- end of coverage -->"
+BEGIN, END = "<!-- coverage -->\n\n", "\n<!-- end of coverage -->\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,17 +32,23 @@ def main(arguments: list[str] | None = None) -> int:
     if not wanted:
         parser.error(f"{given.only!r} is no line; lines are {', '.join(dict.fromkeys(cell.line for cell in cells()))}")
     found = dict(track(_results(wanted, given.processes), total=len(wanted), description="compiling"))
-    text = _rendered({cell: found[cell] for cell in wanted})
+    text = rendered(_by_line({cell: found[cell] for cell in wanted}))
     Console().print(Markdown(text))
     if not given.only:
         write(text)
     return 0
 
 
+def written() -> tuple[str, str, str]:
+    """What stands in README.md before the tables, the tables, and what comes after."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    text, after = rest.split(END)
+    return before, text, after
+
+
 def write(text: str) -> None:
-    """Puts the tables between their markers."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    README.write_text(before + BEGIN + text + rest[rest.index(END) :], encoding="utf-8")
+    before, _, after = written()
+    README.write_text(f"{before}{BEGIN}{text}{END}{after}", encoding="utf-8")
 
 
 def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Found]]]:
@@ -55,10 +62,11 @@ def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Fo
 def _start() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    gc.freeze()  # or each full collection walks all of torch
 
 
-def _rendered(found: dict[Cell, list[Found]]) -> str:
-    tables: dict[type, dict[str, dict[str, list[Found]]]] = {FamilyCell: {}, ZooCell: {}}
+def _by_line(found: dict[Cell, list[Found]]) -> dict[str, dict[str, list[Found]]]:
+    lines: dict[str, dict[str, list[Found]]] = {}
     for cell, results in found.items():
-        tables[type(cell)].setdefault(cell.line, {})[cell.column] = results
-    return rendered(tables[FamilyCell], tables[ZooCell])
+        lines.setdefault(cell.line, {})[cell.column] = results
+    return lines

@@ -15,17 +15,33 @@ from torch.fx import GraphModule
 import mla_fx
 
 TARGETS = ("reference", "inductor")
+WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"
 NOT_IN_PLACE = "does not write its caches in place"
+FLOATS_ARE_NUMBERS = {"specialize_float": True}  # else dynamic sizes have Dynamo trace twice, to the same graph
 
 
 @dataclass(frozen=True)
 class Outcome:
     """`fused` counts operators, `unfused` the attentions that stayed as they came. `reasons` are the nearest misses,
-    and why a cache is not written in place where the target would do so."""
+    and `copies` why a cache is not written in place where the target would do so."""
 
     fused: dict[str, int]
     unfused: int
     reasons: tuple[str, ...]
+    copies: tuple[str, ...]
+
+    @property
+    def writes_caches(self) -> bool:
+        return any(name in self.fused for name in ("mla_prolog", "kv_rmsnorm_rope_cache"))
+
+    def __str__(self) -> str:
+        """How much of each attention was fused."""
+        whole, keys = (self.fused.get(name, 0) for name in ("mla_prolog", "kv_rmsnorm_rope_cache"))
+        attentions = sum(self.fused.get(name, 0) for name in ("latent_attention", "mla_attention"))
+        rest = attentions - whole - keys
+        counts = {WHOLE: whole, BUT_QUERY: keys, ATTENTION: rest, UNFUSED: self.unfused}
+        parts = (words if count == 1 else f"{count} {words}" for words, count in counts.items() if count)
+        return ", ".join(parts) or UNFUSED
 
 
 def outcomes(
@@ -34,7 +50,7 @@ def outcomes(
     """What each target makes of one call, graph breaks included."""
     probe = _Probe()
     torch._dynamo.reset()
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(FLOATS_ARE_NUMBERS):
         warnings.simplefilter("ignore")
         torch.compile(module, backend=probe, dynamic=dynamic)(*args, **kwargs)
     return {target: probe.outcome(target) for target in TARGETS}
@@ -55,10 +71,11 @@ class _Probe:
 
     def outcome(self, target: str) -> Outcome:
         report = mla_fx.Report.merged(self.reports[target])
-        copies = [note for note in report.notes if NOT_IN_PLACE in note]
-        reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in report.misses), *copies])
-        unfused = sum(miss.pattern == "mla_attention" for miss in report.misses)
-        return Outcome(report.fused, unfused, tuple(reasons))
+        misses = [miss for miss in report.misses if miss.looks_like_mla or miss.pattern != "mla_attention"]
+        reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in misses), *report.hindrances])
+        copies = dict.fromkeys(note for note in report.notes if NOT_IN_PLACE in note)
+        unfused = sum(miss.pattern == "mla_attention" for miss in misses)
+        return Outcome(report.fused, unfused, tuple(reasons), tuple(copies))
 
 
 def _as_it_is(gm: GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:

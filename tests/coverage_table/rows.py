@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from families import FAMILIES, empty_cache, tiny_model, tokens
+from families import COUNTS_FLAGS, FAMILIES, empty_cache, tiny_model, tokens
 from zoo.entries import CLASSICS, COMPOSED, MIXED, Entry
 from zoo.mla import Spelling
 from zoo.sizes import Step, converted
@@ -20,27 +20,40 @@ Fused = dict[str, int]
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one variant on one target, and what should fuse, where that is known."""
+    """What became of one variant on one target, and what it is where all of it fuses, if that is known."""
 
     variant: str
     target: str
     outcome: Outcome
-    expected: Fused | None = None
+    whole: Fused | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.outcome.fused == self.whole
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.variant.endswith(DYNAMIC)
+
+
+DYNAMIC = "dynamic sizes"
 
 
 @dataclass(frozen=True)
 class FamilyCell:
-    """A family of transformers at one kind of step, with both of its attention functions, shapes fixed or not."""
+    """A family of transformers at one kind of step, with each of its attention functions, shapes fixed or not."""
 
     line: str
     column: str
 
     def found(self) -> list[Found]:
-        model, results = tiny_model(self.line, **DENSE), []
-        for attention, dynamic in (("sdpa", False), ("eager", False), ("sdpa", True)):
+        model, results = tiny_model(self.line, **layers(self.line)), []
+        functions = ("sdpa", "eager") if model._supports_sdpa else ("eager",)
+        for attention, dynamic in (*((name, False) for name in functions), (functions[0], True)):
             model.set_attn_implementation(attention)
-            name = "dynamic sizes" if dynamic else attention
-            found = outcomes(*self._call(model), dynamic=dynamic)
+            name = DYNAMIC if dynamic else attention
+            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=self.line in COUNTS_FLAGS):
+                found = outcomes(*self._call(model), dynamic=dynamic)
             results += [Found(name, target, outcome) for target, outcome in found.items()]
         return results
 
@@ -54,8 +67,17 @@ class FamilyCell:
         return model, (tokens(2, now),), {"past_key_values": cache}
 
 
-# Experts are long to trace, and nothing here is about them.
-DENSE = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]}
+# Where layers have latent attention of more than one kind, or two attentions count as two layers.
+SEVERAL = {"mistral_large4": 2, "dots3_note": 2, "longcat_flash": 2}
+
+
+def layers(family: str) -> dict[str, Any]:
+    """A layer of each kind of latent attention, and nothing else: neither experts nor linear attention, which are long
+    to trace."""
+    count = SEVERAL.get(family, 1)
+    dense = {"first_k_dense_replace": count, "mlp_layer_types": ["dense"] * count}
+    return {"num_hidden_layers": count, **dense}
+
 
 # The kind of cache, the tokens in it, and the new ones.
 STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growing cache": ("dynamic", 12, 1)}
@@ -90,10 +112,10 @@ class ZooCell:
     def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
         entry = self._entry
         module, arguments = entry.build().to(dtype), converted(entry.arguments(step), dtype)
-        name = f"{step.name}, {'dynamic sizes' if dynamic else str(dtype).removeprefix('torch.')}"
-        expected = entry.fused(step, dynamic=dynamic)
+        name = f"{step.name}, {DYNAMIC if dynamic else str(dtype).removeprefix('torch.')}"
+        whole = replace(entry, partial="", unfused="").fused(step, dynamic=dynamic)
         found = outcomes(module, arguments, {}, dynamic=dynamic)
-        return [Found(name, target, outcome, expected) for target, outcome in found.items()]
+        return [Found(name, target, outcome, whole) for target, outcome in found.items()]
 
 
 def _axis(spelling: Spelling) -> str:

@@ -1,81 +1,102 @@
-"""The lines of both tables as Markdown: what is the same in all variants is said once."""
+"""The lines of both tables as Markdown. Cells are short: what is the same in several variants is said once, and reasons
+stand as numbered sentences below."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from families import COUNTS_FLAGS, FAMILIES
 
 from .outcome import TARGETS
 from .rows import STEPS, Found
 
-SHORT = {
-    "mla_prolog": "prolog",
-    "kv_rmsnorm_rope_cache": "key side",
-    "latent_attention": "attention",
-    "mla_attention": "attention",
-}
-
-FAMILIES_HEAD = ("family", *STEPS, "what keeps it from more")
-ZOO_HEAD = ("what is varied", "spellings", "fuse whole", "less, and why")
+FAMILIES_HEAD = ("family", *(name for step in STEPS for name in (step, "dynamic")), "in place", "notes")
+ZOO_HEAD = ("what is varied", "spellings", "whole", "less", "in place")
+EAGER = "transformers has no `sdpa` for it."
+FLAG = "With `torch._dynamo.config.capture_dynamic_output_shape_ops = True`; else a graph break parts the layer."
 
 Results = Mapping[str, Sequence[Found]]
 
 
-def rendered(families: Mapping[str, Results], axes: Mapping[str, Results]) -> str:
-    """Both tables: of families by step, and of the zoo by axis and spelling."""
-    lines = [_row(FAMILIES_HEAD), _rule(FAMILIES_HEAD)]
-    lines += [family_line(family, steps) for family, steps in families.items()]
-    lines += ["", _row(ZOO_HEAD), _rule(ZOO_HEAD)]
-    lines += [zoo_line(axis, spellings) for axis, spellings in axes.items()]
-    return "\n".join(lines) + "\n"
+class Notes(dict[str, int]):
+    """Sentences, each with its number."""
+
+    def numbers(self, sentences: Iterable[str]) -> str:
+        numbers = {self.setdefault(sentence, len(self) + 1) for sentence in sentences}
+        return ", ".join(map(str, sorted(numbers)))
+
+    def lines(self) -> Iterator[str]:
+        return (f"{number}. {sentence}" for sentence, number in self.items())
 
 
-def family_line(family: str, steps: Results) -> str:
-    reasons = dict.fromkeys(reason for found in steps.values() for one in found for reason in one.outcome.reasons)
-    return _row((family, *(_alike(found) for found in steps.values()), "; ".join(reasons)))
+def rendered(lines: Mapping[str, Results]) -> str:
+    """Both tables: of families by step, and of the zoo by axis."""
+    notes, text = Notes(), []
+    for head, is_family in ((FAMILIES_HEAD, True), (ZOO_HEAD, False)):
+        text += [_row(head), _rule(head)]
+        text += [line(name, found, notes) for name, found in lines.items() if (name in FAMILIES) == is_family]
+        text += [""]
+    return "\n".join([*text, *notes.lines()]) + "\n"
 
 
-def zoo_line(axis: str, spellings: Results) -> str:
-    lacking = {name: less for name, found in spellings.items() if (less := _less(found))}
-    whole = len(spellings) - len(lacking)
-    return _row((axis, len(spellings), whole, "; ".join(f"`{name}`: {less}" for name, less in lacking.items())))
+def line(name: str, found: Results, notes: Notes) -> str:
+    """The line of a family or of an axis; its notes are added to those of the table."""
+    return family_line(name, found, notes) if name in FAMILIES else zoo_line(name, found, notes)
 
 
-def _less(found: Sequence[Found]) -> str:
-    """The variants in which less fuses than should, or an empty string."""
-    lacking = [one for one in found if one.outcome.fused != one.expected]
-    if not lacking:
-        return ""
-    reasons = dict.fromkeys(reason for one in lacking for reason in one.outcome.reasons)
-    return f"{_apart(lacking)}, because {'; '.join(reasons)}"
+def family_line(family: str, steps: Results, notes: Notes) -> str:
+    every = [one for found in steps.values() for one in found]
+    said = [EAGER] if all(one.variant != "sdpa" for one in every) else []
+    said += [FLAG] if family in COUNTS_FLAGS else []
+    columns = (_alike(part) for found in steps.values() for part in _fixed_and_dynamic(found))
+    return _row((family, *columns, _in_place(every, notes), notes.numbers([*said, *_reasons(every)])))
+
+
+def zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
+    """Of spellings that fuse less in some variants only, these are named."""
+    lacking = {name: less for name, found in spellings.items() if (less := [one for one in found if not one.is_whole])}
+    parts = []
+    for name, less in lacking.items():
+        what = _alike(less) if len(less) == len(spellings[name]) else _apart(less)
+        parts.append(f"`{name.removeprefix(f'{axis}=')}`: {what} ({notes.numbers(_reasons(less))})")
+    every = [one for found in spellings.values() for one in found]
+    return _row((axis, len(spellings), len(spellings) - len(lacking), "; ".join(parts), _in_place(every, notes)))
+
+
+def _fixed_and_dynamic(found: Sequence[Found]) -> tuple[list[Found], list[Found]]:
+    return [one for one in found if not one.is_dynamic], [one for one in found if one.is_dynamic]
+
+
+def _reasons(found: Iterable[Found]) -> list[str]:
+    return [reason for one in found for reason in one.outcome.reasons]
+
+
+def _in_place(found: Sequence[Found], notes: Notes) -> str:
+    """Whether caches that are given are written in place, by the fused operators of targets that leave this to us."""
+    if not any(one.outcome.writes_caches for one in found):
+        return "by the model"
+    numbers = notes.numbers(copy for one in found for copy in one.outcome.copies)
+    return f"not all ({numbers})" if numbers else "yes"
 
 
 def _alike(found: Sequence[Found]) -> str:
     """What fused: once if it is the same in all variants, else with the variants in which it did."""
-    texts = {_text(one) for one in found}
+    texts = {str(one.outcome) for one in found}
     return texts.pop() if len(texts) == 1 else _apart(found)
 
 
 def _apart(found: Sequence[Found]) -> str:
     by_text: dict[str, list[Found]] = {}
     for one in found:
-        by_text.setdefault(_text(one), []).append(one)
-    return ", ".join(f"{text} ({_variants(ones)})" for text, ones in by_text.items())
-
-
-def _text(one: Found) -> str:
-    counts: dict[str, int] = {}
-    for name, count in one.outcome.fused.items():
-        counts[SHORT[name]] = counts.get(SHORT[name], 0) + count
-    words = [f"{count} {name}" for name, count in counts.items()]
-    words += [f"{one.outcome.unfused} as it came"] if one.outcome.unfused else []
-    return " + ".join(words) or "nothing"
+        by_text.setdefault(str(one.outcome), []).append(one)
+    return ", ".join(f"{text} in {_variants(ones)}" for text, ones in by_text.items())
 
 
 def _variants(found: Iterable[Found]) -> str:
     targets: dict[str, list[str]] = {}
     for one in found:
         targets.setdefault(one.variant, []).append(one.target)
-    return "; ".join(variant if len(on) == len(TARGETS) else f"{variant} on {on[0]}" for variant, on in targets.items())
+    return " and ".join(name if len(on) == len(TARGETS) else f"{name} on {on[0]}" for name, on in targets.items())
 
 
 def _row(cells: Iterable[object]) -> str:
