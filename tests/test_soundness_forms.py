@@ -146,9 +146,10 @@ class WithoutNorm(Unrotated):
         return x * gamma if x.shape[-1] != self.sizes.rank else x
 
 
-@pytest.mark.parametrize("kind", [Unrotated, UnrotatedAbsorbed, WithoutNorm])
-def test_no_rotary_part(kind):
-    assert check(kind()).fused == {ATTENTION: 1}
+@pytest.mark.parametrize("kind, prologs", [(Unrotated, 1), (UnrotatedAbsorbed, 1), (WithoutNorm, 0)])
+def test_no_rotary_part(kind, prologs):
+    fused = check(kind()).fused
+    assert (fused.get("mla_prolog", 0), fused[ATTENTION]) == (prologs, 1)
 
 
 class HiddenStates(Unrotated):
