@@ -175,12 +175,10 @@ class KvRmsnormRopeCache(Rule[Facts]):
 
 def _is_cached(latents: Element) -> bool:
     """Rows enter a cache, and no operator has made them already."""
-    if latents.origin.target in WRITES:
-        return True
     try:
         return cache_update(latents).row.origin.target is not operator.getitem
     except NoMatch:
-        return False
+        return latents.origin.target in WRITES  # in a way that is to be told
 
 
 def _new_cache(emit: Emitter, cache: CacheRoles | None, kv: Node) -> Node:

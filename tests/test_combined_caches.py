@@ -147,7 +147,7 @@ def test_near_twins_of_one_cache(kind):
     x, tables, position, (latents, keys) = arguments(layer.sizes, first=8)
     cache = torch.cat((latents, keys, keys[..., : kind.spare]), -1)
     report = check(layer, (x, tables, position, (cache, keys)))
-    assert report.fused == kind.fused, str(report)
+    assert report.fused == kind.fused and bool(report.misses) == (kind.fused != FUSED), str(report)
 
 
 @pytest.mark.parametrize(
