@@ -1,6 +1,7 @@
 """The wording of reports and misses: what people read when something did not fuse."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,14 @@ mla_fx on inductor: fused mla_prolog x61, latent_attention x61 in 1.8 ms
 nearest misses:
   mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn
   mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:20, layers.3.self_attn)""")  # noqa: E501  # the text as it is printed
+
+    def test_two_patterns_that_failed_alike(self):
+        layers = [miss(), miss(node="mm_9", module="layers.4.self_attn")]
+        others = [replace(one, pattern="kv_rmsnorm_rope_cache") for one in layers]
+        self.assertExpectedInline(str(report(misses=[*layers, *others])), """\
+mla_fx on inductor: fused nothing in 1.8 ms
+nearest misses:
+  mla_prolog, kv_rmsnorm_rope_cache: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn""")  # noqa: E501  # the text as it is printed
 
     def test_equal_misses_of_one_module(self):
         self.assertExpectedInline(

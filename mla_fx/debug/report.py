@@ -31,8 +31,13 @@ class Miss:
     looks_like_mla: bool
 
     def __str__(self) -> str:
+        return f"{self.pattern}: {self.told}"
+
+    @property
+    def told(self) -> str:
+        """The reason and the place."""
         where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)
-        return f"{self.pattern}: {self.reason}" + (f" ({where})" if where else "")
+        return self.reason + (f" ({where})" if where else "")
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -104,17 +109,22 @@ class Report:
 
 
 def _counted(misses: Sequence[Miss]) -> Iterator[str]:
-    """A line for each kind of miss: the first, how often, and in which module last."""
+    """A line for each kind of miss: the first, how often, and in which module last. Patterns that failed alike at the
+    same places share one."""
     alike: dict[tuple[str, str, str], list[Miss]] = {}
     for miss in misses:
         alike.setdefault(miss.kind, []).append(miss)
+    patterns: dict[tuple[str, ...], list[str]] = {}
+    for found in alike.values():
+        patterns.setdefault(tuple(miss.told for miss in found), []).append(found[0].pattern)
     for first, *more in alike.values():
-        if not more:
-            yield str(first)
+        names = patterns.pop((first.told, *(miss.told for miss in more)), None)
+        if names is None:
             continue
-        last = more[-1].module
+        last = more[-1].module if more else ""
+        times = f"; {len(more) + 1} times" if more else ""
         where = f", the last in {last}" if last not in ("", first.module) else ""
-        yield f"{first}; {len(more) + 1} times{where}"
+        yield f"{', '.join(names)}: {first.told}{times}{where}"
 
 
 def count_fused(graph: Graph) -> dict[str, int]:
