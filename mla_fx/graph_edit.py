@@ -31,10 +31,12 @@ class Snapshot:
         self.known = {node for node, *_ in self.nodes}
         self.unused = {node for node in self.known if not node.users}
         self.owner = graph.owning_module
+        self.signature = graph._codegen  # how it is called: an exported graph takes its arguments as the module did
 
     def restore(self) -> Graph:
         """A new graph, node for node what was there."""
         graph = Graph(owning_module=self.owner)
+        graph.set_codegen(self.signature)
         copies: dict[Node, Node] = {}
         for node, args, kwargs, meta in self.nodes:
             args, kwargs = (torch.fx.map_arg(value, copies.__getitem__) for value in (args, kwargs))
