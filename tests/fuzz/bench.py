@@ -12,6 +12,8 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
+from mla_fx.torch_private import share_storage
+
 from .capture import Captured, evaluate
 
 aten = torch.ops.aten
@@ -104,12 +106,16 @@ class Bench:
         raise InvalidError("a graph ends with its output")
 
     def settle(self) -> None:
-        """Brings the fake values up to date behind everything that was changed."""
+        """Brings the fake values up to date behind everything that was changed, as far as they differ."""
         stale = set(self.changed)
         for node in list(self.graph.nodes):
             if node.op == "call_function" and (node in stale or any(value in stale for value in node.all_input_nodes)):
+                old = node.meta["val"]
                 self._evaluate(node)
-                stale.add(node)
+                if node not in self.changed and _is_same_memory_of_its_own(node, old):
+                    node.meta["val"] = old
+                else:
+                    stale.add(node)
         self.changed.clear()
         self.graph.lint()
 
@@ -123,6 +129,17 @@ class Bench:
             copied = self.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
             node.args = (copied, *node.args[1:])
             evaluate(node, self.captured)
+
+
+def _is_same_memory_of_its_own(node: Node, old: Any) -> bool:
+    """An operator gave a tensor as it did before, and no view: who views it need not be told."""
+    new = node.meta["val"]
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor) or new.is_conj() or old.is_conj():
+        return False
+    if (new.shape, new.stride(), new.dtype) != (old.shape, old.stride(), old.dtype):
+        return False
+    inputs = map(tensor, node.all_input_nodes)
+    return not any(value is None or share_storage(new, value) for value in inputs)
 
 
 def operands(node: Node) -> list[Node]:

@@ -19,7 +19,7 @@ from .campaign import Result, Tally, batches, campaign, quiet
 from .judge import FAILURES, SAME
 from .reduce import Mutant
 
-BATCH = 100
+BATCH = 500  # so many at least of one base by one process, which captures it once
 SHOWN = 8  # failures of one kind
 
 

@@ -29,6 +29,7 @@ OFTEN = {
     **dict.fromkeys(("other_order", "swap", "swap_numbers"), 2),
 }
 KINDS_TRIED, SITES_TRIED = 10, 30
+SHARED, SHARED_SHARE = "one use of a value that has others", 0.25  # what must be alike becomes different there
 
 
 @functools.cache
@@ -41,6 +42,8 @@ def sites(graph: Graph) -> dict[str, list[Site]]:
         for number, operand in enumerate(operands(node) if node.op == "call_function" else ()):
             if tensor(operand) is not None and (node.target is not aten.copy_.default or number == 1):
                 found[f"into {node.target}"].append((node, number))
+                if len(operand.users) > 1:
+                    found[SHARED].append((node, number))
         if node.op == "placeholder" and tensor(node) is not None and tensor(node).dim() == 1 and node.users:
             found["vector"].append((node, ALL_USERS))
     return dict(sorted(found.items()))
@@ -65,7 +68,8 @@ def _draw_one(random: Random, graph: Graph, kinds: tuple[str, ...]) -> Mutation:
 
 def _draw_insertion(random: Random, graph: Graph, kind: str) -> Mutation | None:
     groups = sites(graph)
-    node, operand = random.choice(groups[random.choice(list(groups))])
+    group = SHARED if SHARED in groups and random.random() < SHARED_SHARE else random.choice(list(groups))
+    node, operand = random.choice(groups[group])
     value = tensor(node if operand == ALL_USERS else operands(node)[operand])
     parameters = INSERTIONS[kind].draw(random, value)
     return None if parameters is None else (node.name, operand, *parameters)

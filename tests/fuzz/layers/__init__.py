@@ -12,6 +12,7 @@ LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4,
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
 TWINS = Sizes(batch=2, tokens=2, context=8, heads=2, hidden=4, q_rank=4, rank=4, nope=2, rope=4, value=4, start=2)
+BLOCKS = Sizes(batch=2, tokens=2, context=4, heads=2, hidden=4, q_rank=4, rank=4, nope=2, rope=4, value=4, start=1)
 
 LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "plain": (Layer, S),
@@ -32,6 +33,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "safe softmax": (masks.SafeSoftmax, S),
     "sink": (masks.Sink, S),
     "sink first": (masks.SinkFirst, EVEN),
+    "sink level": (masks.Sink, LEVEL),
     "unrotated": (heads.Unrotated, S),
     "one key": (heads.OneKey, S),
     "causal": (heads.Causal, EVEN),
@@ -88,6 +90,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "absorbed pages": (pages.AbsorbedPages, EVEN),
     "sink pages": (pages.SinkPages, S),
     "combined pages": (pages.CombinedPages, S),
+    "combined pages, square": (pages.CombinedPages, BLOCKS),
     "combined pages in two": (pages.CombinedPagesInTwo, TWINS),
     "biased": (projections.Biased, S),
     "biased query": (projections.BiasedQuery, TWINS),
@@ -97,6 +100,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "tied": (projections.Tied, EVEN),
     "scaled": (projections.Scaled, S),
     "scaled by head": (projections.ScaledByHead, EVEN),
+    "scaled apart": (projections.ScaledApart, LEVEL),
     "quantised": (projections.Quantised, S),
     "dequantised": (projections.Dequantised, EVEN),
     "quantised up": (projections.QuantisedUp, EVEN),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -95,6 +97,17 @@ class ScaledByHead(Layer):
     def query(self, compressed: Tensor) -> Tensor:
         query = super().query(compressed).unflatten(-1, (self.sizes.heads, -1))
         return (query * (self.by_head * self.by_token[:, None]).unsqueeze(-1)).flatten(2)
+
+
+class ScaledApart(ScaledByHead):
+    """Both parts of the query are multiplied by those numbers, behind the rotation."""
+
+    def query(self, compressed: Tensor) -> Tensor:
+        return Layer.query(self, compressed)
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        scale = (self.by_head[:, None] * self.by_token).unsqueeze(-1)
+        return super().attend(q_nope * scale, q_rope * scale, latent, k_rope, mask)
 
 
 class Quantised(Layer):
