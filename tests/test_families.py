@@ -55,7 +55,7 @@ EXPECTED = {
     "axk1": whole(2),
     "axk2": attention_and_cache(2, "the query is made of a normed latent joined with more"),
     "bailing_hybrid": whole(1),
-    "dots3_note": attention_only(2, "k_rope is normalised, which"),
+    "dots3_note": attention_and_cache(2, "k_rope is normalised, which"),
 }
 
 

@@ -71,10 +71,9 @@ class _Probe:
 
     def outcome(self, target: str) -> Outcome:
         report = mla_fx.Report.merged(self.reports[target])
-        misses = [miss for miss in report.misses if miss.looks_like_mla or miss.pattern != "mla_attention"]
-        reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in misses), *report.hindrances])
+        reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in report.misses), *report.hindrances])
         copies = dict.fromkeys(note for note in report.notes if NOT_IN_PLACE in note)
-        unfused = sum(miss.pattern == "mla_attention" for miss in misses)
+        unfused = sum(miss.pattern == "mla_attention" and miss.looks_like_mla for miss in report.misses)
         return Outcome(report.fused, unfused, tuple(reasons), tuple(copies))
 
 

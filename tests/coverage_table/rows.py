@@ -33,7 +33,7 @@ class Found:
 
     @property
     def is_dynamic(self) -> bool:
-        return self.variant.endswith(DYNAMIC)
+        return self.variant == DYNAMIC
 
 
 DYNAMIC = "dynamic sizes"
@@ -83,14 +83,9 @@ def layers(family: str) -> dict[str, Any]:
 STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growing cache": ("dynamic", 12, 1)}
 
 
-# Symbolic sizes that are equal are one symbol, and a number of tokens equal to the size of a weight is a known number.
-NO_OTHER_SIZE = 7
-
-
 @dataclass(frozen=True)
 class ZooCell:
-    """A spelling of the zoo at each of its steps, and at the last one in each precision and with sizes that are
-    symbols."""
+    """A spelling of the zoo at each of its steps, and at the last one in each precision."""
 
     line: str
     place: int
@@ -106,15 +101,14 @@ class ZooCell:
     def found(self) -> list[Found]:
         *_, last = steps = self._entry.steps
         results = [found for step in steps for found in self._at(step, torch.float32)]
-        results += [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
-        return [*results, *self._at(replace(last, tokens=NO_OTHER_SIZE), torch.float32, dynamic=True)]
+        return results + [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
 
-    def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
+    def _at(self, step: Step, dtype: torch.dtype) -> list[Found]:
         entry = self._entry
         module, arguments = entry.build().to(dtype), converted(entry.arguments(step), dtype)
-        name = f"{step.name}, {DYNAMIC if dynamic else str(dtype).removeprefix('torch.')}"
-        whole = replace(entry, partial="", unfused="").fused(step, dynamic=dynamic)
-        found = outcomes(module, arguments, {}, dynamic=dynamic)
+        name = f"{step.name}, {str(dtype).removeprefix('torch.')}"
+        whole = replace(entry, partial="", unfused="").fused(step)
+        found = outcomes(module, arguments, {}, dynamic=False)
         return [Found(name, target, outcome, whole) for target, outcome in found.items()]
 
 

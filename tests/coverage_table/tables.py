@@ -49,7 +49,7 @@ def family_line(family: str, steps: Results, notes: Notes) -> str:
     said = [EAGER] if all(one.variant != "sdpa" for one in every) else []
     said += [FLAG] if family in COUNTS_FLAGS else []
     columns = (_alike(part) for found in steps.values() for part in _fixed_and_dynamic(found))
-    return _row((family, *columns, _in_place(every, notes), notes.numbers([*said, *_reasons(every)])))
+    return _row((family, *columns, _in_place(steps, notes), notes.numbers([*said, *_reasons(every)])))
 
 
 def zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
@@ -58,9 +58,8 @@ def zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
     parts = []
     for name, less in lacking.items():
         what = _alike(less) if len(less) == len(spellings[name]) else _apart(less)
-        parts.append(f"`{name.removeprefix(f'{axis}=')}`: {what} ({notes.numbers(_reasons(less))})")
-    every = [one for found in spellings.values() for one in found]
-    return _row((axis, len(spellings), len(spellings) - len(lacking), "; ".join(parts), _in_place(every, notes)))
+        parts.append(f"{_short(name)}: {what} ({notes.numbers(_reasons(less))})")
+    return _row((axis, len(spellings), len(spellings) - len(lacking), "; ".join(parts), _in_place(spellings, notes)))
 
 
 def _fixed_and_dynamic(found: Sequence[Found]) -> tuple[list[Found], list[Found]]:
@@ -71,12 +70,20 @@ def _reasons(found: Iterable[Found]) -> list[str]:
     return [reason for one in found for reason in one.outcome.reasons]
 
 
-def _in_place(found: Sequence[Found], notes: Notes) -> str:
+def _in_place(results: Results, notes: Notes) -> str:
     """Whether caches that are given are written in place, by the fused operators of targets that leave this to us."""
-    if not any(one.outcome.writes_caches for one in found):
+    if not any(one.outcome.writes_caches for found in results.values() for one in found):
         return "by the model"
-    numbers = notes.numbers(copy for one in found for copy in one.outcome.copies)
-    return f"not all ({numbers})" if numbers else "yes"
+    by_notes: dict[str, list[str]] = {}
+    for name, found in results.items():
+        numbers = notes.numbers(copy for one in found for copy in one.outcome.copies)
+        by_notes.setdefault(numbers, []).append(_short(name))
+    return "; ".join(f"not {', '.join(names)} ({numbers})" for numbers, names in by_notes.items() if numbers) or "yes"
+
+
+def _short(spelling: str) -> str:
+    """A spelling without the axis along which it is the only one."""
+    return f"`{spelling.partition('=')[2] if spelling.count('=') == 1 else spelling}`"
 
 
 def _alike(found: Sequence[Found]) -> str:
