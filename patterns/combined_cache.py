@@ -93,6 +93,8 @@ class CombinedCache(Rule[Facts]):
         if len(ranges) != 2:
             raise NoMatch(f"{len(ranges)} parts of a cache's columns are written, expected two", node)
         one, other = (_update(node, (*index[:-1], shifted(fresh(stop - start), start))) for start, stop in ranges)
+        if one.index[:-1] != other.index[:-1]:
+            raise NoMatch("the two parts of a cache's columns are written along different dimensions", node)
         first, second = cache_roles(one), cache_roles(other.beside(one))
         check_same_write(first, second)
         mine, theirs = (resolve(part.update.old, part.update.index) for part in (first, second))

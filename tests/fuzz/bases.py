@@ -91,7 +91,7 @@ SPELLINGS = (
     ("R=ND", {"cache": "appended", "norm": "one_over_sqrt", "multiply": "weight_first", "attend": "sdpa_bool"}),
     ("S=N", {"tables": "indexed", "part": "narrow", "down": "in_first", "keys": "rope_first", "scale": "divided",
             "attend": "where"}),
-    ("apart", {"cache": "paged"}),
+    ("apart", {"cache": "paged", "part": "tensor_split"}),
     ("B=S", {"cache": "paged", "layout": "tokens", "keys": "absorbed_einsum", "attend": "eager"}),
     ("N=B", {"cache": "blocks_selected", "keys": "absorbed_bmm", "attend": "by_hand", "norm": "to_minus_half"}),
     ("T=D", {"cache": "blocks_embedded", "part": "slices", "attend": "filled"}),
@@ -99,12 +99,9 @@ SPELLINGS = (
     ("level", {"cache": "offsets_in_blocks", "keys": "two_products", "attend": "eager", "scale": "tensor"}),
     ("He=Hcq=R", {"cache": "slots_given", "attend": "masked_fill", "query": "direct"}),
     ("one token", {"cache": "blocks_and_offsets", "keys": "absorbed_cat", "part": "from_the_end"}),
-    ("twos", {"cache": "paged", "keys": "two_products", "attend": "where"}),
-    ("T=D", {"cache": "combined", "part": "tensor_split"}),
     ("R=ND", {"cache": "combined_in_two", "keys": "absorbed_matmul", "attend": "eager"}),
     ("equal", {"cache": "combined_in_two", "factor": "by_head"}),
-    ("S=N", {"cache": "combined_slots", "norm": "gamma_in_float32"}),
-    ("twos", {"cache": "combined_slots_in_two", "part": "split_again"}),
+    ("S=N", {"cache": "combined_slots_in_two", "part": "split_again", "norm": "gamma_in_float32"}),
     ("one token", {"cache": "combined_blocks", "attend": "sdpa_bool", "scale": "query"}),
     ("B=S", {"cache": "combined_slice", "rope": "complex", "layout": "bshd"}),
     ("one head", {"cache": "combined_appended", "keys": "broadcast_assign"}),
@@ -165,7 +162,7 @@ MAY_STAY_UNFUSED = frozenset(
         *("order of keys", "two orders", "order of values", "riffled query"),
         *("read from the end", "cloned and copied", "at index from the end"),
         *("one buffer", "one buffer by layer", "two steps"),
-        *("exp over sum", "exp over sum unsqueezed", "quantised up"),
+        *("exp over sum", "exp over sum unsqueezed"),
     }
 )
 

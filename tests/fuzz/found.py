@@ -20,6 +20,7 @@ FOUND = (
     Mutant("complex", (("exchange_dims", "cat_1", 0, 0, 2), ("exchange_dims", "mul_3", -1, 0, 1))),
     Mutant("batched", (("exchange_dims", "getitem_1", -1, 0, 2),)),
     Mutant("batched", (("scale", "arange", -1, -1, "mul"),)),
+    Mutant("equal-combined_in_two-by_head", (("exchange_dims", "slice_scatter_1", 0, 0, 2),)),
     # orders that are lost in a view
     Mutant("plain level", (("riffle", "transpose_1", -1, 0, 2),)),
     Mutant("absorbed", (("riffle", "bmm_2", 0, 0, 2),)),

@@ -12,6 +12,7 @@ LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4,
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
 TWINS = Sizes(batch=2, tokens=2, context=8, heads=2, hidden=4, q_rank=4, rank=4, nope=2, rope=4, value=4, start=2)
+WIDE = Sizes(batch=2, tokens=2, context=8, heads=2, hidden=6, q_rank=5, rank=8, nope=2, rope=4, value=4, start=2)
 BLOCKS = Sizes(batch=2, tokens=2, context=4, heads=2, hidden=4, q_rank=4, rank=4, nope=2, rope=4, value=4, start=1)
 
 LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
@@ -79,29 +80,19 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "combined, keys first": (caches.CombinedKeysFirst, EVEN),
     "combined, by number": (caches.CombinedByNumber, EVEN),
     "combined, by sequence": (caches.CombinedBySequence, S),
-    "pages": (pages.Pages, S),
     "pages, twins": (pages.Pages, TWINS),
     "blocks and offsets": (pages.BlocksAndOffsets, EVEN),
-    "pages selected": (pages.PagesSelected, TWINS),
-    "rows selected": (pages.RowsSelected, S),
     "heads before rows": (pages.HeadsBeforeRows, S),
     "counted twice": (pages.CountedTwice, EVEN),
     "two tables": (pages.TwoTables, EVEN),
-    "absorbed pages": (pages.AbsorbedPages, EVEN),
     "sink pages": (pages.SinkPages, S),
-    "combined pages": (pages.CombinedPages, S),
     "combined pages, square": (pages.CombinedPages, BLOCKS),
     "combined pages in two": (pages.CombinedPagesInTwo, TWINS),
-    "biased": (projections.Biased, S),
-    "biased query": (projections.BiasedQuery, TWINS),
+    "biased": (projections.Biased, WIDE),
     "lora": (projections.Lora, EVEN),
-    "two key weights": (projections.TwoKeyWeights, EVEN),
     "presplit": (projections.Presplit, S),
     "tied": (projections.Tied, EVEN),
-    "scaled": (projections.Scaled, S),
-    "scaled by head": (projections.ScaledByHead, EVEN),
     "scaled apart": (projections.ScaledApart, LEVEL),
     "quantised": (projections.Quantised, S),
     "dequantised": (projections.Dequantised, EVEN),
-    "quantised up": (projections.QuantisedUp, EVEN),
 }

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .heads import Absorbed
 from .masks import Sink
 from .plain import Layer
 
@@ -58,18 +57,6 @@ class BlocksAndOffsets(Pages):
         cache[place] = rows
 
 
-class PagesSelected(Pages):
-    def gathered(self, cache: Tensor, table: Tensor) -> Tensor:
-        return cache.index_select(0, table.flatten()).unflatten(0, table.shape)
-
-
-class RowsSelected(BlocksAndOffsets):
-    """Each row is looked up by a slot that is computed from the table."""
-
-    def gathered(self, cache: Tensor, table: Tensor) -> Tensor:
-        return cache.flatten(0, 1)[table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)]
-
-
 class HeadsBeforeRows(BlocksAndOffsets):
     """[BlockNum, 1, BlockSize, width], as a cache with a dimension of heads lies in layout BNSD."""
 
@@ -105,10 +92,6 @@ class TwoTables(Pages):
         written, read, positions = place
         super().store(caches, latent, k_rope, (written, positions))
         return tuple(self.gathered(cache, read).flatten(1, 2).unsqueeze(1) for cache in caches)
-
-
-class AbsorbedPages(Pages, Absorbed):
-    pass
 
 
 class SinkPages(Pages, Sink):

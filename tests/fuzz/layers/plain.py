@@ -118,12 +118,9 @@ class Layer(nn.Module):
 
     def expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         sizes = self.sizes
-        up = self.up(latent.squeeze(1)).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
+        up = (latent.squeeze(1) @ self.kv_b.T).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
         k_nope, value = up.split([sizes.nope, sizes.value], dim=-1)
         return torch.cat((k_nope, k_rope.expand(-1, sizes.heads, -1, -1)), dim=-1), value
-
-    def up(self, latent: Tensor) -> Tensor:
-        return latent @ self.kv_b.T
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
         key, value = self.expanded(latent, k_rope)

@@ -13,25 +13,18 @@ from .plain import Layer, Sizes
 
 
 class Biased(Layer):
-    """A bias on the key side."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        self.bias = nn.Parameter(self.random(sizes.rank + sizes.rope))
-
-    def rows(self, x: Tensor) -> Tensor:
-        return linear(x, self.kv_a, self.bias)
-
-
-class BiasedQuery(Biased):
-    """The query has a bias, too, which is as wide where the sizes are equal."""
+    """Query and key side have a bias each, which are as wide where the sizes are equal."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         self.q_bias = nn.Parameter(self.random(sizes.heads * sizes.query))
+        self.kv_bias = nn.Parameter(self.random(sizes.rank + sizes.rope))
 
     def query(self, compressed: Tensor) -> Tensor:
         return linear(compressed, self.q_b, self.q_bias)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return linear(x, self.kv_a, self.kv_bias)
 
 
 class Lora(Layer):
@@ -44,18 +37,6 @@ class Lora(Layer):
 
     def rows(self, x: Tensor) -> Tensor:
         return super().rows(x) + linear(linear(x, self.lora_a), self.lora_b) * 0.7
-
-
-class TwoKeyWeights(Layer):
-    """Latent and rotary key have parameters of their own."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        parts = self.kv_a.detach().split([sizes.rank, sizes.rope])
-        self.latent, self.key = (nn.Parameter(part.clone()) for part in parts)
-
-    def rows(self, x: Tensor) -> Tensor:
-        return torch.cat((x @ self.latent.T, x @ self.key.T), dim=-1)
 
 
 class Presplit(Absorbed):
@@ -77,33 +58,12 @@ class Tied(Layer):
         return x @ self.kv_a[-self.sizes.q_rank :].T
 
 
-class Scaled(Layer):
-    """LongCat: query and latent are multiplied by numbers."""
-
-    def query(self, compressed: Tensor) -> Tensor:
-        return super().query(compressed) * 1.5
-
-    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
-        return super().norm(x, gamma) * (0.75 if gamma is self.kv_gamma else 1.25)
-
-
-class ScaledByHead(Layer):
-    """The query times a number for each head, and for each token."""
+class ScaledApart(Layer):
+    """Both parts of the query are multiplied by numbers for each head and token, behind the rotation."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         self.by_head, self.by_token = self.gamma(sizes.heads), self.gamma(sizes.tokens)
-
-    def query(self, compressed: Tensor) -> Tensor:
-        query = super().query(compressed).unflatten(-1, (self.sizes.heads, -1))
-        return (query * (self.by_head * self.by_token[:, None]).unsqueeze(-1)).flatten(2)
-
-
-class ScaledApart(ScaledByHead):
-    """Both parts of the query are multiplied by those numbers, behind the rotation."""
-
-    def query(self, compressed: Tensor) -> Tensor:
-        return Layer.query(self, compressed)
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
         scale = (self.by_head[:, None] * self.by_token).unsqueeze(-1)
@@ -138,14 +98,3 @@ class Dequantised(Quantised):
 
     def compressed(self, x: Tensor) -> Tensor:
         return x @ (self.q_a_stored.to(x.dtype) * self.q_a_scales.unsqueeze(1)).T
-
-
-class QuantisedUp(Quantised):
-    """The projection up to keys and values in 8 bits, too, of which each column has its scale."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        self.up_scales, self.up_stored = self.quantised(self.kv_b)
-
-    def up(self, latent: Tensor) -> Tensor:
-        return (latent @ self.up_stored.to(latent.dtype).T) * self.up_scales
