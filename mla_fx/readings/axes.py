@@ -335,9 +335,10 @@ def _place(
 
 
 def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> list[Size] | None:
-    """`offset` written in the mixed radix of the shape."""
+    """`offset` written in the mixed radix of the shape. Where there is an element no size is less than one."""
     digits: list[Size] = []
-    for stride in strides:
+    least = strides_of([size if isinstance(size, int) else 1 for size in sizes])
+    for stride, known in zip(strides, least, strict=True):
         if offset == 0:
             digits.append(0)
         elif isinstance(offset, int) and isinstance(stride, int):
@@ -346,7 +347,7 @@ def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> lis
         elif (times := ratio(offset, stride)) is not None:
             digits.append(times)
             offset = 0
-        elif at_most(0, offset) and at_most(offset + 1, stride):
+        elif at_most(0, offset) and (at_most(offset + 1, known) or at_most(offset + 1, stride)):
             digits.append(0)
         else:
             return None

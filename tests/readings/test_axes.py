@@ -12,6 +12,7 @@ from mla_fx.readings.axes import (
     fresh,
     of_axis,
     reshape,
+    shifted,
     substitute,
     whole,
 )
@@ -103,3 +104,12 @@ def test_combine_adds_equal_axes_and_drops_those_of_one():
     axis, single = Axis(4), Axis(1)
     assert combine(1, [(whole(axis), 2), (whole(single), 7), (whole(axis), 3)]) == of_axis(axis, 5, 1)
     assert combine(0, [(whole(axis), 2), (whole(axis), -2)]) == Index()
+
+
+def test_reshape_parts_an_offset_within_dimensions_that_any_number_may_stand_before():
+    """An element is in no dimension of none: with `tokens` of them, whatever that is, a row is not less than 72."""
+    batch, tokens = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("t", integer=True)
+    row, place, head, column = Axis(batch), Axis(tokens), Axis(4), Axis(10)
+    index = [of_axis(row), of_axis(place), of_axis(head), shifted(of_axis(column), 8)]
+    kept, _, joined = reshape(index, [batch, tokens, 4, 18], [batch, tokens, 72])
+    assert kept == of_axis(row) and joined == combine(8, [(whole(head), 18), (whole(column), 1)])
