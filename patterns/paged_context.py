@@ -103,8 +103,10 @@ class PagedContext(Rule[Facts]):
         context = tuple(leaf for axis in t for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))
         page = tuple(axis for axis in context if axis in latent.table.axes)
         row = tuple(axis for axis in context if axis not in page)
-        are_read = all(set(row) <= found.pages.axes for found in (latent, keys))
-        if (*page, *row) != context or not are_read:
+        for found in (latent, keys):
+            if not {*row, *found.block.axes} <= found.pages.axes:
+                raise NoMatch("the pages of a context are one block or one row, repeated", found.node)
+        if (*page, *row) != context:
             raise NoMatch("the rows of a block do not follow each other in the context", latent.node)
         return Facts(match, latent, keys, b, page, row, (c, r))
 
