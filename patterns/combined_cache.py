@@ -154,6 +154,8 @@ def _columns(node: Node) -> list[tuple[Size, Size]]:
 def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     """The update of some columns, spoken of in the axes of the whole."""
     element = resolve(node, index)
+    if element.roundings or element.dtype != element.node.meta["val"].dtype:
+        raise NoMatch("a part of a cache's columns is cast between the two writes", node)
     found = cache_update(element)
     own = {axis: part for mine, part in zip(found.index, element.index, strict=True) for axis in mine.axes}
     return renamed(found, own)

@@ -13,7 +13,7 @@ from zoo.sizes import DECODE
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
     parser.addoption("--sweep", type=int, default=6, help="how many models test_sweep.py draws")
-    parser.addoption("--fuzz", type=int, default=0, metavar="N", help="fuzz with N mutants instead of a few hundred")
+    parser.addoption("--fuzz", type=int, default=0, metavar="N", help="fuzz with N mutants, not one of each layer")
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the seed from which mutants are drawn")
 
 

@@ -35,10 +35,12 @@ class Paged(Reading):
 
     def blocks_and_rows(self, context: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """The axes of a context by which blocks are looked up, and those within a block. Raises NoMatch if the rows of
-        a block do not follow each other."""
+        a block do not follow each other, or are read again and again."""
         blocks = tuple(axis for axis in context if axis in self.table.axes)
         rows = tuple(axis for axis in context if axis not in blocks)
-        if (*blocks, *rows) != tuple(context) or not set(rows) <= self.pages.axes:
+        if not {*rows, *self.block.axes} <= self.pages.axes:
+            raise NoMatch("the pages of a context are one block or one row, repeated", self.node)
+        if (*blocks, *rows) != tuple(context):
             raise NoMatch("the rows of a block do not follow each other in the context", self.node)
         return blocks, rows
 

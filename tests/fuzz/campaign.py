@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .bases import BASES, captured
-from .draw import draw
+from .bench import operands, tensor
+from .draw import INSERTIONS, PRESERVING, draw, sites
 from .judge import Outcome
 from .reduce import Mutant, reduce
 
@@ -35,7 +36,21 @@ def mutants(base: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[Muta
         yield Mutant(base, tuple(draw(random, captured(base), preserving=preserving))), preserving
 
 
+def everywhere(base: str, seed: int, kind: str) -> Iterator[tuple[Mutant, bool]]:
+    """An insertion of one kind at every use of every value, with parameters drawn for each."""
+    for group, found in sites(captured(base).gm.graph).items():
+        for node, operand in found if group.startswith("into") else ():
+            random = Random(f"{seed}/{base}/{node.name}/{operand}")
+            parameters = INSERTIONS[kind].draw(random, tensor(operands(node)[operand]))
+            if parameters is not None:
+                yield Mutant(base, ((kind, node.name, operand, *parameters),)), kind in PRESERVING
+
+
 def campaign(base: str, seed: int, numbers: Iterable[int], *, reducing: bool = True) -> Iterator[Result]:
+    return judged(base, mutants(base, seed, numbers), reducing=reducing)
+
+
+def judged(base: str, drawn: Iterable[tuple[Mutant, bool]], *, reducing: bool = True) -> Iterator[Result]:
     """Judges a base and mutants of it. Where the base fails by itself, its mutants would say no more."""
     plain = Mutant(base)
     untouched = plain.judge()
@@ -43,7 +58,7 @@ def campaign(base: str, seed: int, numbers: Iterable[int], *, reducing: bool = T
     yield Result(plain, untouched, True, can_fuse, True)
     if untouched.is_failure:
         return
-    for mutant, preserving in mutants(base, seed, numbers):
+    for mutant, preserving in drawn:
         outcome = mutant.judge()
         keeps = outcome.fused == untouched.fused and not outcome.is_failure
         if not outcome.is_failure or not reducing:

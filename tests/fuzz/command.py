@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .bases import BASES
-from .campaign import Result, Tally, batches, campaign, quiet
+from .campaign import Result, Tally, batches, campaign, everywhere, judged, quiet
+from .draw import INSERTIONS
 from .judge import FAILURES, SAME
 from .reduce import Mutant
 
@@ -29,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--base", choices=sorted(BASES), help="mutants of this one only")
+    parser.add_argument("--everywhere", choices=sorted(INSERTIONS), help="instead: this at every use of every value")
     parser.add_argument("--replay", help="judge one mutant again: the line that was printed for it")
     given = parser.parse_args(arguments)
     _start()
@@ -44,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     show(console, tally)
     seconds = time.perf_counter() - start
-    console.print(f"{given.number} mutants, seed {given.seed}, {seconds:.0f} s, {given.number / seconds:.1f} a second")
+    number = sum(tally.verdicts.values())
+    console.print(f"{number} mutants, seed {given.seed}, {seconds:.0f} s, {number / seconds:.1f} a second")
     return bool(tally.failures)
 
 
@@ -54,20 +58,32 @@ def _start() -> None:
 
 
 def _results(given: argparse.Namespace) -> Iterator[Result]:
-    pieces = [(given.base, range(given.number))] if given.base else list(batches(given.number, BATCH))
+    pieces = _pieces(given)
     if given.processes == 1:
-        for base, numbers in pieces:
-            yield from campaign(base, given.seed, numbers)
+        for piece in pieces:
+            yield from piece()
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.processes, mp_context=context, initializer=_start) as pool:
-        pending = [pool.submit(_piece, base, given.seed, numbers) for base, numbers in pieces]
+        pending = [pool.submit(piece) for piece in pieces]
         for done in as_completed(pending):
             yield from done.result()
 
 
-def _piece(base: str, seed: int, numbers: range) -> list[Result]:
+def _pieces(given: argparse.Namespace) -> list[Callable[[], list[Result]]]:
+    if given.everywhere:
+        bases = [given.base] if given.base else list(BASES)
+        return [functools.partial(_everywhere, base, given.seed, given.everywhere) for base in bases]
+    drawn = [(given.base, range(given.number))] if given.base else batches(given.number, BATCH)
+    return [functools.partial(_drawn, base, given.seed, numbers) for base, numbers in drawn]
+
+
+def _drawn(base: str, seed: int, numbers: range) -> list[Result]:
     return list(campaign(base, seed, numbers))
+
+
+def _everywhere(base: str, seed: int, kind: str) -> list[Result]:
+    return list(judged(base, everywhere(base, seed, kind)))
 
 
 def _replay(line: str) -> int:

@@ -36,6 +36,10 @@ FOUND = (
     Mutant("plain", (("narrow", "expand_4", 0, "float32"),)),
     Mutant("plain", (("narrow", "rsqrt", -1, "float16"),)),
     Mutant("plain", (("narrow", "_softmax", 0, "float16"),)),
+    Mutant("equal-combined_in_two-by_head", (("narrow", "slice_scatter_1", 0, "float32"),)),
+    # pages that are one block, repeated
+    Mutant("combined pages, square (decomposed)", (("one_for_all", "index", 0, 0, 2),)),
+    Mutant("combined pages in two", (("one_for_all", "slice_scatter_1", 1, 0, 3),)),
     # attention that nobody uses: there is nothing to fuse
     Mutant("cold S=T=D-none-eager-query", (("operand", "view_12", 0, "_unsafe_view_4"),)),
     # a cache that is read by attention with a factor before it
