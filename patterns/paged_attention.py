@@ -170,16 +170,6 @@ class _RowsFirst(_Serving):
         return cache[table].transpose(1, 2).reshape(B, T, KV_HEADS, -1)
 
 
-class _Softcap(_Serving):
-    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        return super().weigh(torch.tanh(scores / 3) * 3, value, seen)
-
-
-class _ScaledHeads(_Serving):
-    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        return super().weigh(scores * torch.arange(1.0, HEADS + 1).view(-1, 1, 1), value, seen)
-
-
 class _WeighedKeys(_Serving):
     """Keys are weighed once they were gathered."""
 
@@ -228,8 +218,6 @@ class PagedAttention(Rule[Facts]):
     rejects = (
         Case("two tables", _TwoTables, because="block_table is not one tensor"),
         Case("first rows first", _RowsFirst, because="the rows of a block do not follow each other"),
-        Case("scores capped", _Softcap, because="the attention scores go through tanh"),
-        Case("a scale for each head", _ScaledHeads, because="the attention scores are multiplied by"),
         Case("a weight for each key", _WeighedKeys, because="expected rows that are gathered, found mul"),
         Case("attention sink", _Sink, because="an attention sink, which paged_attention has no operand for"),
         Case("heads of values in another order", _HeadsOfValues, because="not of the same heads"),

@@ -82,7 +82,7 @@ class TwoWaysToWrite(Layer):
 
 ONE_TOKEN = Sizes(tokens=1)
 REASONS = {
-    SoftCap: ({}, "the attention scores go through tanh before the softmax"),
+    SoftCap: ({}, "the attention scores go through tanh before the softmax, expected a product"),
     Temperature: ({}, "the attention scores are multiplied by the graph input temperature, expected a number"),
     NormedKeys: ({}, "keys are normalised for each head behind their up-projection, which cannot be absorbed then"),
     NormedQuery: (KEY_SIDE, "q_nope is normalised, which mla_prolog does not do"),

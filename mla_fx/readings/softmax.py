@@ -203,7 +203,7 @@ def _why_no_score(masks: list[Mask]) -> str:
         if len(others) < len(factors):
             return f"the attention scores are multiplied by {', '.join(others)}, expected a number"
         if any(node.target in PRODUCTS for node in computed_from(logits.origin)):
-            return f"the attention scores go through {name_of(logits.origin)} before the softmax"
+            return f"the attention scores go through {name_of(logits.origin)} before the softmax, expected a product"
     return "no product of query and key enters the softmax"
 
 
