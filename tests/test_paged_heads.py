@@ -447,7 +447,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_near_twins_are_refused_with_a_reason(kind):
     report = check(kind())
-    assert not report.fused and any(REFUSED[kind] in reason for reason in reasons(report)), str(report)
+    assert not report.fused and any(REFUSED[kind] in miss.reason for miss in report.misses), str(report)
 
 
 def test_a_cache_that_would_have_to_be_copied_is_gathered():
