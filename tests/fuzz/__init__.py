@@ -10,7 +10,7 @@
     draw.py         mutants drawn at random, as data
     judge.py        what became of a mutant: same, wrong, an error, a hang
     reduce.py       a failing mutant made small
-    campaign.py     many mutants, and counts of what became of them
+    campaign.py     many mutants, drawn or with one insertion everywhere, and counts of what became of them
     found.py        failures that were found once, replayed by every test run
     command.py      `python -m tests.fuzz`
     refusals.py     `python -m tests.fuzz.refusals`: which refusal of the compiler does no test notice?
