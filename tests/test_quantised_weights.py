@@ -78,7 +78,7 @@ def report_of(layer):
         (of_columns, SCALES),
         (before, "weight_dq is dequantised by the graph, from torch.int8, expected a plain parameter"),
         (in_blocks, "weight_dq is dequantised by the graph, from torch.int8, expected a plain parameter"),
-        (of_tokens, "a matrix product is multiplied by another value, found amax"),
+        (of_tokens, SCALES),
     ],
 )
 def test_projections_to_latents(multiply, reason):

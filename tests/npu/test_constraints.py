@@ -204,7 +204,7 @@ NORMS = {
         "q_a_layernorm",
         lambda norm: nn.Identity(),
         KEY_SIDE_AND_ATTENTION,
-        ["token_x is not one tensor: mm in one place, mul_4 in the other"],
+        ["expected an RMSNorm, found mm"],
     ),
     "no norm of the keys": (
         "kv_a_layernorm",
