@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,11 @@ def axes(index: Index, what: str, node: Node) -> Axes:
     if found is None:
         raise NoMatch(f"{what} is read in steps or from the midst, not as a whole dimension", node)
     return found
+
+
+def ordered(found: Set[Axis], outer: Axes) -> Axes:
+    """Axes in the order in which they stand in `outer`, and behind them those that do not."""
+    return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
 def _unconjugated(emit: Emitter, node: Node) -> Node:

@@ -11,13 +11,19 @@ from torch.fx import Node
 
 from .emitter import Emitter
 from .errors import NoMatch
-from .layout import Axes, Dims, tensor
+from .layout import Axes, Dims, axes, tensor
 from .readings.causal import causal_by_position
 from .readings.element import Element, is_coarser
 from .readings.sizes import Size
 from .readings.softmax import Attention, Mask
 
 aten = torch.ops.aten
+
+
+def check_is_causal(found: Attention, s: Axes) -> None:
+    """Raises NoMatch unless `is_causal`, where it is given, counts the tokens of each sequence."""
+    if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
+        raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
 
 
 def emit_masks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -16,7 +16,7 @@ from .ops import Operator, catalogue
 from .readings.axes import Index, fresh, shifted, substitute
 from .readings.element import Element, resolve
 from .readings.sizes import product, size_of
-from .readings.views import args_of, argument, fresh_index, shape_of, written_slice
+from .readings.views import args_of, fresh_index, named_argument, shape_of, written_slice
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ def _updates(node: Node, twin: Operator, order: dict[Node, int]) -> list[Update]
 
 def _is_used(node: Node, position: int, name: str) -> bool:
     """Not so a cache without columns, of which nobody reads what became of it."""
-    given = _given(node, name)
+    given = named_argument(node, name)
     return not isinstance(given, Node) or 0 not in shape_of(given) or bool(_results(node, position))
 
 
@@ -83,7 +83,7 @@ def _written_results(twin: Operator) -> dict[int, str]:
 
 
 def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Update:
-    given = _given(node, name)
+    given = named_argument(node, name)
     source = _viewed_input(given) if isinstance(given, Node) else None
     if source is None:
         raise NoMatch(f"{name} is no view of a graph input")
@@ -103,11 +103,6 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
         if reader not in spared and order.get(reader, len(order)) > order[node]:
             raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
     return update
-
-
-def _given(node: Node, name: str) -> Any:
-    schema = node.target._schema  # type: ignore[union-attr]  # a fused operator's node, so an overload
-    return argument(node, [entry.name for entry in schema.arguments].index(name), name)
 
 
 def _results(node: Node, position: int) -> list[Node]:

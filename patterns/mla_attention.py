@@ -35,8 +35,8 @@ from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, NoRotaryPart, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
-from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.masks import emit_masks
+from mla_fx.layout import Axes, axes, ordered, result, tensor
+from mla_fx.masks import check_is_causal, emit_masks
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
 from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
@@ -225,8 +225,8 @@ class MlaAttention(Rule[Facts]):
         d, hckv = inner if keys == "expanded" else inner[::-1]
         t, dr = axes(found.keys, "the context", found.node), () if rotary is None else rotary.axes
         outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
-        b = _ordered(match["kv_cache"].axes - {*t, *hckv}, outer)
-        n, s = (_ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
+        b = ordered(match["kv_cache"].axes - {*t, *hckv}, outer)
+        n, s = (ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
         dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
         if values == "absorbed":
             dv = _same_columns(dv, hckv, found.node)
@@ -256,8 +256,7 @@ class MlaAttention(Rule[Facts]):
             _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
         if isinstance(found.sink, Element) and not found.sink.axes <= set(n):
             raise NoMatch("the attention sink is no number for each head", found.sink.origin)
-        if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
-            raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
+        check_is_causal(found, s)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
         match, found = facts.match, facts.found
@@ -359,10 +358,6 @@ def _same_columns(out: Axes, latent: Axes, node: Node) -> Axes:
     if set(out) != set(latent):
         raise NoMatch("the result of the attention has other columns than the latents", node)
     return latent
-
-
-def _ordered(found: frozenset[Axis], outer: Axes) -> Axes:
-    return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
 def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: Axes) -> None:

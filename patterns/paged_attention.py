@@ -29,8 +29,8 @@ from mla_fx.binding import Match
 from mla_fx.cases import HE, B, Case, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.masks import emit_masks
+from mla_fx.layout import Axes, axes, ordered, result, tensor
+from mla_fx.masks import check_is_causal, emit_masks
 from mla_fx.match import AttentionPattern, NearestMiss, contract, gathered, var
 from mla_fx.ops.common.check import FLOATS
 from mla_fx.readings.axes import Axis
@@ -41,6 +41,7 @@ from mla_fx.readings.sizes import product
 from mla_fx.readings.softmax import Attention, anchors, attention
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
+from mla_fx.torch_private import share_storage
 
 aten = torch.ops.aten
 
@@ -244,17 +245,17 @@ class PagedAttention(Rule[Facts]):
         t, d = axes(found.keys, "the context", found.node), scores.axes
         (page, row), _ = (paged.blocks_and_rows(t) for paged in (keys, values))
         outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
-        b = _in_order(keys.table.axes - {*t}, outer)
+        b = ordered(keys.table.axes - {*t}, outer)
         own = {*keys.block.axes, *values.block.axes, *row}
-        h = _in_order(keys.pages.axes - own - {*d}, outer)
-        v = _in_order(values.pages.axes - own - {*h}, outer)
+        h = ordered(keys.pages.axes - own - {*d}, outer)
+        v = ordered(values.pages.axes - own - {*h}, outer)
         if not set(h) <= values.pages.axes or not {*h, *v} <= set(outer):
             raise NoMatch("keys and values are not of the same heads", values.node)
         rows = match["query"].axes - {*b, *h, *d}
         if not rows.isdisjoint(v):
             raise NoMatch("keys and values are not of the same heads", values.node)
         tokens = _tokens(found, rows, h)
-        s, g = (_in_order(part, outer) for part in (tokens, rows - tokens))
+        s, g = (ordered(part, outer) for part in (tokens, rows - tokens))
         return Facts(match, found, scores, keys, values, b, s, h, g, page, row, d, v)
 
     def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
@@ -288,14 +289,11 @@ def _masks(
     found, s = facts.found, facts.s
     if found.causal is None:
         return emit_masks(emit, found, dims, dtype)
-    if found.masks or axes(found.causal.rows, "the query", found.node) != s:
-        raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
+    if found.masks:
+        raise NoMatch("is_causal stands beside a mask", found.node)
+    check_is_causal(found, s)
     device, steps = found.node.meta["val"].device, emit.size(product(axis.size for axis in s))
     return None, emit.call(aten.full.default, [1], steps, dtype=torch.int64, device=device), None
-
-
-def _in_order(found: frozenset[Axis], outer: Axes) -> Axes:
-    return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
 def _pages(emit: Emitter, found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Node:
@@ -307,7 +305,6 @@ def _pages(emit: Emitter, found: Paged, dims: tuple[Axes, ...], dtype: torch.dty
         raise NoMatch("the block table is on another device than the cache", found.table.origin)
     pages = tensor(emit, found.pages, dims)
     emit.sources.add(found.node)  # which holds what the pages hold
-    memory, held = (node.meta["val"].untyped_storage()._cdata for node in (pages, found.pages.origin))
-    if memory != held:
+    if not share_storage(pages.meta["val"], found.pages.origin.meta["val"]):
         raise NoMatch("the cache would have to be copied to be read as pages of rows of heads", found.node)
     return pages

@@ -114,17 +114,15 @@ def _counted(misses: Sequence[Miss]) -> Iterator[str]:
     alike: dict[tuple[str, str, str], list[Miss]] = {}
     for miss in misses:
         alike.setdefault(miss.kind, []).append(miss)
-    patterns: dict[tuple[str, ...], list[str]] = {}
+    together: dict[tuple[str, ...], list[list[Miss]]] = {}
     for found in alike.values():
-        patterns.setdefault(tuple(miss.told for miss in found), []).append(found[0].pattern)
-    for first, *more in alike.values():
-        names = patterns.pop((first.told, *(miss.told for miss in more)), None)
-        if names is None:
-            continue
+        together.setdefault(tuple(miss.told for miss in found), []).append(found)
+    for same in together.values():
+        (first, *more), patterns = same[0], ", ".join(found[0].pattern for found in same)
         last = more[-1].module if more else ""
         times = f"; {len(more) + 1} times" if more else ""
         where = f", the last in {last}" if last not in ("", first.module) else ""
-        yield f"{', '.join(names)}: {first.told}{times}{where}"
+        yield f"{patterns}: {first.told}{times}{where}"
 
 
 def count_fused(graph: Graph) -> dict[str, int]:

@@ -123,8 +123,8 @@ def check(a: Arguments) -> None:
     _, size, kv_heads, _ = a.key_cache.shape
     check_shape("value_cache", a.value_cache, "BlockNum, BlockSize, Hkv, Dv", (None, size, kv_heads, None))
     caches = {"key_cache": a.key_cache, "value_cache": a.value_cache}
+    narrower = [dtype for dtype in FLOATS if torch.promote_types(dtype, a.query.dtype) == a.query.dtype]
     for name, cache in caches.items():
-        narrower = [dtype for dtype in FLOATS if torch.promote_types(dtype, a.query.dtype) == a.query.dtype]
         check_dtype(name, cache, narrower)
     if statically_known_true(heads % kv_heads != 0):
         raise ValueError(f"query has {heads} heads, key_cache {kv_heads}; the latter must divide the former.")
