@@ -107,9 +107,7 @@ def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
     return distance if at_most(1, distance) else 0
 
 
-def joined_weights(
-    match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str
-) -> tuple[Element, Axes]:
+def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> tuple[Element, Axes]:
     """Two weights by their names, as one, and the columns of both. Raises NoMatch if they are no neighbours."""
     for name, columns in (first, second):
         if len(columns) > 1:
@@ -235,6 +233,7 @@ def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles) -> Nod
     alike = (other.update.position for other in others)
     emit.sources.update(place.origin for place in alike if isinstance(place, Element))
     if isinstance(position, Element):
+        _check_apart(cache, position)
         given = tensor(emit, position, cache.row, dtype=torch.int64)
         if cache.update.offset is not None:
             return _slots(emit, given, cache)
@@ -244,6 +243,14 @@ def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles) -> Nod
     length, start = emit.size(product(axis.size for axis in cache.token)), emit.size(position)
     options = {"start": start, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
     return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
+
+
+def _check_apart(cache: CacheRoles, position: Element) -> None:
+    """Each token has a position of its own: of rows that go to one place, which one stays there is not said."""
+    offset = cache.update.offset
+    told = position.axes if offset is None else position.axes | offset.axes
+    if any(axis.size != 1 and axis not in told for axis in cache.token):
+        raise NoMatch("all tokens of a sequence are written to one position", position.origin)
 
 
 def _slots(emit: Emitter, block: Node, cache: CacheRoles) -> Node:

@@ -99,9 +99,7 @@ def _scaled(value: Pattern, operand: str) -> Pattern:
 
 Q_NOPE = contract(Q_LATENT, var("weight_uq"), name="uq")
 Q_ROPE = contract(Q_LATENT, var("weight_qr"), name="qr")
-K_ROPE = either(
-    "k_rope", plain=contract(TOKEN_X, var("weight_kr"), name="kr"), normed=normed("k_rope", "mla_prolog")
-)
+K_ROPE = either("k_rope", plain=contract(TOKEN_X, var("weight_kr"), name="kr"), normed=normed("k_rope", "mla_prolog"))
 # Rows are made in one way, queries in several: whatever is wrong with a query is told best once token_x is known.
 # b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the caches, k latent
 # and l rotary columns
@@ -271,8 +269,9 @@ class MlaProlog(Rule[Facts]):
         check_norm_of_rows(norm, width)
         rotation = match.get(Rope, "kr_cache.rope")
         factor, scale = query_factor(match), query_scale(match, {*b, *s, *n})
-        he, hcq = (match.reading(Contraction, name).axes for name in ("dkv", "uq"))
+        he = hcq = match.reading(Contraction, "dkv").axes
         if query_norm is not None:
+            hcq = match.reading(Contraction, "uq").axes
             check_norm_of_rows(query_norm, hcq)
         uq_qr = match["weight_uq"], match.reading(Contraction, "uk").axes
         dkv_kr = match["weight_dkv"], width

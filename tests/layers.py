@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import mla_fx
 
 FUSED = {"mla_prolog": 1, "latent_attention": 1}
-CLOSE = {"rtol": 1e-6, "atol": 1e-7}  # of float64: a value that went through bfloat16 is not
+CLOSE = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}  # of float64: a value that went through bfloat16 is not
 QUIET = ("ignore::mla_fx.MlaWarning", "error:.*failed:mla_fx.MlaWarning")
 """Marks for tests in which nothing may be lost to a failing pass; a layer that is refused may be said so."""
 

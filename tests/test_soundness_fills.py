@@ -50,6 +50,19 @@ class Enlarged(Parts):
         return (nope + rope).masked_fill(mask, self.fill) * 2
 
 
+class ThereAndBack(Parts):
+    """One factor takes the other back, but not what has become minus infinity between them."""
+
+    def logits(self, nope, rope, mask):
+        return (nope + rope).masked_fill(mask, self.fill) * 2 / 2
+
+
+def test_fill_that_is_infinite_on_its_way():
+    assert "latent_attention" in check(ThereAndBack(-1e4)).fused
+    report = check(ThereAndBack(torch.finfo(torch.float64).min))
+    assert any("which is infinite before it is scaled back" in miss.reason for miss in report.misses), str(report)
+
+
 @pytest.mark.parametrize("fill", [-1.5, -1e4])
 @pytest.mark.parametrize("kind", [Both, OnlyNope, OnlyRope, EachOfThem, Enlarged])
 def test_what_is_filled(kind, fill):

@@ -38,7 +38,8 @@ class Element:
     `top` is the same value before casts and constant factors were looked through: `top_factor * top[0][top[1]]`. It is
     what a rewrite reads, so that no rounding of the user's is lost. `roundings` are the types to which it was rounded
     in between, the last one first, and `coarsest` the least precise of all in which it was held since it last was
-    multiplied. Two elements are equal if the same operation computes them and they were rounded alike."""
+    multiplied. `peak` is the largest factor that it had on the way, which is more than is left where one factor takes
+    another back. Two elements are equal if the same operation computes them and they were rounded alike."""
 
     origin: Node
     index: tuple[Index, ...]
@@ -47,6 +48,7 @@ class Element:
     top: Place | None = field(default=None, compare=False, repr=False)
     top_factor: float = field(default=1.0, compare=False, repr=False)
     coarsest: torch.dtype | None = field(default=None, compare=False, repr=False)
+    peak: float = field(default=1.0, compare=False, repr=False)
 
     @property
     def node(self) -> Node:
@@ -136,6 +138,7 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
     """The element `factor * node[index]`, followed to where it is computed."""
     top: Place | None = None
     top_factor = factor
+    peak = 1.0
     held: list[torch.dtype] = []
     since_factor: int | None = None
     while True:
@@ -152,9 +155,10 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
             if len(held) == 1:
                 return Element(node, index, factor, (), top, top_factor, held[0])
             coarsest = functools.reduce(_coarser, held[:since_factor])
-            return Element(node, index, factor, _roundings(held), top, top_factor, coarsest)
+            return Element(node, index, factor, _roundings(held), top, top_factor, coarsest, peak)
         (node, index), number = step
         factor *= number
+        peak = max(1.0, peak * abs(number))
         since_factor = len(held) if since_factor is None and abs(number) != 1.0 else since_factor
 
 

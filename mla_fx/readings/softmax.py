@@ -241,7 +241,7 @@ def _unfilled(logits: Element) -> Element:
 
 def _filled(element: Element) -> tuple[Element, Mask] | None:
     """`where(condition, scores, fill)` either way around, as masked_fill leaves it: the scores and the mask."""
-    dtype = element.dtype
+    dtype, peak = element.dtype, element.peak
     factor, element = element.apart()
     node = element.node
     if node.target in MASKED_FILL:
@@ -253,8 +253,13 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
     else:
         return None
     for kept, number, keep_where in ways:
-        fill = None if number is None else rounded(number * factor, dtype)
-        if fill is not None and constant(kept) is None and -math.inf <= fill < math.inf:
+        if number is None or constant(kept) is not None:
+            continue
+        fill = rounded(number * factor, dtype)
+        if -math.inf <= fill < math.inf:
+            at_peak = [rounded(number * peak, each) for each in (dtype, node.meta["val"].dtype)]
+            if math.isfinite(fill) and not all(map(math.isfinite, at_peak)):
+                raise NoMatch(f"scores are filled with {fill:.6g}, which is infinite before it is scaled back", node)
             return operand(kept, element.index, factor), Mask(node, operand(condition, element.index), fill, keep_where)
     return None
 

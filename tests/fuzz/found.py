@@ -27,6 +27,8 @@ FOUND = (
     Mutant("plain level", (("chunk_and_stack", "transpose", -1, 0, 2),)),
     Mutant("apart-slice-complex-fused-bshd-direct", (("split_dim", "view_as_real", -1, 0, 2),)),
     Mutant("apart-narrow_copy-slice_assigned-unit_offset-two_projections", (("split_dim", "mul_13", -1, 0, 2),)),
+    Mutant("He=Hcq=R-slots_given-masked_fill-direct", (("riffle", "view_1", 0, 2, 3),)),
+    Mutant("He=Hcq=R-slots_given-masked_fill-direct (decomposed)", (("columns", "mm", "riffle", 3),)),
     # the old cache, read after it was written
     Mutant("plain", (("late_read", "arg10_1", "unbind", 3, True),)),
     Mutant("plain", (("late_read", "arg8_1", "unbind", 2, True),)),
@@ -40,12 +42,16 @@ FOUND = (
     # pages that are one block, repeated
     Mutant("combined pages, square (decomposed)", (("one_for_all", "index", 0, 0, 2),)),
     Mutant("combined pages in two", (("one_for_all", "slice_scatter_1", 1, 0, 3),)),
+    # rows that all go to one position
+    Mutant("equal-combined_in_two-by_head", (("one_for_all", "arg10_1", -1, 0, 3),)),
     # attention that nobody uses: there is nothing to fuse
     Mutant("cold S=T=D-none-eager-query", (("operand", "view_12", 0, "_unsafe_view_4"),)),
     # a cache that is read by attention with a factor before it
     Mutant("two layers", (("scale", "index_copy_2", -1, 0.5, "mul"),)),
     # probabilities that are returned keep the NaN of a row that sees nothing, which fused attention has not
     Mutant("blind row", (("give_back", "view_10"),)),
+    # a mask that overflows between two factors of which one takes the other back
+    Mutant("smallest number (decomposed)", (("double_and_halve", "sub", 0),)),
     # more terms than can be counted
     Mutant("plain", (("pile", "add_4", 0, 24),)),
 )
