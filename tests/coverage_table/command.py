@@ -7,51 +7,79 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import torch
+from npu import environment
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from .rows import Cell, Found, cells
-from .tables import rendered
+from . import npu, rows, tables
+from .rows import Found
+from .tables import Notes
 
 README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- coverage -->\n\n", "\n<!-- end of coverage -->\n"
+PLAIN, NPU = "coverage", "coverage on NPUs"  # how the marks in README.md call the tables
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mla_fx coverage", description=__doc__)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many at once (%(default)s)")
     parser.add_argument("--only", default="", help="a family or an axis of the zoo: shown, not written")
+    parser.add_argument("--npu", action="store_true", help="the tables of NPUs alone, where torch_npu can be imported")
     given = parser.parse_args(arguments)
+    lines = dict.fromkeys(cell.line for cell in rows.cells())
+    if given.only not in ("", *lines):
+        parser.error(f"{given.only!r} is no line; lines are {', '.join(lines)}")
+    name, cells, rendered = (NPU, npu.cells, npu.rendered) if given.npu else (PLAIN, rows.cells, tables.rendered)
     wanted = [cell for cell in cells() if given.only in ("", cell.line)]
-    if not wanted:
-        parser.error(f"{given.only!r} is no line; lines are {', '.join(dict.fromkeys(cell.line for cell in cells()))}")
-    found = dict(track(_results(wanted, given.processes), total=len(wanted), description="compiling"))
+    found = dict(track(_results(wanted, given.processes), total=len(wanted), description=name))
     text = rendered(_by_line({cell: found[cell] for cell in wanted}))
     Console().print(Markdown(text))
     if not given.only:
-        write(text)
-    return 0
+        write(name, text)
+    return 0 if given.npu else _on_npus(given)
 
 
-def written() -> tuple[str, str, str]:
-    """What stands in README.md before the tables, the tables, and what comes after."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    text, after = rest.split(END)
+def _on_npus(given: argparse.Namespace) -> int:
+    """The tables of NPUs, in a process of their own that can import torch_npu."""
+    try:
+        variables = environment.variables()
+    except environment.UnavailableError as reason:
+        Console().print(f"The tables of NPUs stay as they are: {reason}.")
+        return 0
+    options = ["--npu", "--only", given.only, "--processes", str(given.processes)]
+    command = [sys.executable, "-m", "tests.coverage_table", *options]
+    return subprocess.run(command, cwd=README.parent, env={**os.environ, **variables}).returncode
+
+
+def written(name: str) -> tuple[str, str, str]:
+    """What stands in README.md before some tables, the tables, and what comes after."""
+    before, rest = README.read_text(encoding="utf-8").split(f"<!-- {name} -->\n\n")
+    text, after = rest.split(f"\n<!-- end of {name} -->\n")
     return before, text, after
 
 
-def write(text: str) -> None:
-    before, _, after = written()
-    README.write_text(f"{before}{BEGIN}{text}{END}{after}", encoding="utf-8")
+def committed(name: str) -> tuple[dict[str, str], Notes]:
+    """The lines of the tables in README.md by their first cell, and the numbered sentences."""
+    _, text, _ = written(name)
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("|")}
+    return lines, Notes({note: int(number) for number, note in re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE)})
 
 
-def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Found]]]:
+def write(name: str, text: str) -> None:
+    before, _, after = written(name)
+    README.write_text(f"{before}<!-- {name} -->\n\n{text}\n<!-- end of {name} -->\n{after}", encoding="utf-8")
+
+
+def _results(wanted: list[Any], processes: int) -> Iterator[tuple[Any, list[Found]]]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start) as pool:
         pending = {pool.submit(cell.found): cell for cell in wanted}
@@ -65,7 +93,7 @@ def _start() -> None:
     gc.freeze()  # or each full collection walks all of torch
 
 
-def _by_line(found: dict[Cell, list[Found]]) -> dict[str, dict[str, list[Found]]]:
+def _by_line(found: dict[Any, list[Found]]) -> dict[str, dict[str, list[Found]]]:
     lines: dict[str, dict[str, list[Found]]] = {}
     for cell, results in found.items():
         lines.setdefault(cell.line, {})[cell.column] = results

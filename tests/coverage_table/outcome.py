@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,18 +19,21 @@ import mla_fx
 TARGETS = ("reference", "inductor")
 WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"
 NOT_IN_PLACE = "does not write its caches in place"
+NOT_LOWERED = (" becomes its body: ", " stays a call: ")
 FLOATS_ARE_NUMBERS = {"specialize_float": True}  # else dynamic sizes have Dynamo trace twice, to the same graph
 
 
 @dataclass(frozen=True)
 class Outcome:
     """`fused` counts operators, `unfused` the attentions that stayed as they came. `reasons` are the nearest misses,
-    and `copies` why a cache is not written in place where the target would do so."""
+    `copies` why a cache is not written in place where the target would do so, and `bodies` why a target with operators
+    of its own has none for a fused one."""
 
     fused: dict[str, int]
     unfused: int
     reasons: tuple[str, ...]
     copies: tuple[str, ...]
+    bodies: tuple[str, ...]
 
     @property
     def writes_caches(self) -> bool:
@@ -45,38 +50,57 @@ class Outcome:
 
 
 def outcomes(
-    module: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, dynamic: bool
+    module: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    dynamic: bool,
+    targets: Sequence[str] = TARGETS,
+    **options: Any,
 ) -> dict[str, Outcome]:
     """What each target makes of one call, graph breaks included."""
-    probe = _Probe()
+    probe = _Probe(targets, options)
     torch._dynamo.reset()
     with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(FLOATS_ARE_NUMBERS):
         warnings.simplefilter("ignore")
         torch.compile(module, backend=probe, dynamic=dynamic)(*args, **kwargs)
-    return {target: probe.outcome(target) for target in TARGETS}
+    return {target: probe.outcome(target) for target in targets}
 
 
 class _Probe:
-    """A backend that has every target rewrite a copy of the same graph, and then runs what the last one was given."""
+    """A backend that has every target rewrite a copy of the same graph, and then runs it as it came."""
 
-    def __init__(self) -> None:
-        self.reports: dict[str, list[mla_fx.Report]] = {target: [] for target in TARGETS}
+    def __init__(self, targets: Sequence[str], options: dict[str, Any]) -> None:
+        self.reports: dict[str, list[mla_fx.Report]] = {target: [] for target in targets}
+        self.options = options
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        for target in TARGETS:
-            with mock.patch("mla_fx.lowering.inductor.compile_fx_inner", _as_it_is):
-                run = mla_fx.mla_backend(copy.deepcopy(gm), example_inputs, options={"target": target})
-            self.reports[target].append(mla_fx.last_report())
-        return run
+        for target, reports in self.reports.items():
+            with _no_compiler(target):
+                mla_fx.mla_backend(copy.deepcopy(gm), example_inputs, options={"target": target, **self.options})
+            reports.append(mla_fx.last_report())
+        return gm.forward
 
     def outcome(self, target: str) -> Outcome:
         report = mla_fx.Report.merged(self.reports[target])
         reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in report.misses), *report.hindrances])
         copies = dict.fromkeys(note for note in report.notes if NOT_IN_PLACE in note)
+        bodies = dict.fromkeys(note for note in report.notes if any(part in note for part in NOT_LOWERED))
         unfused = sum(miss.pattern == "mla_attention" and miss.looks_like_mla for miss in report.misses)
-        return Outcome(report.fused, unfused, tuple(reasons), tuple(copies))
+        return Outcome(report.fused, unfused, tuple(reasons), tuple(copies), tuple(bodies))
+
+
+@contextlib.contextmanager
+def _no_compiler(target: str) -> Iterator[None]:
+    """A target's own compiler is left out: what it is given is what is asked for."""
+    if target == "ge":
+        importlib.import_module("torch_npu")  # which makes torchair importable
+        with mock.patch("torchair.get_compiler", lambda config: _as_it_is):
+            yield
+        return
+    with mock.patch("mla_fx.lowering.inductor.compile_fx_inner", _as_it_is):
+        yield
 
 
 def _as_it_is(gm: GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
-    """In the place of Inductor's compiler."""
     return gm.forward

@@ -47,20 +47,32 @@ class FamilyCell:
     column: str
 
     def found(self) -> list[Found]:
-        model, results = tiny_model(self.line, **layers(self.line)), []
-        functions = ("sdpa", "eager") if model._supports_sdpa else ("eager",)
+        model, results = self._model(), []
+        functions = self._functions(model)
         for attention, dynamic in (*((name, False) for name in functions), (functions[0], True)):
             model.set_attn_implementation(attention)
             name = DYNAMIC if dynamic else attention
             with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=self.line in COUNTS_FLAGS):
-                found = outcomes(*self._call(model), dynamic=dynamic)
+                found = self._outcomes(*self._call(model), dynamic=dynamic)
             results += [Found(name, target, outcome) for target, outcome in found.items()]
         return results
+
+    def _model(self) -> Any:
+        return tiny_model(self.line, **layers(self.line))
+
+    def _functions(self, model: Any) -> tuple[str, ...]:
+        return ("sdpa", "eager") if model._supports_sdpa else ("eager",)
+
+    def _outcomes(self, *call: Any, dynamic: bool) -> dict[str, Outcome]:
+        return outcomes(*call, dynamic=dynamic)
+
+    def _cache(self, model: Any, kind: str) -> Any:
+        return empty_cache(model, kind)
 
     @torch.no_grad()
     def _call(self, model: Any) -> Call:
         kind, before, now = STEPS[self.column]
-        cache = empty_cache(model, kind)
+        cache = self._cache(model, kind)
         model(tokens(2, before or 1), past_key_values=cache)
         if not before:
             cache.reset()  # made by a first step, which a model would compile into its first graph
@@ -92,24 +104,27 @@ class ZooCell:
 
     @property
     def column(self) -> str:
-        return self._entry.name
+        return self.entry.name
 
     @property
-    def _entry(self) -> Entry:
+    def entry(self) -> Entry:
         return AXES[self.line][self.place]
 
     def found(self) -> list[Found]:
-        *_, last = steps = self._entry.steps
+        *_, last = steps = self.entry.steps
         results = [found for step in steps for found in self._at(step, torch.float32)]
         return results + [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
 
     def _at(self, step: Step, dtype: torch.dtype) -> list[Found]:
-        entry = self._entry
+        entry = self.entry
         module, arguments = entry.build().to(dtype), converted(entry.arguments(step), dtype)
         name = f"{step.name}, {str(dtype).removeprefix('torch.')}"
-        whole = replace(entry, partial="", unfused="").fused(step)
         found = outcomes(module, arguments, {}, dynamic=False)
-        return [Found(name, target, outcome, whole) for target, outcome in found.items()]
+        return [Found(name, target, outcome, self.whole(step)) for target, outcome in found.items()]
+
+    def whole(self, step: Step) -> Fused:
+        """What all of it is fused to."""
+        return replace(self.entry, partial="", unfused="").fused(step)
 
 
 def _axis(spelling: Spelling) -> str:

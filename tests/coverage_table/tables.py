@@ -10,7 +10,8 @@ from families import COUNTS_FLAGS, FAMILIES
 from .outcome import TARGETS
 from .rows import STEPS, Found
 
-FAMILIES_HEAD = ("family", *(name for step in STEPS for name in (step, "dynamic")), "in place", "notes")
+FAMILIES_STEPS = tuple(name for step in STEPS for name in (step, "dynamic"))
+FAMILIES_HEAD = ("family", *FAMILIES_STEPS, "in place", "notes")
 ZOO_HEAD = ("what is varied", "spellings", "whole", "less", "in place")
 EAGER = "transformers has no `sdpa` for it."
 FLAG = "With `torch._dynamo.config.capture_dynamic_output_shape_ops = True`; else a graph break parts the layer."
@@ -33,7 +34,7 @@ def rendered(lines: Mapping[str, Results]) -> str:
     """Both tables: of families by step, and of the zoo by axis."""
     notes, text = Notes(), []
     for head, is_family in ((FAMILIES_HEAD, True), (ZOO_HEAD, False)):
-        text += [_row(head), _rule(head)]
+        text += [row(head), rule(head)]
         text += [line(name, found, notes) for name, found in lines.items() if (name in FAMILIES) == is_family]
         text += [""]
     return "\n".join([*text, *notes.lines()]) + "\n"
@@ -48,8 +49,8 @@ def family_line(family: str, steps: Results, notes: Notes) -> str:
     every = [one for found in steps.values() for one in found]
     said = [EAGER] if all(one.variant != "sdpa" for one in every) else []
     said += [FLAG] if family in COUNTS_FLAGS else []
-    columns = (_alike(part) for found in steps.values() for part in _fixed_and_dynamic(found))
-    return _row((family, *columns, _in_place(steps, notes), notes.numbers([*said, *_reasons(every)])))
+    columns = (_alike(part) for found in steps.values() for part in fixed_and_dynamic(found))
+    return row((family, *columns, _in_place(steps, notes), notes.numbers([*said, *reasons(every)])))
 
 
 def zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
@@ -58,15 +59,15 @@ def zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
     parts = []
     for name, less in lacking.items():
         what = _alike(less) if len(less) == len(spellings[name]) else _apart(less)
-        parts.append(f"{_short(name)}: {what} ({notes.numbers(_reasons(less))})")
-    return _row((axis, len(spellings), len(spellings) - len(lacking), "; ".join(parts), _in_place(spellings, notes)))
+        parts.append(f"{short(name)}: {what} ({notes.numbers(reasons(less))})")
+    return row((axis, len(spellings), len(spellings) - len(lacking), "; ".join(parts), _in_place(spellings, notes)))
 
 
-def _fixed_and_dynamic(found: Sequence[Found]) -> tuple[list[Found], list[Found]]:
+def fixed_and_dynamic(found: Sequence[Found]) -> tuple[list[Found], list[Found]]:
     return [one for one in found if not one.is_dynamic], [one for one in found if one.is_dynamic]
 
 
-def _reasons(found: Iterable[Found]) -> list[str]:
+def reasons(found: Iterable[Found]) -> list[str]:
     return [reason for one in found for reason in one.outcome.reasons]
 
 
@@ -77,11 +78,11 @@ def _in_place(results: Results, notes: Notes) -> str:
     by_notes: dict[str, list[str]] = {}
     for name, found in results.items():
         numbers = notes.numbers(copy for one in found for copy in one.outcome.copies)
-        by_notes.setdefault(numbers, []).append(_short(name))
+        by_notes.setdefault(numbers, []).append(short(name))
     return "; ".join(f"not {', '.join(names)} ({numbers})" for numbers, names in by_notes.items() if numbers) or "yes"
 
 
-def _short(spelling: str) -> str:
+def short(spelling: str) -> str:
     """A spelling without the axis along which it is the only one."""
     return f"`{spelling.partition('=')[2] if spelling.count('=') == 1 else spelling}`"
 
@@ -106,9 +107,9 @@ def _variants(found: Iterable[Found]) -> str:
     return " and ".join(name if len(on) == len(TARGETS) else f"{name} on {on[0]}" for name, on in targets.items())
 
 
-def _row(cells: Iterable[object]) -> str:
+def row(cells: Iterable[object]) -> str:
     return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _rule(head: Sequence[str]) -> str:
-    return _row(["---"] * len(head))
+def rule(head: Sequence[str]) -> str:
+    return row(["---"] * len(head))

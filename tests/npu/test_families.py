@@ -10,6 +10,7 @@ from families import FAMILIES, cache_tensors, empty_cache, tiny_model, tokens
 import mla_fx
 from npu.converted import types
 from npu.models import errors
+from npu.sizes import CONFIG, CONTEXT
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -18,18 +19,6 @@ WITHOUT_CONVERTER = ("glm5_next",)  # nan_to_num of None, which torchair convert
 TIES = ("hy_v4",)  # of the first token that is drawn its indexer scores several keys alike: the next one is taken
 OPERATORS = ("MlaPrologV3", "KvRmsNormRopeCache", "FusedInferAttentionScore")
 
-# Sizes that the vendor's kernels take.
-SIZES = {
-    "hidden_size": 1024,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "qk_head_dim": 192,
-    "v_head_dim": 128,
-    "head_dim": 64,
-    "index_head_dim": 128,
-}
 WHOLE, PROLOG, ATTENTION, BODIES = [2, 0, 2], [2, 0, 0], [0, 0, 2], [0, 0, 0]
 SPARSE = PROLOG  # a mask that is computed hides all but some keys; attention stays the model's
 EXPECTED = {
@@ -73,10 +62,10 @@ def in_double(cache):
 
 @pytest.mark.parametrize("family", at_each_family())
 def test_decode_step(converted, family):
-    model = tiny_model(family, torch.bfloat16, **SIZES)
+    model = tiny_model(family, torch.bfloat16, **CONFIG)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the way to run experts that torchair converts
-    theirs, ids = empty_cache(model, "static", 128), tokens(1, 2 if family in TIES else 1)[:, -1:]
+    theirs, ids = empty_cache(model, "static", CONTEXT), tokens(1, 2 if family in TIES else 1)[:, -1:]
     model(tokens(1, 12), past_key_values=theirs)
     ours, double = copy.deepcopy(theirs), in_double(theirs)
     found = step(torch.compile(model, backend=mla_fx.get_backend(target="ge")), ours, ids)

@@ -1,0 +1,89 @@
+"""The tables of NPUs: the same models and spellings in bfloat16, at sizes that the vendor's kernels take, up to what
+torchair is given. Such cells are found in a process that can import torch_npu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from families import FAMILIES, empty_cache, tiny_model
+from npu.sizes import CONFIG, CONTEXT, SIZES, UNROTATED
+from zoo.sizes import converted
+
+from .outcome import Outcome, outcomes
+from .rows import AXES, STEPS, FamilyCell, Found, ZooCell, layers
+from .tables import FAMILIES_STEPS, Notes, Results, fixed_and_dynamic, reasons, row, rule, short
+
+FAMILIES_HEAD = ("family on an NPU", *FAMILIES_STEPS, "notes")
+ZOO_HEAD = ("what is varied", "spellings", "whole", "less")
+TARGET = {"targets": ("ge",), "soc": "Ascend910B3"}
+
+
+class NpuFamilyCell(FamilyCell):
+    def _model(self) -> Any:
+        sizes = CONFIG | UNROTATED.get(self.line, {})
+        return tiny_model(self.line, torch.bfloat16, **sizes, **layers(self.line))
+
+    def _cache(self, model: Any, kind: str) -> Any:
+        return empty_cache(model, kind, CONTEXT)
+
+    def _functions(self, model: Any) -> tuple[str, ...]:
+        return super()._functions(model)[:1]
+
+    def _outcomes(self, *call: Any, dynamic: bool) -> dict[str, Outcome]:
+        return outcomes(*call, dynamic=dynamic, **TARGET)
+
+
+class NpuZooCell(ZooCell):
+    """Masks are arguments there, and the user has given word that they are causal."""
+
+    def found(self) -> list[Found]:
+        entry = replace(self.entry, spelling=replace(self.entry.spelling, sizes=SIZES))
+        step = entry.steps[-1]
+        arguments = converted(entry.arguments(step), torch.bfloat16)
+        found = outcomes(entry.build().bfloat16(), arguments, {}, dynamic=False, causal_masks=True, **TARGET)
+        return [Found(step.name, target, outcome, self.whole(step)) for target, outcome in found.items()]
+
+
+def cells() -> Iterator[NpuFamilyCell | NpuZooCell]:
+    yield from (NpuFamilyCell(family, column) for family in FAMILIES for column in STEPS)
+    yield from (NpuZooCell(line, place) for line, entries in AXES.items() for place in range(len(entries)))
+
+
+def rendered(lines: Mapping[str, Results]) -> str:
+    notes, text = Notes(), []
+    for head, is_family in ((FAMILIES_HEAD, True), (ZOO_HEAD, False)):
+        text += [row(head), rule(head)]
+        text += [line(name, found, notes) for name, found in lines.items() if (name in FAMILIES) == is_family]
+        text += [""]
+    return "\n".join([*text, *notes.lines()]) + "\n"
+
+
+def line(name: str, found: Results, notes: Notes) -> str:
+    return _family_line(name, found, notes) if name in FAMILIES else _zoo_line(name, found, notes)
+
+
+def _family_line(family: str, steps: Results, notes: Notes) -> str:
+    every = [one for found in steps.values() for one in found]
+    columns = (_with_bodies(part, notes) for found in steps.values() for part in fixed_and_dynamic(found))
+    return row((family, *columns, notes.numbers(reasons(every))))
+
+
+def _with_bodies(found: Sequence[Found], notes: Notes) -> str:
+    """What fused, and the numbers of what is said of operators that the vendor has not."""
+    (one,) = found
+    numbers = notes.numbers(one.outcome.bodies)
+    return f"{one.outcome} ({numbers})" if numbers else str(one.outcome)
+
+
+def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
+    less: dict[str, list[str]] = {}
+    for name, (one,) in spellings.items():
+        if not one.is_whole or one.outcome.bodies:
+            numbers = notes.numbers([*one.outcome.reasons, *one.outcome.bodies])
+            less.setdefault(f"{one.outcome} ({numbers})", []).append(short(name))
+    lacking = sum(map(len, less.values()))
+    parts = (f"{', '.join(names)}: {what}" for what, names in less.items())
+    return row((axis, len(spellings), len(spellings) - lacking, "; ".join(parts)))

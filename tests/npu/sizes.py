@@ -1,0 +1,23 @@
+"""Sizes that the vendor's kernels take, and no larger than they must be."""
+
+from zoo.sizes import Sizes
+
+# Of a model of Hugging Face.
+CONFIG = {
+    "hidden_size": 1024,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 192,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "index_head_dim": 128,
+}
+UNROTATED = {"glm5_next": {"qk_rope_head_dim": 0, "qk_head_dim": 128}}
+CONTEXT = 128  # a multiple of the 16 rows that a block of them has
+
+# Of a layer of the zoo.
+SIZES = Sizes(
+    hidden=1024, heads=4, nope=128, rope=64, value=128, q_rank=1536, kv_rank=512, context=2 * CONTEXT, block=CONTEXT
+)
