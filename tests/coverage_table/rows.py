@@ -10,7 +10,7 @@ import torch
 from families import COUNTS_FLAGS, FAMILIES, empty_cache, tiny_model, tokens
 from zoo.entries import CLASSICS, COMPOSED, MIXED, Entry
 from zoo.mla import Spelling
-from zoo.sizes import Step, converted
+from zoo.sizes import Step, converted, unequal
 
 from .outcome import Outcome, outcomes
 
@@ -85,7 +85,7 @@ STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growin
 
 @dataclass(frozen=True)
 class ZooCell:
-    """A spelling of the zoo at each of its steps, and at the last one in each precision."""
+    """A spelling of the zoo at each of its steps, and at the last one in each precision and with dynamic sizes."""
 
     line: str
     place: int
@@ -101,14 +101,15 @@ class ZooCell:
     def found(self) -> list[Found]:
         *_, last = steps = self._entry.steps
         results = [found for step in steps for found in self._at(step, torch.float32)]
-        return results + [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
+        results += [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
+        return results + self._at(unequal(last), torch.float32, dynamic=True)
 
-    def _at(self, step: Step, dtype: torch.dtype) -> list[Found]:
+    def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
         entry = self._entry
         module, arguments = entry.build().to(dtype), converted(entry.arguments(step), dtype)
-        name = f"{step.name}, {str(dtype).removeprefix('torch.')}"
-        whole = replace(entry, partial="", unfused="").fused(step)
-        found = outcomes(module, arguments, {}, dynamic=False)
+        name = f"{step.name}, {'dynamic' if dynamic else str(dtype).removeprefix('torch.')}"
+        whole = replace(entry, partial="", unfused="").fused(step, dynamic=dynamic)
+        found = outcomes(module, arguments, {}, dynamic=dynamic)
         return [Found(name, target, outcome, whole) for target, outcome in found.items()]
 
 
