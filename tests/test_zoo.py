@@ -208,9 +208,8 @@ FAST = ("cache=slots", "cache=blocks_and_offsets", "cache=blocks_embedded", "cac
 
 def with_symbols(entries):
     """Each entry at its last step; all but a few are slow."""
-    for entry in entries:
-        marks = () if entry.name in FAST else pytest.mark.slow
-        yield pytest.param(entry, unequal(entry.steps[-1]), id=entry.name, marks=marks)
+    marks = {entry: () if entry.name in FAST else pytest.mark.slow for entry in entries}
+    return [pytest.param(entry, unequal(entry.steps[-1]), id=entry.name, marks=marks[entry]) for entry in entries]
 
 
 @pytest.mark.parametrize("entry, step", with_symbols(ENTRIES))
