@@ -21,8 +21,8 @@ from .graph_edit import Snapshot, drop_empty_parts, drop_round_trips, erase_orph
 from .lower import lower
 from .options import Options
 from .prepare import Prepared, inputs_of, prepare
-from .readings.cache_update import counted_alike
-from .readings.sizes import equated, known_by
+from .readings.cache_update import written_alike
+from .readings.sizes import equated, guarded_alike, known_by
 from .recognise import recognise
 from .reinplace import reinplace
 from .rule import Rule
@@ -162,7 +162,7 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
         return
     fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
     shape_env = getattr(fake_mode, "shape_env", None)
-    with _collector_paused(), known_by(shape_env), equated(counted_alike(run.graph)):
+    with _collector_paused(), known_by(shape_env), equated(written_alike(run.graph)), equated(guarded_alike(shape_env)):
         for step in passes:
             _run_pass(run, step)
 

@@ -33,6 +33,7 @@ __all__ = [
     "detect_fake_mode",
     "dtype_abbrs",
     "fake_tensor",
+    "floor_division",
     "guards",
     "has_symbolic_sizes",
     "in_kernel_invocation_manager",
@@ -44,6 +45,7 @@ __all__ = [
     "is_known",
     "make_fx",
     "passing_dynamo",
+    "remainders",
     "share_storage",
     "static_inputs",
     "unset_fake_temporarily",
@@ -86,6 +88,20 @@ def is_known(shape_env: Any, relation: Any) -> bool:
 def guards(shape_env: Any) -> list[Any]:
     """The relations of sizes under which a graph was traced, and without which it is not run."""
     return [guard.expr for guard in shape_env.guards]
+
+
+def floor_division() -> Any:
+    """The function of symbols that `//` of sizes makes; sympy's own floor would be simplified away otherwise."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv
+
+
+def remainders() -> tuple[Any, ...]:
+    """The functions of symbols that `%` of sizes makes."""
+    from torch.utils._sympy.functions import Mod, PythonMod
+
+    return Mod, PythonMod
 
 
 def fake_tensor(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

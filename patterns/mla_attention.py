@@ -42,7 +42,7 @@ from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.contraction import Contraction, parted_at, segments
 from mla_fx.readings.element import Element, element_of
-from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_low_rank, is_projected_from, rank
+from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.sizes import at_most, product
 from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
 from mla_fx.replacement import Replacement, replaced
@@ -294,7 +294,7 @@ class MlaAttention(Rule[Facts]):
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
         output = weighted_sum(anchor)
         values = anchor.args[2:3] if output is None else output.args[:2]
-        return any(is_low_rank(element_of(value)) for value in values if isinstance(value, Node))
+        return any(seems_low_rank(element_of(value)) for value in values if isinstance(value, Node))
 
 
 def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], float | None]:

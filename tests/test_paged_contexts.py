@@ -209,11 +209,11 @@ TWINS = [Pages, OtherOrder, FromTheEnd, OldPages, ByRow, RowsTwice, OtherSize, L
 TWINS += [RowsFirst, TablesOfTheirOwn, Scaled, Rounded, WrittenBehind]
 
 
-@pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 @pytest.mark.parametrize("base", [Layer, Absorbed], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
 def test_near_twins_of_pages(kind, base):
     made = type(kind.__name__, (kind, base), {})()
+    warnings.simplefilter("ignore", mla_fx.MlaWarning)
     report = check(made, arguments(made.sizes))
     assert report.fused.get("latent_attention") or not kind.fires
     fired = {rule for record in report.passes for rule in record.fired}

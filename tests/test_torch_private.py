@@ -157,6 +157,12 @@ def test_guards_are_relations():
     assert sympy.Lt(2 * size.node.expr, 20) in torch_private.guards(mode.shape_env)
 
 
+def test_divisions_of_sizes_are_functions():
+    number, divisor = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(7, 3)).shape
+    assert isinstance((number // divisor).node.expr, torch_private.floor_division())
+    assert isinstance((number % divisor).node.expr, torch_private.remainders())
+
+
 def test_inputs_are_known_by_their_paths():
     layer, paths = torch.nn.Sequential(torch.nn.Linear(2, 2)), []
 

@@ -16,7 +16,7 @@ from zoo.factors import FACTORS
 from zoo.mla import Spelling
 from zoo.negatives import NEGATIVES, OTHERS, RIGHT_WHATEVER_FUSES, expanded_cache, other_arguments
 from zoo.ropes import ROPES
-from zoo.sizes import DECODE, FEW, PREFILL, Step, converted, weights
+from zoo.sizes import DECODE, FEW, PREFILL, Step, converted, unequal, weights
 
 import mla_fx
 
@@ -34,25 +34,25 @@ def at_every_step(entries):
     return [pytest.param(entry, step, id=f"{entry.name}-{step.name}") for entry in entries for step in entry.steps]
 
 
-def compiled(module, **options):
+def compiled(module, *, dynamic=None, **options):
     options = {"target": "reference", **options}
-    return torch.compile(module, backend=mla_fx.mla_backend, options=options)
+    return torch.compile(module, backend=mla_fx.mla_backend, options=options, dynamic=dynamic)
 
 
-def check_same(module, arguments, **options):
+def check_same(module, arguments, *, dynamic=None, **options):
     """Runs eagerly and compiled on copies of the arguments; compares what is returned and what became of the caches."""
     theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
     expected = module(*theirs)
-    found = compiled(module, **options)(*ours)
+    found = compiled(module, dynamic=dynamic, **options)(*ours)
     torch.testing.assert_close((found, ours), (expected, theirs), **FLOAT32)
     return mla_fx.last_report()
 
 
-def check_fused(entry, step, report):
+def check_fused(entry, step, report, *, dynamic=False):
     fused = dict(report.fused)
     if entry.partial:
         fused.pop("kv_rmsnorm_rope_cache", None)
-    assert fused == entry.fused(step), str(report)
+    assert fused == entry.fused(step, dynamic=dynamic), str(report)
 
 
 # --- the zoo itself --------------------------------------------------------------------------------------------------
@@ -201,6 +201,22 @@ def test_inductor():
 @pytest.mark.slow
 def test_inductor_bfloat16():
     check_bfloat16(Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")), PREFILL, target="inductor")
+
+
+FAST = ("cache=slots", "cache=blocks_and_offsets", "cache=blocks_embedded", "cache=slots_of_table", "DeepSeekAbsorb")
+
+
+def with_symbols(entries):
+    """Each entry at its last step; all but a few are slow."""
+    marks = {entry: () if entry.name in FAST else pytest.mark.slow for entry in entries}
+    return [pytest.param(entry, unequal(entry.steps[-1]), id=entry.name, marks=marks[entry]) for entry in entries]
+
+
+@pytest.mark.parametrize("entry, step", with_symbols(ENTRIES))
+def test_entry_dynamic(entry, step):
+    """The same fusions where every size is a symbol, but for those of the weights."""
+    report = check_same(entry.build(), entry.arguments(step), dynamic=True)
+    check_fused(entry, step, report, dynamic=True)
 
 
 def without_recompiling():

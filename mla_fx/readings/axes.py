@@ -132,7 +132,7 @@ def _joined(terms: dict[Digit, Size]) -> dict[Digit, Size]:
     return terms
 
 
-def shifted(index: Index, by: Size, step: int = 1) -> Index:
+def shifted(index: Index, by: Size, step: Size = 1) -> Index:
     """`by + step * index`: how a slice reads the dimension it slices."""
     return Index(plain(by + step * index.offset), tuple((digit, plain(step * stride)) for digit, stride in index.terms))
 

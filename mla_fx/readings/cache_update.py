@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import sympy
@@ -11,8 +12,8 @@ from torch.fx import Graph, Node
 from mla_fx.errors import NoMatch
 
 from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
-from .counts import INTEGERS
-from .element import Element, constant, element_of, operand, resolve
+from .counts import INTEGERS, whole_number
+from .element import Element, element_of, operand, resolve
 from .reading import Reading, renamed
 from .sizes import Size, at_most
 from .views import (
@@ -88,30 +89,34 @@ class CacheUpdate(Reading):
         return tuple([axis for part in parts for axis in axes_of(part) or ()] for parts in groups)
 
 
-def counted_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
-    """Numbers of positions that nothing says are numbers of rows, but that the program's own writes need to be: two or
-    more rows are not broadcast."""
+def written_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
+    """Sizes that nothing says are those of rows, but that the program's own writes need to be: two or more rows, or
+    columns, are not broadcast."""
     same: dict[sympy.Symbol, Size] = {}
     for target in (aten.index_put.default, aten._unsafe_index_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
-            counted = _counted_twice(node)
-            if counted is not None:
-                same.setdefault(*counted)
+            for size, found in _written_at(node):
+                is_free = isinstance(size, sympy.Symbol) and size not in sympy.sympify(found).free_symbols
+                if is_free and at_most(2, found):
+                    same.setdefault(size, found)
     return same
 
 
-def _counted_twice(node: Node) -> tuple[sympy.Symbol, Size] | None:
-    """The number of positions along one dimension, or along neighbouring ones, and that of the rows written there."""
+def _written_at(node: Node) -> Iterator[tuple[Size, Size]]:
+    """The columns of what is written by position, each with those of the rows written there; and the number of
+    positions along one dimension, or along neighbouring ones, with that of the rows."""
     old, places, rows = args_of(node)[:3]
     used = {dim: where for dim, where in enumerate(places) if where is not None}
+    if any(where.meta["val"].dtype not in INTEGERS for where in used.values()):
+        return  # a condition stands for as many dimensions as it has
+    columns, written = shape_of(old)[max(used) + 1 :], shape_of(rows)
+    yield from zip(reversed(columns), reversed(written), strict=False)
     counts = {shape_of(where) for where in used.values()}
-    behind = len(shape_of(old)) - max(used) - 1
-    are_positions = all(where.meta["val"].dtype in INTEGERS for where in used.values())
-    if not are_positions or len(counts) != 1 or max(used) - min(used) >= len(used) or len(shape_of(rows)) <= behind:
-        return None
-    (count, *others), found = counts.pop() or (1,), shape_of(rows)[-behind - 1]
-    is_free = not others and isinstance(count, sympy.Symbol) and count not in sympy.sympify(found).free_symbols
-    return (count, found) if is_free and at_most(2, found) else None
+    if len(counts) != 1 or max(used) - min(used) >= len(used) or len(written) <= len(columns):
+        return
+    count, *others = counts.pop() or (1,)
+    if not others:
+        yield count, written[-len(columns) - 1]
 
 
 def cache_update(element: Element) -> CacheUpdate:
@@ -261,7 +266,7 @@ def _slot(block: Element, offset: Element, size: Size) -> Element | None:
         return None
     if divided.target not in (aten.div.Tensor_mode, aten.floor_divide.default) or rest.target not in REMAINDERS:
         return None
-    if not constant(args_of(divided)[1]) == constant(args_of(rest)[1]) == size:
+    if not whole_number(args_of(divided)[1]) == whole_number(args_of(rest)[1]) == size:
         return None
     slot, other = (operand(args_of(part.node)[0], part.index) for part in (block, offset))
     return slot if slot == other and slot.origin.meta["val"].dtype in INTEGERS else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,8 @@ from mla_fx.errors import NoMatch
 from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
 from .element import CASTS, Element, constant, operand
-from .sizes import Size, at_most, plain, size_of
-from .views import args_of, argument, name_of, number
+from .sizes import Size, at_most, plain
+from .views import args_of, argument, integer, name_of, number
 
 aten = torch.ops.aten
 
@@ -32,15 +31,15 @@ class Count:
     """`index + sum(times * element)`: a number counted along axes, with what tensors of integers hold added to it."""
 
     index: Index
-    elements: frozenset[tuple[Element, int]] = frozenset()
+    elements: frozenset[tuple[Element, Size]] = frozenset()
 
-    def plus(self, other: Count, times: int = 1) -> Count:
+    def plus(self, other: Count, times: Size = 1) -> Count:
         """`self + times * other`."""
         scaled = shifted(other.index, 0, times)
         index = combine(self.index.offset + scaled.offset, [*self.index.terms, *scaled.terms])
-        total = Counter(dict(self.elements))
+        total = dict(self.elements)
         for element, own in other.elements:
-            total[element] += times * own
+            total[element] = plain(total.get(element, 0) + times * own)
         return Count(index, frozenset(item for item in total.items() if item[1] != 0))
 
     @property
@@ -112,17 +111,25 @@ def _summed(node: Node, index: tuple[Index, ...]) -> Count | None:
 def _multiplied(node: Node, index: tuple[Index, ...]) -> Count | None:
     """A count times a whole number."""
     value, other = args_of(node)[:2]
-    if constant(other) is None:
+    if whole_number(other) is None:
         value, other = other, value
-    times = constant(other)
-    if times is None or not times.is_integer() or abs(times) >= EXACT or not isinstance(value, Node):
+    times = whole_number(other)
+    if times is None or not isinstance(value, Node):
         return None
-    return Count(ZERO).plus(count(operand(value, index)), int(times))
+    return Count(ZERO).plus(count(operand(value, index)), times)
+
+
+def whole_number(value: Any) -> Size | None:
+    """A number that is known at compile time, or a size; None if it is neither, or no whole number."""
+    if _is_whole(value):
+        return integer(value)
+    known = constant(value)
+    return int(known) if known is not None and known.is_integer() and abs(known) < EXACT else None
 
 
 def _addend(value: Any, index: tuple[Index, ...]) -> Count:
     if _is_whole(value):
-        return Count(Index(size_of(value.meta["val"] if isinstance(value, Node) else value)))
+        return Count(Index(integer(value)))
     return count(operand(value, index))
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import torch
+
 from mla_fx.errors import NoMatch
 
 from .cache_update import cache_update
 from .contraction import Contraction, contraction
-from .element import Element, is_parameter
+from .element import Element, element_of, is_parameter
+from .paged import GATHERS
 from .rms_norm import rms_norm
 from .sizes import Size, product
+from .views import args_of
+
+aten = torch.ops.aten
+
+# What shows some elements of its first operand, and may do so in a way that no index can say.
+SHOWS_ROWS = GATHERS | {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.slice.Tensor, aten.select.int,
+}  # fmt: skip
 
 
 def row_of(value: Element) -> Element:
@@ -23,6 +34,17 @@ def is_low_rank(value: Element) -> bool:
     """The value, or the row of a cache it is read from, is projected up from something that was projected down."""
     up = _projection(row_of(value))
     return up is not None and _is_narrow(up) and down_projection(up.left) is not None
+
+
+def seems_low_rank(value: Element) -> bool:
+    """The same as far as can be told without a proof, whichever rows of the latents a view or a table shows."""
+    up = _projection(row_of(value))
+    if up is None or not _is_narrow(up):
+        return False
+    latent = up.left
+    while latent.origin.target in SHOWS_ROWS:
+        latent = element_of(args_of(latent.origin)[0])
+    return down_projection(latent) is not None
 
 
 def is_cached_per_head(value: Element) -> bool:

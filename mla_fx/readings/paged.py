@@ -77,7 +77,7 @@ def _place(total: Count, number: Element, size: Size) -> tuple[Index, tuple[Inde
         return total.index, None
     table, times = next(iter(total.elements), (number, 1))
     is_in_block = counts_up and covers(total.index, 0, times)
-    blocks = ratio(size, times) if times > 0 else None
+    blocks = ratio(size, times) if at_most(1, times) else None
     if len(total.elements) != 1 or not is_in_block or blocks is None:
         table, times, blocks, total = number, 1, size, Count(Index())
     block = Axis(blocks)

@@ -10,52 +10,119 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import sympy
 
-from mla_fx.torch_private import guards, is_known
+from mla_fx.torch_private import floor_division, guards, is_known, remainders
 
 Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symbols of a dynamic shape
 
 Asked = Callable[[Any, Any], bool]
 
+
+class _Same:
+    """Symbols with what they are read as. Sizes are asked for often, so each expression is read once."""
+
+    def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
+        self.sizes = sizes
+        self.read = functools.cache(lambda expression: plain(_read(expression, sizes)))
+
+
 _environment: ContextVar[Asked | None] = ContextVar("what the shape environment of the graph says", default=None)
-_same: ContextVar[Mapping[sympy.Symbol, Size]] = ContextVar("symbols of equal sizes", default=MappingProxyType({}))
+_NONE = _Same({})
+_same: ContextVar[_Same] = ContextVar("symbols of equal sizes", default=_NONE)
 
 
 @contextlib.contextmanager
 def known_by(environment: Any) -> Iterator[None]:
     """Proofs may ask a shape environment, whose symbols the sizes are made of; None has nothing to say. It takes its
     time, so it is asked everything once."""
-    token = _environment.set(None if environment is None else _asking(environment))
-    try:
-        yield
-    finally:
-        _environment.reset(token)
+    known = [] if environment is None else guards(environment)
+    quotients: dict[sympy.Symbol, sympy.Expr] = {}
+    with equated(_divided(known, quotients)):
+        token = _environment.set(None if environment is None else _asking(environment, known, quotients))
+        try:
+            yield
+        finally:
+            _environment.reset(token)
 
 
 @contextlib.contextmanager
-def equated(same: Mapping[sympy.Symbol, Size]) -> Iterator[None]:
+def equated(found: Mapping[sympy.Symbol, Size]) -> Iterator[None]:
     """Symbols that a program cannot run without being equal to some size are read as that size."""
-    token = _same.set(same)
+    same = _same.get().sizes
+    for symbol, size in found.items():
+        size = _read(size, same)
+        if symbol not in same and symbol not in size.free_symbols:
+            same = {other: _read(known, {symbol: size}) for other, known in same.items()} | {symbol: size}
+    token = _same.set(_Same(same))
     try:
         yield
     finally:
         _same.reset(token)
 
 
-def _asking(environment: Any) -> Asked:
-    bounds = dict.fromkeys(bound for guard in guards(environment) for bound in _never_negative_where(guard))
+def _divided(known: Iterable[Any], quotients: dict[sympy.Symbol, sympy.Expr]) -> dict[sympy.Symbol, Size]:
+    """Sizes that are known to be multiples of others as products, so that what is left of them is no rounded fraction.
+
+    `quotients` are given the new factors, and what these are."""
+    same: dict[sympy.Symbol, Size] = {}
+    for relation in known:
+        if not isinstance(relation, sympy.Eq) or relation.rhs != 0 or not isinstance(relation.lhs, remainders()):
+            continue
+        number, divisor = relation.lhs.args
+        are_positive = number.is_Symbol and number.is_positive and divisor.is_positive
+        if are_positive and number not in divisor.free_symbols:
+            quotient = floor_division()(number, divisor)
+            factor = sympy.Symbol(str(quotient), integer=True, positive=True)
+            same[number], quotients[factor] = divisor * factor, quotient
+    return same
+
+
+def guarded_alike(environment: Any) -> dict[sympy.Symbol, Size]:
+    """Sizes that were found equal to what is computed of others, and of which no less is known than of themselves."""
+    same: dict[sympy.Symbol, Size] = {}
+    for relation in [] if environment is None else guards(environment):
+        if isinstance(relation, sympy.Eq):
+            size, other = relation.args if relation.lhs.is_Symbol else relation.args[::-1]
+            found = _read(other, _same.get().sizes)
+            if size.is_Symbol and size.is_positive and size not in found.free_symbols and _never_negative(found - 1):
+                same.setdefault(size, found)
+    return same
+
+
+def _read(size: Size, same: Mapping[sympy.Symbol, Size]) -> sympy.Expr:
+    """A size in terms of other symbols, and with every division done that leaves no rest."""
+    expression = sympy.sympify(size).xreplace(same)
+    rounded = floor_division()
+    return expression.replace(rounded, _quotient) if expression.has(rounded) else expression
+
+
+def _quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr:
+    exact = ratio(numerator, denominator)
+    return floor_division()(numerator, denominator) if exact is None else sympy.sympify(exact)
+
+
+def _asking(environment: Any, known: Iterable[Any], quotients: Mapping[sympy.Symbol, sympy.Expr]) -> Asked:
+    same = _same.get().sizes
+    found = dict.fromkeys(bound for guard in known for bound in _never_negative_where(guard))
+    bounds = [_read(bound, same) for bound in found]
 
     @functools.cache
     def at_most(small: Size, large: Size) -> bool:
-        difference = sympy.sympify(large) - sympy.sympify(small)
+        difference = _signed(sympy.sympify(large) - sympy.sympify(small))
         near = (bound for bound in bounds if bound.free_symbols <= difference.free_symbols)
-        return is_known(environment, sympy.Le(small, large)) or any(_never_negative(difference - b) for b in near)
+        relation = sympy.Le(small, large).xreplace(quotients)
+        return is_known(environment, relation) or any(_never_negative(difference - b) for b in near)
 
     return at_most
+
+
+def _signed(difference: sympy.Expr) -> sympy.Expr:
+    """What is left of a difference without its positive factors has the same sign."""
+    factors = sympy.Mul.make_args(sympy.factor_terms(difference))
+    return sympy.Mul(*(factor for factor in factors if not factor.is_positive))
 
 
 def _never_negative_where(relation: Any) -> Iterator[sympy.Expr]:
@@ -73,9 +140,7 @@ def size_of(value: Any) -> Size:
     """A size as an int or a sympy expression; asking never adds a guard."""
     if isinstance(value, int):
         return value
-    expression, same = value.node.expr, _same.get()
-    expression = expression.xreplace(same) if same else expression
-    return int(expression) if isinstance(expression, (int, sympy.Integer)) else expression
+    return _same.get().read(value.node.expr)
 
 
 def plain(size: Size) -> Size:

@@ -10,7 +10,7 @@ import torch
 from families import COUNTS_FLAGS, FAMILIES, empty_cache, tiny_model, tokens
 from zoo.entries import CLASSICS, COMPOSED, MIXED, Entry
 from zoo.mla import Spelling
-from zoo.sizes import Step, converted
+from zoo.sizes import Step, converted, unequal
 
 from .outcome import Outcome, outcomes
 
@@ -97,7 +97,7 @@ STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growin
 
 @dataclass(frozen=True)
 class ZooCell:
-    """A spelling of the zoo at each of its steps, and at the last one in each precision."""
+    """A spelling of the zoo at each of its steps, and at the last one in each precision and with dynamic sizes."""
 
     line: str
     place: int
@@ -113,18 +113,19 @@ class ZooCell:
     def found(self) -> list[Found]:
         *_, last = steps = self.entry.steps
         results = [found for step in steps for found in self._at(step, torch.float32)]
-        return results + [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
+        results += [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
+        return results + self._at(unequal(last), torch.float32, dynamic=True)
 
-    def _at(self, step: Step, dtype: torch.dtype) -> list[Found]:
-        entry = self.entry
-        module, arguments = entry.build().to(dtype), converted(entry.arguments(step), dtype)
-        name = f"{step.name}, {str(dtype).removeprefix('torch.')}"
-        found = outcomes(module, arguments, {}, dynamic=False)
-        return [Found(name, target, outcome, self.whole(step)) for target, outcome in found.items()]
+    def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
+        module, arguments = self.entry.build().to(dtype), converted(self.entry.arguments(step), dtype)
+        name = f"{step.name}, {'dynamic' if dynamic else str(dtype).removeprefix('torch.')}"
+        found = outcomes(module, arguments, {}, dynamic=dynamic)
+        whole = self.whole(step, dynamic=dynamic)
+        return [Found(name, target, outcome, whole) for target, outcome in found.items()]
 
-    def whole(self, step: Step) -> Fused:
+    def whole(self, step: Step, *, dynamic: bool = False) -> Fused:
         """What all of it is fused to."""
-        return replace(self.entry, partial="", unfused="").fused(step)
+        return replace(self.entry, partial="", unfused="").fused(step, dynamic=dynamic)
 
 
 def _axis(spelling: Spelling) -> str:

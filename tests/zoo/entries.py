@@ -58,7 +58,7 @@ class Entry:
         is_cold = step.tokens == cache.length(self.spelling.sizes, step) and step.tokens > SURELY_ABSORBED
         is_unknown = dynamic and step.tokens > 1
         if (is_cold or is_unknown) and not self.is_absorbed:
-            is_cached = cache.is_read_from_memory or (cache.is_appended and not is_cold)
+            is_cached = cache.is_read_from_memory or step.tokens < cache.length(self.spelling.sizes, step)
             rows = {"kv_rmsnorm_rope_cache": 1} if is_cached and not self.partial else {}
             return {**rows, "mla_attention": 1}
         return {"latent_attention": 1} if self.partial else {"mla_prolog": 1, "latent_attention": 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ class Step:
 
 PREFILL, DECODE, FEW = Step("prefill", 9, 0), Step("decode", 1, 6), Step("few", 3, 6)
 STEPS = (PREFILL, DECODE, FEW)
+
+
+def unequal(step: Step) -> Step:
+    """The same kind of step with a batch, tokens and a context that are no other size: Dynamo takes equal sizes for one
+    symbol."""
+    return replace(step, batch=5, start=9 if step.start else 0, tokens={1: 1, 3: 7, 9: 11}[step.tokens])
 
 
 def dense(*shape: int) -> Tensor:
