@@ -44,7 +44,8 @@ class Inductor(Target):
 
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
         """Whatever the operators can be traced as, and after that single rows times weights, theirs among them."""
-        return {**{entry.overload: entry.decomposition for entry in catalogue().values()}, aten.mm.default: _single_row}
+        operators = {entry.overload: entry.kernel_decomposition for entry in catalogue().values()}
+        return {**operators, aten.mm.default: _single_row}
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""

@@ -12,16 +12,18 @@ from torch.fx import Node
 from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, tensor
-from .readings.causal import causal_by_position
+from .readings.causal import CausalByPosition, causal_by_position
 from .readings.element import Element, is_coarser
-from .readings.sizes import Size
+from .readings.sizes import Size, plain, product
 from .readings.softmax import Attention, Mask
 
 aten = torch.ops.aten
 
 
 def check_is_causal(found: Attention, s: Axes) -> None:
-    """Raises NoMatch unless `is_causal`, where it is given, counts the tokens of each sequence."""
+    """Raises NoMatch unless `is_causal`, where it is given, counts the tokens of each sequence, and says all."""
+    if found.causal is not None and found.masks:
+        raise NoMatch("is_causal stands beside a mask", found.node)
     if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
         raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
 
@@ -38,15 +40,27 @@ def emit_masks(
         return emit_mask(emit, found.masks, dims), None, found.fill
 
 
+def is_causal_from_first(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> bool:
+    """Whether row s is known to see keys t <= s and no others, which is what `is_causal` says. Each row so sees a key,
+    beside which no score is left of those that are filled: with the lowest number of a type, as they are known."""
+    if found.causal is not None:
+        return True
+    try:
+        causal = _causal(found, b, s, dtype)
+    except NoMatch:
+        return False
+    if isinstance(causal.position, Element):
+        return False
+    return plain(causal.position + causal.more - product(axis.size for axis in s)) == 0
+
+
 def emit_context_lens(
     emit: Emitter, found: Attention, b: Axes, s: Axes, dtype: torch.dtype
 ) -> tuple[Node, float | None]:
     """How many keys the last row of each sequence sees, int64 [B] or [1], and with what the scores of the others are
     filled. Raises NoMatch if the masks are not known to be causal, or are rounded coarser than `dtype`, in which the
     operator computes."""
-    for mask in found.masks:
-        _check_type(mask, dtype)
-    causal = causal_by_position(found, b, s)
+    causal = _causal(found, b, s, dtype)
     device = found.node.meta["val"].device
     if isinstance(causal.position, Element):
         positions = emit.cast(tensor(emit, causal.position, (b,)), torch.int64)
@@ -56,6 +70,12 @@ def emit_context_lens(
         return _added(emit, positions, causal.more), causal.fill
     length = emit.size(causal.position + causal.more)
     return emit.call(aten.full.default, [1], length, dtype=torch.int64, device=device), causal.fill
+
+
+def _causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition:
+    for mask in found.masks:
+        _check_type(mask, dtype)
+    return causal_by_position(found, b, s)
 
 
 def _added(emit: Emitter, positions: Node, more: Size) -> Node:

@@ -36,7 +36,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, ordered, result, tensor
-from mla_fx.masks import check_is_causal, emit_masks
+from mla_fx.masks import check_is_causal, emit_masks, is_causal_from_first
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
 from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
@@ -270,10 +270,7 @@ class MlaAttention(Rule[Facts]):
             return emit.scaled(tensor(emit, match[name], dims, dtype=facts.dtype, expand=True), facts.query_factor)
 
         context = operand("q_rope", b, s, n, dr), operand("kv_cache", b, t, hckv), operand("kr_cache", b, t, dr)
-        masks, fill = _masks(emit, facts)
-        options = {"scale": facts.scale, "is_causal": found.causal is not None}
-        if fill is not None:
-            options["fill"] = fill
+        masks, options = _masks(emit, facts)
         if facts.keys == facts.values == "expanded":
             weights = operand("weight_uk", n, d, hckv), operand("weight_uv", n, dv, hckv)
             target = torch.ops.mla_fx.mla_attention.default
@@ -297,12 +294,18 @@ class MlaAttention(Rule[Facts]):
         return any(seems_low_rank(element_of(value)) for value in values if isinstance(value, Node))
 
 
-def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], float | None]:
-    """A mask, or None and lengths that say the same, and with what scores are filled where they are hidden."""
-    found = facts.found
+def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], dict[str, object]]:
+    """A mask, or None and lengths that say the same, or neither; and the options, which may say it too."""
+    found, b, s = facts.found, facts.b, facts.s
+    is_causal = is_causal_from_first(found, b, s, facts.dtype)
+    options: dict[str, object] = {"scale": facts.scale, "is_causal": is_causal}
+    mask = context_lens = fill = None
+    if not is_causal:
+        mask, context_lens, fill = emit_masks(emit, found, (b, facts.n, s, facts.t), facts.dtype)
+    if fill is not None:
+        options["fill"] = fill
     sinks = () if found.sink is None else (_emit_sinks(emit, found.sink, facts),)
-    mask, context_lens, fill = emit_masks(emit, found, (facts.b, facts.n, facts.s, facts.t), facts.dtype)
-    return ((mask,) if context_lens is None and not sinks else (mask, context_lens, *sinks)), fill
+    return ((mask,) if context_lens is None and not sinks else (mask, context_lens, *sinks)), options
 
 
 def _emit_sinks(emit: Emitter, sink: Element | float, facts: Facts) -> Node:

@@ -289,8 +289,6 @@ def _masks(
     found, s = facts.found, facts.s
     if found.causal is None:
         return emit_masks(emit, found, dims, dtype)
-    if found.masks:
-        raise NoMatch("is_causal stands beside a mask", found.node)
     check_is_causal(found, s)
     device, steps = found.node.meta["val"].device, emit.size(product(axis.size for axis in s))
     return None, emit.call(aten.full.default, [1], steps, dtype=torch.int64, device=device), None

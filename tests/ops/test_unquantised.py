@@ -344,7 +344,9 @@ def test_both_algebras_agree_and_the_limit_chooses():
     arguments = mla_attention.Arguments(*args, scale=0.3)
     absorbed, expanded = mla_attention.absorbed(arguments), mla_attention.expanded(arguments)
     torch.testing.assert_close(absorbed, expanded)
-    for limit, form in ((2, expanded), (3, absorbed)):
+    lean = mla_attention.lean(arguments)
+    torch.testing.assert_close(lean, expanded)
+    for limit, form in ((2, lean), (3, absorbed)):
         result = torch.ops.mla_fx.mla_attention(*args, scale=0.3, max_absorbed_tokens=limit)
         torch.testing.assert_close(result, form, rtol=0, atol=0)
 

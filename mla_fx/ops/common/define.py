@@ -13,9 +13,15 @@ from torch._ops import OpOverload
 from .forms import Forms, is_required
 
 Kernel = Callable[..., Any]
+Stays = Callable[..., "str | None"]
 Record = TypeVar("Record")
 
 NAMESPACE = "mla_fx"
+
+
+def never(*args: Any, **kwargs: Any) -> str | None:
+    return None
+
 
 # (rtol, atol) for two correct evaluations of one operator whose sums were taken in different orders.
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = {
@@ -39,13 +45,14 @@ Samples = Callable[[torch.dtype], Iterator[Sample]]
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: `overload` is what graphs call, `body` its meaning in plain PyTorch on the same arguments.
+    """One operator: `overload` is what graphs call, `body` its meaning in plain PyTorch on the same arguments, and
+    `kernel` what a call runs: the body, or the same by means that not every compiler has.
 
     `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
     is `(rtol, atol)`; `inplace` is the twin that writes its caches or outputs and returns the other results, or None;
     `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
     trace `body` in place of a call only if `traceable`, and if `stays`, given the same arguments, returns None; a
-    sentence from it says why this call has to stay.
+    sentence from it says why this call has to stay. For `kernel` `kernel_stays` is asked as well.
     """
 
     name: str
@@ -57,15 +64,24 @@ class Operator:
     host: OpOverload | None
     inplace_host: OpOverload | None
     traceable: bool
-    stays: Callable[..., str | None]
+    stays: Stays
+    kernel: Kernel
+    kernel_stays: Stays
 
     def decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
         """What a compiler may trace in place of a call with such arguments, or a sentence: why the call must stay."""
+        return self._refusal(*args, **kwargs) or self.body
+
+    def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
+        """The same for a compiler that has PyTorch's own attention."""
+        return self._refusal(*args, **kwargs) or self.kernel_stays(*args, **kwargs) or self.kernel
+
+    def _refusal(self, *args: Any, **kwargs: Any) -> str | None:
         if not self.traceable:
             return "it reads lengths, or rounds in places that a compiler would not keep"
         if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
             return "it is quantised, and compilers do not keep the roundings in between"
-        return self.stays(*args, **kwargs) or self.body
+        return self.stays(*args, **kwargs)
 
 
 def define(
@@ -83,24 +99,28 @@ def define(
     lengths: Sequence[str] = (),
     enumerators: Mapping[str, int] | None = None,
     traceable: bool = True,
-    stays: Callable[..., str | None] = lambda *_, **__: None,
+    stays: Stays = never,
+    kernel: Callable[[Record], Any] | None = None,
+    kernel_stays: Stays = never,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
-    `body`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the twin has.
-    `in_place` is what the twin `mla_fx::name_` does. `writes` maps each result that the twin does not return to the
-    argument that it writes instead: a cache among the arguments of `body`, or an output that only the twin takes,
-    behind the required arguments; an `optional` one may be left out. Overloads of both forms take something else:
-    `host` takes lists for the tensors `lengths`; `enum` takes numbers for the `enumerators`, which are otherwise named,
-    and of which the number of the default is given; `host_enum` takes both. None for a required tensor raises a
-    ValueError before `check` is called.
+    `body`, `kernel`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the
+    twin has, `mla_fx::name_`, which it is. `writes` maps each result that the twin does not return to the argument that
+    it writes instead: a cache among the arguments of `body`, or an output that only the twin takes, behind the required
+    arguments; an `optional` one may be left out. Overloads of both forms take something else: `host` takes lists for
+    the tensors `lengths`; `enum` takes numbers for the `enumerators`, which are otherwise named, and of which the
+    number of the default is given; `host_enum` takes both. None for a required tensor raises a ValueError before
+    `check` is called.
     """
+    computed = body if kernel is None else kernel
     meaning = _on_arguments(body, record)
     signature = inspect.signature(meaning)
+    tracing = traceable, stays, _on_arguments(computed, record), kernel_stays
 
     def run(a: Record) -> Any:
         check(a)
-        return body(a)
+        return computed(a)
 
     def run_fake(a: Record) -> Any:
         check(a)
@@ -110,7 +130,7 @@ def define(
     forms = Forms(lengths, enumerators or {})
     overload, host = _register(name, signature, *kernels, returns, (), forms)
     if in_place is None or writes is None:
-        return Operator(name, overload, meaning, samples, TOLERANCE, None, host, None, traceable, stays)
+        return Operator(name, overload, meaning, samples, TOLERANCE, None, host, None, *tracing)
 
     outputs = [argument for argument in writes.values() if argument not in signature.parameters]
     kept = [position for position, result in enumerate(returns) if result not in writes]
@@ -133,7 +153,7 @@ def define(
         tuple(writes.values()),
         forms,
     )
-    return Operator(name, overload, meaning, samples, TOLERANCE, twin, host, twin_host, traceable, stays)
+    return Operator(name, overload, meaning, samples, TOLERANCE, twin, host, twin_host, *tracing)
 
 
 def _on_arguments(function: Kernel, record: type[Any]) -> Kernel:

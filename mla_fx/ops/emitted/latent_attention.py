@@ -1,7 +1,7 @@
 """latent_attention: attention of absorbed queries over the compressed latents themselves."""
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rope, probabilities
+from .lean import IN_TILES, goes_by_tiles, mask_of_rows, row_tiles
 from .pages import STAYS, check_contexts, context_of, tiles
 
 
@@ -67,6 +68,26 @@ def body(a: Arguments) -> Tensor:
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks, rows_first=True)
     return _weighted(weights.flatten(1, 2), a.kv_cache, a.block_table).view(batch, steps, heads, rank)
+
+
+def kernel(a: Arguments) -> Tensor:
+    """The same by tiles of query rows, where there are many."""
+    context = context_of(a.kv_cache, a.block_table)
+    if not goes_by_tiles(a.query, context):
+        return body(a)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
+    return torch.cat([body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)], 1)
+
+
+def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Arguments:
+    query_rope = None if a.query_rope is None else a.query_rope[:, first:last]
+    part = replace(a, query=a.query[:, first:last], query_rope=query_rope, context_lens=None, is_causal=False)
+    return replace(part, mask=mask_of_rows(mask, first, last))
+
+
+def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
+    a = Arguments(*args, **kwargs)
+    return IN_TILES if goes_by_tiles(a.query, context_of(a.kv_cache, a.block_table)) else None
 
 
 def _scores(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
@@ -171,4 +192,6 @@ operator = define(
     fake=fake,
     samples=samples,
     stays=stays,
+    kernel=kernel,
+    kernel_stays=kernel_stays,
 )

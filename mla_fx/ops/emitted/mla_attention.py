@@ -1,6 +1,6 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities
-from .pages import STAYS, check_contexts, gathered
+from .lean import IN_TILES, attend, goes_by_tiles, is_expressible
+from .pages import STAYS, check_contexts, context_of, gathered
 
 
 @dataclass(frozen=True)
@@ -67,25 +68,29 @@ def body(a: Arguments) -> Tensor:
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
-    is_absorbed = a.max_absorbed_tokens and a.q_nope.shape[1] <= a.max_absorbed_tokens
-    return absorbed(a) if is_absorbed else expanded(a)
+    return absorbed(a) if _is_absorbed(a) else expanded(a)
 
 
-def absorbed(a: Arguments) -> Tensor:
+def kernel(a: Arguments) -> Tensor:
+    """The same in memory that does not grow with S * T."""
+    return absorbed(a, latent_attention.kernel) if _is_absorbed(a) else lean(a)
+
+
+def _is_absorbed(a: Arguments) -> bool:
+    return a.max_absorbed_tokens != 0 and a.q_nope.shape[1] <= a.max_absorbed_tokens
+
+
+def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor] = latent_attention.body) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
     query = torch.einsum("bsnd,ndr->bsnr", a.q_nope, a.weight_uk)
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
-    arguments = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
-    latent = latent_attention.body(arguments)
+    latent = attend(latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill))
     return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
 
 
 def expanded(a: Arguments) -> Tensor:
     """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
-    kv_cache, kr_cache = a.kv_cache, a.kr_cache
-    if a.block_table is not None:  # what is expanded of them is larger by far
-        kv_cache = gathered(kv_cache, a.block_table)
-        kr_cache = None if kr_cache is None else gathered(kr_cache, a.block_table)
+    kv_cache, kr_cache = _caches(a)
     k_nope = torch.einsum("btr,ndr->bndt", kv_cache, a.weight_uk)
     value = torch.einsum("btr,nvr->bntv", kv_cache, a.weight_uv)
     latent = a.q_nope.transpose(1, 2) @ k_nope
@@ -96,6 +101,27 @@ def expanded(a: Arguments) -> Tensor:
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, kv_cache.shape[1])
     weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks)
     return (weights @ value).transpose(1, 2).contiguous()
+
+
+def lean(a: Arguments) -> Tensor:
+    """`expanded` in memory that does not grow with S * T: keys of nope and rotary part are joined."""
+    kv_cache, kr_cache = _caches(a)
+    query, key = a.q_nope, torch.einsum("btr,ndr->btnd", kv_cache, a.weight_uk)
+    if a.q_rope is not None and kr_cache is not None:
+        query = torch.cat((query, a.q_rope), -1)
+        key = torch.cat((key, kr_cache.unsqueeze(2).expand(-1, -1, key.shape[2], -1)), -1)
+    value = torch.einsum("btr,nvr->btnv", kv_cache, a.weight_uv)
+    mask = as_mask(a.mask, a.context_lens, False, a.q_nope, kv_cache.shape[1])
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    return attend(query, key, value, mask, a.scale, a.is_causal, a.fill, a.sinks).transpose(1, 2).contiguous()
+
+
+def _caches(a: Arguments) -> tuple[Tensor, Tensor | None]:
+    """[B, T, Hckv] and [B, T, Dr]."""
+    if a.block_table is None:
+        return a.kv_cache, a.kr_cache
+    # what is expanded of them is larger by far
+    return gathered(a.kv_cache, a.block_table), None if a.kr_cache is None else gathered(a.kr_cache, a.block_table)
 
 
 def check(a: Arguments) -> None:
@@ -180,6 +206,13 @@ def stays(*args: Any, **kwargs: Any) -> str | None:
     return None if has_one_form else "it chooses its form by the number of query tokens of each call"
 
 
+def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
+    a = Arguments(*args, **kwargs)
+    context = context_of(a.kv_cache, a.block_table)
+    fits = not _is_absorbed(a) and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
+    return None if fits or not goes_by_tiles(a.q_nope, context) else IN_TILES
+
+
 operator = define(
     "mla_attention",
     Arguments,
@@ -189,4 +222,6 @@ operator = define(
     fake=fake,
     samples=samples,
     stays=stays,
+    kernel=kernel,
+    kernel_stays=kernel_stays,
 )

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mla_fx.ops.common.check import FLOATS, check_devices, check_dtype, check_rank, check_shape
 from mla_fx.ops.common.define import Sample, define
@@ -16,6 +15,7 @@ from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, masked
+from .lean import attend
 from .pages import STAYS, check_block_table, context_of, gathered, tiles
 
 MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
@@ -72,17 +72,13 @@ def body(a: Arguments) -> Tensor:
 
 
 def _over_copies(a: Arguments) -> Tensor:
-    heads, width = a.query.shape[2:]
+    heads = a.query.shape[2]
     keys, values = (
         gathered(cache, a.block_table).to(a.query.dtype).transpose(1, 2).repeat_interleave(heads // cache.shape[2], 1)
         for cache in (a.key_cache, a.value_cache)
     )
     mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
-    columns = values.shape[3]
-    widest = max(width, columns)  # where they differ, all scores would be kept, and rounded
-    query, keys, values = (pad(part, (0, widest - part.shape[3])) for part in (a.query.transpose(1, 2), keys, values))
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=a.scale)
-    return _rows_first(out[..., :columns])
+    return _rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale))
 
 
 def _rows_first(out: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""Attention in memory that does not grow with queries times keys: PyTorch's own where it says the same, else tiles of
+query rows."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from mla_fx.ops.common.math import accumulation_dtype
+
+from .attention import as_mask, probabilities
+
+TILE = 2**24  # scores at a time; measured on a CPU, where smaller tiles are slower
+FEW = 128  # query tokens, whose scores are kept at once
+SHORT = 16  # keys; with fewer, PyTorch's kernel for CPUs gives zeros for a query of NaN
+LOWEST = torch.finfo(torch.bfloat16).min  # beside a score so low any other vanishes, and so when it is added to that
+
+IN_TILES = "it goes by tiles of query rows, and a compiler would keep the scores of all"
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool = False,
+    fill: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[B, N, S, D], [B, N, T, D] and [B, N, T, Dv] -> [B, N, S, Dv]; masks, fill and sinks as in `probabilities`.
+
+    is_causal lets row s attend to keys t <= s, and is given without a mask."""
+    if is_expressible(query, key.shape[2], mask, fill, sinks):
+        return _own(query, key, value, _expressed(query, mask, fill), scale, is_causal)
+    mask = _causal(query, key) if is_causal else mask
+    parts = []
+    for first, last in row_tiles(query.transpose(1, 2), key.shape[2]):
+        scores = query[:, :, first:last] @ key.mT
+        weights = probabilities(scores, None, mask_of_rows(mask, first, last), scale, fill, sinks)
+        parts.append(weights @ value)
+    return torch.cat(parts, 2)
+
+
+def is_expressible(
+    query: Tensor, context: int, mask: Tensor | None, fill: float | None, sinks: Tensor | None
+) -> bool:
+    """Whether PyTorch's own attention says the same. `query` may be any tensor of its dtype and device."""
+    if sinks is not None or (isinstance(context, int) and context < SHORT):
+        return False
+    held = _held(query)
+    if fill is not None:
+        return max(fill, torch.finfo(held).min) <= LOWEST
+    return mask is None or mask.dtype == torch.bool or torch.promote_types(mask.dtype, held) == held
+
+
+def goes_by_tiles(queries: Tensor, context: int) -> bool:
+    """Whether the scores of queries [B, S, N, ...] are more than one tile, unless there are few of them."""
+    batch, steps, heads = queries.shape[:3]
+    if isinstance(steps, int) and steps <= FEW:
+        return False
+    return not statically_known_true(batch * steps * heads * context <= TILE)
+
+
+def row_tiles(queries: Tensor, context: int) -> Iterator[tuple[int, int]]:
+    """Where each tile of the rows of queries [B, S, N, ...] begins and ends."""
+    batch, steps, heads = queries.shape[:3]
+    if not goes_by_tiles(queries, context):
+        yield 0, steps
+        return
+    rows = max(1, TILE // (batch * heads * context))
+    for first in range(0, steps, rows):
+        yield first, min(first + rows, steps)
+
+
+def mask_of_rows(mask: Tensor | None, first: int, last: int) -> Tensor | None:
+    """The part of a mask that belongs to some rows."""
+    if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
+        return mask
+    return mask[..., first:last, :]
+
+
+def _own(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> Tensor:
+    if is_causal and not scale > 0:  # a score is hidden ahead of the scale there
+        mask, is_causal = _causal(query, key), False
+    columns, on_cpu = value.shape[3], query.device.type == "cpu"
+    if on_cpu:  # where widths differ its kernel is not taken, and all scores are kept
+        widest = max(query.shape[3], columns)
+        query, key, value = (pad(part, (0, widest - part.shape[3])) for part in (query, key, value))
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
+    if mask is not None and not on_cpu:  # not every kernel gives zeros where a row sees nothing
+        seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+        out = out.masked_fill(~seen.any(-1, keepdim=True), 0)
+    return out[..., :columns]
+
+
+def _expressed(query: Tensor, mask: Tensor | None, fill: float | None) -> Tensor | None:
+    """A mask as PyTorch's own attention takes it."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    held = _held(query)
+    if fill is not None:
+        return torch.zeros_like(mask, dtype=held).masked_fill(~mask, max(fill, torch.finfo(held).min))
+    return mask if mask.dtype in (torch.bool, query.dtype) else mask.to(held)
+
+
+def _held(query: Tensor) -> torch.dtype:
+    """The type in which a mask is added to scores."""
+    return accumulation_dtype(query.dtype) if query.device.type == "cpu" else query.dtype
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor | None:
+    return as_mask(None, None, True, query.transpose(1, 2), key.shape[2])

@@ -1,0 +1,196 @@
+"""Attention in flat memory: PyTorch's own and tiles of query rows answer as the operators' bodies, and what is traced
+for a long prompt holds no scores of all queries and keys."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mla_fx import discover
+from mla_fx.ops.emitted import latent_attention, lean, mla_attention
+from mla_fx.ops.emitted.lean import IN_TILES
+
+STEPS, CONTEXT, HEADS = 18, 20, 3
+ROWS = torch.arange(STEPS).unsqueeze(-1)
+SEEN = torch.arange(CONTEXT) <= ROWS
+BLIND = SEEN & (ROWS != 7)
+OWN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+LOWEST = torch.finfo(torch.float32).min
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+
+
+def arguments(module, steps=STEPS, context=CONTEXT, batch=2, **given):
+    """Dense operands of an operator, of which some are given."""
+    queries = {"query_rope": normal(batch, steps, HEADS, 4)} if module is latent_attention else {}
+    if module is latent_attention:
+        queries["query"] = normal(batch, steps, HEADS, 16)
+    else:
+        queries |= {"q_nope": normal(batch, steps, HEADS, 8), "q_rope": normal(batch, steps, HEADS, 4)}
+        up = normal(HEADS, 14, 16) / 4
+        queries |= {"weight_uk": up[:, :8], "weight_uv": up[:, 8:]}
+    caches = {"kv_cache": normal(batch, context, 16), "kr_cache": normal(batch, context, 4)}
+    return module.Arguments(**{**queries, **caches, "mask": None, "scale": 0.3, **given})
+
+
+BIAS = normal(1, HEADS, STEPS, CONTEXT)
+HIDING = {
+    "no mask": {},
+    "causal": {"is_causal": True},
+    "causal, negative scale": {"is_causal": True, "scale": -0.3},
+    "causal, no scale": {"is_causal": True, "scale": 0.0},
+    "bool mask": {"mask": BLIND},
+    "bool mask of one row": {"mask": SEEN[4:5]},
+    "bool mask of heads": {"mask": (BIAS > 0) & SEEN},
+    "additive mask": {"mask": BIAS},
+    "additive mask of another type": {"mask": BIAS.float()},
+    "blind rows of an additive mask": {"mask": torch.zeros(STEPS, CONTEXT).masked_fill(~BLIND, -math.inf)},
+    "context_lens": {"context_lens": torch.tensor([20, 7])},
+    "context_lens beyond": {"context_lens": torch.tensor([-3])},
+}
+FILLED = {
+    "lowest fill": {"mask": BLIND, "fill": LOWEST},
+    "lowest fill, context_lens": {"context_lens": torch.tensor([20, 7]), "fill": LOWEST},
+}
+TILED = {
+    "fill": {"mask": BLIND, "fill": -1.5},
+    "sinks": {"context_lens": torch.tensor([20, 7]), "sinks": normal(HEADS)},
+    "sinks, fill": {"mask": BLIND, "sinks": normal(HEADS), "fill": -1e9},
+    "sinks, causal": {"is_causal": True, "sinks": normal(HEADS)},
+}
+
+
+def graph_of(function, a, decompositions=None):
+    names = [name for name, value in vars(a).items() if isinstance(value, torch.Tensor)]
+
+    def traced(*tensors):
+        return function(dataclasses.replace(a, **dict(zip(names, tensors, strict=True))))
+
+    with torch.no_grad():
+        return make_fx(traced, decompositions)(*(getattr(a, name) for name in names)).graph
+
+
+def calls_own(a):
+    return any(node.target is OWN for node in graph_of(mla_attention.kernel, a).nodes)
+
+
+@pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED])
+def test_prompts_answer_as_the_body(name):
+    """Which is plain: scores of all queries and keys, and their softmax."""
+    a = arguments(mla_attention, **(HIDING | FILLED | TILED)[name])
+    torch.testing.assert_close(mla_attention.kernel(a), mla_attention.body(a), rtol=1e-9, atol=1e-9)
+    assert calls_own(a) is (name not in TILED)
+
+
+@pytest.mark.parametrize("tile", [1, 2 * HEADS * CONTEXT * 5])
+@pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED])
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
+    monkeypatch.setattr(lean, "TILE", tile)
+    monkeypatch.setattr(lean, "FEW", 1)
+    for given in ({}, {"max_absorbed_tokens": STEPS}) if module is mla_attention else ({},):
+        a = arguments(module, **(HIDING | FILLED | TILED)[name], **given)
+        torch.testing.assert_close(module.kernel(a), module.body(a), rtol=1e-9, atol=1e-9)
+        stays = module.operator.kernel_decomposition(**vars(a))
+        is_own = module is mla_attention and name not in TILED and not given
+        assert stays is module.operator.kernel if is_own else stays == IN_TILES
+
+
+def test_pages_go_by_tiles_of_rows_too(monkeypatch):
+    monkeypatch.setattr(lean, "TILE", 2 * HEADS * 20 * 5)
+    monkeypatch.setattr(lean, "FEW", 1)
+    table, pages = torch.tensor([[3, -2, 0, 5, 1], [2, 4, 4, 1, 0]]), {"kv_cache": normal(6, 4, 16)}
+    pages["kr_cache"] = normal(6, 4, 4)
+    for module in (latent_attention, mla_attention):
+        a = arguments(module, block_table=table, context_lens=torch.tensor([19, 7]), **pages)
+        torch.testing.assert_close(module.kernel(a), module.body(a), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("context", [3, 20, 600])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_in_a_query_stays(context, is_causal):
+    a = arguments(mla_attention, steps=3, context=context, is_causal=is_causal)
+    a.q_nope[0, 1, 2] = math.nan
+    expected = mla_attention.body(a)
+    assert expected[0, 1, 2].isnan().all()
+    torch.testing.assert_close(mla_attention.kernel(a), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [*HIDING, *FILLED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_exact_as_the_body(name, dtype):
+    wide = arguments(mla_attention, **(HIDING | FILLED)[name])
+    operands = {key: value for key, value in vars(wide).items() if isinstance(value, torch.Tensor) and key != "mask"}
+    rounded = {key: value.to(dtype) for key, value in operands.items() if value.is_floating_point()}
+    a = dataclasses.replace(wide, **rounded)
+    exact = mla_attention.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))
+    worst, plain = ((form(a).double() - exact).abs().max() for form in (mla_attention.kernel, mla_attention.body))
+    assert worst <= 2 * plain
+
+
+@pytest.mark.parametrize(("steps", "context"), [(0, 20), (3, 0), (0, 0)])
+def test_without_queries_or_keys(steps, context):
+    a = arguments(mla_attention, steps=steps, context=context)
+    assert mla_attention.kernel(a).shape == mla_attention.body(a).shape
+
+
+# --- a long prompt ---------------------------------------------------------------------------------------------------
+
+
+def long_prompt(**given):
+    """DeepSeek-V3's sizes, as fake tensors: 34 GB of scores in float32."""
+    steps = context = 8192
+    shapes = {
+        "q_nope": (1, steps, 128, 128),
+        "q_rope": (1, steps, 128, 64),
+        "kv_cache": (1, context, 512),
+        "kr_cache": (1, context, 64),
+        "weight_uk": (128, 128, 512),
+        "weight_uv": (128, 128, 512),
+    }
+    operands = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    return mla_attention.Arguments(**{**operands, "mask": None, "scale": 0.1, **given})
+
+
+def storages(node):
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    return {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values if value.numel()}
+
+
+def peak_of_temporaries(graph):
+    """The most bytes that live at once beside the graph's inputs; a view lives as long as what it is a view of."""
+    *nodes, output = graph.nodes
+    given = {key for node in graph.find_nodes(op="placeholder") for key in storages(node)}
+    last = {key: i for i, node in enumerate(nodes) for used in [node, *node.all_input_nodes] for key in storages(used)}
+    last |= {key: len(nodes) for node in output.all_input_nodes for key in storages(node)}
+    live, peak = {}, 0
+    for i, node in enumerate(nodes):
+        live |= {key: size for key, size in storages(node).items() if key not in given}
+        peak = max(peak, sum(live.values()))
+        live = {key: size for key, size in live.items() if last[key] > i}
+    return peak
+
+
+@pytest.mark.parametrize("given", ["is_causal", "context_lens", "mask"])
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+def test_a_long_prompt_keeps_no_scores(target, given):
+    """Its temporaries are less than three times query, keys, values and result together."""
+    table = dict(discover.targets()[target].decompositions())
+    steps, heads = 8192, 128
+    with FakeTensorMode():
+        values = {
+            "is_causal": True,
+            "context_lens": torch.empty(1, dtype=torch.int64),
+            "mask": torch.empty(1, 1, steps, steps, dtype=torch.bool),
+        }
+        graph = graph_of(mla_attention.kernel, long_prompt(**{given: values[given]}), table)
+    activations = 2 * steps * heads * (192 + 192 + 128 + 128)
+    print(peak_of_temporaries(graph) / activations)
+    assert peak_of_temporaries(graph) <= 3 * activations
+    tensors = [value for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
+    assert all(value.numel() < heads * steps * steps for value in tensors)
