@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from families import FAMILIES, empty_cache, tiny_model
-from npu.sizes import CONFIG, CONTEXT, SIZES, UNROTATED
+from npu.sizes import CONFIG, CONTEXT, OF_FAMILY, SIZES
 from zoo.sizes import converted
 
 from .outcome import Outcome, outcomes
@@ -23,7 +23,7 @@ TARGET = {"targets": ("ge",), "soc": "Ascend910B3"}
 
 class NpuFamilyCell(FamilyCell):
     def _model(self) -> Any:
-        sizes = CONFIG | UNROTATED.get(self.line, {})
+        sizes = CONFIG | OF_FAMILY.get(self.line, {})
         return tiny_model(self.line, torch.bfloat16, **sizes, **layers(self.line))
 
     def _cache(self, model: Any, kind: str) -> Any:

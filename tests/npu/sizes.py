@@ -2,7 +2,7 @@
 
 from zoo.sizes import Sizes
 
-# Of a model of Hugging Face.
+# Of a model of Hugging Face, and what some families call otherwise or do without.
 CONFIG = {
     "hidden_size": 1024,
     "q_lora_rank": 1536,
@@ -14,7 +14,17 @@ CONFIG = {
     "head_dim": 64,
     "index_head_dim": 128,
 }
-UNROTATED = {"glm5_next": {"qk_rope_head_dim": 0, "qk_head_dim": 128}}
+OF_FAMILY = {
+    "glm5_next": {"qk_rope_head_dim": 0, "qk_head_dim": 128},
+    "dots3_note": {
+        "swa_q_lora_rank": 1536,
+        "swa_kv_lora_rank": 512,
+        "swa_head_dim": 192,
+        "swa_qk_nope_head_dim": 128,
+        "swa_qk_rope_head_dim": 64,
+        "swa_v_head_dim": 128,
+    },
+}
 CONTEXT = 128  # a multiple of the 16 rows that a block of them has
 
 # Of a layer of the zoo.
