@@ -190,7 +190,6 @@ def test_a_long_prompt_keeps_no_scores(target, given):
         }
         graph = graph_of(mla_attention.kernel, long_prompt(**{given: values[given]}), table)
     activations = 2 * steps * heads * (192 + 192 + 128 + 128)
-    print(peak_of_temporaries(graph) / activations)
     assert peak_of_temporaries(graph) <= 3 * activations
     tensors = [value for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
     assert all(value.numel() < heads * steps * steps for value in tensors)

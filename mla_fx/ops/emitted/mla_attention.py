@@ -55,7 +55,7 @@ def body(a: Arguments) -> Tensor:
     t < context_lens[b] - S + 1 + s, whatever the number. is_causal lets row s attend to keys t <= s. At most one of the
     three is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, minus infinity if that
     is None. A row whose scores are all minus infinity gives zeros; one without any visible key so gives zeros, and with
-    `fill` the mean of all T values.
+    `fill` the mean of all T values. What is hidden must be a number all the same, as neither infinity nor NaN is.
 
     sinks, [N] in any floating type, is one more score in each row of a head, neither scaled nor masked; its probability
     is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
