@@ -39,7 +39,7 @@ from torch.fx import Node
 from .binding import Match
 from .errors import NoMatch
 from .readings.axes import Axis, Index, fresh, shifted
-from .readings.cache_update import POSITIONED, CacheUpdate, cache_update, is_written_where
+from .readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
 from .readings.contraction import Contraction, contraction
 from .readings.element import Element, resolve
 from .readings.paged import paged
@@ -179,9 +179,11 @@ class _Stored(Pattern):
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         try:
             update = cache_update(element)
-        except NoMatch:
+        except NoMatch as miss:
             if element.origin.target in POSITIONED or is_written_where(element.origin):
                 raise  # a cache write in an unknown spelling is no plain row
+            if element.origin.target in WRITES:
+                nearest.fail(match, miss)  # a slice may be put into something else than a cache
             yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return
         other = match.readings.get(self.beside)

@@ -39,8 +39,8 @@ def known_by(environment: Any) -> Iterator[None]:
     """Proofs may ask a shape environment, whose symbols the sizes are made of; None has nothing to say. It takes its
     time, so it is asked everything once."""
     known = [] if environment is None else guards(environment)
-    quotients: dict[sympy.Symbol, sympy.Expr] = {}
-    with equated(_divided(known, quotients)):
+    products, quotients = _divided(known)
+    with equated(products):
         token = _environment.set(None if environment is None else _asking(environment, known, quotients))
         try:
             yield
@@ -63,11 +63,11 @@ def equated(found: Mapping[sympy.Symbol, Size]) -> Iterator[None]:
         _same.reset(token)
 
 
-def _divided(known: Iterable[Any], quotients: dict[sympy.Symbol, sympy.Expr]) -> dict[sympy.Symbol, Size]:
-    """Sizes that are known to be multiples of others as products, so that what is left of them is no rounded fraction.
-
-    `quotients` are given the new factors, and what these are."""
-    same: dict[sympy.Symbol, Size] = {}
+def _divided(known: Iterable[Any]) -> tuple[dict[sympy.Symbol, Size], dict[sympy.Symbol, sympy.Expr]]:
+    """Sizes that are known to be multiples of others as products, so that what is left of them is no rounded fraction;
+    and what the new factors in these products are."""
+    products: dict[sympy.Symbol, Size] = {}
+    quotients: dict[sympy.Symbol, sympy.Expr] = {}
     for relation in known:
         if not isinstance(relation, sympy.Eq) or relation.rhs != 0 or not isinstance(relation.lhs, remainders()):
             continue
@@ -76,8 +76,8 @@ def _divided(known: Iterable[Any], quotients: dict[sympy.Symbol, sympy.Expr]) ->
         if are_positive and number not in divisor.free_symbols:
             quotient = floor_division()(number, divisor)
             factor = sympy.Symbol(str(quotient), integer=True, positive=True)
-            same[number], quotients[factor] = divisor * factor, quotient
-    return same
+            products[number], quotients[factor] = divisor * factor, quotient
+    return products, quotients
 
 
 def guarded_alike(environment: Any) -> dict[sympy.Symbol, Size]:
