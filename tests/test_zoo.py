@@ -203,7 +203,7 @@ def test_inductor_bfloat16():
     check_bfloat16(Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")), PREFILL, target="inductor")
 
 
-FAST = ("cache=slots", "cache=blocks_and_offsets", "cache=blocks_embedded", "cache=slots_of_table", "DeepSeekAbsorb")
+FAST = ("cache=blocks_embedded", "cache=slots_of_table", "DeepSeekAbsorb")
 
 
 def with_symbols(entries):

@@ -1,10 +1,9 @@
-"""What fuses on NPUs: the tables in README.md are what the code gives, two lines always, all of them with --slow."""
+"""What fuses on NPUs: the tables in README.md are what the code gives, a line always, all of them with --slow."""
 
 import pytest
 from coverage_table.command import NPU, committed
 from coverage_table.npu import cells, line
 
-QUICK = ("youtu", "tables")
 LINES = list(dict.fromkeys(cell.line for cell in cells()))
 
 
@@ -13,7 +12,7 @@ def test_every_line_is_there():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LINES]
+    "name", [pytest.param(name, marks=() if name == "tables" else pytest.mark.slow) for name in LINES]
 )
 def test_line_is_what_the_code_gives(name):
     """If it is not, `python -m mla_fx coverage` makes the tables anew."""

@@ -21,7 +21,7 @@ def count(graph, *names):
     return [found.count(name) for name in names]
 
 
-@pytest.mark.parametrize("layers, dynamic", [(1, False), (4, False), (1, True), slow(4, True)])
+@pytest.mark.parametrize("layers, dynamic", [(1, False), slow(4, False), (1, True), slow(4, True)])
 def test_decode_step(converted, layers, dynamic):
     model = models.model(layers=layers)
     prompts = [models.prompt(1, seed=seed) for seed in range(3)]
@@ -45,7 +45,7 @@ class Given:
         return self.run(ids, attention_mask=mask, past_key_values=past_key_values)
 
 
-@pytest.mark.parametrize("word, is_bool", [(True, True), (True, False), (False, True), slow(False, False)])
+@pytest.mark.parametrize("word, is_bool", [(True, True), (True, False), slow(False, True), slow(False, False)])
 def test_a_mask_that_is_given(converted, word, is_bool):
     """By the user's word it is causal, and its last row says how long the context is."""
     model = models.model()
@@ -55,7 +55,7 @@ def test_a_mask_that_is_given(converted, word, is_bool):
     assert [count(graph, "FusedInferAttentionScore") for graph in converted.graphs] == [[int(word)]] * 3
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, slow(True)])
 def test_prefill(converted, dynamic):
     model = models.model(layers=2)
     prompts = [models.prompt(20), models.prompt(24, seed=1)]
@@ -72,6 +72,7 @@ def test_growing_cache(converted):
     assert [count(graph, "MlaPrologV3", "FusedInferAttentionScore") for graph in converted.graphs] == [[0, 2], [2, 2]]
 
 
+@pytest.mark.slow
 def test_query_of_full_rank(converted):
     """The key side is one operator; the query is made and rotated by the model's own."""
     model = models.model(layers=2, q_lora_rank=None)
@@ -89,6 +90,7 @@ def test_halves_are_rotated_through_reordered_weights(converted):
     assert count(converted.graphs[0], "MlaPrologV3", "FusedInferAttentionScore") == [2, 2]
 
 
+@pytest.mark.slow
 def test_rotation_of_complex_numbers(converted):
     """It leaves neighbours in the cache, where the kernels leave halves."""
     model = models.model("deepseek_v2", 2)

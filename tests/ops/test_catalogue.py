@@ -80,23 +80,24 @@ def test_none_for_a_required_tensor_is_refused_by_name(name):
                 overload(**(arguments | {missing: None}))
 
 
-@pytest.mark.parametrize(("operator", "args", "kwargs"), cases(COMMON))
+def first(count, operators):
+    """The first samples of each operator; with --slow, all."""
+    for name in operators:
+        for number, case in enumerate(cases(COMMON, (name,))):
+            yield case if number < count else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), first(5, CATALOGUE))
 def test_opcheck(operator, args, kwargs):
     torch.library.opcheck(operator.overload, args, kwargs)
     if operator.host is not None:
         torch.library.opcheck(operator.host, (), with_lists(operator, operator.host, args, kwargs))
 
 
-def cases_in_place():
-    """The first two samples of every operator with a twin, which takes the same arguments; with --slow, all."""
-    for name in CATALOGUE:
-        if CATALOGUE[name].inplace is None:
-            continue
-        for number, case in enumerate(cases(COMMON, (name,))):
-            yield case if number < 2 else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+WITH_TWIN = [name for name in CATALOGUE if CATALOGUE[name].inplace is not None]  # which takes the same arguments
 
 
-@pytest.mark.parametrize(("operator", "args", "kwargs"), cases_in_place())
+@pytest.mark.parametrize(("operator", "args", "kwargs"), first(2, WITH_TWIN))
 def test_opcheck_in_place(operator, args, kwargs):
     _, arguments = twin_call(operator, args, kwargs)
     torch.library.opcheck(operator.inplace, (), arguments)

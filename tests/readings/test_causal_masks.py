@@ -67,11 +67,15 @@ def choose(condition, kept, fill):
     return torch.where(condition, torch.full((), kept, dtype=torch.float64), fill)
 
 
+FROM_FIRST = "row s sees the keys up to s"
+
+
 def lens_of(recorder):
-    """The lengths that each attention was given in the last call; None for one that was given a mask."""
+    """The lengths that each attention was given in the last call, or that it is causal from the first key on; None for
+    one that was given a mask."""
     calls = [args[MASKS[name] :] for name, args in recorder.operators if name in MASKS]
-    assert all((given[0] is None) == (len(given) == 2) for given in calls)
-    return [given[1].tolist() if len(given) == 2 else None for given in calls]
+    assert all(given[0] is None or len(given) == 1 for given in calls)
+    return [given[1].tolist() if len(given) == 2 else FROM_FIRST if given[0] is None else None for given in calls]
 
 
 def lens(mask, way=by_sdpa, *, sizes=None, starts=STARTS, dynamic=False, **options):
@@ -151,22 +155,25 @@ def test_free_sizes():
 
 
 NUMBERED = {
-    "from the first key on": (lambda keys, rows: keys <= torch.arange(3)[:, None], 3),
-    "from a number on": (lambda keys, rows: keys <= torch.arange(5, 8)[:, None], 8),
-    "lower triangle": (lambda keys, rows: torch.ones(3, 16, dtype=torch.bool).tril(), 3),
-    "lower triangle from a number on": (lambda keys, rows: torch.ones(3, 16, dtype=torch.bool).tril(4), 7),
-    "not the upper triangle": (lambda keys, rows: ~torch.ones(3, 16, dtype=torch.bool).triu(1), 3),
+    "from the first key on": (lambda keys, rows: keys <= torch.arange(3)[:, None], FROM_FIRST),
+    "from a number on": (lambda keys, rows: keys <= torch.arange(5, 8)[:, None], [8]),
+    "lower triangle": (lambda keys, rows: torch.ones(3, 16, dtype=torch.bool).tril(), FROM_FIRST),
+    "lower triangle from a number on": (lambda keys, rows: torch.ones(3, 16, dtype=torch.bool).tril(4), [7]),
+    "not the upper triangle": (lambda keys, rows: ~torch.ones(3, 16, dtype=torch.bool).triu(1), FROM_FIRST),
 }
 
 
 @pytest.mark.parametrize("name", NUMBERED)
 def test_positions_that_are_numbers(name):
-    mask, length = NUMBERED[name]
-    assert lens(mask) == [length]
+    mask, expected = NUMBERED[name]
+    assert lens(mask) == expected
 
 
 def test_upper_triangle_of_minus_infinity():
-    assert lens(lambda keys, rows: torch.full((3, 16), -torch.inf, dtype=torch.float64).triu(1), by_adding) == [3]
+    def triangle(keys, rows):
+        return torch.full((3, 16), -torch.inf, dtype=torch.float64).triu(1)
+
+    assert lens(triangle, by_adding) == FROM_FIRST
 
 
 @pytest.mark.parametrize("way", [by_filling(LOWEST), by_choosing(LOWEST)])
@@ -295,7 +302,7 @@ def test_deepseek_v3_with_a_static_cache(implementation, dynamic):
         expected = model(step, past_key_values=theirs).logits
         torch.testing.assert_close(compiled(step, past_key_values=ours).logits, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), rtol=1e-4, atol=1e-5)
-        assert lens_of(recorder) == [[length], [length]]
+        assert lens_of(recorder) == [FROM_FIRST if length == steps else [length]] * 2
 
 
 @torch.no_grad()
