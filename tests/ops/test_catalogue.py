@@ -82,9 +82,9 @@ def test_none_for_a_required_tensor_is_refused_by_name(name):
 
 def first(count, operators):
     """The first samples of each operator; with --slow, all."""
-    for name in operators:
-        for number, case in enumerate(cases(COMMON, (name,))):
-            yield case if number < count else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+    each = [(number, case) for name in operators for number, case in enumerate(cases(COMMON, (name,)))]
+    slow = pytest.mark.slow
+    return [case if number < count else pytest.param(*case.values, id=case.id, marks=slow) for number, case in each]
 
 
 @pytest.mark.parametrize(("operator", "args", "kwargs"), first(5, CATALOGUE))
