@@ -143,6 +143,9 @@ def _difference(raised: Element, axis: Axis) -> Element | None:
         return None
     if not all(isinstance(value, Node) for value in args_of(node)[:2]):
         return None
+    if raised.factor > 1:  # of equal scores the difference stays zero, and the scores may become minus infinity
+        what = f"differences of scores are multiplied by {raised.factor:.6g}"
+        raise NoMatch(f"{what}, by which the scores themselves may leave their range", node)
     logits, peak = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
     return logits if _is_peak(peak, logits, axis) else None
 

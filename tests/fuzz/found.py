@@ -52,6 +52,7 @@ FOUND = (
     Mutant("blind row", (("give_back", "view_10"),)),
     # a mask that overflows between two factors of which one takes the other back
     Mutant("smallest number (decomposed)", (("double_and_halve", "sub", 0),)),
+    Mutant("smallest number (decomposed)", (("scale", "exp", 0, 2.0, "mul"),)),
     # more terms than can be counted
     Mutant("plain", (("pile", "add_4", 0, 24),)),
 )
