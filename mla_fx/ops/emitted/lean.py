@@ -44,9 +44,7 @@ def attend(
     return torch.cat(parts, 2)
 
 
-def is_expressible(
-    query: Tensor, context: int, mask: Tensor | None, fill: float | None, sinks: Tensor | None
-) -> bool:
+def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float | None, sinks: Tensor | None) -> bool:
     """Whether PyTorch's own attention says the same. `query` may be any tensor of its dtype and device."""
     if sinks is not None or (isinstance(context, int) and context < SHORT):
         return False
