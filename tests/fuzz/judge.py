@@ -93,16 +93,21 @@ BLIND_GIVES_ZEROS = {
     aten.div.Tensor: _quotient,
 }
 
+OWN_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+
 # A softmax, written as one or by hand, may make NaN of a row that sees nothing; that is judged.
 MAY_BLIND = frozenset({aten._softmax.default, aten._safe_softmax.default, aten.sub.Tensor, aten.div.Tensor})
 
 
 class _Numbers(torch.fx.Interpreter):
     """Runs a graph, and refuses one that multiplies infinities or makes NaN of numbers: what becomes of these hangs on
-    the order of additions, and on kernels."""
+    the order of additions, and on kernels. So does what PyTorch's own attention for CPUs, called by its name, reads of
+    columns that do not lie one behind another."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         given = [value for value in args if isinstance(value, Tensor)]
+        if target is OWN_ATTENTION and any(value.stride(-1) != 1 for value in given):
+            raise InvalidError("PyTorch's own attention reads other columns than it is given")
         result = super().call_function(target, args, kwargs)
         is_product = target in (aten.mm.default, aten.bmm.default)
         makes_nan = isinstance(result, Tensor) and result.isnan().any() and not any(v.isnan().any() for v in given)
