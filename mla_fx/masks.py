@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -28,54 +29,48 @@ def check_is_causal(found: Attention, s: Axes) -> None:
         raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
 
 
-def emit_masks(
-    emit: Emitter, found: Attention, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
-) -> tuple[Node | None, Node | None, float | None]:
-    """A mask that broadcasts to `dims`, which are those of sequences, heads, tokens and keys, or None and lengths that
-    say the same; and with what scores are filled where they are hidden, None for minus infinity."""
-    b, _, s, _ = dims
+def known_causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition | None:
+    """How many keys each row sees, where that is all that the masks say; None where that is not known, or the masks are
+    rounded coarser than `dtype`, in which the operator computes."""
     try:
-        return None, *emit_context_lens(emit, found, b, s, dtype)
-    except NoMatch:  # the mask may be any: only as lengths it is one of these
-        return emit_mask(emit, found.masks, dims), None, found.fill
-
-
-def is_causal_from_first(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> bool:
-    """Whether row s is known to see keys t <= s and no others, which is what `is_causal` says. Each row so sees a key,
-    beside which no score is left of those that are filled: with the lowest number of a type, as they are known."""
-    if found.causal is not None:
-        return True
-    try:
-        causal = _causal(found, b, s, dtype)
+        for mask in found.masks:
+            _check_type(mask, dtype)
+        return causal_by_position(found, b, s)
     except NoMatch:
-        return False
+        return None
+
+
+def counts_from_first(causal: CausalByPosition, s: Axes) -> bool:
+    """Whether row s sees keys t <= s and no others, which is what `is_causal` says. Each row so sees a key, beside
+    which no score is left of those that are filled: with the lowest number of a type, as they are known."""
     if isinstance(causal.position, Element):
         return False
     return plain(causal.position + causal.more - product(axis.size for axis in s)) == 0
 
 
-def emit_context_lens(
-    emit: Emitter, found: Attention, b: Axes, s: Axes, dtype: torch.dtype
-) -> tuple[Node, float | None]:
-    """How many keys the last row of each sequence sees, int64 [B] or [1], and with what the scores of the others are
-    filled. Raises NoMatch if the masks are not known to be causal, or are rounded coarser than `dtype`, in which the
-    operator computes."""
-    causal = _causal(found, b, s, dtype)
+def emit_masks(
+    emit: Emitter, found: Attention, causal: CausalByPosition | None, dims: tuple[Axes, Axes, Axes, Axes]
+) -> tuple[Node | None, Node | None, float | None]:
+    """A mask that broadcasts to `dims`, which are those of sequences, heads, tokens and keys, or None and lengths that
+    say the same, where the masks are known to be causal; and with what scores are filled where they are hidden, None
+    for minus infinity."""
+    if causal is not None:
+        with contextlib.suppress(NoMatch):  # the mask may be any: only as lengths it is one of these
+            return None, _context_lens(emit, found, causal, dims[0]), causal.fill
+    return emit_mask(emit, found.masks, dims), None, found.fill
+
+
+def _context_lens(emit: Emitter, found: Attention, causal: CausalByPosition, b: Axes) -> Node:
+    """How many keys the last row of each sequence sees, int64 [B] or [1]."""
     device = found.node.meta["val"].device
     if isinstance(causal.position, Element):
         positions = emit.cast(tensor(emit, causal.position, (b,)), torch.int64)
         held = positions.meta["val"].device
         if held != device:
             raise NoMatch(f"the positions are on {held}, the attention is on {device}", causal.position.origin)
-        return _added(emit, positions, causal.more), causal.fill
+        return _added(emit, positions, causal.more)
     length = emit.size(causal.position + causal.more)
-    return emit.call(aten.full.default, [1], length, dtype=torch.int64, device=device), causal.fill
-
-
-def _causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition:
-    for mask in found.masks:
-        _check_type(mask, dtype)
-    return causal_by_position(found, b, s)
+    return emit.call(aten.full.default, [1], length, dtype=torch.int64, device=device)
 
 
 def _added(emit: Emitter, positions: Node, more: Size) -> Node:

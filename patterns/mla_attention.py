@@ -36,7 +36,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, ordered, result, tensor
-from mla_fx.masks import check_is_causal, emit_masks, is_causal_from_first
+from mla_fx.masks import check_is_causal, counts_from_first, emit_masks, known_causal
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
 from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
@@ -297,11 +297,12 @@ class MlaAttention(Rule[Facts]):
 def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], dict[str, object]]:
     """A mask, or None and lengths that say the same, or neither; and the options, which may say it too."""
     found, b, s = facts.found, facts.b, facts.s
-    is_causal = is_causal_from_first(found, b, s, facts.dtype)
+    causal = known_causal(found, b, s, facts.dtype)
+    is_causal = found.causal is not None or (causal is not None and counts_from_first(causal, s))
     options: dict[str, object] = {"scale": facts.scale, "is_causal": is_causal}
     mask = context_lens = fill = None
     if not is_causal:
-        mask, context_lens, fill = emit_masks(emit, found, (b, facts.n, s, facts.t), facts.dtype)
+        mask, context_lens, fill = emit_masks(emit, found, causal, (b, facts.n, s, facts.t))
     if fill is not None:
         options["fill"] = fill
     sinks = () if found.sink is None else (_emit_sinks(emit, found.sink, facts),)

@@ -30,7 +30,7 @@ from mla_fx.cases import HE, B, Case, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, ordered, result, tensor
-from mla_fx.masks import check_is_causal, emit_masks
+from mla_fx.masks import check_is_causal, emit_masks, known_causal
 from mla_fx.match import AttentionPattern, NearestMiss, contract, gathered, var
 from mla_fx.ops.common.check import FLOATS
 from mla_fx.readings.axes import Axis
@@ -288,7 +288,7 @@ def _masks(
     """A mask, or lengths, and with what scores are filled."""
     found, s = facts.found, facts.s
     if found.causal is None:
-        return emit_masks(emit, found, dims, dtype)
+        return emit_masks(emit, found, known_causal(found, dims[0], s, dtype), dims)
     check_is_causal(found, s)
     device, steps = found.node.meta["val"].device, emit.size(product(axis.size for axis in s))
     return None, emit.call(aten.full.default, [1], steps, dtype=torch.int64, device=device), None
