@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 import torch
 from npu import environment
@@ -21,12 +20,11 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from . import npu, rows, tables
-from .rows import Found
-from .tables import Notes
+from .npu import NPU
+from .rows import Cell, Found
+from .tables import PLAIN, Notes, Tables
 
 README = Path(__file__).parents[2] / "README.md"
-PLAIN, NPU = "coverage", "coverage on NPUs"  # how the marks in README.md call the tables
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,16 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a family or an axis of the zoo: shown, not written")
     parser.add_argument("--npu", action="store_true", help="the tables of NPUs alone, where torch_npu can be imported")
     given = parser.parse_args(arguments)
-    lines = dict.fromkeys(cell.line for cell in rows.cells())
-    if given.only not in ("", *lines):
-        parser.error(f"{given.only!r} is no line; lines are {', '.join(lines)}")
-    name, cells, rendered = (NPU, npu.cells, npu.rendered) if given.npu else (PLAIN, rows.cells, tables.rendered)
-    wanted = [cell for cell in cells() if given.only in ("", cell.line)]
-    found = dict(track(_results(wanted, given.processes), total=len(wanted), description=name))
-    text = rendered(_by_line({cell: found[cell] for cell in wanted}))
+    tables = NPU if given.npu else PLAIN
+    if given.only not in ("", *tables.names):
+        parser.error(f"{given.only!r} is no line; lines are {', '.join(tables.names)}")
+    wanted = tables.of_line(given.only)
+    found = dict(track(_results(wanted, given.processes), total=len(wanted), description=tables.mark))
+    text = tables.rendered(_by_line({cell: found[cell] for cell in wanted}))
     Console().print(Markdown(text))
     if not given.only:
-        write(name, text)
+        write(tables, text)
     return 0 if given.npu else _on_npus(given)
 
 
@@ -60,26 +57,32 @@ def _on_npus(given: argparse.Namespace) -> int:
     return subprocess.run(command, cwd=README.parent, env={**os.environ, **variables}).returncode
 
 
-def written(name: str) -> tuple[str, str, str]:
+def written(tables: Tables) -> tuple[str, str, str]:
     """What stands in README.md before some tables, the tables, and what comes after."""
-    before, rest = README.read_text(encoding="utf-8").split(f"<!-- {name} -->\n\n")
-    text, after = rest.split(f"\n<!-- end of {name} -->\n")
+    before, rest = README.read_text(encoding="utf-8").split(f"<!-- {tables.mark} -->\n\n")
+    text, after = rest.split(f"\n<!-- end of {tables.mark} -->\n")
     return before, text, after
 
 
-def committed(name: str) -> tuple[dict[str, str], Notes]:
+def committed(tables: Tables) -> tuple[dict[str, str], Notes]:
     """The lines of the tables in README.md by their first cell, and the numbered sentences."""
-    _, text, _ = written(name)
+    _, text, _ = written(tables)
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("|")}
     return lines, Notes({note: int(number) for number, note in re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE)})
 
 
-def write(name: str, text: str) -> None:
-    before, _, after = written(name)
-    README.write_text(f"{before}<!-- {name} -->\n\n{text}\n<!-- end of {name} -->\n{after}", encoding="utf-8")
+def made(tables: Tables, name: str, notes: Notes) -> str:
+    """A line as the code gives it."""
+    return tables.line(name, {cell.column: cell.found() for cell in tables.of_line(name)}, notes)
 
 
-def _results(wanted: list[Any], processes: int) -> Iterator[tuple[Any, list[Found]]]:
+def write(tables: Tables, text: str) -> None:
+    before, _, after = written(tables)
+    marks = f"<!-- {tables.mark} -->", f"<!-- end of {tables.mark} -->"
+    README.write_text(f"{before}{marks[0]}\n\n{text}\n{marks[1]}\n{after}", encoding="utf-8")
+
+
+def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Found]]]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start) as pool:
         pending = {pool.submit(cell.found): cell for cell in wanted}
@@ -93,7 +96,7 @@ def _start() -> None:
     gc.freeze()  # or each full collection walks all of torch
 
 
-def _by_line(found: dict[Any, list[Found]]) -> dict[str, dict[str, list[Found]]]:
+def _by_line(found: dict[Cell, list[Found]]) -> dict[str, dict[str, list[Found]]]:
     lines: dict[str, dict[str, list[Found]]] = {}
     for cell, results in found.items():
         lines.setdefault(cell.line, {})[cell.column] = results

@@ -3,21 +3,19 @@ torchair is given. Such cells are found in a process that can import torch_npu."
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from families import FAMILIES, empty_cache, tiny_model
+from families import empty_cache, tiny_model
 from npu.sizes import CONFIG, CONTEXT, OF_FAMILY, SIZES
 from zoo.sizes import converted
 
 from .outcome import Outcome, outcomes
-from .rows import AXES, STEPS, FamilyCell, Found, ZooCell, layers
-from .tables import FAMILIES_STEPS, Notes, Results, fixed_and_dynamic, reasons, row, rule, short
+from .rows import FamilyCell, Found, ZooCell, cells, layers
+from .tables import FAMILIES_STEPS, Notes, Results, Tables, fixed_and_dynamic, reasons, row, short
 
-FAMILIES_HEAD = ("family on an NPU", *FAMILIES_STEPS, "notes")
-ZOO_HEAD = ("what is varied", "spellings", "whole", "less")
 TARGET = {"targets": ("ge",), "soc": "Ascend910B3"}
 
 
@@ -47,24 +45,6 @@ class NpuZooCell(ZooCell):
         return [Found(step.name, target, outcome, self.whole(step)) for target, outcome in found.items()]
 
 
-def cells() -> Iterator[NpuFamilyCell | NpuZooCell]:
-    yield from (NpuFamilyCell(family, column) for family in FAMILIES for column in STEPS)
-    yield from (NpuZooCell(line, place) for line, entries in AXES.items() for place in range(len(entries)))
-
-
-def rendered(lines: Mapping[str, Results]) -> str:
-    notes, text = Notes(), []
-    for head, is_family in ((FAMILIES_HEAD, True), (ZOO_HEAD, False)):
-        text += [row(head), rule(head)]
-        text += [line(name, found, notes) for name, found in lines.items() if (name in FAMILIES) == is_family]
-        text += [""]
-    return "\n".join([*text, *notes.lines()]) + "\n"
-
-
-def line(name: str, found: Results, notes: Notes) -> str:
-    return _family_line(name, found, notes) if name in FAMILIES else _zoo_line(name, found, notes)
-
-
 def _family_line(family: str, steps: Results, notes: Notes) -> str:
     every = [one for found in steps.values() for one in found]
     columns = (_with_bodies(part, notes) for found in steps.values() for part in fixed_and_dynamic(found))
@@ -87,3 +67,13 @@ def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
     lacking = sum(map(len, less.values()))
     parts = (f"{', '.join(names)}: {what}" for what, names in less.items())
     return row((axis, len(spellings), len(spellings) - lacking, "; ".join(parts)))
+
+
+NPU = Tables(
+    "coverage on NPUs",
+    list(cells(NpuFamilyCell, NpuZooCell)),
+    ("family on an NPU", *FAMILIES_STEPS, "notes"),
+    _family_line,
+    ("what is varied", "spellings", "whole", "less"),
+    _zoo_line,
+)

@@ -147,6 +147,6 @@ AXES = _by_axis()
 Cell = FamilyCell | ZooCell
 
 
-def cells() -> Iterator[Cell]:
-    yield from (FamilyCell(family, column) for family in FAMILIES for column in STEPS)
-    yield from (ZooCell(line, place) for line, entries in AXES.items() for place in range(len(entries)))
+def cells(of_family: type[FamilyCell] = FamilyCell, of_zoo: type[ZooCell] = ZooCell) -> Iterator[Cell]:
+    yield from (of_family(family, column) for family in FAMILIES for column in STEPS)
+    yield from (of_zoo(line, place) for line, entries in AXES.items() for place in range(len(entries)))

@@ -1,14 +1,15 @@
-"""The lines of both tables as Markdown. Cells are short: what is the same in several variants is said once, and reasons
-stand as numbered sentences below."""
+"""The tables as Markdown, and their lines. Cells are short: what is the same in several variants is said once, and
+reasons stand as numbered sentences below."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from families import COUNTS_FLAGS, FAMILIES
 
 from .outcome import TARGETS
-from .rows import STEPS, Found
+from .rows import STEPS, Cell, Found, cells
 
 FAMILIES_STEPS = tuple(name for step in STEPS for name in (step, "dynamic"))
 FAMILIES_HEAD = ("family", *FAMILIES_STEPS, "in place", "notes")
@@ -17,6 +18,7 @@ EAGER = "transformers has no `sdpa` for it."
 FLAG = "With `torch._dynamo.config.capture_dynamic_output_shape_ops = True`; else a graph break parts the layer."
 
 Results = Mapping[str, Sequence[Found]]
+Line = Callable[[str, Results, "Notes"], str]
 
 
 class Notes(dict[str, int]):
@@ -30,22 +32,39 @@ class Notes(dict[str, int]):
         return (f"{number}. {sentence}" for sentence, number in self.items())
 
 
-def rendered(lines: Mapping[str, Results]) -> str:
-    """Both tables: of families by step, and of the zoo by axis."""
-    notes, text = Notes(), []
-    for head, is_family in ((FAMILIES_HEAD, True), (ZOO_HEAD, False)):
-        text += [row(head), rule(head)]
-        text += [line(name, found, notes) for name, found in lines.items() if (name in FAMILIES) == is_family]
-        text += [""]
-    return "\n".join([*text, *notes.lines()]) + "\n"
+@dataclass(frozen=True)
+class Tables:
+    """Two tables, of families by step and of the zoo by axis: how README.md marks them, the cells that they are made
+    of, and what heads and lines are. A line adds its notes to those of the tables."""
+
+    mark: str
+    cells: Sequence[Cell]
+    families_head: Sequence[str]
+    family_line: Line
+    zoo_head: Sequence[str]
+    zoo_line: Line
+
+    @property
+    def names(self) -> list[str]:
+        """Of the lines, in order."""
+        return list(dict.fromkeys(cell.line for cell in self.cells))
+
+    def of_line(self, name: str) -> list[Cell]:
+        return [cell for cell in self.cells if name in ("", cell.line)]
+
+    def line(self, name: str, found: Results, notes: Notes) -> str:
+        return (self.family_line if name in FAMILIES else self.zoo_line)(name, found, notes)
+
+    def rendered(self, lines: Mapping[str, Results]) -> str:
+        notes, text = Notes(), []
+        for head, is_family in ((self.families_head, True), (self.zoo_head, False)):
+            text += [row(head), rule(head)]
+            text += [self.line(name, found, notes) for name, found in lines.items() if (name in FAMILIES) == is_family]
+            text += [""]
+        return "\n".join([*text, *notes.lines()]) + "\n"
 
 
-def line(name: str, found: Results, notes: Notes) -> str:
-    """The line of a family or of an axis; its notes are added to those of the table."""
-    return family_line(name, found, notes) if name in FAMILIES else zoo_line(name, found, notes)
-
-
-def family_line(family: str, steps: Results, notes: Notes) -> str:
+def _family_line(family: str, steps: Results, notes: Notes) -> str:
     every = [one for found in steps.values() for one in found]
     said = [EAGER] if all(one.variant != "sdpa" for one in every) else []
     said += [FLAG] if family in COUNTS_FLAGS else []
@@ -53,7 +72,7 @@ def family_line(family: str, steps: Results, notes: Notes) -> str:
     return row((family, *columns, _in_place(steps, notes), notes.numbers([*said, *reasons(every)])))
 
 
-def zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
+def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
     """Of spellings that fuse less in some variants only, these are named."""
     lacking = {name: less for name, found in spellings.items() if (less := [one for one in found if not one.is_whole])}
     parts = []
@@ -113,3 +132,6 @@ def row(cells: Iterable[object]) -> str:
 
 def rule(head: Sequence[str]) -> str:
     return row(["---"] * len(head))
+
+
+PLAIN = Tables("coverage", list(cells()), FAMILIES_HEAD, _family_line, ZOO_HEAD, _zoo_line)
