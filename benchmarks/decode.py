@@ -383,16 +383,23 @@ def main() -> None:
 
 
 def show(console: Console, rows: Sequence[Row], races: Sequence[Race]) -> None:
-    table = Table("bar", "what", "measured", "must", "stretch", "verdict", box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(table_of(rows))
     for result in races:
         times = [f"{variant.name} {variant.median:.2f} ms" for variant in result.variants]
         notes = ", ".join([*times, f"floor {result.floor:.2f} ms", f"reading speed moved {result.drift:.0%}"])
         console.print(f"T={result.context}: {notes}", style="dim")
-    machine = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
-    console.print(machine, style="dim")
+    console.print(machine(), style="dim")
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    table = Table("bar", "what", "measured", "must", "stretch", "verdict", box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def machine() -> str:
+    return f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

@@ -11,15 +11,12 @@ up; fresh input in each round. Every output is checked against float32: no furth
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from decode import Layer, Row, Step, Variant, compiled
-from rich.box import SIMPLE_HEAD
+from decode import Layer, Row, Step, Variant, compiled, machine, table_of
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
@@ -101,15 +98,11 @@ def main() -> None:
         Row("time", "mla_fx / eager", took[OURS] / took[EAGER], 0.5, 0.3),
         Row("memory", "temporaries / activations", held[OURS] / activations(layer, options.tokens), 3, 2),
     ]
-    table = Table("bar", "what", "measured", "must", "goal", "verdict", box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(table_of(rows))
     for name in took:
         console.print(f"{name}: {took[name] / 1e3:.2f} s, {held[name] / 2**20:.0f} MiB of temporaries", style="dim")
     sizes = f"{options.tokens} tokens, {options.heads} heads, {options.rounds} rounds"
-    machine = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
-    console.print(f"{sizes}; {machine}", style="dim")
+    console.print(f"{sizes}; {machine()}", style="dim")
 
 
 if __name__ == "__main__":
