@@ -74,8 +74,14 @@ class Inductor(Target):
             compiler = compile_fx_inner if given.get("is_backward") else fused
             return compiler(graph_module, inputs, **given)
 
-        compiled: Compiled = compile_fx(gm, example_inputs, inner, options)
+        compiled: Compiled = compile_fx(gm, example_inputs, inner, {**_for_meta(example_inputs), **options})
         return compiled
+
+
+def _for_meta(example_inputs: Sequence[Any]) -> Mapping[str, Any]:
+    """Inductor's constant folding takes results on meta for dead, with all that they are computed from."""
+    is_meta = any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
+    return {"joint_graph_constant_folding": False} if is_meta else {}
 
 
 def _single_row(row: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:

@@ -37,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     # The passes are the same for every target, and this one compiles in seconds.
     explain.add_argument("--target", default="reference", help="where the graph goes (%(default)s)")
+    explain.add_argument(
+        "--full", action="store_true", help="not a tiny model of that type but all layers and sizes, without values"
+    )
     explain.set_defaults(run=_explain)
     coverage = commands.add_parser("coverage", help="make the table of what fuses in README.md anew, in a clone")
     coverage.add_argument("--only", default="", help="one family or one axis of the zoo: shown, not written")
@@ -51,7 +54,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    run_explain(options.model, options.target)
+    run_explain(options.model, options.target, is_full=options.full)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,13 +58,15 @@ class Backend:
 def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Report]:
     """`explain(model, **options)(*args, **kwargs)` compiles and runs once; returns a Report of what fused and why not.
 
-    As with `torch._dynamo.explain`, what was compiled before is forgotten."""
+    As with `torch._dynamo.explain`, what was compiled before is forgotten. Of a model on meta tensors one layer of each
+    kind is traced, and counted as often as there are such layers; with `expect`, all are."""
 
     @functools.wraps(getattr(function, "forward", function))
     def explained(*args: Any, **kwargs: Any) -> Report:
         import torch
 
         from .debug.report import Report
+        from .layer_kinds import one_of_each_kind
 
         reports: list[Report] = []
 
@@ -72,11 +75,12 @@ def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Repor
 
         torch.compiler.reset()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.ExitStack() as until_done:
+                layers = {} if "expect" in options else until_done.enter_context(one_of_each_kind(function))
                 torch.compile(function, backend=backend)(*args, **kwargs)
         finally:
             torch.compiler.reset()
-        return Report.merged(reports)
+        return Report.merged(reports).standing_for(layers)
 
     return explained
 

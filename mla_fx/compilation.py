@@ -134,8 +134,8 @@ class Compilation:
         """Something of ours failed: one warning, and nothing more is tried."""
         cause = f"{type(error).__name__}: {error}"
         self.is_broken = True
-        self.report.fused.clear()
-        self.report.pieces.clear()
+        for counted in (self.report.fused, self.report.pieces, self.report.modules):
+            counted.clear()
         self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
         if self.options.strict:
             raise FusionError(f"{what} failed: {cause}") from error

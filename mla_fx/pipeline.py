@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .absorb import absorb
 from .check import Held, check, held_values
-from .debug.report import PassRecord, Report, count_fused, fused_name
+from .debug.report import PassRecord, Report, fused_name, module_of
 from .emitter import Emitter
 from .graph_edit import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
 from .lower import lower
@@ -106,12 +105,14 @@ def clean_up(run: Run) -> None:
         drop_round_trips(run.emit)
         drop_empty_parts(run.emit)
     _erase_orphans(run)
-    fused, rules = count_fused(run.graph), {rule.name for rule in run.rules if rule.stage == PIECE}
-    pieces = Counter(
-        name for node in run.graph.nodes if (name := node.meta.get("mla_fx_rule")) in rules and fused_name(node)
-    )
-    run.report.pieces.update(pieces)
-    run.report.fused.update({name: left for name in fused if (left := fused[name] - pieces[name])})
+    rules = {rule.name for rule in run.rules if rule.stage == PIECE}
+    for node in run.graph.nodes:
+        rule, name = node.meta.get("mla_fx_rule"), fused_name(node)
+        if name is not None and rule in rules:
+            run.report.pieces[rule] = run.report.pieces.get(rule, 0) + 1
+        elif name is not None:
+            run.report.modules.setdefault(name, []).append(module_of(node))
+    run.report.fused.update({name: len(paths) for name, paths in run.report.modules.items()})
 
 
 def reinplace_caches(run: Run) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from mla_fx.backend import explain
 from mla_fx.errors import MlaWarning
 
-from .demo import require
+from .demo import progress, require
 from .tiny_models import mla_families, tiny_config
 
 PROMPT, CONTEXT = 4, 16
@@ -24,12 +24,14 @@ class CommandError(Exception):
     """The command line asks for something that does not work; the message is a sentence."""
 
 
-def run_explain(model: str, target: str) -> None:
+def run_explain(model: str, target: str, *, is_full: bool = False) -> None:
     """Prints what fuses in a transformers model type, or in what a script builds."""
     is_script = model.endswith(".py")
-    function, args, kwargs = script_call(Path(model)) if is_script else decode_call(model)
-    with warnings.catch_warnings():
+    with progress() as announce, warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaWarning)  # the report says the same
+        announce(f"building {model}")
+        function, args, kwargs = script_call(Path(model)) if is_script else decode_call(model, is_full=is_full)
+        announce(f"tracing {model}, and rewriting it for {target}")
         report = explain(function, target=target)(*args, **kwargs)
     print(report)
 
@@ -47,8 +49,9 @@ def script_call(script: Path) -> Call:
     return built[0], tuple(built[1]), dict(built[2]) if len(built) == 3 else {}
 
 
-def decode_call(model_type: str) -> Call:
-    """One decode step on a StaticCache of a tiny random model of a transformers model type."""
+def decode_call(model_type: str, *, is_full: bool = False) -> Call:
+    """One decode step on a StaticCache of a transformers model type: of a tiny random model, or of one with all its
+    layers and sizes, which has no values."""
     require("transformers")
     import torch
     from transformers import StaticCache
@@ -58,17 +61,20 @@ def decode_call(model_type: str) -> Call:
     quieten()
     config_class = _config_class(model_type)
     try:
-        config = tiny_config(config_class)
-        model = _model_class(config).from_config(config).eval()
-        cache = StaticCache(config=config, max_cache_len=CONTEXT)
-        with torch.no_grad():
+        with torch.device("meta" if is_full else "cpu"), torch.no_grad():
+            config = config_class() if is_full else tiny_config(config_class)
+            dtype = torch.bfloat16 if is_full else torch.float32
+            model = _model_class(config).from_config(config, dtype=dtype).eval()
+            cache = StaticCache(config=config, max_cache_len=CONTEXT)
             model(torch.zeros(1, PROMPT, dtype=torch.long) + 3, past_key_values=cache)
+            token = torch.tensor([[5]])
     except Exception as error:  # hundreds of model types fail in ways of their own
+        size = "full" if is_full else "tiny"
         raise CommandError(
-            f"a tiny {model_type} cannot be built and prefilled ({type(error).__name__}: {error}); "
+            f"a {size} {model_type} cannot be built and prefilled ({type(error).__name__}: {error}); "
             "give a script with a build() that returns the model and its inputs instead."
         ) from error
-    return model, (), {"input_ids": torch.tensor([[5]]), "past_key_values": cache}
+    return model, (), {"input_ids": token, "past_key_values": cache}
 
 
 def _config_class(model_type: str) -> Any:

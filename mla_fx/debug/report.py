@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
@@ -62,11 +62,13 @@ class Report:
     """What happened to the graphs of one compilation.
 
     `fused` counts the operators of latent attention, `pieces` the norms and rotations that were left beside them and
-    became operators by themselves, for targets that want that. `notes` say what was looked at and what was not;
+    became operators by themselves, for targets that want that. `modules` are the paths of the modules that call the
+    fused ones, as `model.layers.3.self_attn`, one for each call. `notes` say what was looked at and what was not;
     `hindrances` are those that kept a graph that may hold MLA from being looked at."""
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
+    modules: dict[str, list[str]] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     graphs: dict[str, str] = field(default_factory=dict)
@@ -86,6 +88,8 @@ class Report:
         for number, report in enumerate(reports):
             for counts, more in ((whole.fused, report.fused), (whole.pieces, report.pieces)):
                 counts.update({name: counts.get(name, 0) + count for name, count in more.items()})
+            for name, paths in report.modules.items():
+                whole.modules[name] = whole.modules.get(name, []) + paths
             whole.misses += report.misses
             whole.passes += report.passes
             whole.notes += report.notes
@@ -94,6 +98,15 @@ class Report:
             prefix = f"graph {number}: " if len(reports) > 1 else ""
             whole.graphs.update({prefix + name: text for name, text in report.graphs.items()})
         return whole
+
+    def standing_for(self, layers: Mapping[str, int]) -> Report:
+        """The same for a model of which only some layers were looked at, by path, each in the place of so many."""
+        if not layers:
+            return self
+        counts = {name: sum(_first_of(layers, path) for path in paths) for name, paths in self.modules.items()}
+        listed = ", ".join(f"{path} stands for {count}" for path, count in layers.items())
+        note = f"of layers that are alike one was traced: {listed}"
+        return replace(self, fused=counts, notes=[note, *self.notes])
 
     def __str__(self) -> str:
         fused, pieces = (
@@ -123,6 +136,11 @@ def _counted(misses: Sequence[Miss]) -> Iterator[str]:
         times = f"; {len(more) + 1} times" if more else ""
         where = f", the last in {last}" if last not in ("", first.module) else ""
         yield f"{patterns}: {first.told}{times}{where}"
+
+
+def _first_of(layers: Mapping[str, int], path: str) -> int:
+    """For how many modules one stands that lies in such a layer, or in none."""
+    return next((count for layer, count in layers.items() if f"{path}.".startswith(f"{layer}.")), 1)
 
 
 def count_fused(graph: Graph) -> dict[str, int]:

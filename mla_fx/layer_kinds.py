@@ -1,0 +1,109 @@
+"""Models of many layers, for `explain`: of layers that are alike, the first is computed, and the others pass their
+input on. On meta tensors alone, where no result is lost by that."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+PLAIN = (bool, int, float, str, bytes, set, torch.dtype, torch.device)
+LayerCounts = Mapping[str, int]  # for how many layers the one at this path stands
+
+
+@dataclass
+class Kind:
+    """Layers that are alike: the first and where it stands, the others, and what the first returned last."""
+
+    first: nn.Module
+    place: int
+    others: list[nn.Module] = field(default_factory=list)
+    returned: Any = None
+
+    def holds(self, layer: nn.Module, place: int) -> bool:
+        is_own = "forward" in vars(layer)  # of which it would be robbed
+        return not is_own and _are_alike(self.first, layer, (self.place, place), set())
+
+    def keep(self, module: nn.Module, args: Any, returned: Any) -> None:
+        self.returned = returned
+
+    def pass_on(self, *args: Any, **kwargs: Any) -> Any:
+        """What a layer of this kind returns, with its own arguments in the place of what they become."""
+        given = [value for value in chain(args, kwargs.values()) if isinstance(value, Tensor)]
+
+        def passed(result: Any) -> Any:
+            for number, value in enumerate(given):
+                if isinstance(result, Tensor) and (value.shape, value.dtype) == (result.shape, result.dtype):
+                    return given.pop(number)
+            return result
+
+        return tree_map(passed, self.returned)
+
+
+@contextlib.contextmanager
+def one_of_each_kind(function: Callable[..., Any]) -> Iterator[LayerCounts]:
+    """Within it, of the layers of a model on meta tensors only the first of each kind computes anything.
+
+    Yields for how many layers each of those stands; nothing where there is nothing to leave out."""
+    path, layers = _layers(function) if isinstance(function, nn.Module) else ("", nn.ModuleList())
+    kinds = [kind for kind in _kinds(layers) if kind.others]
+    with contextlib.ExitStack() as restored:
+        for kind in kinds:
+            restored.callback(kind.first.register_forward_hook(kind.keep).remove)
+            for layer in kind.others:
+                layer.forward = kind.pass_on
+                restored.callback(delattr, layer, "forward")
+        yield {f"{path}.{kind.place}": 1 + len(kind.others) for kind in kinds}
+
+
+def _kinds(layers: nn.ModuleList) -> list[Kind]:
+    kinds: list[Kind] = []
+    for place, layer in enumerate(layers):
+        kind = next((kind for kind in kinds if kind.holds(layer, place)), None)
+        if kind is None:
+            kinds.append(Kind(layer, place))
+        else:
+            kind.others.append(layer)
+    return kinds
+
+
+def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of modules in which most parameters lie, and its path, if all of the model is on meta."""
+    lists = [(path, found) for path, found in model.named_modules() if isinstance(found, nn.ModuleList)]
+    is_on_meta = all(parameter.is_meta for parameter in model.parameters())
+    if not lists or not is_on_meta:
+        return "", nn.ModuleList()
+    path, largest = max(lists, key=lambda found: sum(parameter.numel() for parameter in found[1].parameters()))
+    is_composed = all(list(layer.children()) for layer in largest)  # else it is a list of projections
+    return (path, largest) if is_composed else ("", nn.ModuleList())
+
+
+def _are_alike(one: Any, other: Any, places: tuple[int, int], met: set[tuple[int, int]]) -> bool:
+    """Whether two layers do the same with weights of their own: in all that they hold, types, numbers, and the sizes of
+    tensors are equal, or say in both at which place the layer stands."""
+    if one is other or (id(one), id(other)) in met:
+        return True
+    if type(one) is not type(other):
+        return False
+    met.add((id(one), id(other)))
+    if isinstance(one, nn.Module):
+        return _are_alike(vars(one), vars(other), places, met)
+    if isinstance(one, Tensor):
+        return _layout(one) == _layout(other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_are_alike(*pair, places, met) for pair in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_alike(one[name], other[name], places, met) for name in one)
+    if type(one) is int and (one, other) == places:
+        return True
+    return isinstance(one, PLAIN) and bool(one == other)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
