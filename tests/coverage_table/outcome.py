@@ -20,7 +20,8 @@ TARGETS = ("reference", "inductor")
 WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"
 NOT_IN_PLACE = "does not write its caches in place"
 NOT_LOWERED = (" becomes its body: ", " stays a call: ")
-FLOATS_ARE_NUMBERS = {"specialize_float": True}  # else dynamic sizes have Dynamo trace twice, to the same graph
+# Else Dynamo traces twice, to the same graph, and what is kept of fake tensors with symbols costs more than it saves.
+QUICK = {"specialize_float": True, "fake_tensor_cache_enabled": False}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def outcomes(
     """What each target makes of one call, graph breaks included."""
     probe = _Probe(targets, options)
     torch._dynamo.reset()
-    with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(FLOATS_ARE_NUMBERS):
+    with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(QUICK if dynamic else {}):
         warnings.simplefilter("ignore")
         torch.compile(module, backend=probe, dynamic=dynamic)(*args, **kwargs)
     return {target: probe.outcome(target) for target in targets}

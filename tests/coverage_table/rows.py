@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Found:
 
 
 DYNAMIC = "dynamic sizes"
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growin
 
 @dataclass(frozen=True)
 class ZooCell:
-    """A spelling of the zoo at each of its steps, and at the last one in each precision and with dynamic sizes."""
+    """A spelling of the zoo at each of its steps, in another precision each, and at the last with dynamic sizes."""
 
     line: str
     place: int
@@ -112,8 +114,8 @@ class ZooCell:
 
     def found(self) -> list[Found]:
         *_, last = steps = self.entry.steps
-        results = [found for step in steps for found in self._at(step, torch.float32)]
-        results += [found for dtype in (torch.bfloat16, torch.float16) for found in self._at(last, dtype)]
+        variants = zip_longest(steps, PRECISIONS, fillvalue=last)
+        results = [found for step, dtype in variants for found in self._at(step, dtype)]
         return results + self._at(unequal(last), torch.float32, dynamic=True)
 
     def _at(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> list[Found]:
