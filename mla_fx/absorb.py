@@ -21,7 +21,7 @@ from .readings.views import args_of, shape_of
 from .target import Target
 
 ALWAYS = 2**62
-MAX_ABSORBED_TOKENS = {"cpu": 256, "cuda": 128}
+MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
 SURELY_ABSORBED = 8
 
 

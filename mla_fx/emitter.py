@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .errors import NoMatch
 from .known import KnownValues
@@ -81,6 +82,16 @@ class Emitter:
         self._calls[key] = new = self.graph.node_copy(node, copies.__getitem__)
         self.added.append(new)
         return new
+
+    def module(self, module: GraphModule) -> Node:
+        """A module of the graph's own that an operator calls."""
+        owner = self.graph.owning_module
+        assert owner is not None, "a graph that is compiled belongs to a module"
+        name = f"mla_fx_{len(list(owner.children()))}"
+        owner.add_submodule(name, copy.copy(module))
+        node = self.graph.get_attr(name)
+        self.added.append(node)
+        return node
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         if node.meta["val"].dtype == dtype:

@@ -55,6 +55,9 @@ def _splice(emit: Emitter, traced: GraphModule, arguments: list[Node]) -> Any:
             return torch.fx.map_arg(node.args[0], copies.__getitem__)
         if node.op == "placeholder":
             continue
+        if node.op == "get_attr":  # a branch of a conditional
+            copies[node] = emit.module(getattr(traced, str(node.target)))
+            continue
         assert node.op == "call_function", f"cannot splice a {node.op} node"
         copies[node] = emit.copy(node, copies)
     raise AssertionError("a traced graph ends with its output")

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mla_fx
-from mla_fx import cases, discover
+from mla_fx import absorb, cases, discover
 from mla_fx.compilation import automatic_target
 from mla_fx.ops import catalogue
 from mla_fx.target import Target
@@ -81,31 +83,53 @@ def test_the_core_names_no_target(file):
     assert strings.isdisjoint(discover.targets())
 
 
-@pytest.mark.slow
-def test_a_fused_operator_that_stays_a_call_says_why():
-    """The number of query tokens is not known, so the choice of form is made at run time."""
-    layer = cases.Layer().eval()
-    inputs = cases.inputs()
-    torch._dynamo.mark_dynamic(inputs[0], 1)
+class AnyNumber(cases.Layer):
+    """Of query tokens."""
 
-    class Any(cases.Layer):
-        def forward(self, x, cos, sin, position):
-            q = self.query(x).view(cases.B, x.shape[1], cases.N, -1).transpose(1, 2)
-            q_nope, q_rope = q.split([cases.D, cases.DR], dim=-1)
-            latent, k_rope = self.rows(x)
-            q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate(k_rope, cos, sin)
-            latent, k_rope = self.store(latent, k_rope, position)
-            mask = torch.zeros(x.shape[1], cases.T).masked_fill(torch.arange(cases.T) > position[:, None], -torch.inf)
-            return self.attend(q_nope, q_rope, latent, k_rope, mask).transpose(1, 2).flatten(2) @ self.o.T
+    def forward(self, x, cos, sin, position):
+        q = self.query(x).view(cases.B, x.shape[1], cases.N, -1).transpose(1, 2)
+        q_nope, q_rope = q.split([cases.D, cases.DR], dim=-1)
+        latent, k_rope = self.rows(x)
+        q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate(k_rope, cos, sin)
+        latent, k_rope = self.store(latent, k_rope, position)
+        mask = torch.zeros(x.shape[1], cases.T).masked_fill(torch.arange(cases.T) > position[:, None], -torch.inf)
+        return self.attend(q_nope, q_rope, latent, k_rope, mask).transpose(1, 2).flatten(2) @ self.o.T
 
-    expected = layer(*inputs)
-    found = torch.compile(Any().eval(), backend=mla_fx.get_backend(target="inductor"), dynamic=True)(*inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+def tokens(count):
+    angle = torch.rand(count, cases.DR // 2, generator=torch.Generator().manual_seed(count)).repeat(1, 2) * 6
+    x = torch.randn(cases.B, count, cases.HE, generator=torch.Generator().manual_seed(count))
+    return x, angle.cos(), angle.sin(), torch.arange(2, 2 + count)
+
+
+def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
+    """Absorbed up to four tokens, expanded beyond: nothing is compiled for the other form, and no call is left."""
+    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    layer, fused = AnyNumber().eval(), AnyNumber().eval()
+    compiled = torch.compile(fused, backend=mla_fx.get_backend(target="inductor"), dynamic=True)
+    for count in (3, 4, 5, 13):
+        torch.testing.assert_close(compiled(*tokens(count)), layer(*tokens(count)), rtol=1e-4, atol=1e-5)
+        for name, cache in layer.named_buffers():
+            torch.testing.assert_close(fused.get_buffer(name), cache, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     report = mla_fx.last_report()
-    assert report.fused.get("mla_attention") == 1, report
-    assert report.notes == [
-        "mla_attention stays a call: it chooses its form by the number of query tokens of each call"
-    ]
+    assert report.fused == {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}, report
+    assert report.notes == []
+
+
+def test_a_choice_over_parts_of_caches_is_left_to_the_operator():
+    entry = catalogue()["mla_attention"]
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        count = shape_env.create_unbacked_symint()
+        query, rope = (torch.empty(2, count, 4, width) for width in (8, 6))
+        both, up = torch.empty(2, 32, 26), torch.empty(4, 8, 20)
+        whole, parts = (both[..., :20].clone(), both[..., 20:].clone()), (both[..., :20], both[..., 20:])
+        options = {"scale": 1.0, "max_absorbed_tokens": 4}
+        assert entry.kernel_decomposition(query, rope, *whole, up, up, None, **options) is entry.kernel
+        assert entry.kernel_decomposition(query, rope, *parts, up, up, None, **options) == (
+            "it chooses its form by the number of query tokens of each call, and its caches do not lie in one piece"
+        )
 
 
 def test_operators_say_what_they_decompose_to():

@@ -70,7 +70,7 @@ class Operator:
 
     def decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
         """What a compiler may trace in place of a call with such arguments, or a sentence: why the call must stay."""
-        return self._refusal(*args, **kwargs) or self.body
+        return self._refusal(*args, **kwargs) or self.stays(*args, **kwargs) or self.body
 
     def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
         """The same for a compiler that has PyTorch's own attention."""
@@ -81,7 +81,7 @@ class Operator:
             return "it reads lengths, or rounds in places that a compiler would not keep"
         if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
             return "it is quantised, and compilers do not keep the roundings in between"
-        return self.stays(*args, **kwargs)
+        return None
 
 
 def define(

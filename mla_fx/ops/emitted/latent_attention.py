@@ -87,7 +87,9 @@ def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Argume
 
 def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
     a = Arguments(*args, **kwargs)
-    return IN_TILES if goes_by_tiles(a.query, context_of(a.kv_cache, a.block_table)) else None
+    if a.block_table is not None:
+        return STAYS
+    return IN_TILES if goes_by_tiles(a.query, a.kv_cache.shape[1]) else None
 
 
 def _scores(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
+from mla_fx.torch_private import either
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities
 from .lean import IN_TILES, attend, goes_by_tiles, is_expressible
 from .pages import STAYS, check_contexts, context_of, gathered
+
+CHOOSES = "it chooses its form by the number of query tokens of each call"
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,24 @@ def body(a: Arguments) -> Tensor:
 
 
 def kernel(a: Arguments) -> Tensor:
-    """The same in memory that does not grow with S * T."""
+    """The same in memory that does not grow with S * T. Where S is a symbol, both forms are traced."""
+    if _chooses(a):
+        return _either(a)
     return absorbed(a, latent_attention.kernel) if _is_absorbed(a) else lean(a)
+
+
+def _chooses(a: Arguments) -> bool:
+    return a.max_absorbed_tokens != 0 and isinstance(a.q_nope.shape[1], torch.SymInt)
+
+
+def _either(a: Arguments) -> Tensor:
+    """A conditional on the S of the call."""
+    tensors = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
+
+    def form(compute: Callable[[Arguments], Tensor]) -> Callable[..., Tensor]:
+        return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
+
+    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, form(absorbed), form(lean), tuple(tensors.values()))
 
 
 def _is_absorbed(a: Arguments) -> bool:
@@ -200,17 +219,22 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
 def stays(*args: Any, **kwargs: Any) -> str | None:
     """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
     a = Arguments(*args, **kwargs)
-    if a.block_table is not None and a.max_absorbed_tokens != 0:
-        return STAYS
-    has_one_form = a.max_absorbed_tokens == 0 or not isinstance(a.q_nope.shape[1], torch.SymInt)
-    return None if has_one_form else "it chooses its form by the number of query tokens of each call"
+    return _reads_pages(a) or (CHOOSES if _chooses(a) else None)
 
 
 def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
     a = Arguments(*args, **kwargs)
+    if _chooses(a) and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
+        return f"{CHOOSES}, and its caches do not lie in one piece"
+    is_lean = _chooses(a) or not _is_absorbed(a)
     context = context_of(a.kv_cache, a.block_table)
-    fits = not _is_absorbed(a) and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
-    return None if fits or not goes_by_tiles(a.q_nope, context) else IN_TILES
+    fits = is_lean and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
+    in_tiles = None if fits or not goes_by_tiles(a.q_nope, context) else IN_TILES
+    return _reads_pages(a) or in_tiles
+
+
+def _reads_pages(a: Arguments) -> str | None:
+    return STAYS if a.block_table is not None and a.max_absorbed_tokens != 0 else None
 
 
 operator = define(
