@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from any_tokens import AnyTokens, inputs
 from families import cache_tensors, empty_cache, tiny_model, tokens
 from stepping import ALL, EXACT
 
 import mla_fx
+from mla_fx import absorb
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -27,6 +31,30 @@ def test_pass_in_inductor():
     torch.testing.assert_close(found, model(step, past_key_values=theirs).logits, **EXACT)
     torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)
     assert graph_pass.report.fused == ALL
+
+
+LOAD = """
+import sys, torch
+package, saved = sys.argv[1:]
+layer = torch._inductor.aoti_load_package(package)
+for given, wanted in torch.load(saved):
+    torch.testing.assert_close(layer(*given), wanted, rtol=1e-4, atol=1e-5)
+assert "mla_fx" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
+    """On numbers of query tokens for which it takes either form."""
+    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    layer, count = AnyTokens().eval(), torch.export.Dim("count", min=2, max=14)
+    shapes = ({1: count}, {0: count}, {0: count}, {0: count})
+    exported = torch.export.export(copy.deepcopy(layer), inputs(3), dynamic_shapes=shapes)
+    graph_pass = mla_fx.MlaPass(expect={"kv_rmsnorm_rope_cache": 1, "mla_attention": 1})
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=graph_pass):
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "layer.pt2"))
+    torch.save([(inputs(count), layer(*inputs(count))) for count in (3, 5, 13)], tmp_path / "calls.pt")
+    subprocess.run([sys.executable, "-c", LOAD, package, str(tmp_path / "calls.pt")], check=True)
 
 
 def test_uuid_tells_passes_apart():

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from any_tokens import AnyTokens, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mla_fx
-from mla_fx import absorb, cases, discover
+from mla_fx import absorb, discover
 from mla_fx.compilation import automatic_target
 from mla_fx.ops import catalogue
 from mla_fx.target import Target
@@ -83,32 +84,13 @@ def test_the_core_names_no_target(file):
     assert strings.isdisjoint(discover.targets())
 
 
-class AnyNumber(cases.Layer):
-    """Of query tokens."""
-
-    def forward(self, x, cos, sin, position):
-        q = self.query(x).view(cases.B, x.shape[1], cases.N, -1).transpose(1, 2)
-        q_nope, q_rope = q.split([cases.D, cases.DR], dim=-1)
-        latent, k_rope = self.rows(x)
-        q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate(k_rope, cos, sin)
-        latent, k_rope = self.store(latent, k_rope, position)
-        mask = torch.zeros(x.shape[1], cases.T).masked_fill(torch.arange(cases.T) > position[:, None], -torch.inf)
-        return self.attend(q_nope, q_rope, latent, k_rope, mask).transpose(1, 2).flatten(2) @ self.o.T
-
-
-def tokens(count):
-    angle = torch.rand(count, cases.DR // 2, generator=torch.Generator().manual_seed(count)).repeat(1, 2) * 6
-    x = torch.randn(cases.B, count, cases.HE, generator=torch.Generator().manual_seed(count))
-    return x, angle.cos(), angle.sin(), torch.arange(2, 2 + count)
-
-
 def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
     """Absorbed up to four tokens, expanded beyond: nothing is compiled for the other form, and no call is left."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
-    layer, fused = AnyNumber().eval(), AnyNumber().eval()
+    layer, fused = AnyTokens().eval(), AnyTokens().eval()
     compiled = torch.compile(fused, backend=mla_fx.get_backend(target="inductor"), dynamic=True)
     for count in (3, 4, 5, 13):
-        torch.testing.assert_close(compiled(*tokens(count)), layer(*tokens(count)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compiled(*inputs(count)), layer(*inputs(count)), rtol=1e-4, atol=1e-5)
         for name, cache in layer.named_buffers():
             torch.testing.assert_close(fused.get_buffer(name), cache, rtol=1e-4, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
