@@ -255,11 +255,11 @@ def _clock(work: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def check(variant: Variant, output: Tensor, exact: Variant, wanted: Tensor) -> None:
+def check(variant: Variant, output: Tensor, exact: Variant, wanted: Tensor, new: int = 1) -> None:
     """A fast wrong answer is no result."""
     for what, error in (
         ("output", demo.relative_error(output, wanted)),
-        ("cache", demo.cache_error(variant.cache, exact.cache)),
+        ("cache", demo.cache_error(variant.cache, exact.cache, new)),
     ):
         if not error <= TOLERANCE:
             raise SystemExit(f"{variant.name}: the {what} is off by {error:.1e}; at most {TOLERANCE:.0e} is allowed.")
