@@ -32,7 +32,7 @@ def variants(layer: Layer) -> list[Variant]:
     latents = demo.random_latents(layer.config, CONTEXT)
     made = []
     for policy in (AUTO, ABSORBED, EXPANDED):
-        backend = mla_fx.get_backend(absorb=policy, expect=("mla_attention",))
+        backend = mla_fx.get_backend(absorb=policy, strict=True)
         step = compiled(layer.hugging_face(), f"absorb {policy}", backend=backend, dynamic=True)
         made.append(Variant(policy, step, demo.filled_cache(layer.config, latents, torch.bfloat16)))
     exact = demo.filled_cache(layer.config, latents, torch.float32)

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from .emitter import Emitter
 from .inline import inline
+from .readings.sizes import Size, at_most
 from .readings.views import args_of, shape_of
 from .target import Target
 
@@ -52,24 +53,24 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
 
 
 def absorb(graph: Graph, emit: Emitter, policy: str, target: Target) -> None:
-    """Rewrites every mla_attention whose S is known and small to latent_attention; one with symbolic S gets the limit
-    at which it decides at run time, or stays expanded where the target could not run it."""
+    """Rewrites every mla_attention whose S is small, provably, to latent_attention; one whose S is a symbol that may be
+    large gets the limit at which it decides at run time, or stays expanded where the target could not run it."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         q_nope, _, kv_cache, *_ = args_of(node)
         limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
         tokens = shape_of(q_nope)[1]
-        if not isinstance(tokens, int):
-            node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
-        elif _is_absorbed(tokens, shape_of(kv_cache)[1], limit):
+        if _is_absorbed(tokens, shape_of(kv_cache)[1], limit):
             with emit.at(node, "absorb"):
                 _absorb(node, emit, *args_of(node))
+        elif not isinstance(tokens, int):
+            node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
 
 
-def _is_absorbed(tokens: int, context: object, limit: int) -> bool:
+def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
     if limit == ALWAYS:
         return True
-    is_cold_prefill = tokens == context and tokens > SURELY_ABSORBED
-    return tokens <= limit and not is_cold_prefill
+    is_cold_prefill = tokens == context and not at_most(tokens, SURELY_ABSORBED)
+    return at_most(tokens, limit) and not is_cold_prefill
 
 
 def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:

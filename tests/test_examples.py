@@ -38,3 +38,10 @@ def test_add_a_pattern_tries_its_cases():
 def test_add_a_pattern_is_found_among_the_patterns(tmp_path):
     shutil.copy(EXAMPLE, tmp_path)
     assert output_of("-c", COPIED, str(tmp_path)) == "add_a_pattern 1 1\n"
+
+
+def test_tensor_parallel_fuses_on_each_process():
+    run = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    told = output_of(*run, str(ROOT / "examples" / "tensor_parallel.py"))
+    for rank in (0, 1):
+        assert f"rank {rank}: 4 of 8 heads, fused {{'mla_prolog': 1, 'latent_attention': 1}}" in told

@@ -85,11 +85,19 @@ def guarded_alike(environment: Any) -> dict[sympy.Symbol, Size]:
     same: dict[sympy.Symbol, Size] = {}
     for relation in [] if environment is None else guards(environment):
         if isinstance(relation, sympy.Eq):
-            size, other = relation.args if relation.lhs.is_Symbol else relation.args[::-1]
+            sides = _without_common_terms(relation)
+            size, other = sides if sides[0].is_Symbol else sides[::-1]
             found = _read(other, _same.get().sizes)
             if size.is_Symbol and size.is_positive and size not in found.free_symbols and _never_negative(found - 1):
                 same.setdefault(size, found)
     return same
+
+
+def _without_common_terms(relation: sympy.Eq) -> tuple[sympy.Expr, sympy.Expr]:
+    """The sides of an equality of sums: of `a + c` and `b + c`, that is `a` and `b`."""
+    terms = (relation.lhs - relation.rhs).as_coefficients_dict().items()
+    more, less = ([term * count for term, count in terms if (count > 0) == is_more] for is_more in (True, False))
+    return sympy.Add(*more), -sympy.Add(*less)
 
 
 def _read(size: Size, same: Mapping[sympy.Symbol, Size]) -> sympy.Expr:
