@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
 from mla_fx.ops import catalogue
-from mla_fx.target import Compiled, Compiler, Lowering, Target
+from mla_fx.target import Compiled, Fusing, Lowering, Target
 from mla_fx.torch_private import (
     OpOverload,
     compile_fx,
@@ -20,6 +20,8 @@ from mla_fx.torch_private import (
     inductor_decompositions,
     inductor_modes,
     inductor_options,
+    note_of,
+    with_note,
 )
 
 aten = torch.ops.aten
@@ -63,19 +65,24 @@ class Inductor(Target):
         self,
         gm: GraphModule,
         example_inputs: Sequence[Any],
-        fusing: Callable[[Compiler], Compiler],
+        fusing: Fusing,
         options: Mapping[str, Any],
     ) -> Compiled:
         """One AOTAutograd pass: Inductor traces, and the graph is rewritten on its way into the inner compiler, whose
-        cache is so keyed by the rewritten graph."""
-        fused = fusing(compile_fx_inner)
+        cache is so keyed by the rewritten graph. AOTAutograd's, which comes first, keeps the report beside it."""
+        fused, is_fresh = fusing(compile_fx_inner), False
 
         def inner(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
-            compiler = compile_fx_inner if given.get("is_backward") else fused
-            return compiler(graph_module, inputs, **given)
+            nonlocal is_fresh
+            if given.get("is_backward"):
+                return compile_fx_inner(graph_module, inputs, **given)
+            is_fresh = True
+            return with_note(fused(graph_module, inputs, **given), fusing.told())
 
-        compiled: Compiled = compile_fx(gm, example_inputs, inner, options)
-        return compiled
+        compiled = compile_fx(gm, example_inputs, inner, options, fusing.key)
+        if is_fresh or fusing.recall(note_of(compiled)):
+            return compiled
+        return compile_fx(gm, example_inputs, inner, options, None)
 
 
 def _single_row(row: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch.fx import GraphModule
 
@@ -18,6 +18,23 @@ Lowering = Callable[..., "Compiled | str | None"]
 
 # A compiler of operator graphs, called as `compiler(gm, inputs, is_inference=..., **whatever the target likes)`.
 Compiler = Callable[..., Compiled]
+
+
+class Fusing(Protocol):
+    """What a target hands its compiler of operator graphs through, and what it needs to keep graphs for later."""
+
+    @property
+    def key(self) -> str | None:
+        """What decides, besides the graph that came, what becomes of it; None where that must be done anew."""
+
+    def __call__(self, compiler: Compiler) -> Compiler:
+        """`compiler` with every graph fused on its way in."""
+
+    def told(self) -> str | None:
+        """What is kept beside the graph that was compiled just now; None where neither may be kept."""
+
+    def recall(self, told: str) -> bool:
+        """Takes up what was told of a graph that had been kept; whether it could."""
 
 
 class Target:
@@ -72,7 +89,7 @@ class Target:
         self,
         gm: GraphModule,
         example_inputs: Sequence[Any],
-        fusing: Callable[[Compiler], Compiler],
+        fusing: Fusing,
         options: Mapping[str, Any],
     ) -> Compiled:
         """Traces a Dynamo graph to operators, and compiles these by a compiler that was handed through `fusing`.

@@ -74,6 +74,7 @@ class Report:
     target: str = ""
     hindrances: list[str] = field(default_factory=list)
     has_attention: bool = False
+    is_training: bool = False
 
     @property
     def milliseconds(self) -> float:
@@ -91,6 +92,7 @@ class Report:
             whole.notes += report.notes
             whole.hindrances += report.hindrances
             whole.has_attention |= report.has_attention
+            whole.is_training |= report.is_training
             prefix = f"graph {number}: " if len(reports) > 1 else ""
             whole.graphs.update({prefix + name: text for name, text in report.graphs.items()})
         return whole
