@@ -30,6 +30,7 @@ aten = torch.ops.aten
 class Inductor(Target):
     name = "inductor"
     writes_in_place = False  # Inductor reinplaces by itself, and fuses functional graphs better
+    fuses_loops = True
     is_fallback = True
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:

@@ -86,7 +86,8 @@ class Compilation:
             if not is_inference:
                 self.leave_alone(gm.graph)
                 return compile_graph(inputs)
-            run = self.rewrite(gm, weights=_weights(gm) if self.target.prepares else None)
+            prepares = self.target.prepares and self.options.lay_out
+            run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
             try:
                 return run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
             except Exception as error:
@@ -160,6 +161,7 @@ class Compilation:
         self.is_broken = True
         self.report.fused.clear()
         self.report.pieces.clear()
+        self.report.memory.clear()
         self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
         if self.options.strict:
             raise FusionError(f"{what} failed: {cause}") from error

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import discover
+from .debug.memory import Memory
 from .debug.report import Miss, PassRecord, Report
 from .options import Options
 
@@ -66,5 +67,6 @@ def from_text(text: str) -> Report:
     parts = json.loads(text)
     parts["misses"] = [Miss(**miss) for miss in parts["misses"]]
     parts["passes"] = [PassRecord(**{**record, "fired": Counter(record["fired"])}) for record in parts["passes"]]
+    parts["memory"] = [Memory(**memory) for memory in parts["memory"]]
     parts["notes"] = [FROM_CACHE, *parts["notes"]]
     return Report(**parts)

@@ -47,6 +47,8 @@ class Target:
     """Whether "auto" asks it only when no other target serves the inputs."""
     runs_operators: ClassVar[bool] = True
     """Whether it can run a call of a fused operator as it is; else a call that is not lowered becomes its body."""
+    fuses_loops: ClassVar[bool] = False
+    """Whether what is computed element by element, or summed up, shares loops and is not stored in between."""
     prepares: ClassVar[bool] = False
     """Whether what depends on weights alone is taken out of the graph and computed once, ahead of its calls."""
     laid_out_by: ClassVar[frozenset[str]] = frozenset()
