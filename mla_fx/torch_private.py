@@ -222,7 +222,7 @@ def compile_fx(
 
 
 def with_note(compiled: Callable[..., Any], note: str | None) -> Callable[..., Any]:
-    """What Inductor made of a graph, with a note that AOTAutograd's cache keeps beside it; or kept by neither, without.
+    """What Inductor made of a graph, with a note that AOTAutograd's cache keeps beside it; without one, it keeps none.
 
     Lines for debugging are all that this cache takes over from an inner compiler besides the key in Inductor's own."""
     if note is None:
