@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
 from mla_fx.ops import catalogue
-from mla_fx.target import Compiled, Compiler, Lowering, Target
+from mla_fx.target import Compiled, Fusing, Lowering, Target
 from mla_fx.torch_private import (
     OpOverload,
     compile_fx,
@@ -20,6 +20,8 @@ from mla_fx.torch_private import (
     inductor_decompositions,
     inductor_modes,
     inductor_options,
+    note_of,
+    with_note,
 )
 
 aten = torch.ops.aten
@@ -28,6 +30,7 @@ aten = torch.ops.aten
 class Inductor(Target):
     name = "inductor"
     writes_in_place = False  # Inductor reinplaces by itself, and fuses functional graphs better
+    fuses_loops = True
     is_fallback = True
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:
@@ -63,19 +66,25 @@ class Inductor(Target):
         self,
         gm: GraphModule,
         example_inputs: Sequence[Any],
-        fusing: Callable[[Compiler], Compiler],
+        fusing: Fusing,
         options: Mapping[str, Any],
     ) -> Compiled:
         """One AOTAutograd pass: Inductor traces, and the graph is rewritten on its way into the inner compiler, whose
-        cache is so keyed by the rewritten graph."""
-        fused = fusing(compile_fx_inner)
+        cache is so keyed by the rewritten graph. AOTAutograd's, which comes first, keeps the report beside it."""
+        fused, is_fresh = fusing(compile_fx_inner), False
 
         def inner(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
-            compiler = compile_fx_inner if given.get("is_backward") else fused
-            return compiler(graph_module, inputs, **given)
+            nonlocal is_fresh
+            if given.get("is_backward"):
+                return compile_fx_inner(graph_module, inputs, **given)
+            is_fresh = True
+            return with_note(fused(graph_module, inputs, **given), fusing.told())
 
-        compiled: Compiled = compile_fx(gm, example_inputs, inner, {**_for_meta(example_inputs), **options})
-        return compiled
+        settings = {**_for_meta(example_inputs), **options}
+        compiled = compile_fx(gm, example_inputs, inner, settings, fusing.key)
+        if is_fresh or fusing.recall(note_of(compiled)):
+            return compiled
+        return compile_fx(gm, example_inputs, inner, settings, None)
 
 
 def _for_meta(example_inputs: Sequence[Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from . import discover, ledger
+from . import discover, keeping, ledger
 from .capture import input_names, name_inputs, recover_floats
 from .debug.recorder import Recorder
 from .debug.report import Report
@@ -45,8 +45,8 @@ class Compilation:
     passes: tuple[Pass, ...] = PIPELINE
     rules: tuple[Rule[Any], ...] = field(default_factory=discover.rules)
     is_broken: bool = False
-    is_training: bool = False
     input_names: tuple[str, ...] = ()
+    key: str | None = None
 
     @classmethod
     def prepare(
@@ -72,12 +72,13 @@ class Compilation:
             self.input_names = input_names(gm.graph)
         except Exception as error:
             self._fail("reading Dynamo's graph", error)
-        compiled = self.target.compile(gm, example_inputs, self.fusing, self.options.extra)
-        if self.options.verify == "off" or self.is_training:
+        self.key = self._key(example_inputs)
+        compiled = self.target.compile(gm, example_inputs, self, self.options.extra)
+        if self.options.verify == "off" or self.report.is_training:
             return compiled
         return verified(compiled, original, once=self.options.verify == "first")
 
-    def fusing(self, compiler: Compiler) -> Compiler:
+    def __call__(self, compiler: Compiler) -> Compiler:
         """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
 
         def compile_fused(gm: GraphModule, inputs: Sequence[Any], *, is_inference: bool, **given: Any) -> Compiled:
@@ -85,7 +86,8 @@ class Compilation:
             if not is_inference:
                 self.leave_alone(gm.graph)
                 return compile_graph(inputs)
-            run = self.rewrite(gm, weights=_weights(gm) if self.target.prepares else None)
+            prepares = self.target.prepares and self.options.lay_out
+            run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
             try:
                 return run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
             except Exception as error:
@@ -121,12 +123,35 @@ class Compilation:
 
     def leave_alone(self, graph: Graph) -> None:
         """What is said of a forward graph that needs gradients."""
-        self.is_training = True
+        self.report.is_training = True
         try:
             survey(graph, self.report, is_inference=False)
         except Exception as error:
             self._fail("looking at a training graph", error)
         self._judge()
+
+    # --- graphs that are kept for later processes --------------------------------------------------------------------
+
+    def _key(self, inputs: Sequence[Any]) -> str | None:
+        """None too where the passes are to be seen at work, or are not those that the sources say."""
+        is_usual = self.passes is PIPELINE and self.rules is discover.rules() and not self.is_broken
+        is_watched = self.keep_text or self.options.dump is not None
+        is_keepable = is_usual and not is_watched and keeping.are_plain(inputs)
+        return keeping.key(self.options, inputs) if is_keepable else None
+
+    def told(self) -> str | None:
+        """The report, unless something failed: that may go well the next time."""
+        return None if self.is_broken else keeping.as_text(self.report)
+
+    def recall(self, told: str) -> bool:
+        """The report of the graph that was kept becomes that of this compilation, and is judged as it was then."""
+        try:
+            kept = keeping.from_text(told)
+        except ValueError:
+            return False
+        vars(self.report).update(vars(kept))
+        self._judge()
+        return True
 
     # --- the fence ---------------------------------------------------------------------------------------------------
 
@@ -134,8 +159,8 @@ class Compilation:
         """Something of ours failed: one warning, and nothing more is tried."""
         cause = f"{type(error).__name__}: {error}"
         self.is_broken = True
-        for counted in (self.report.fused, self.report.pieces, self.report.modules):
-            counted.clear()
+        for told in (self.report.fused, self.report.pieces, self.report.modules, self.report.memory):
+            told.clear()
         self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
         if self.options.strict:
             raise FusionError(f"{what} failed: {cause}") from error
@@ -156,7 +181,7 @@ class Compilation:
             raise FusionError(f"attention that looks like MLA stays unfused: {reason}")
         if self.is_broken:
             return  # the failure itself was already warned of
-        if self.is_training:
+        if self.report.is_training:
             self._warn("mla_fx fuses inference only; a graph that needs gradients is left alone")
         elif reason:
             self._warn(f"mla_fx: attention that looks like MLA stays unfused: {reason}")

@@ -41,6 +41,6 @@ def _modules(package: str) -> Iterator[ModuleType]:
         yield importlib.import_module(f"{package}.{found.name}")
 
 
-def folder(package: str) -> str:
-    """Where a package's files lie, also in an editable install."""
-    return str(next(iter(importlib.import_module(package).__path__)))
+def folders(package: str) -> list[str]:
+    """Where a package's files lie, also in an editable install, and where else its user has it look for some."""
+    return list(importlib.import_module(package).__path__)

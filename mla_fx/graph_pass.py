@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from pathlib import Path
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from . import discover, ledger
+from . import keeping, ledger
 from .compilation import Compilation, checked, through_dynamo
 from .debug.report import Report
 from .errors import OptionError
 from .torch_private import GraphPass
-
-PACKAGES = ("mla_fx", "mla_fx.patterns", "mla_fx.lowering")
 
 
 class MlaPass(GraphPass):
@@ -60,7 +55,7 @@ class MlaPass(GraphPass):
         Inductor from its cache, where a graph from there would not be dumped, or not be counted."""
         if self._options.dump or ledger.is_anyone_listening():
             return None
-        return hashlib.sha256(f"{source_hash()}{self._options}".encode()).hexdigest()
+        return keeping.key(self._options)
 
     def __deepcopy__(self, memo: Any) -> MlaPass:
         """Itself: Inductor runs copies of its configuration, and the user reads the report of the pass at hand."""
@@ -68,18 +63,6 @@ class MlaPass(GraphPass):
 
     def __copy__(self) -> MlaPass:
         return self
-
-
-@functools.cache
-def source_hash() -> str:
-    """A hash of the sources that decide what a graph is rewritten to."""
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        folder = Path(discover.folder(package))
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{package}/{path.relative_to(folder)}".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _module_of(graph: Graph) -> GraphModule:

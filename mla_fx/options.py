@@ -28,6 +28,7 @@ class Options:
     verify   run the unfused graph beside the fused one and compare: "off", on the "first" call, or "always"
     disable  names of patterns not to apply
     absorb   attention over latents with few query tokens ("auto"), "always", or "never"
+    lay_out  weights that an operator takes in another layout are laid out once and kept beside the model's own
     extra    the target's own options
     """
 
@@ -38,6 +39,7 @@ class Options:
     verify: str = "off"
     disable: tuple[str, ...] = ()
     absorb: str = "auto"
+    lay_out: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,6 +105,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "verify": _one_of("verify", "off", "first", "always"),
     "disable": _names,
     "absorb": _one_of("absorb", "auto", "always", "never"),
+    "lay_out": _one_of("lay_out", True, False),
 }
 
 

@@ -14,7 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from .absorb import absorb
 from .check import Held, check, held_values
-from .debug.report import PassRecord, Report, fused_name, module_of
+from .debug.memory import Memory, bytes_of_caches, peak_of_temporaries
+from .debug.report import PassRecord, Report, count_fused, fused_name, module_of
 from .emitter import Emitter
 from .graph_edit import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
 from .lower import lower
@@ -48,6 +49,8 @@ class Run:
     original: Snapshot | None = None
     on_stage: Callable[[str, Graph], None] = lambda name, graph: None
     held: Held = field(default_factory=dict)
+    unfused: int | None = None
+    caches: int | None = None
     _emit: Emitter | None = None
 
     @property
@@ -67,6 +70,7 @@ class Run:
         if self.original is None:
             self.original = Snapshot(self.graph)
             self.held = held_values(self.graph)
+            self.unfused = peak_of_temporaries(self.graph, is_fused=self.target.fuses_loops)
 
     @property
     def is_changed(self) -> bool:
@@ -113,6 +117,7 @@ def clean_up(run: Run) -> None:
         elif name is not None:
             run.report.modules.setdefault(name, []).append(module_of(node))
     run.report.fused.update({name: len(paths) for name, paths in run.report.modules.items()})
+    run.caches = bytes_of_caches(run.graph)
 
 
 def reinplace_caches(run: Run) -> None:
@@ -166,6 +171,8 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
     with _collector_paused(), known_by(shape_env), equated(written_alike(run.graph)), equated(guarded_alike(shape_env)):
         for step in passes:
             _run_pass(run, step)
+    if run.report.fused and run.is_changed:
+        run.report.memory = [_memory(run)]
 
 
 def _run_pass(run: Run, step: Pass) -> None:
@@ -179,6 +186,13 @@ def _run_pass(run: Run, step: Pass) -> None:
     run.record.nodes_after = len(run.graph.nodes)
     run.report.passes.append(run.record)
     run.on_stage(step.name, run.graph)
+
+
+def _memory(run: Run) -> Memory:
+    weights = sum(value.bytes for value in run.prepared.laid_out if value.sources)
+    calls = sum(count_fused(run.graph).values())
+    peak = peak_of_temporaries(run.graph, is_fused=run.target.fuses_loops)
+    return Memory(max(run.report.fused.values()), run.caches, weights, peak, run.unfused, calls)
 
 
 def _erase_orphans(run: Run) -> None:

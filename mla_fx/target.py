@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch.fx import GraphModule
 
@@ -20,6 +20,23 @@ Lowering = Callable[..., "Compiled | str | None"]
 Compiler = Callable[..., Compiled]
 
 
+class Fusing(Protocol):
+    """What a target hands its compiler of operator graphs through, and what it needs to keep graphs for later."""
+
+    @property
+    def key(self) -> str | None:
+        """What decides, besides the graph that came, what becomes of it; None where that must be done anew."""
+
+    def __call__(self, compiler: Compiler) -> Compiler:
+        """`compiler` with every graph fused on its way in."""
+
+    def told(self) -> str | None:
+        """What is kept beside the graph that was compiled just now; None where neither may be kept."""
+
+    def recall(self, told: str) -> bool:
+        """Takes up what was told of a graph that had been kept; whether it could."""
+
+
 class Target:
     """A place to run a rewritten graph. Its library is imported inside methods, so that the file imports anywhere."""
 
@@ -30,6 +47,8 @@ class Target:
     """Whether "auto" asks it only when no other target serves the inputs."""
     runs_operators: ClassVar[bool] = True
     """Whether it can run a call of a fused operator as it is; else a call that is not lowered becomes its body."""
+    fuses_loops: ClassVar[bool] = False
+    """Whether what is computed element by element, or summed up, shares loops and is not stored in between."""
     prepares: ClassVar[bool] = False
     """Whether what depends on weights alone is taken out of the graph and computed once, ahead of its calls."""
     laid_out_by: ClassVar[frozenset[str]] = frozenset()
@@ -72,7 +91,7 @@ class Target:
         self,
         gm: GraphModule,
         example_inputs: Sequence[Any],
-        fusing: Callable[[Compiler], Compiler],
+        fusing: Fusing,
         options: Mapping[str, Any],
     ) -> Compiled:
         """Traces a Dynamo graph to operators, and compiles these by a compiler that was handed through `fusing`.

@@ -6,7 +6,7 @@ function that needs it, so that `import mla_fx` stays quick."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -44,11 +44,13 @@ __all__ = [
     "is_fake",
     "is_known",
     "make_fx",
+    "note_of",
     "passing_dynamo",
     "remainders",
     "share_storage",
     "static_inputs",
     "unset_fake_temporarily",
+    "with_note",
 ]
 
 # --- fake tensors ----------------------------------------------------------------------------------------------------
@@ -197,15 +199,46 @@ def compile_fx(
     example_inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
     options: Mapping[str, Any],
-) -> Any:
+    key: str | None,
+) -> Callable[..., Any]:
     """Inductor as a backend whose inner compiler is the caller's, so that one trace serves both.
 
-    AOTAutograd's own cache would answer for a graph before the inner compiler sees it, so it is off."""
+    AOTAutograd's own cache answers for a graph before the inner compiler sees it, so that compiler is part of its key;
+    without one it is off, and so it is where graphs are bundled to be run where nobody asks this backend. Inductor's
+    own cache sees what the inner compiler makes, and is keyed by that alone."""
+    from torch._dynamo import config as dynamo_config
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
+    from torch.compiler import config as compiler_config
 
-    with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(options) or None)
+    is_bundled = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
+    is_kept = key is not None and not is_bundled
+    off = {} if is_kept else {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+    tag, patch = compiler_config.cache_key_tag, compiler_config.patch  # type: ignore[attr-defined]  # made at run time
+    inner = patch(cache_key_tag=tag)(inner_compile)
+    with functorch_config.patch(off), patch(cache_key_tag=f"{tag} {key}"):
+        compiled = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=dict(options) or None)
+    return cast("Callable[..., Any]", compiled)
+
+
+def with_note(compiled: Callable[..., Any], note: str | None) -> Callable[..., Any]:
+    """What Inductor made of a graph, with a note that AOTAutograd's cache keeps beside it; without one, it keeps none.
+
+    Lines for debugging are all that this cache takes over from an inner compiler besides the key in Inductor's own."""
+    if note is None:
+        vars(compiled)["_fx_graph_cache_key"] = None
+    else:
+        lines = getattr(compiled, "_fx_graph_cache_debug_lines", None) or ()
+        vars(compiled)["_fx_graph_cache_debug_lines"] = [*lines, note]
+    return compiled
+
+
+def note_of(compiled: Any) -> str:
+    """The note beside a graph from AOTAutograd's cache, or an empty string."""
+    serialize = getattr(compiled, "serialize", None)
+    forward = getattr(serialize and serialize(), "compiled_fw", None)
+    _, lines = getattr(forward, "fx_graph_cache_info", ("", ()))
+    return str(lines[-1]) if lines else ""
 
 
 def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from families import cache_tensors, empty_cache, tiny_model, tokens
 from stepping import ALL, EXACT
 
 import mla_fx
-from mla_fx import absorb
+from mla_fx import absorb, discover, keeping
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -64,22 +64,18 @@ def test_uuid_tells_passes_apart():
 
 
 def test_uuid_changes_with_the_sources(monkeypatch):
-    from mla_fx import graph_pass
-
     before = mla_fx.MlaPass().uuid()
-    monkeypatch.setattr(graph_pass, "source_hash", lambda: "other sources")
+    monkeypatch.setattr(keeping, "source_hash", lambda: "other sources")
     assert mla_fx.MlaPass().uuid() != before
 
 
 @pytest.mark.parametrize("changed", ["mla_fx/ops/common/math.py", "mla_fx/readings/rope.py", "patterns/mla_prolog.py"])
 def test_uuid_knows_the_sources_in_every_folder(tmp_path, monkeypatch, changed):
-    from mla_fx import discover, graph_pass
-
-    root, before = Path(mla_fx.__file__).parents[1], graph_pass.source_hash()
+    root, before = Path(mla_fx.__file__).parents[1], keeping.source_hash()
     for folder in ("mla_fx", "patterns", "lowering"):
         shutil.copytree(root / folder, tmp_path / folder)
     places = {"mla_fx": "mla_fx", "mla_fx.patterns": "patterns", "mla_fx.lowering": "lowering"}
-    monkeypatch.setattr(discover, "folder", lambda package: str(tmp_path / places[package]))
-    assert graph_pass.source_hash.__wrapped__() == before
+    monkeypatch.setattr(discover, "folders", lambda package: [str(tmp_path / places[package])])
+    assert keeping.source_hash.__wrapped__() == before
     (tmp_path / changed).write_text("changed = True")
-    assert graph_pass.source_hash.__wrapped__() != before
+    assert keeping.source_hash.__wrapped__() != before

@@ -57,14 +57,19 @@ class Laying(Reference):
 class Compiled:
     """A layer compiled for the target above."""
 
-    def __init__(self, layer, **options):
-        self.compilations = []
+    def __init__(self, layer, *, lay_out=True, **options):
+        self.compilations, self.asked = [], Options(lay_out=lay_out)
         self.run = torch.compile(layer, backend=self, **options)
 
     def __call__(self, gm, inputs):
-        compilation = Compilation(Options(), Laying(), Report(target="laying"))
+        compilation = Compilation(self.asked, Laying(), Report(target="laying"))
         self.compilations.append(compilation)
         return compilation.compile(gm, inputs)
+
+    @property
+    def kept(self):
+        """Bytes of weights beside the model's."""
+        return [memory.weights for compilation in self.compilations for memory in compilation.report.memory]
 
     @property
     def notes(self):
@@ -109,6 +114,15 @@ def test_weights_are_laid_out_once_and_caches_viewed(dynamic, tokens):
     assert len(made) == 6  # those of the prolog; the seventh is that of the values, which is not told of
     (notes,) = compiled.notes
     assert "2 caches handed over as views" in notes[-1] and notes[-1].startswith("7 weights laid out anew, once, ")
+    assert compiled.kept == [sum(weight.nbytes for weight in layer.parameters() if weight is not layer.o)]
+
+
+def test_weights_are_laid_out_at_each_call_where_nothing_is_to_be_kept():
+    layer = Layer(SIZES)
+    compiled = Compiled(layer, lay_out=False)
+    for seed in range(2):
+        check(layer, compiled.run, arguments(seed))
+    assert len(made) == 12 and compiled.kept == [0]
 
 
 def test_a_weight_that_is_written_is_laid_out_again_alone():

@@ -9,6 +9,7 @@ from expecttest import TestCase
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx.ops  # noqa: F401  registers torch.ops.mla_fx
+from mla_fx.debug.memory import Memory
 from mla_fx.debug.report import Miss, PassRecord, Report, count_fused, fused_name, module_of, source_of
 
 
@@ -57,6 +58,14 @@ mla_fx on inductor: fused mla_prolog x61, latent_attention x61 in 1.8 ms
 nearest misses:
   mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn
   mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:20, layers.3.self_attn)""")  # noqa: E501  # the text as it is printed
+
+    def test_memory_before_the_notes(self):
+        alike = [Memory(61, 61 * 18 * 2**20, 0, 27 * 2**20, 2586 * 2**20, 0)] * 2
+        text = str(report(fused={"latent_attention": 61}, memory=alike, notes=["caches written in place"]))
+        self.assertExpectedInline(text, """\
+mla_fx on inductor: fused latent_attention x61 in 1.8 ms
+  memory, per layer of 61: 0.0 KiB of weights beside the model's, 18.0 MiB of caches read; temporaries about 27.0 MiB, unfused 2586.0 MiB
+  caches written in place""")  # noqa: E501  # the text as it is printed
 
     def test_two_patterns_that_failed_alike(self):
         layers = [miss(), miss(node="mm_9", module="layers.4.self_attn")]

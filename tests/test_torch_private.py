@@ -123,11 +123,32 @@ def test_inductor_compiles_through_the_callers_compiler():
         return torch_private.compile_fx_inner(gm, inputs, **given)
 
     def backend(gm, example_inputs):
-        return torch_private.compile_fx(gm, example_inputs, inner, {"max_autotune": False})
+        return torch_private.compile_fx(gm, example_inputs, inner, {"max_autotune": False}, None)
 
     with torch.no_grad():
         (found,) = torch.compile(plus_one, backend=backend)(torch.ones(3))
     assert (seen, found.tolist()) == ([True], [2, 2, 2])
+
+
+def test_a_cache_keeps_what_it_was_given_a_key_for():
+    """With a note beside it; without a note, nothing is kept."""
+    seen, keys, notes = [], iter("aaabb"), []
+
+    def inner(gm, inputs, **given):
+        seen.append(len(notes))
+        note = None if notes.count("") == 3 else f"note {len(notes)}"
+        return torch_private.with_note(torch_private.compile_fx_inner(gm, inputs, **given), note)
+
+    def backend(gm, example_inputs):
+        compiled = torch_private.compile_fx(gm, example_inputs, inner, {}, next(keys))
+        notes.append("" if len(notes) in seen else torch_private.note_of(compiled))
+        return compiled
+
+    with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=True):
+        for _ in range(5):
+            torch._dynamo.reset()
+            torch.compile(plus_one, backend=backend)(torch.ones(3))
+    assert notes == ["", "note 0", "note 0", "", "note 3"]
 
 
 def test_inductor_tells_of_itself():

@@ -77,8 +77,8 @@ def formats(surface: Surface, a: Arguments) -> Iterator[str]:
     """In the vendor's own cache modes the caller has seen to the formats of weights."""
     if a.cache_mode in OWN_MODES and not surface.hoists:
         yield (
-            f"weights are not known to lie in FRACTAL_NZ, which {kernel(surface)} reads, and a graph pass cannot lay "
-            "them out ahead of time; the backend can"
+            f"weights are not known to lie in FRACTAL_NZ, which {kernel(surface)} reads, and are not laid out ahead of "
+            "time here: a graph pass cannot, and option lay_out says whether the backend does"
         )
 
 

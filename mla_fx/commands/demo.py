@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.debug.memory import readable_size
+
 ATTENTION = {
     "hidden_size": 7168,
     "num_attention_heads": 128,
@@ -220,15 +222,11 @@ def show(comparison: Comparison) -> None:
             f"{run.first_call:.1f} s",
             f"{run.median:.1f} ms",
             f"{eager.median / run.median:.1f}x",
-            _readable(run.temporaries),
+            readable_size(run.temporaries),
             f"{run.output_error:.1e}",
             "yes" if run.agrees_with(eager) else "NO",
         )
     Console().print(table)
-
-
-def _readable(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 @contextmanager

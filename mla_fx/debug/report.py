@@ -12,6 +12,8 @@ from torch.fx import Graph, Node
 
 from mla_fx.torch_private import OpOverload
 
+from .memory import Memory
+
 _VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
@@ -76,6 +78,8 @@ class Report:
     target: str = ""
     hindrances: list[str] = field(default_factory=list)
     has_attention: bool = False
+    is_training: bool = False
+    memory: list[Memory] = field(default_factory=list)
 
     @property
     def milliseconds(self) -> float:
@@ -94,7 +98,9 @@ class Report:
             whole.passes += report.passes
             whole.notes += report.notes
             whole.hindrances += report.hindrances
+            whole.memory += report.memory
             whole.has_attention |= report.has_attention
+            whole.is_training |= report.is_training
             prefix = f"graph {number}: " if len(reports) > 1 else ""
             whole.graphs.update({prefix + name: text for name, text in report.graphs.items()})
         return whole
@@ -114,7 +120,7 @@ class Report:
         )
         beside = f", and beside them {pieces}," if pieces else ""
         lines = [f"mla_fx on {self.target}: fused {fused or 'nothing'}{beside} in {self.milliseconds:.1f} ms"]
-        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {note}" for note in (*dict.fromkeys(map(str, self.memory)), *self.notes)]
         if self.misses:
             lines.append("nearest misses:")
             lines += [f"  {line}" for line in _counted(self.misses)]

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx import discover
+from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.ops.emitted import latent_attention, lean, mla_attention
 from mla_fx.ops.emitted.lean import IN_TILES
 
@@ -155,25 +156,6 @@ def long_prompt(**given):
     }
     operands = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     return mla_attention.Arguments(**{**operands, "mask": None, "scale": 0.1, **given})
-
-
-def storages(node):
-    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
-    return {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values if value.numel()}
-
-
-def peak_of_temporaries(graph):
-    """The most bytes that live at once beside the graph's inputs; a view lives as long as what it is a view of."""
-    *nodes, output = graph.nodes
-    given = {key for node in graph.find_nodes(op="placeholder") for key in storages(node)}
-    last = {key: i for i, node in enumerate(nodes) for used in [node, *node.all_input_nodes] for key in storages(used)}
-    last |= {key: len(nodes) for node in output.all_input_nodes for key in storages(node)}
-    live, peak = {}, 0
-    for i, node in enumerate(nodes):
-        live |= {key: size for key, size in storages(node).items() if key not in given}
-        peak = max(peak, sum(live.values()))
-        live = {key: size for key, size in live.items() if last[key] > i}
-    return peak
 
 
 @pytest.mark.parametrize("given", ["is_causal", "context_lens", "mask"])

@@ -1,0 +1,160 @@
+"""Bytes: what a graph holds at once, and what a compilation tells of memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fx.aliasing import may_share, readers
+from mla_fx.torch_private import OpOverload
+
+aten = torch.ops.aten
+CACHES = frozenset({"kv_cache", "kr_cache", "key_cache", "value_cache"})
+TABLES = frozenset({"block_table", "block_tables"})
+LOOPS = frozenset({"pointwise", "view_copy", "full", "empty", "copy"})
+ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention"})
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one graph; None where a size is a symbol.
+
+    Temporaries are estimated: the values that the graph computes, each for as long as it is read, in the order of the
+    graph. `unfused` are those of the graph as it came. `calls` counts the operators whose insides are not seen."""
+
+    layers: int
+    caches: int | None
+    weights: int
+    temporaries: int | None
+    unfused: int | None
+    calls: int
+
+    def __str__(self) -> str:
+        parts = [f"{readable_size(self.weights / self.layers)} of weights beside the model's"]
+        if self.caches is not None:
+            parts.append(f"{readable_size(self.caches / self.layers)} of caches read")
+        told = f"memory, per layer of {self.layers}: {', '.join(parts)}"
+        if self.temporaries is None or self.unfused is None:
+            return told
+        beside = " and what operators take inside" if self.calls else ""
+        peaks = f"temporaries about {readable_size(self.temporaries)}{beside}, unfused {readable_size(self.unfused)}"
+        return f"{told}; {peaks}"
+
+
+def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
+    """The most bytes that live at once beside the graph's inputs; a view lives as long as what it is a view of.
+
+    With `is_fused`, what a compiler of loops computes where it is read, or writes in place, is not counted."""
+    owners = _owners(graph)
+    unstored = _computed_where_read(owners) | _written_in_place(graph, owners) if is_fused else set()
+    last = _last_reads(owners, unstored)
+    made = (node for node, owner in owners.items() if owner is node and node.op == "call_function")
+    sizes = {node: _size(node.meta.get("val")) for node in made if node not in unstored}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        return None
+    ending = Counter[int]()
+    for node, size in sizes.items():
+        ending[last[node]] += size
+    live = peak = 0
+    for place, node in enumerate(owners):
+        live += sizes.get(node, 0)
+        peak = max(peak, live)
+        live -= ending[place]
+    return peak
+
+
+def _owners(graph: Graph) -> dict[Node, Node]:
+    """For each value, what it is a view of."""
+    owners: dict[Node, Node] = {}
+    for node in graph.nodes:
+        shared = may_share(node)
+        owners[node] = owners[shared[0]] if shared else node
+    return owners
+
+
+def _last_reads(owners: Mapping[Node, Node], unstored: Set[Node]) -> dict[Node, int]:
+    """The place at which a value is last read, by the readers of its reader where that one is not stored."""
+    last: dict[Node, int] = {}
+    for place, node in reversed([*enumerate(owners)]):
+        until = last.get(owners[node], place) if owners[node] in unstored else place
+        for value in (node, *node.all_input_nodes):
+            last[owners[value]] = max(until, last.get(owners[value], 0))
+    return last
+
+
+def _computed_where_read(owners: Mapping[Node, Node]) -> set[Node]:
+    """What is computed element by element, and read so or summed up, and nothing else."""
+    loops, stored = set[Node](), set[Node]()
+    for node in (node for node, owner in owners.items() if owner is node):
+        if not LOOPS.isdisjoint(_kinds(node)):
+            loops.add(node)
+        elif not _sums(node):
+            stored.update(owners[operand] for operand in node.all_input_nodes)
+    return loops - stored
+
+
+def _sums(node: Node) -> bool:
+    """Whether a loop sums something up; on a CPU, a product of single rows or columns is one."""
+    if node.target is not aten.bmm.default:
+        return "reduction" in _kinds(node)
+    product = node.meta["val"]
+    return product.device.type == "cpu" and any(isinstance(size, int) and size == 1 for size in product.shape[1:])
+
+
+def _kinds(node: Node) -> frozenset[str]:
+    """An operator's name and its tags."""
+    return _kinds_of(node.target) if isinstance(node.target, OpOverload) else frozenset()
+
+
+@functools.cache
+def _kinds_of(target: OpOverload) -> frozenset[str]:
+    return frozenset({target._opname, *(tag.name for tag in target.tags)})
+
+
+def _written_in_place(graph: Graph, owners: Mapping[Node, Node]) -> set[Node]:
+    """What is made of a graph input, and copied into it, where nobody reads the old one any more."""
+    found = set[Node]()
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        operands: Any = copy.args[:2]
+        old, new = (owners[operand] for operand in operands)
+        is_made_of_it = old in (owners[operand] for operand in new.all_input_nodes)
+        if is_made_of_it and not any(new < reader for reader in readers(old)):
+            found.add(new)
+    return found
+
+
+def _size(value: Any) -> Any:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(part.numel() * part.element_size() for part in values if isinstance(part, Tensor))
+
+
+def bytes_of_caches(graph: Graph) -> int | None:
+    """What the fused attentions of a graph read of caches, at most: all of them, or all pages in their tables."""
+    sizes = [size for node in graph.nodes for size in _sizes_of_caches(node)]
+    return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def _sizes_of_caches(call: Node) -> Iterator[Any]:
+    operator = call.target
+    if not isinstance(operator, OpOverload) or operator.namespace != "mla_fx" or operator._opname not in ATTENTION:
+        return
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    values = {name: node.meta["val"] for name, node in given.items() if isinstance(node, Node)}
+    pages = next((values[name].numel() for name in TABLES & values.keys()), None)
+    for name in CACHES & values.keys():
+        cache = values[name]
+        count = cache.numel() if pages is None else math.prod(cache.shape[1:]) * pages
+        yield count * cache.element_size()
+
+
+def readable_size(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -1,0 +1,43 @@
+"""A process that compiles one step of a tiny model, for `test_keeping.py`: `python start_anew.py SEED [FOLDER]`.
+
+SEED draws the weights; a FOLDER holds rules of the user's own. It prints as JSON what was fused, what PyTorch's caches
+counted, and what the report says."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import mla_fx.patterns
+import torch
+from families import randomise
+from stepping import check_same
+from torch._dynamo.utils import counters
+from zoo.entries import DEFAULT, Entry
+from zoo.sizes import DECODE
+
+import mla_fx
+
+COUNTED = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass", "fxgraph_cache_hit")
+
+
+def counted():
+    """How often each cache was asked with which answer, since the last time."""
+    together = counters["aot_autograd"] + counters["inductor"]
+    counters.clear()
+    return {name: together[name] for name in COUNTED if together[name]}
+
+
+@torch.no_grad()
+def main(seed: str, *folders: str) -> None:
+    mla_fx.patterns.__path__ += folders
+    module, arguments = Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
+    torch.manual_seed(int(seed))
+    randomise(module)
+    check_same(module, arguments, torch.compile(module, backend="mla"))
+    report = mla_fx.last_report()
+    print(json.dumps({"fused": report.fused, "counted": counted(), "told": str(report)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

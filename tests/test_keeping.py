@@ -1,0 +1,191 @@
+"""Compiled graphs in PyTorch's caches: a later process finds them, with the report, and only where nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from start_anew import counted
+from stepping import ALL, check_same
+from torch._functorch import config as functorch_config
+from zoo.entries import DEFAULT, Entry
+from zoo.sizes import DECODE
+
+import mla_fx
+from mla_fx import compilation, keeping
+from mla_fx.debug.memory import Memory
+from mla_fx.debug.report import Miss, PassRecord, Report
+
+ROOT = Path(__file__).parents[1]
+HIT = {"autograd_cache_hit": 1, "fxgraph_cache_hit": 1}
+MISS = {"autograd_cache_miss": 1}
+
+
+def start(cache, *arguments):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(ROOT / "tests" / "start_anew.py"), *map(str, arguments)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+
+
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    """With other weights; and no longer once the source of a rule has changed, here one of the user's own. Inductor
+    then compiles nothing all the same, because what it is given did not change."""
+    cache, rule = tmp_path / "cache", tmp_path / "rules" / "add_a_pattern.py"
+    rule.parent.mkdir()
+    shutil.copy(ROOT / "examples" / "add_a_pattern.py", rule)
+    first, second = start(cache, 1, rule.parent), start(cache, 2, rule.parent)
+    assert (first["counted"], second["counted"]) == (MISS, HIT)
+    assert first["fused"] == second["fused"] == {**ALL, "latent_output": 1}
+    assert second["told"] == f"{first['told']}\n  {keeping.FROM_CACHE}"
+    rule.write_text(f"# Changed.\n{rule.read_text()}")
+    changed = start(cache, 3, rule.parent)
+    assert (changed["counted"], changed["fused"]) == ({**MISS, "fxgraph_cache_hit": 1}, first["fused"])
+    assert keeping.FROM_CACHE not in changed["told"]
+
+
+# --- in one process, which forgets ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept():
+    counted()
+    with functorch_config.patch(enable_autograd_cache=True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """One for all, so that it is compiled once."""
+    return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
+
+
+def anew(layer, *, dynamic=False, **options):
+    """What the caches counted while a layer was compiled again, and ran as it does in eager."""
+    module, arguments = layer
+    torch._dynamo.reset()
+    with torch.no_grad():
+        check_same(module, arguments, torch.compile(module, backend="mla", dynamic=dynamic, options=options))
+    return counted()
+
+
+@pytest.mark.usefixtures("kept")
+def test_expectations_and_reports_hold_for_what_comes_from_the_cache(layer):
+    anew(layer)
+    with mla_fx.expecting(mla_prolog=1, latent_attention=1):
+        assert anew(layer) == HIT
+    assert mla_fx.last_report().fused == ALL
+    with pytest.raises(mla_fx.FusionError, match=r"expected \{'mla_prolog': 2\}, fused \{'mla_prolog': 1"):  # noqa: SIM117
+        with mla_fx.expecting(mla_prolog=2):
+            anew(layer)
+
+
+@pytest.mark.usefixtures("kept")
+def test_options_that_decide_are_part_of_the_key(layer):
+    anew(layer)
+    assert "autograd_cache_miss" in anew(layer, disable="mla_prolog")
+    assert mla_fx.last_report().fused == {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
+    assert anew(layer) == HIT
+    assert mla_fx.last_report().fused == ALL
+
+
+@pytest.mark.usefixtures("kept")
+def test_who_watches_sees_it_compiled(layer, tmp_path):
+    """A dump, or the texts of `explain`, are made by the passes."""
+    anew(layer)
+    assert anew(layer, dump=str(tmp_path)) == {"fxgraph_cache_hit": 1}
+    assert list(tmp_path.rglob("*_prepare.py"))
+    report = mla_fx.explain(layer[0])(*copy.deepcopy(layer[1]))
+    assert counted() == {"fxgraph_cache_hit": 1}
+    assert report.fused == ALL and "captured" in report.graphs
+
+
+@pytest.mark.usefixtures("kept")
+def test_verified_all_the_same(layer):
+    anew(layer, verify="first")
+    assert anew(layer, verify="first") == HIT
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_failed_is_tried_again(layer, monkeypatch):
+    def fail(run, passes):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(keeping, "source_hash", lambda: "of this test")
+    with monkeypatch.context() as planted, pytest.warns(mla_fx.MlaWarning, match="ZeroDivisionError: a bug"):
+        planted.setattr(compilation, "run_pipeline", fail)
+        assert "autograd_cache_miss" in anew(layer)
+    assert "autograd_cache_miss" in anew(layer)
+    assert mla_fx.last_report().fused == ALL
+    assert anew(layer) == HIT
+
+
+@pytest.mark.usefixtures("kept")
+def test_without_a_report_a_graph_is_compiled_anew(layer, monkeypatch):
+    """The one from the cache is let go: a report that says nothing would be wrong."""
+    anew(layer)
+    monkeypatch.setattr("mla_fx.lowering.inductor.note_of", lambda compiled: "")
+    assert anew(layer) == {"autograd_cache_hit": 1, "fxgraph_cache_hit": 2}
+    assert mla_fx.last_report().fused == ALL
+    assert keeping.FROM_CACHE not in mla_fx.last_report().notes
+
+
+@pytest.mark.usefixtures("kept")
+def test_dynamic_sizes(layer):
+    module = layer[0]
+    for found in ("autograd_cache_miss", "autograd_cache_hit"):
+        run = torch.compile(module, backend="mla", dynamic=True)
+        torch._dynamo.reset()
+        counted()
+        for batch in (2, 3):
+            with torch.no_grad():
+                check_same(module, Entry(DEFAULT).arguments(replace(DECODE, batch=batch)), run)
+        assert found in counted()
+        assert mla_fx.last_report().fused == ALL
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_training_graph_is_warned_of_again(layer):
+    for found in ("autograd_cache_miss", "autograd_cache_hit"):
+        torch._dynamo.reset()
+        with pytest.warns(mla_fx.MlaWarning, match="fuses inference only"):
+            torch.compile(torch.nn.Linear(2, 2), backend="mla")(torch.ones(1, 2)).sum().backward()
+        assert found in counted()
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_inputs_in_one_memory(order):
+    """PyTorch's own key does not tell these apart, and answers wrongly."""
+
+    def step(written, read):
+        written.add_(1)
+        return written * 2 + read
+
+    for is_shared in order:
+        torch._dynamo.reset()
+        one, other = torch.zeros(8), torch.zeros(8)
+        read = (one if is_shared else other)[:4]
+        with torch.no_grad():
+            found = torch.compile(step, backend="mla")(one[:4], read)
+        assert found.tolist() == [3.0 if is_shared else 2.0] * 4
+
+
+def test_reports_are_kept_whole():
+    def reported(**parts):
+        miss = Miss("mla_prolog", "no", "mm", "model.py:1", "layers.0", 3, looks_like_mla=True)
+        record = PassRecord("lower", 1.5, 4, 5, Counter(mla_prolog=1))
+        memory = Memory(1, None, 2, 3, 4, 0)
+        return Report({"mla_prolog": 1}, {"rope": 2}, [miss], [record], target="inductor", memory=[memory], **parts)
+
+    kept = keeping.from_text(keeping.as_text(reported(hindrances=["training"], is_training=True)))
+    assert kept == reported(notes=[keeping.FROM_CACHE], hindrances=["training"], is_training=True)
+    assert str(kept.passes[0].fired) == "Counter({'mla_prolog': 1})"
