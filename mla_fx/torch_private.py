@@ -278,19 +278,3 @@ def __getattr__(name: str) -> Any:
     from torch._inductor import custom_graph_pass
 
     return getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
-
-
-Traced = Callable[..., torch.Tensor]
-
-
-def either(condition: Any, one: Traced, other: Traced, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Traces two functions of the same tensors, of which a compiled graph runs the first where `condition` holds."""
-    from torch._higher_order_ops.cond import cond_op
-    from torch._inductor.inductor_prims import force_stride_order
-
-    # Inductor lays tensors out as it likes, and yet compiles branches for the strides that they have here.
-    whole = [value.contiguous() for value in given]
-    operands = tuple(force_stride_order(value, value.stride()) for value in whole)
-    (result,) = cond_op(condition, lambda *read: (one(*read),), lambda *read: (other(*read),), operands)
-    assert isinstance(result, torch.Tensor)
-    return result

@@ -70,7 +70,6 @@ class Report:
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
-    modules: dict[str, list[str]] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     graphs: dict[str, str] = field(default_factory=dict)
@@ -80,6 +79,7 @@ class Report:
     has_attention: bool = False
     is_training: bool = False
     memory: list[Memory] = field(default_factory=list)
+    modules: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def milliseconds(self) -> float:

@@ -1,0 +1,20 @@
+"""Two ways to compute the same, of which each call of a compiled graph takes one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Traced = Callable[..., Tensor]
+
+
+def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor]) -> Tensor:
+    """A conditional, for Inductor, over two functions of the same tensors: the first where `condition` holds."""
+    # Inductor lays tensors out as it likes, and yet compiles branches for the strides that they have here.
+    whole = [value.contiguous() for value in given]
+    operands = tuple(torch.ops.prims.inductor_force_stride_order(value, value.stride()) for value in whole)
+    branches = (lambda *read: (one(*read),)), (lambda *read: (other(*read),))
+    (result,) = torch.ops.higher_order.cond(condition, *branches, operands)
+    assert isinstance(result, Tensor)
+    return result
