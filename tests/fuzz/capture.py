@@ -71,7 +71,7 @@ def _plain(inference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inductor(inference: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda gm, inputs: compile_fx(gm, inputs, inference, {})
+    return lambda gm, inputs: compile_fx(gm, inputs, inference, {}, None)
 
 
 def _widen(captured: Captured) -> None:
