@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
 
@@ -40,6 +42,7 @@ def test_add_a_pattern_is_found_among_the_patterns(tmp_path):
     assert output_of("-c", COPIED, str(tmp_path)) == "add_a_pattern 1 1\n"
 
 
+@pytest.mark.slow
 def test_tensor_parallel_fuses_on_each_process():
     run = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     told = output_of(*run, str(ROOT / "examples" / "tensor_parallel.py"))

@@ -98,7 +98,7 @@ def test_a_dynamic_cache_grows_from_prompts_of_any_length():
     assert check(calls) == [COLD, DECODE]
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.slow), "dynamic"])
 def test_chunks_and_drafts_share_a_decode_graph(kind):
     """Sixteen tokens at most are surely absorbed, so one graph, with the prolog, takes any number of them but one: a
     single token has a graph of its own with any backend."""

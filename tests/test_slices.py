@@ -78,14 +78,12 @@ def test_growing_position(layer):
     assert [(report.fused, report.notes) for report in reports] == [(ALL, [])] * 2
 
 
-CHUNK = {DeepSeekNaive: {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}, DeepSeekAbsorb: ALL}
-
-
 @pytest.mark.parametrize("layer", [DeepSeekNaive, pytest.param(DeepSeekAbsorb, marks=pytest.mark.slow)])
 def test_growing_position_and_number_of_tokens(layer):
-    """A prompt in chunks: where it begins and how long it is are two symbols."""
+    """A prompt in chunks: where it begins and how long it is are two symbols, and the cache is so short that any chunk
+    is absorbed."""
     reports = run_steps(Inference(layer), [(5, 0), (3, 5), (4, 8), (2, 12), (6, 14), (1, 20), (1, 21)])
-    assert [report.fused for report in reports] == [ALL, CHUNK[layer], ALL]
+    assert [report.fused for report in reports] == [ALL] * 3
     assert not any(report.notes for report in reports[1:])
 
 

@@ -52,7 +52,7 @@ class Operator:
     is `(rtol, atol)`; `inplace` is the twin that writes its caches or outputs and returns the other results, or None;
     `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
     trace `body` in place of a call only if `traceable`, and if `stays`, given the same arguments, returns None; a
-    sentence from it says why this call has to stay. For `kernel` `kernel_stays` is asked as well.
+    sentence from it says why this call has to stay. For `kernel` that is `kernel_stays`, which is `stays` unless given.
     """
 
     name: str
@@ -101,7 +101,7 @@ def define(
     traceable: bool = True,
     stays: Stays = never,
     kernel: Callable[[Record], Any] | None = None,
-    kernel_stays: Stays = never,
+    kernel_stays: Stays | None = None,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
@@ -116,7 +116,7 @@ def define(
     computed = body if kernel is None else kernel
     meaning = _on_arguments(body, record)
     signature = inspect.signature(meaning)
-    tracing = traceable, stays, _on_arguments(computed, record), kernel_stays
+    tracing = traceable, stays, _on_arguments(computed, record), kernel_stays or stays
 
     def run(a: Record) -> Any:
         check(a)
