@@ -130,9 +130,9 @@ class Layer:
         demo.randomise(attention)
         return cls(attention, HandAbsorbed(copy.deepcopy(attention).float()), config)
 
-    def tables(self, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        position = torch.tensor([[context - 1]])
-        return DeepseekV3RotaryEmbedding(self.config)(torch.empty(0, dtype=dtype), position)
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The rotation at positions [1, S]."""
+        return DeepseekV3RotaryEmbedding(self.config)(torch.empty(0, dtype=dtype), positions)
 
     def bytes_read(self, context: int) -> int:
         weights = sum(weight.numel() * weight.element_size() for weight in self.attention.parameters())
@@ -226,7 +226,8 @@ def _race_once(layer: Layer, context: int, ready: dict[str, Step], effort: Effor
     result = Race(layer, context, variants)
     # As the model makes it: True where the query may look, which at the last position is everywhere.
     mask = torch.ones(1, 1, 1, context, dtype=torch.bool)
-    tables, exact_tables = layer.tables(context, bf16), layer.tables(context, fp32)
+    last = torch.tensor([[context - 1]])
+    tables, exact_tables = layer.tables(last, bf16), layer.tables(last, fp32)
     weights_and_cache = torch.ones(layer.bytes_read(context) // 8, dtype=torch.int64)
     square = torch.randn(MM_SIZE, MM_SIZE, dtype=bf16)
     for turn in range(effort.warm_ups + effort.rounds):

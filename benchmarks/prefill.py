@@ -18,7 +18,6 @@ import torch
 from decode import Layer, Row, Step, Variant, compiled, machine, table_of
 from rich.console import Console
 from torch import Tensor
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 import mla_fx
 from mla_fx.commands import demo
@@ -62,7 +61,7 @@ def check(layer: Layer, x: Tensor, outputs: dict[str, Tensor]) -> None:
 
 
 def rotations(layer: Layer, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return DeepseekV3RotaryEmbedding(layer.config)(torch.empty(0, dtype=dtype), torch.arange(tokens).unsqueeze(0))
+    return layer.tables(torch.arange(tokens).unsqueeze(0), dtype)
 
 
 @torch.no_grad()

@@ -51,13 +51,15 @@ class Layer(nn.Module):
         self.register_buffer("kr_cache", torch.randn(B, 1, T, DR, generator=generator))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
-        q_nope, q_rope = torch.split(self.query(x).view(B, S, N, D + DR).transpose(1, 2), [D, DR], dim=-1)
+        query = self.query(x)
+        tokens = query.shape[1]
+        q_nope, q_rope = torch.split(query.view(B, tokens, N, D + DR).transpose(1, 2), [D, DR], dim=-1)
         latent, k_rope = self.rows(x)
         q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate_key(k_rope, cos, sin)
         latent, k_rope = self.store(latent, k_rope, position)
-        mask = torch.zeros(S, T).masked_fill(torch.arange(T) > position[:, None], -torch.inf)
+        mask = torch.zeros(tokens, T).masked_fill(torch.arange(T) > position[:, None], -torch.inf)
         out: Tensor = self.attend(q_nope, q_rope, latent, k_rope, mask)
-        return out.transpose(1, 2).reshape(B, S, -1) @ self.o.T
+        return out.transpose(1, 2).reshape(B, tokens, -1) @ self.o.T
 
     def query(self, x: Tensor) -> Tensor:
         return self.norm(x @ self.q_a.T, self.q_gamma) @ self.q_b.T
@@ -116,9 +118,9 @@ class Appended(Layer):
         return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(tokens: int = S) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a Layer is called with: hidden states, cos, sin [S, Dr], and the positions written [S]."""
     generator = torch.Generator().manual_seed(1)
-    angle = torch.rand(S, DR // 2, generator=generator).repeat(1, 2) * 6
-    position = torch.arange(T - S - 2, T - 2)
-    return torch.randn(B, S, HE, generator=generator), angle.cos(), angle.sin(), position
+    angle = torch.rand(tokens, DR // 2, generator=generator).repeat(1, 2) * 6
+    position = torch.arange(T - tokens - 2, T - 2)
+    return torch.randn(B, tokens, HE, generator=generator), angle.cos(), angle.sin(), position

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from any_tokens import AnyTokens, inputs
 from families import cache_tensors, empty_cache, tiny_model, tokens
 from stepping import ALL, EXACT
 
 import mla_fx
-from mla_fx import absorb, discover, keeping
+from mla_fx import absorb, cases, discover, keeping
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -47,13 +46,13 @@ assert "mla_fx" not in sys.modules
 def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
     """On numbers of query tokens for which it takes either form."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
-    layer, count = AnyTokens().eval(), torch.export.Dim("count", min=2, max=14)
+    layer, count = cases.Layer().eval(), torch.export.Dim("count", min=2, max=14)
     shapes = ({1: count}, {0: count}, {0: count}, {0: count})
-    exported = torch.export.export(copy.deepcopy(layer), inputs(3), dynamic_shapes=shapes)
+    exported = torch.export.export(copy.deepcopy(layer), cases.inputs(3), dynamic_shapes=shapes)
     graph_pass = mla_fx.MlaPass(expect={"kv_rmsnorm_rope_cache": 1, "mla_attention": 1})
     with torch._inductor.config.patch(post_grad_custom_pre_pass=graph_pass):
         package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "layer.pt2"))
-    torch.save([(inputs(count), layer(*inputs(count))) for count in (3, 5, 13)], tmp_path / "calls.pt")
+    torch.save([(cases.inputs(count), layer(*cases.inputs(count))) for count in (3, 5, 13)], tmp_path / "calls.pt")
     subprocess.run([sys.executable, "-c", LOAD, package, str(tmp_path / "calls.pt")], check=True)
 
 

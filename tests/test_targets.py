@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from any_tokens import AnyTokens, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mla_fx
-from mla_fx import absorb, discover
+from mla_fx import absorb, cases, discover
 from mla_fx.compilation import automatic_target
 from mla_fx.ops import catalogue
 from mla_fx.target import Target
@@ -87,11 +86,11 @@ def test_the_core_names_no_target(file):
 def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
     """Absorbed up to four tokens, expanded beyond: nothing is compiled for the other form, and no call is left."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
-    layer, fused, graphs = AnyTokens().eval(), AnyTokens().eval(), torch._dynamo.utils.counters["stats"]
+    layer, fused, graphs = cases.Layer().eval(), cases.Layer().eval(), torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     compiled = torch.compile(fused, backend=mla_fx.get_backend(target="inductor"), dynamic=True)
     for count in (3, 4, 5, 13):
-        torch.testing.assert_close(compiled(*inputs(count)), layer(*inputs(count)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compiled(*cases.inputs(count)), layer(*cases.inputs(count)), rtol=1e-4, atol=1e-5)
         for name, cache in layer.named_buffers():
             torch.testing.assert_close(fused.get_buffer(name), cache, rtol=1e-4, atol=1e-5)
     assert graphs["unique_graphs"] - before == 1

@@ -92,10 +92,10 @@ def filled_cache(config: Any, latents: Latents, dtype: torch.dtype) -> Any:
     return cache
 
 
-def rewind(cache: Any) -> None:
-    """Sets a StaticCache back to where the next token fills its last row."""
+def rewind(cache: Any, new: int = 1) -> None:
+    """Sets a StaticCache back to where the next `new` tokens fill its last rows."""
     for layer in cache.layers:
-        layer.cumulative_length.fill_(layer.max_cache_len - 1)
+        layer.cumulative_length.fill_(layer.max_cache_len - new)
 
 
 @dataclass
