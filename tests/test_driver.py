@@ -203,6 +203,7 @@ class Spelled(cases.Layer):
         self.product, self.epsilon = product, 1e-6
 
     def query(self, x):
+        torch._check(x.shape[1] <= cases.T)  # no more tokens than are worth absorbing
         return self.product(self.norm(self.product(x, self.q_a), self.q_gamma), self.q_b)
 
     def rows(self, x):

@@ -183,6 +183,7 @@ class Numbers(cases.Layer):
         return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
 
     def query(self, x):
+        torch._check(x.shape[1] <= cases.T)  # no more tokens than are worth absorbing
         return super().query(x) * self.factor
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):
