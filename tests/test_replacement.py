@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
+from mla_fx.inline import inline
 from mla_fx.replacement import Replacement, apply, check_nothing_is_lost
 
 aten = torch.ops.aten
@@ -105,3 +106,15 @@ def test_a_rounding_on_the_way_is_lost():
     with pytest.raises(NoMatch, match=r"rounds to torch\.bfloat16, the operator only to torch\.float32"):
         lost(lambda x: x.sin().bfloat16().float(), "_to_copy_1", "x")
     lost(lambda x: x.sin().bfloat16().float(), "_to_copy_1", "_to_copy")
+
+
+def test_what_a_function_writes_of_its_own_is_spliced_in_as_values():
+    def shifted(x):
+        return x.clone().add_(1).mul_(2)
+
+    graph = Rewritten(lambda x: (x.sin(), x.cos()))
+    with graph.emit.at(graph.anchor, "test"):
+        graph["sin"].replace_all_uses_with(inline(graph.emit, shifted, graph["x"]))
+    assert {aten.add.Tensor, aten.mul.Tensor} <= {node.target for node in graph.graph.nodes}
+    (x,) = graph.inputs
+    torch.testing.assert_close(graph.run(), ((x + 1) * 2, x.cos()))
