@@ -21,6 +21,7 @@ import mla_fx
 from mla_fx.commands import demo
 
 EAGER, STOCK, HAND, OURS = "HF eager", "HF compiled", "by hand", "mla_fx"
+ATTENTION = "mla_fx, fusions alone"  # weights meet rows as in stock Inductor
 TOLERANCE = 1e-2
 _NUMBERS = itertools.count()
 
@@ -100,13 +101,13 @@ class Layer:
         return step
 
     def way(self, name: str, **options: Any) -> Step:
-        """One of the four ways; options are those of torch.compile."""
+        """One of these ways; options are those of torch.compile."""
         if name == EAGER:
             return self.hugging_face()
         if name == HAND:
             return compiled(self.by_hand(), **options)
-        if name == OURS:
-            options = {"backend": mla_fx.mla_backend, **options}
+        if name in (OURS, ATTENTION):
+            options = {"backend": mla_fx.get_backend(target="inductor", dot_products=name == OURS), **options}
         return compiled(self.hugging_face(), **options)
 
 

@@ -25,6 +25,7 @@ from mla_fx.torch_private import (
 )
 
 aten = torch.ops.aten
+DOT_PRODUCTS = "dot_products"
 
 
 class Inductor(Target):
@@ -37,7 +38,7 @@ class Inductor(Target):
         return True
 
     def accepts(self) -> frozenset[str]:
-        return inductor_options()
+        return inductor_options() | {DOT_PRODUCTS}
 
     def mode_options(self, mode: str) -> Mapping[str, Any]:
         modes = inductor_modes()
@@ -46,9 +47,12 @@ class Inductor(Target):
         return modes[mode]
 
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
-        """Whatever the operators can be traced as, and after that single rows times weights, theirs among them."""
-        operators = {entry.overload: entry.kernel_decomposition for entry in catalogue().values()}
-        return {**operators, aten.mm.default: _single_row}
+        """Whatever the operators can be traced as."""
+        return {entry.overload: entry.kernel_decomposition for entry in catalogue().values()}
+
+    def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
+        """Single rows times weights, those of fused operators and all others."""
+        return {aten.mm.default: _of_single_row} if _wants_dot_products(options) else {}
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""
@@ -80,8 +84,10 @@ class Inductor(Target):
             is_fresh = True
             return with_note(fused(graph_module, inputs, **given), fusing.told())
 
-        settings = {**_for_meta(example_inputs), **options}
-        compiled = compile_fx(gm, example_inputs, inner, settings, fusing.key)
+        own = {name: value for name, value in options.items() if name != DOT_PRODUCTS}
+        settings = {**_for_meta(example_inputs), **own}
+        key = None if fusing.key is None else f"{fusing.key} {_wants_dot_products(options)}"
+        compiled = compile_fx(gm, example_inputs, inner, settings, key)
         if is_fresh or fusing.recall(note_of(compiled)):
             return compiled
         return compile_fx(gm, example_inputs, inner, settings, None)
@@ -93,15 +99,23 @@ def _for_meta(example_inputs: Sequence[Any]) -> Mapping[str, Any]:
     return {"joint_graph_constant_folding": False} if is_meta else {}
 
 
-def _single_row(row: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+def _wants_dot_products(options: Mapping[str, Any]) -> bool:
+    """The target's own option: whether single rows times weights are computed another way. Raises OptionError."""
+    word = options.get(DOT_PRODUCTS, True)
+    if not isinstance(word, bool):
+        raise OptionError(f"option {DOT_PRODUCTS} is {word!r}; it takes False, True")
+    return word
+
+
+def _of_single_row(row: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
     """For one row times a weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it, on a CPU."""
     is_row = isinstance(row.shape[0], int) and row.shape[0] == 1
     is_half = weight.dtype in (torch.bfloat16, torch.float16) and row.dtype == weight.dtype
     is_transposed = weight.device.type == "cpu" and weight.stride(0) == 1
-    return single_row if is_row and is_half and is_transposed else None
+    return dot_products if is_row and is_half and is_transposed else None
 
 
-def single_row(row: Tensor, weight: Tensor) -> Tensor:
+def dot_products(row: Tensor, weight: Tensor) -> Tensor:
     """[1, K] @ [K, N] as N dot products along contiguous memory: at one row nothing but reading the weight costs.
 
     A long dot product is summed along several streams at once, so that it waits for memory and not for its own sum."""

@@ -19,9 +19,10 @@ def lower(
     graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any, *, keeps_calls: bool
 ) -> dict[str, int]:
     """Puts plain functions in the place of calls: the target's, or the operator's body if it has none and no call may
-    stay. Returns why calls were not lowered, where there is something to tell, and how many."""
+    stay. Returns what is to be told, and how often: why calls were not lowered, and what became of plain operators."""
     emit = Emitter(graph)
-    bodies = {} if keeps_calls else {entry.overload: entry.decomposition for entry in catalogue().values()}
+    known = {entry.overload: entry.decomposition for entry in catalogue().values()}
+    bodies = {} if keeps_calls else known
     told: dict[str, int] = {}
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
@@ -29,12 +30,17 @@ def lower(
             if isinstance(found, str):
                 body = lowered(node, bodies[operator]) if operator in bodies else None
                 kept = "stays a call" if body is None or isinstance(body, str) else "becomes its body"
-                sentence = f"{operator._opname} {kept}: {found}"
-                told[sentence] = told.get(sentence, 0) + 1
+                _tell(told, f"{operator._opname} {kept}: {found}")
                 found = body
             if found is not None and not isinstance(found, str):
+                if operator not in known:
+                    _tell(told, f"{operator._opname} is computed as {found.__name__}")
                 _replace(emit, node, found, decompositions)
     return told
+
+
+def _tell(told: dict[str, int], sentence: str) -> None:
+    told[sentence] = told.get(sentence, 0) + 1
 
 
 def lowered(node: Node, lowering: Lowering) -> Compiled | str | None:

@@ -135,6 +135,14 @@ def lower_fused(run: Run) -> None:
         _erase_orphans(run)
 
 
+def lower_plain(run: Run) -> None:
+    """Has the target compute the rest of a graph in which something fused in ways of its own."""
+    lowerings = run.target.plain_lowerings(run.options.extra)
+    if run.report.fused and lowerings:
+        run.keep_original()
+        _note(run.report, lower(run.graph, lowerings, run.target.decompositions(), keeps_calls=True))
+
+
 def prepare_inputs(run: Run) -> None:
     if run.report.fused and run.weights is not None:
         run.keep_original()
@@ -154,6 +162,7 @@ PIPELINE = (
     Pass("clean up", clean_up),
     Pass("reinplace", reinplace_caches),
     Pass("lower", lower_fused),
+    Pass("lower the rest", lower_plain),
     Pass("prepare", prepare_inputs),
 )
 

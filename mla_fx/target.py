@@ -83,6 +83,10 @@ class Target:
         `prepares` says whether what depends on weights alone is computed once, and not at each step."""
         return {}
 
+    def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
+        """What becomes of which plain operators, the user's own among them, where something else was fused."""
+        return {}
+
     def decompositions(self) -> Mapping[Any, Compiled]:
         """How operators are taken apart where a lowering is traced."""
         return {}

@@ -1,0 +1,63 @@
+"""Single rows times weights, which Inductor's target computes as dot products on a CPU: an option, with a line in the
+report."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from families import cache_tensors, empty_cache, tiny_model, tokens
+from mla_fx.lowering.inductor import dot_products
+
+import mla_fx
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+@pytest.mark.parametrize("inner", [7, 576, 4096, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_is_multiplied_as_exactly_as_by_a_product(inner, dtype):
+    row, weight = torch.randn(1, inner).to(dtype), (torch.randn(5, inner) * inner**-0.5).to(dtype).T
+    exact = row.double() @ weight.double()
+    error, plain = ((product.double() - exact).abs().max() for product in (dot_products(row, weight), row @ weight))
+    assert error <= 2 * plain + torch.finfo(dtype).tiny
+    assert dot_products(row, weight).dtype == dtype
+
+
+def decoded(batch, **options):
+    """Logits and caches of one step by the graph that Inductor would be given, and what the report notes of rows."""
+    model = tiny_model("deepseek_v3", torch.bfloat16, num_hidden_layers=1)
+    cache, token = empty_cache(model, "static"), tokens(batch, 1)
+    model(tokens(batch, 12), past_key_values=cache)
+    theirs, ours, exact = (copy.deepcopy(cache) for _ in range(3))
+    for layer in exact.layers:
+        layer.keys, layer.values = layer.keys.double(), layer.values.double()
+    wanted = [copy.deepcopy(model).double()(token, past_key_values=exact).logits, *cache_tensors(exact)]
+    expected = [model(token, past_key_values=theirs).logits, *cache_tensors(theirs)]
+    with mock.patch("mla_fx.lowering.inductor.compile_fx_inner", lambda gm, *_, **__: gm.forward):
+        step = torch.compile(model, backend=mla_fx.get_backend(target="inductor", **options))
+        found = [step(token, past_key_values=ours).logits, *cache_tensors(ours)]
+    for value, eager, right in zip(found, expected, wanted, strict=True):
+        error, plain = ((one.double() - right).norm() for one in (value, eager))
+        assert error <= 2 * plain
+    return [note for note in mla_fx.last_report().notes if "dot_products" in note]
+
+
+def test_the_report_counts_them():
+    (note,) = decoded(1)
+    assert note.startswith("mm is computed as dot_products (") and note.endswith(" times)")
+
+
+def test_several_rows_are_left_to_products():
+    assert decoded(2) == []
+
+
+def test_without_the_option_rows_are_left_to_products():
+    assert decoded(1, dot_products=False) == []
+
+
+def test_the_option_is_a_flag():
+    with pytest.raises(mla_fx.OptionError, match="option dot_products is 'no'; it takes False, True"):
+        decoded(1, dot_products="no")
