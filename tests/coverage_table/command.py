@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import logging
 import multiprocessing
@@ -85,7 +86,7 @@ def write(tables: Tables, text: str) -> None:
 def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Found]]]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start) as pool:
-        pending = {pool.submit(cell.found): cell for cell in wanted}
+        pending = {pool.submit(_found, cell): cell for cell in wanted}
         for done in as_completed(pending):
             yield pending[done], done.result()
 
@@ -93,7 +94,19 @@ def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Fo
 def _start() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    gc.freeze()  # or each full collection walks all of torch
+
+
+def _found(cell: Cell) -> list[Found]:
+    found = cell.found()
+    _settle()
+    return found
+
+
+@functools.cache
+def _settle() -> None:
+    """Once the first cell has loaded all of torch, or each full collection walks it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _by_line(found: dict[Cell, list[Found]]) -> dict[str, dict[str, list[Found]]]:
