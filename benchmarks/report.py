@@ -1,0 +1,88 @@
+"""The numbers of the benchmarks, from their JSON: a table in benchmarks/README.md and a picture beside it.
+
+for name in decode query_tokens prefill memory compile_time graphs overhead; do
+    python benchmarks/$name.py --json results/$name.json
+done
+python benchmarks/report.py results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+
+HERE = Path(__file__).parent
+NAMES = ("decode", "query_tokens", "prefill", "memory", "compile_time", "graphs", "overhead")
+BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->\n"
+
+# In the order of the legend; what is forced to one form is no way that a user would take.
+STYLES = {
+    "HF eager": {"label": "transformers, eager", "color": "tab:gray"},
+    "HF compiled": {"label": "transformers, Inductor", "color": "tab:orange"},
+    "by hand": {"label": "absorbed by hand, Inductor", "color": "tab:blue"},
+    "mla_fx": {"label": "mla_fx", "color": "tab:red", "linewidth": 2.5},
+    "floor": {"label": "floor of the machine", "color": "black", "linestyle": ":"},
+}
+
+Found = dict[str, Any]
+
+
+def lines(found: dict[str, Found]) -> Iterator[str]:
+    """Each benchmark's rows, and below them what it said of the machine."""
+    for name, results in found.items():
+        yield f"`{name}.py`: {'; '.join([*results['notes'], results['machine']])}\n"
+        yield "| | measured | must | goal | |\n| --- | --- | --- | --- | --- |"
+        for row in results["rows"]:
+            sign = "≥" if row["at_least"] else "≤"
+            number = f"{row['value']:.3g} {row['unit']}".strip()
+            yield f"| {row['what']} | {number} | {sign} {row['must']:g} | {sign} {row['goal']:g} | {row['verdict']} |"
+        yield ""
+
+
+def write(text: str) -> None:
+    page = HERE / "README.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def draw(axes: Any, times: list[Found], along: str, **titles: str) -> None:
+    for name, style in STYLES.items():
+        points = sorted((time[along], time["milliseconds"]) for time in times if time["variant"] == name)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
+    axes.set(xscale="log", yscale="log", ylabel="milliseconds", **titles)
+    ticks = sorted({time[along] for time in times})
+    axes.set_xticks(ticks, map(str, ticks), rotation=45)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def picture(decode: Found, query_tokens: Found) -> None:
+    pyplot.rcParams["svg.hashsalt"] = "mla_fx"  # else names in the file are drawn at random
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    single = [time for time in decode["times"] if time["batch"] == 1]
+    draw(left, single, "context", title="one new token", xlabel="tokens in the cache")
+    draw(right, query_tokens["times"], "tokens", title="4096 tokens in the cache", xlabel="new tokens")
+    left.legend()
+    figure.suptitle(f"One attention layer of DeepSeek-V3, bfloat16, batch 1\n{decode['machine']}", fontsize=10)
+    figure.savefig(HERE / "times.svg", metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the JSON files are; those that are missing are left out")
+    folder = parser.parse_args().folder
+    files = {name: folder / f"{name}.json" for name in NAMES}
+    found = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+    write("\n".join(lines(found)))
+    if {"decode", "query_tokens"} <= found.keys():
+        picture(found["decode"], found["query_tokens"])
+
+
+if __name__ == "__main__":
+    main()
