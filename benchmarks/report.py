@@ -17,7 +17,6 @@ from typing import Any
 from matplotlib import pyplot
 
 HERE = Path(__file__).parent
-NAMES = ("decode", "query_tokens", "prefill", "memory", "compile_time", "graphs", "overhead")
 BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->\n"
 
 # In the order of the legend; what is forced to one form is no way that a user would take.
@@ -35,7 +34,7 @@ Found = dict[str, Any]
 def lines(found: dict[str, Found]) -> Iterator[str]:
     """Each benchmark's rows, and below them what it said of the machine."""
     for name, results in found.items():
-        yield f"`{name}.py`: {'; '.join([*results['notes'], results['machine']])}\n"
+        yield f"**{name.replace('_', ' ')}**: {'; '.join([*results['notes'], results['machine']])}\n"
         yield "| | measured | must | goal | |\n| --- | --- | --- | --- | --- |"
         for row in results["rows"]:
             sign = "≥" if row["at_least"] else "≤"
@@ -75,10 +74,9 @@ def picture(decode: Found, query_tokens: Found) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the JSON files are; those that are missing are left out")
-    folder = parser.parse_args().folder
-    files = {name: folder / f"{name}.json" for name in NAMES}
-    found = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+    parser.add_argument("folder", type=Path, help="where the JSON files are, whatever there is of them")
+    files = sorted(parser.parse_args().folder.glob("*.json"))
+    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
     write("\n".join(lines(found)))
     if {"decode", "query_tokens"} <= found.keys():
         picture(found["decode"], found["query_tokens"])
