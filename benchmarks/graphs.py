@@ -89,7 +89,7 @@ def counted(use: Callable[..., None]) -> int:
 
 
 def main() -> None:
-    given = parser(__doc__, rounds=1).parse_args()
+    given = parser(__doc__).parse_args()
     rows = []
     for name, (use, must, goal) in USES.items():
         console.log(name)

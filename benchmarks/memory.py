@@ -42,7 +42,7 @@ def kept() -> float:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=1)
+    options = parser(__doc__)
     options.add_argument("--heads", type=int, default=demo.ATTENTION["num_attention_heads"], help="(%(default)s)")
     given = options.parse_args()
     without_caches()

@@ -100,10 +100,11 @@ def _processor() -> str:
     return next(names, platform.processor())
 
 
-def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """What every benchmark can be told."""
+def parser(description: str | None, rounds: int = 0) -> argparse.ArgumentParser:
+    """What every benchmark can be told, the number of rounds if it times any."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--rounds", type=int, default=rounds, help="how often each is timed (%(default)s)")
+    if rounds:
+        made.add_argument("--rounds", type=int, default=rounds, help="how often each is timed (%(default)s)")
     made.add_argument("--json", type=Path, help="where to keep the numbers")
     return made
 
