@@ -76,6 +76,8 @@ class Inductor(Target):
         """One AOTAutograd pass: Inductor traces, and the graph is rewritten on its way into the inner compiler, whose
         cache is so keyed by the rewritten graph. AOTAutograd's, which comes first, keeps the report beside it."""
         fused, is_fresh = fusing(compile_fx_inner), False
+        wants = _wants_dot_products(options)
+        key = None if fusing.key is None else f"{fusing.key} {wants}"
 
         def inner(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
             nonlocal is_fresh
@@ -84,9 +86,8 @@ class Inductor(Target):
             is_fresh = True
             return with_note(fused(graph_module, inputs, **given), fusing.told())
 
-        own = {name: value for name, value in options.items() if name != DOT_PRODUCTS}
-        settings = {**_for_meta(example_inputs), **own}
-        key = None if fusing.key is None else f"{fusing.key} {_wants_dot_products(options)}"
+        theirs = {name: value for name, value in options.items() if name != DOT_PRODUCTS}
+        settings = {**_for_meta(example_inputs), **theirs}
         compiled = compile_fx(gm, example_inputs, inner, settings, key)
         if is_fresh or fusing.recall(note_of(compiled)):
             return compiled

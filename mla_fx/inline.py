@@ -9,9 +9,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .aliasing import written
 from .emitter import Emitter, hashable
 from .known import signature, unshared
-from .torch_private import OpOverload, make_fx
+from .torch_private import make_fx
 
 
 def inline(
@@ -43,14 +44,10 @@ def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any)
     given = [unshared(value) if isinstance(value, torch.Tensor) else value for value in values]
     with torch.no_grad():
         traced: GraphModule = make_fx(function, decompositions, tracing_mode="real")(*given)
-        if any(map(_writes, traced.graph.nodes)):  # few do, and functionalizing traces branches three times over
+        if any(map(written, traced.graph.nodes)):  # few do, and functionalizing traces branches three times over
             traced = make_fx(functionalize(function), decompositions, tracing_mode="real")(*given)
     traced.graph.eliminate_dead_code()
     return traced
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _splice(emit: Emitter, traced: GraphModule, arguments: list[Node]) -> Any:

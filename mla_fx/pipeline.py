@@ -128,19 +128,14 @@ def reinplace_caches(run: Run) -> None:
 
 def lower_fused(run: Run) -> None:
     """Hands the fused operators, be they the user's own calls, to the target."""
-    if run.report.fused and run.lowerings:
-        run.keep_original()
-        decompositions, keeps_calls = run.target.decompositions(), run.target.runs_operators
-        _note(run.report, lower(run.graph, run.lowerings, decompositions, keeps_calls=keeps_calls))
-        _erase_orphans(run)
+    if run.report.fused:
+        _lower(run, run.lowerings, keeps_calls=run.target.runs_operators)
 
 
 def lower_plain(run: Run) -> None:
     """Has the target compute the rest of a graph in which something fused in ways of its own."""
-    lowerings = run.target.plain_lowerings(run.options.extra)
-    if run.report.fused and lowerings:
-        run.keep_original()
-        _note(run.report, lower(run.graph, lowerings, run.target.decompositions(), keeps_calls=True))
+    if run.report.fused:
+        _lower(run, run.target.plain_lowerings(run.options.extra), keeps_calls=True)
 
 
 def prepare_inputs(run: Run) -> None:
@@ -195,6 +190,13 @@ def _run_pass(run: Run, step: Pass) -> None:
     run.record.nodes_after = len(run.graph.nodes)
     run.report.passes.append(run.record)
     run.on_stage(step.name, run.graph)
+
+
+def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: bool) -> None:
+    if lowerings:
+        run.keep_original()
+        _note(run.report, lower(run.graph, lowerings, run.target.decompositions(), keeps_calls=keeps_calls))
+        _erase_orphans(run)
 
 
 def _memory(run: Run) -> Memory:

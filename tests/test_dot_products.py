@@ -58,6 +58,8 @@ def test_without_the_option_rows_are_left_to_products():
     assert decoded(1, dot_products=False) == []
 
 
-def test_the_option_is_a_flag():
+@pytest.mark.parametrize("is_dumped", [False, True])
+def test_the_option_is_a_flag(is_dumped, tmp_path):
+    options = {"dump": str(tmp_path)} if is_dumped else {}
     with pytest.raises(mla_fx.OptionError, match="option dot_products is 'no'; it takes False, True"):
-        decoded(1, dot_products="no")
+        decoded(1, dot_products="no", **options)
