@@ -64,7 +64,7 @@ def rewriting(many: int, rounds: int) -> Iterator[Row]:
 
 @torch.no_grad()
 def compile_time(layers: int, backend: Any) -> float:
-    """Seconds until the first step of a fresh model has been taken, beyond what the second one takes."""
+    """Seconds until the first step of a fresh model has been taken."""
     model = small_models.deepseek(layers)
     cache, token = small_models.prefilled(model, length=CONTEXT), small_models.tokens()
     torch._dynamo.reset()

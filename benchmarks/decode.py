@@ -1,6 +1,6 @@
 """How fast a decode step is: against the model as it is, compiled and not, by hand, and the machine's floor.
 
-python benchmarks/decode.py                         about twenty minutes, on an otherwise idle machine
+python benchmarks/decode.py                         a quarter of an hour, on an otherwise idle machine
 python benchmarks/decode.py --rounds 3 --heads 8    to try the script
 
 One DeepseekV3Attention layer of DeepSeek-V3's dimensions with its StaticCache, bfloat16, one token. Variants take

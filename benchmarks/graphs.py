@@ -14,6 +14,7 @@ from typing import Any
 import small_models
 import torch
 from results import Results, Row, console, finish, parser
+from transformers import DynamicCache
 
 import mla_fx
 
@@ -43,8 +44,7 @@ def batches(model: Any, step: Callable[..., Any]) -> None:
 
 def growing_cache(model: Any, step: Callable[..., Any]) -> None:
     """From 64 to 1024 tokens, the prompt first."""
-    cache = small_models.prefilled(model, prompt=1)
-    cache.crop(0)
+    cache = DynamicCache(config=model.config)
     step(input_ids=small_models.tokens(64), past_key_values=cache)
     for _ in range(960):
         step(input_ids=small_models.tokens(), past_key_values=cache)
@@ -53,8 +53,7 @@ def growing_cache(model: Any, step: Callable[..., Any]) -> None:
 def prompts(model: Any, step: Callable[..., Any]) -> None:
     """Prompts of any length, marked as such, and some steps after each."""
     for length in (64, 5, 17, 1021):
-        cache, prompt = small_models.prefilled(model, prompt=1), small_models.tokens(length)
-        cache.crop(0)
+        cache, prompt = DynamicCache(config=model.config), small_models.tokens(length)
         torch._dynamo.mark_dynamic(prompt, 1)
         for ids in (prompt, small_models.tokens(), small_models.tokens()):
             step(input_ids=ids, past_key_values=cache)

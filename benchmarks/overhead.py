@@ -15,6 +15,8 @@ import small_models
 import torch
 from results import Results, Row, finish, parser, without_caches
 
+from mla_fx.commands import demo
+
 LAYERS, CONTEXT, WARM_UPS = 8, 64, 20
 
 
@@ -32,8 +34,7 @@ def main() -> None:
     took: dict[str, list[float]] = {backend: [] for backend in steps}
     for turn in range(WARM_UPS + given.rounds):
         for backend, (step, cache) in steps.items():
-            for layer in cache.layers:
-                layer.cumulative_length.fill_(CONTEXT // 2)
+            demo.rewind(cache, CONTEXT // 2)
             start = time.perf_counter()
             step(input_ids=token, past_key_values=cache)
             took[backend] += [(time.perf_counter() - start) * 1e3] * (turn >= WARM_UPS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
+from results import Row
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->\n"
@@ -36,10 +37,7 @@ def lines(found: dict[str, Found]) -> Iterator[str]:
     for name, results in found.items():
         yield f"**{name.replace('_', ' ')}**: {'; '.join([*results['notes'], results['machine']])}\n"
         yield "| | measured | must | goal | |\n| --- | --- | --- | --- | --- |"
-        for row in results["rows"]:
-            sign = "≥" if row["at_least"] else "≤"
-            number = f"{row['value']:.3g} {row['unit']}".strip()
-            yield f"| {row['what']} | {number} | {sign} {row['must']:g} | {sign} {row['goal']:g} | {row['verdict']} |"
+        yield from (f"| {' | '.join(Row(**row).cells())} |" for row in results["rows"])
         yield ""
 
 

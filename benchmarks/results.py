@@ -8,7 +8,7 @@ import os
 import platform
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Results:
 
     rows: Sequence[Row]
     times: Sequence[Time] = ()
-    notes: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
 
     def show(self) -> None:
         table = Table("what", "measured", "must", "goal", "verdict", box=SIMPLE_HEAD)
@@ -77,13 +77,7 @@ class Results:
             console.print(note, style="dim")
 
     def save(self, path: Path) -> None:
-        rows = [{**asdict(row), "verdict": row.verdict} for row in self.rows]
-        kept = {
-            "machine": machine(),
-            "rows": rows,
-            "times": [asdict(time) for time in self.times],
-            "notes": [*self.notes],
-        }
+        kept = {"machine": machine(), **asdict(self)}
         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig, StaticCache
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, StaticCache
 
 SIZES = {
     "vocab_size": 64,
@@ -30,11 +30,10 @@ def llama(layers: int) -> Any:
 
 
 @torch.no_grad()
-def prefilled(model: Any, prompt: int = 4, batch: int = 1, length: int = 0) -> Any:
-    """A cache that holds a prompt: static if it has a length."""
-    options = {"config": model.config}
-    cache = StaticCache(**options, max_cache_len=length) if length else DynamicCache(**options)
-    model(input_ids=tokens(prompt, batch), past_key_values=cache)
+def prefilled(model: Any, length: int, batch: int = 1) -> Any:
+    """A StaticCache for so many tokens, which holds a prompt of four."""
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    model(input_ids=tokens(4, batch), past_key_values=cache)
     return cache
 
 
