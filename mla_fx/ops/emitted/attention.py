@@ -39,20 +39,68 @@ def probabilities(
     Where a bool mask is False the scores are `fill`, as near as their type comes to it, or minus infinity. `sinks` [N]
     is one more score of each row, whose probability is left out.
     """
-    dtype = accumulation_dtype(latent.dtype)
-    scores = latent.to(dtype) if rotated is None else latent.to(dtype) + rotated
-    scores = scores * scale
+    scores = _scaled(latent, rotated, scale)
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
-        scores = masked(scores, mask.transpose(1, 2) if rows_first else mask, fill)
+        scores = masked(scores, _aligned(mask, rows_first), fill)
     elif sinks is None:
         return scores.softmax(-1).to(latent.dtype)
     if sinks is not None:
-        column = sinks.to(dtype).view((-1, 1) if rows_first else (-1, 1, 1)).expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, column), -1)
+        scores = torch.cat((scores, _column(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
     # Unlike softmax, this gives zeros where a whole row is masked.
-    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, dtype)
+    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
     return (weights if sinks is None else weights[..., :-1]).to(latent.dtype)
+
+
+def exponentials(
+    latent: Tensor,
+    rotated: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    fill: float | None,
+    sinks: Tensor | None = None,
+    rows_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`probabilities` ahead of their division, and what they are to be divided by, [..., 1].
+
+    For a compiler that fuses loops: what it stores is rounded already, where a softmax keeps all scores in float32."""
+    scores = _scaled(latent, rotated, scale)
+    if mask is not None:
+        scores = masked(scores, _aligned(_stored(mask, fill, scores.dtype), rows_first), fill)
+    highest = scores.amax(-1, keepdim=True)
+    column = None if sinks is None else _column(sinks, scores, rows_first)
+    if column is not None:
+        highest = highest.maximum(column)
+    if mask is not None or column is not None:  # a row that sees nothing gives zeros
+        highest = highest.masked_fill(highest == -torch.inf, 0)
+    weights = (scores - highest).exp()
+    total = weights.sum(-1, keepdim=True)
+    if column is not None:
+        total = total + (column - highest).exp()
+    return weights.to(latent.dtype), total.masked_fill(total == 0, 1)
+
+
+def _scaled(latent: Tensor, rotated: Tensor | None, scale: float) -> Tensor:
+    scores = latent.to(accumulation_dtype(latent.dtype))
+    return (scores if rotated is None else scores + rotated) * scale
+
+
+def _aligned(mask: Tensor, rows_first: bool) -> Tensor:
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask.transpose(1, 2) if rows_first else mask
+
+
+def _column(sinks: Tensor, scores: Tensor, rows_first: bool) -> Tensor:
+    return sinks.to(scores.dtype).view((-1, 1) if rows_first else (-1, 1, 1))
+
+
+def _stored(mask: Tensor, fill: float | None, dtype: torch.dtype) -> Tensor:
+    """The mask as what is added to scores of `dtype`, in memory if it is the same for all heads: a compiler would else
+    make it anew for each of them, which takes as long as the softmax. What is read by strides must lie there."""
+    if fill is not None or mask.dtype == dtype or (mask.dim() > 2 and mask.shape[-3] != 1):
+        return mask
+    is_bool = mask.dtype == torch.bool
+    added = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if is_bool else mask.to(dtype)
+    return added.as_strided(added.shape, added.stride())
 
 
 def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:

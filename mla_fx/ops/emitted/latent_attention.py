@@ -12,7 +12,7 @@ from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import as_mask, check_mask, check_rope, probabilities
+from .attention import as_mask, check_mask, check_rope, exponentials, probabilities
 from .lean import IN_TILES, goes_by_tiles, mask_of_rows, row_tiles
 from .pages import STAYS, check_contexts, context_of, tiles
 
@@ -58,25 +58,25 @@ def body(a: Arguments) -> Tensor:
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
-    batch, steps, heads, rank = a.query.shape
-    context = context_of(a.kv_cache, a.block_table)
-    grouped = (batch, steps, heads, context)
-    latent = _scores(a.query.flatten(1, 2), a.kv_cache, a.block_table).view(grouped)
-    rotated = None
-    if a.query_rope is not None and a.kr_cache is not None:
-        rotated = _scores(a.query_rope.flatten(1, 2), a.kr_cache, a.block_table).view(grouped)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
-    weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks, rows_first=True)
-    return _weighted(weights.flatten(1, 2), a.kv_cache, a.block_table).view(batch, steps, heads, rank)
+    weights = probabilities(*_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
+    return _weighted(weights, a)
 
 
 def kernel(a: Arguments) -> Tensor:
-    """The same by tiles of query rows, where there are many."""
+    """The same by tiles of query rows, where there are many; else divided by the sum of a row at the end."""
     context = context_of(a.kv_cache, a.block_table)
     if not goes_by_tiles(a.query, context):
-        return body(a)
+        return undivided(a)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     return torch.cat([body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)], 1)
+
+
+def undivided(a: Arguments) -> Tensor:
+    """The same, but for its own rounding: products are divided by the sum of a row, and not probabilities."""
+    if a.query.dtype == torch.float16:  # has no room for a sum over many keys
+        return body(a)
+    weights, total = exponentials(*_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
+    return (_weighted(weights, a) / total).to(weights.dtype)
 
 
 def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Arguments:
@@ -92,24 +92,35 @@ def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
     return IN_TILES if goes_by_tiles(a.query, a.kv_cache.shape[1]) else None
 
 
-def _scores(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """[B, S*N, width], and the keys -> [B, S*N, T]."""
-    if block_table is None:
-        return torch.bmm(query, cache.mT)
-    scores = query.new_empty(*query.shape[:2], context_of(cache, block_table))
-    for rows, first, last in tiles(cache, block_table):
-        scores[..., first:last] = torch.bmm(query, rows.mT)
-    return scores
+def _scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Latent and rotary part of the scores, [B, S, N, T], and the mask."""
+    rotated = None
+    if a.query_rope is not None and a.kr_cache is not None:
+        rotated = _products(a.query_rope, a.kr_cache, a.block_table)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context_of(a.kv_cache, a.block_table))
+    return _products(a.query, a.kv_cache, a.block_table), rotated, mask
 
 
-def _weighted(weights: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """[B, S*N, T], and the values -> [B, S*N, Hckv]."""
+def _products(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """[B, S, N, width], and the keys -> [B, S, N, T]."""
+    rows = query.flatten(1, 2)
     if block_table is None:
-        return torch.bmm(weights, cache)
-    out = weights.new_zeros(*weights.shape[:2], cache.shape[2], dtype=accumulation_dtype(weights.dtype))
-    for rows, first, last in tiles(cache, block_table):
-        out += torch.bmm(weights[..., first:last], rows)
-    return out.to(weights.dtype)
+        return torch.bmm(rows, cache.mT).view(*query.shape[:3], cache.shape[1])
+    scores = query.new_empty(*rows.shape[:2], context_of(cache, block_table))
+    for keys, first, last in tiles(cache, block_table):
+        scores[..., first:last] = torch.bmm(rows, keys.mT)
+    return scores.view(*query.shape[:3], -1)
+
+
+def _weighted(weights: Tensor, a: Arguments) -> Tensor:
+    """[B, S, N, T], and the values -> [B, S, N, Hckv]."""
+    rows = weights.flatten(1, 2)
+    if a.block_table is None:
+        return torch.bmm(rows, a.kv_cache).view(a.query.shape)
+    out = rows.new_zeros(*rows.shape[:2], a.kv_cache.shape[2], dtype=accumulation_dtype(weights.dtype))
+    for values, first, last in tiles(a.kv_cache, a.block_table):
+        out += torch.bmm(rows[..., first:last], values)
+    return out.to(weights.dtype).view(a.query.shape)
 
 
 def check(a: Arguments) -> None:

@@ -92,7 +92,8 @@ def _either(a: Arguments) -> Tensor:
     def form(compute: Callable[[Arguments], Tensor]) -> Callable[..., Tensor]:
         return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
 
-    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, form(absorbed), form(lean), tuple(tensors.values()))
+    short, long = form(lambda a: absorbed(a, latent_attention.undivided)), form(lean)
+    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, short, long, tuple(tensors.values()))
 
 
 def _is_absorbed(a: Arguments) -> bool:
