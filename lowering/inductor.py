@@ -26,6 +26,7 @@ from mla_fx.torch_private import (
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
+FEW_ROWS = 8  # measured: with more, the library is quicker in spite of its copies
 
 
 class Inductor(Target):
@@ -51,8 +52,10 @@ class Inductor(Target):
         return {entry.overload: entry.kernel_decomposition for entry in catalogue().values()}
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
-        """Single rows times weights, those of fused operators and all others."""
-        return {aten.mm.default: _of_single_row} if _wants_dot_products(options) else {}
+        """Few rows times weights, those of fused operators and all others."""
+        if not _wants_dot_products(options):
+            return {}
+        return {aten.mm.default: _of_single_row, aten.bmm.default: _of_heads}
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""
@@ -111,9 +114,35 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
 def _of_single_row(row: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
     """For one row times a weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it, on a CPU."""
     is_row = isinstance(row.shape[0], int) and row.shape[0] == 1
-    is_half = weight.dtype in (torch.bfloat16, torch.float16) and row.dtype == weight.dtype
-    is_transposed = weight.device.type == "cpu" and weight.stride(0) == 1
-    return dot_products if is_row and is_half and is_transposed else None
+    is_transposed = weight.stride(0) == 1
+    return dot_products if is_row and is_transposed and _is_half_on_cpu(row, weight) else None
+
+
+def _of_heads(rows: Tensor, weights: Tensor) -> Callable[..., Tensor] | None:
+    """For the rows of each head times its weights of 16 bits, which lie apart in memory, as those of keys and values
+    in one projection do, on a CPU: its library copies such weights at every call, and slowly across their memory."""
+    is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
+    if not is_fixed or not _is_half_on_cpu(rows, weights) or weights.is_contiguous() or weights.mT.is_contiguous():
+        return None
+    if isinstance(rows.shape[1], int) and rows.shape[1] <= FEW_ROWS:
+        return sums_for_rows if rows.shape[1] > 1 else None  # Inductor has loops of its own for one
+    return products_of_copies if weights.stride(1) == 1 else None
+
+
+def _is_half_on_cpu(rows: Tensor, weights: Tensor) -> bool:
+    is_half = weights.dtype in (torch.bfloat16, torch.float16) and rows.dtype == weights.dtype
+    return is_half and weights.device.type == "cpu"
+
+
+def sums_for_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """[B, Rows, K] @ [B, K, N] in one loop, in which each weight is read once for all rows."""
+    sums = [(rows[:, row].unsqueeze(-1).float() * weights.float()).sum(1) for row in range(rows.shape[1])]
+    return torch.stack(sums, 1).to(rows.dtype)
+
+
+def products_of_copies(rows: Tensor, weights: Tensor) -> Tensor:
+    """[B, Rows, K] @ [B, K, N], the weights copied along their memory."""
+    return torch.bmm(rows, weights.mT.contiguous().mT)
 
 
 def dot_products(row: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Single rows times weights, which Inductor's target computes as dot products on a CPU: an option, with a line in the
+"""Few rows times weights, which Inductor's target computes in loops of its own on a CPU: an option, with a line in the
 report."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from families import cache_tensors, empty_cache, tiny_model, tokens
-from mla_fx.lowering.inductor import dot_products
+from mla_fx.lowering.inductor import dot_products, products_of_copies, sums_for_rows
 
 import mla_fx
 
@@ -26,8 +26,22 @@ def test_a_row_is_multiplied_as_exactly_as_by_a_product(inner, dtype):
     assert dot_products(row, weight).dtype == dtype
 
 
+@pytest.mark.parametrize("compute", [sums_for_rows, products_of_copies])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_value", [False, True])
+def test_heads_are_multiplied_as_exactly_as_by_a_product(compute, dtype, is_value):
+    heads, rows, nope, value, rank = 3, 5, 8, 6, 16
+    projection = (torch.randn(heads, nope + value, rank) * rank**-0.5).to(dtype)
+    weights = projection[:, nope:].mT if is_value else projection[:, :nope]
+    left = torch.randn(heads, rows, weights.shape[1]).to(dtype)
+    exact = left.double() @ weights.double()
+    error, plain = ((product.double() - exact).abs().max() for product in (compute(left, weights), left @ weights))
+    assert error <= 2 * plain + torch.finfo(dtype).tiny
+    assert compute(left, weights).dtype == dtype
+
+
 def decoded(batch, **options):
-    """Logits and caches of one step by the graph that Inductor would be given, and what the report notes of rows."""
+    """Logits and caches of one step by the graph that Inductor would be given, and what the report notes of products."""
     model = tiny_model("deepseek_v3", torch.bfloat16, num_hidden_layers=1)
     cache, token = empty_cache(model, "static"), tokens(batch, 1)
     model(tokens(batch, 12), past_key_values=cache)
@@ -42,7 +56,7 @@ def decoded(batch, **options):
     for value, eager, right in zip(found, expected, wanted, strict=True):
         error, plain = ((one.double() - right).norm() for one in (value, eager))
         assert error <= 2 * plain
-    return [note for note in mla_fx.last_report().notes if "dot_products" in note]
+    return [note for note in mla_fx.last_report().notes if " is computed as " in note]
 
 
 def test_the_report_counts_them():
@@ -50,12 +64,16 @@ def test_the_report_counts_them():
     assert note.startswith("mm is computed as dot_products (") and note.endswith(" times)")
 
 
-def test_several_rows_are_left_to_products():
-    assert decoded(2) == []
+def test_several_rows_are_left_to_products_but_those_of_heads():
+    assert decoded(2) == ["bmm is computed as sums_for_rows (2 times)"]
+
+
+def test_for_many_rows_weights_of_heads_are_copied_along_their_memory():
+    assert decoded(9) == ["bmm is computed as products_of_copies"]
 
 
 def test_without_the_option_rows_are_left_to_products():
-    assert decoded(1, dot_products=False) == []
+    assert decoded(1, dot_products=False) == decoded(2, dot_products=False) == []
 
 
 @pytest.mark.parametrize("is_dumped", [False, True])
