@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from mla_fx.target import Compiled, Fusing, Lowering, Target
 from mla_fx.torch_private import (
     OpOverload,
     compile_fx,
+    compile_fx_frozen,
     compile_fx_inner,
     inductor_decompositions,
     inductor_modes,
     inductor_options,
+    is_freezing,
     note_of,
     with_note,
 )
@@ -78,7 +80,8 @@ class Inductor(Target):
     ) -> Compiled:
         """One AOTAutograd pass: Inductor traces, and the graph is rewritten on its way into the inner compiler, whose
         cache is so keyed by the rewritten graph. AOTAutograd's, which comes first, keeps the report beside it."""
-        fused, is_fresh = fusing(compile_fx_inner), False
+        is_frozen, is_fresh = is_freezing(), False
+        fused = fusing(_freezing(gm, fusing) if is_frozen else compile_fx_inner)
         wants = _wants_dot_products(options)
         key = None if fusing.key is None else f"{fusing.key} {wants}"
 
@@ -91,10 +94,32 @@ class Inductor(Target):
 
         theirs = {name: value for name, value in options.items() if name != DOT_PRODUCTS}
         settings = {**_for_meta(example_inputs), **theirs}
+        if is_frozen:
+            settings["freezing"], key = False, None  # what is frozen is fused by then
         compiled = compile_fx(gm, example_inputs, inner, settings, key)
         if is_fresh or fusing.recall(note_of(compiled)):
             return compiled
         return compile_fx(gm, example_inputs, inner, settings, None)
+
+
+def _freezing(traced: GraphModule, fusing: Fusing) -> Compiled:
+    """Inductor's compiler that packs weights, and tells how much it keeps beside them."""
+    own = {weight.untyped_storage().data_ptr() for weight in (*traced.parameters(), *traced.buffers())}
+
+    def compile_frozen(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
+        compiled = compile_fx_frozen(traced, graph_module, inputs, **given)
+        names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
+        constants = (getattr(graph_module, name) for name in names)
+        fusing.keeps(sum(value.nbytes for value in constants if not _lies_in(value, own)))
+        return compiled
+
+    return compile_frozen
+
+
+def _lies_in(value: Any, memories: Set[int]) -> bool:
+    return not isinstance(value, Tensor) or (
+        value.layout is torch.strided and value.untyped_storage().data_ptr() in memories
+    )
 
 
 def _for_meta(example_inputs: Sequence[Any]) -> Mapping[str, Any]:

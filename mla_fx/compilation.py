@@ -130,6 +130,9 @@ class Compilation:
             self._fail("looking at a training graph", error)
         self._judge()
 
+    def keeps(self, size: int) -> None:
+        self.report.memory = [replace(told, weights=told.weights + size) for told in self.report.memory]
+
     # --- graphs that are kept for later processes --------------------------------------------------------------------
 
     def _key(self, inputs: Sequence[Any]) -> str | None:

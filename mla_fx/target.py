@@ -30,6 +30,9 @@ class Fusing(Protocol):
     def __call__(self, compiler: Compiler) -> Compiler:
         """`compiler` with every graph fused on its way in."""
 
+    def keeps(self, size: int) -> None:
+        """Takes note of so many bytes that the compiler keeps beside the model's weights."""
+
     def told(self) -> str | None:
         """What is kept beside the graph that was compiled just now; None where neither may be kept."""
 

@@ -249,6 +249,35 @@ def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> C
     return compiled
 
 
+def is_freezing() -> bool:
+    """Whether Inductor has been told to make constants of weights, of which Dynamo takes note too."""
+    from torch._inductor import config
+
+    return bool(config.freezing) and not torch.is_grad_enabled()
+
+
+def compile_fx_frozen(
+    traced: GraphModule, gm: GraphModule, inputs: Sequence[Any], **given: Any
+) -> Callable[..., Any]:
+    """Inductor's compiler of operator graphs that makes constants of the weights that Dynamo's graph `traced` holds,
+    and packs those of plain products. The constants are then attributes of `gm`."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner, fw_compiler_freezing
+
+    with config.patch(freezing=True):
+        compiled: Callable[..., Any] = fw_compiler_freezing(
+            gm,
+            inputs,
+            dynamo_model=traced,
+            num_example_inputs=len(inputs),
+            inner_compile=compile_fx_inner,
+            cudagraphs=given["cudagraphs"],
+            graph_id=given["graph_id"],
+            forward_device=given["boxed_forward_device_index"],
+        )
+    return compiled
+
+
 def inductor_options() -> frozenset[str]:
     """The names of Inductor's options."""
     from torch._inductor import list_options

@@ -41,7 +41,7 @@ def test_heads_are_multiplied_as_exactly_as_by_a_product(compute, dtype, is_valu
 
 
 def decoded(batch, **options):
-    """Logits and caches of one step by the graph that Inductor would be given, and what the report notes of products."""
+    """Logits and caches of one step by the graph that Inductor would be given, and what the report says of products."""
     model = tiny_model("deepseek_v3", torch.bfloat16, num_hidden_layers=1)
     cache, token = empty_cache(model, "static"), tokens(batch, 1)
     model(tokens(batch, 12), past_key_values=cache)
