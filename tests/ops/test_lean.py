@@ -102,6 +102,23 @@ def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
         assert stays is module.operator.kernel if is_own else stays == IN_TILES
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED, "mask of each sequence"])
+def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
+    """Products are divided at the end, and a batch goes in parts."""
+    monkeypatch.setattr(latent_attention, "PART", 1)
+    masks = {"mask of each sequence": {"mask": normal(batch, 1, STEPS, CONTEXT) > 0}}
+    given = (HIDING | FILLED | TILED | masks)[name]
+    if "context_lens" in given and len(given["context_lens"]) > 1:
+        given = {**given, "context_lens": torch.tensor([20, 7, 13, 1, 4])[:batch]}
+    a = arguments(latent_attention, batch=batch, **given)
+    assert not lean.goes_by_tiles(a.query, CONTEXT)
+    torch.testing.assert_close(latent_attention.kernel(a), latent_attention.body(a), rtol=1e-9, atol=1e-9)
+    bmm = torch.ops.aten.bmm.default
+    products = [node for node in graph_of(latent_attention.kernel, a).nodes if node.target is bmm]
+    assert len(products) == 3 * {1: 1, 2: 2, 3: 3, 5: 1}[batch]
+
+
 def test_pages_go_by_tiles_of_rows_too(monkeypatch):
     monkeypatch.setattr(lean, "TILE", 2 * HEADS * 20 * 5)
     monkeypatch.setattr(lean, "FEW", 1)
@@ -114,30 +131,33 @@ def test_pages_go_by_tiles_of_rows_too(monkeypatch):
 
 @pytest.mark.parametrize("context", [3, 20, 600])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_nan_in_a_query_stays(context, is_causal):
-    a = arguments(mla_attention, steps=3, context=context, is_causal=is_causal)
-    a.q_nope[0, 1, 2] = math.nan
-    expected = mla_attention.body(a)
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_nan_in_a_query_stays(module, context, is_causal):
+    a = arguments(module, steps=3, context=context, is_causal=is_causal)
+    (a.query if module is latent_attention else a.q_nope)[0, 1, 2] = math.nan
+    expected = module.body(a)
     assert expected[0, 1, 2].isnan().all()
-    torch.testing.assert_close(mla_attention.kernel(a), expected, equal_nan=True)
+    torch.testing.assert_close(module.kernel(a), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [*HIDING, *FILLED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_exact_as_the_body(name, dtype):
-    wide = arguments(mla_attention, **(HIDING | FILLED)[name])
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_half_precision_is_as_exact_as_the_body(module, name, dtype):
+    wide = arguments(module, **(HIDING | FILLED)[name])
     operands = {key: value for key, value in vars(wide).items() if isinstance(value, torch.Tensor) and key != "mask"}
     rounded = {key: value.to(dtype) for key, value in operands.items() if value.is_floating_point()}
     a = dataclasses.replace(wide, **rounded)
-    exact = mla_attention.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))
-    worst, plain = ((form(a).double() - exact).abs().max() for form in (mla_attention.kernel, mla_attention.body))
+    exact = module.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))
+    worst, plain = ((form(a).double() - exact).abs().max() for form in (module.kernel, module.body))
     assert worst <= 2 * plain
 
 
 @pytest.mark.parametrize(("steps", "context"), [(0, 20), (3, 0), (0, 0)])
-def test_without_queries_or_keys(steps, context):
-    a = arguments(mla_attention, steps=steps, context=context)
-    assert mla_attention.kernel(a).shape == mla_attention.body(a).shape
+@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+def test_without_queries_or_keys(module, steps, context):
+    a = arguments(module, steps=steps, context=context)
+    assert module.kernel(a).shape == module.body(a).shape
 
 
 # --- a long prompt ---------------------------------------------------------------------------------------------------

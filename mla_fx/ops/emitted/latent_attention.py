@@ -1,11 +1,13 @@
 """latent_attention: attention of absorbed queries over the compressed latents themselves."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
@@ -15,6 +17,9 @@ from mla_fx.ops.common.sample import Sampler
 from .attention import as_mask, check_mask, check_rope, exponentials, probabilities
 from .lean import IN_TILES, goes_by_tiles, mask_of_rows, row_tiles
 from .pages import STAYS, check_contexts, context_of, tiles
+
+PART = 2**21  # scores at a time, at least; measured on a CPU
+MAX_PARTS = 4  # each is compiled for itself
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,44 @@ def kernel(a: Arguments) -> Tensor:
 
 def undivided(a: Arguments) -> Tensor:
     """The same, but for its own rounding: products are divided by the sum of a row, and not probabilities."""
-    if a.query.dtype == torch.float16:  # has no room for a sum over many keys
+    is_empty = statically_known_true(context_of(a.kv_cache, a.block_table) == 0)
+    if is_empty or a.query.dtype == torch.float16:  # in which a sum over many keys has no room
         return body(a)
+    count = _parts(a)
+    if count == 1:
+        return _undivided(a)
+    size = a.query.shape[0] // count
+    return torch.cat([_undivided(_of_sequences(a, slice(part * size, (part + 1) * size))) for part in range(count)])
+
+
+def _undivided(a: Arguments) -> Tensor:
     weights, total = exponentials(*_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
     return (_weighted(weights, a) / total).to(weights.dtype)
+
+
+def _parts(a: Arguments) -> int:
+    """In how many parts a batch goes. On a CPU it is quicker to write to a few megabytes again than to have the system
+    hand out more of them."""
+    sizes = *a.query.shape[:3], context_of(a.kv_cache, a.block_table)
+    if a.query.device.type != "cpu" or a.block_table is not None or not all(isinstance(size, int) for size in sizes):
+        return 1
+    batch, scores = sizes[0], math.prod(sizes)
+    return max(part for part in range(1, MAX_PARTS + 1) if part == 1 or (batch % part == 0 and scores >= part * PART))
+
+
+def _of_sequences(a: Arguments, part: slice) -> Arguments:
+    def cut(value: Tensor | None) -> Tensor | None:
+        return value if value is None or value.shape[0] == 1 else value[part]
+
+    return replace(
+        a,
+        query=a.query[part],
+        query_rope=cut(a.query_rope),
+        kv_cache=a.kv_cache[part],
+        kr_cache=cut(a.kr_cache),
+        mask=a.mask if a.mask is None or a.mask.dim() < 4 else cut(a.mask),
+        context_lens=cut(a.context_lens),
+    )
 
 
 def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Arguments:
