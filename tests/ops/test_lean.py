@@ -80,12 +80,19 @@ def calls_own(a):
     return any(node.target is OWN for node in graph_of(mla_attention.kernel, a).nodes)
 
 
+@pytest.fixture(params=["few scores", "many scores"])
+def has_few_scores(request, monkeypatch):
+    if request.param == "many scores":
+        monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
+    return request.param == "few scores"
+
+
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED])
-def test_prompts_answer_as_the_body(name):
+def test_prompts_answer_as_the_body(name, has_few_scores):
     """Which is plain: scores of all queries and keys, and their softmax."""
     a = arguments(mla_attention, **(HIDING | FILLED | TILED)[name])
     torch.testing.assert_close(mla_attention.kernel(a), mla_attention.body(a), rtol=1e-9, atol=1e-9)
-    assert calls_own(a) is (name not in TILED)
+    assert calls_own(a) is (name not in TILED and not has_few_scores)
 
 
 @pytest.mark.parametrize("tile", [1, 2 * HEADS * CONTEXT * 5])
@@ -94,6 +101,7 @@ def test_prompts_answer_as_the_body(name):
 def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
     monkeypatch.setattr(lean, "TILE", tile)
     monkeypatch.setattr(lean, "FEW", 1)
+    monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
     for given in ({}, {"max_absorbed_tokens": STEPS}) if module is mla_attention else ({},):
         a = arguments(module, **(HIDING | FILLED | TILED)[name], **given)
         torch.testing.assert_close(module.kernel(a), module.body(a), rtol=1e-9, atol=1e-9)
@@ -122,6 +130,7 @@ def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
 def test_pages_go_by_tiles_of_rows_too(monkeypatch):
     monkeypatch.setattr(lean, "TILE", 2 * HEADS * 20 * 5)
     monkeypatch.setattr(lean, "FEW", 1)
+    monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
     table, pages = torch.tensor([[3, -2, 0, 5, 1], [2, 4, 4, 1, 0]]), {"kv_cache": normal(6, 4, 16)}
     pages["kr_cache"] = normal(6, 4, 4)
     for module in (latent_attention, mla_attention):
@@ -132,7 +141,7 @@ def test_pages_go_by_tiles_of_rows_too(monkeypatch):
 @pytest.mark.parametrize("context", [3, 20, 600])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_nan_in_a_query_stays(module, context, is_causal):
+def test_nan_in_a_query_stays(module, context, is_causal, has_few_scores):
     a = arguments(module, steps=3, context=context, is_causal=is_causal)
     (a.query if module is latent_attention else a.q_nope)[0, 1, 2] = math.nan
     expected = module.body(a)
@@ -143,7 +152,7 @@ def test_nan_in_a_query_stays(module, context, is_causal):
 @pytest.mark.parametrize("name", [*HIDING, *FILLED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_half_precision_is_as_exact_as_the_body(module, name, dtype):
+def test_half_precision_is_as_exact_as_the_body(module, name, dtype, has_few_scores):
     wide = arguments(module, **(HIDING | FILLED)[name])
     operands = {key: value for key, value in vars(wide).items() if isinstance(value, torch.Tensor) and key != "mask"}
     rounded = {key: value.to(dtype) for key, value in operands.items() if value.is_floating_point()}
@@ -155,7 +164,7 @@ def test_half_precision_is_as_exact_as_the_body(module, name, dtype):
 
 @pytest.mark.parametrize(("steps", "context"), [(0, 20), (3, 0), (0, 0)])
 @pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_without_queries_or_keys(module, steps, context):
+def test_without_queries_or_keys(module, steps, context, has_few_scores):
     a = arguments(module, steps=steps, context=context)
     assert module.kernel(a).shape == module.body(a).shape
 

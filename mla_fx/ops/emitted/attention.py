@@ -1,9 +1,11 @@
 """The softmax of MLA, and the checks that its operators share."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import FLOATS, check_dtype, check_shape, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
@@ -51,7 +53,8 @@ def probabilities(
     return (weights if sinks is None else weights[..., :-1]).to(latent.dtype)
 
 
-def exponentials(
+def undivided(
+    product: Callable[[Tensor], Tensor],
     latent: Tensor,
     rotated: Tensor | None,
     mask: Tensor | None,
@@ -59,10 +62,12 @@ def exponentials(
     fill: float | None,
     sinks: Tensor | None = None,
     rows_first: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`probabilities` ahead of their division, and what they are to be divided by, [..., 1].
+) -> Tensor:
+    """`product` of `probabilities` with values, divided by the sum of a row only then.
 
     For a compiler that fuses loops: what it stores is rounded already, where a softmax keeps all scores in float32."""
+    if latent.dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no room for sums; no highest
+        return product(probabilities(latent, rotated, mask, scale, fill, sinks, rows_first))
     scores = _scaled(latent, rotated, scale)
     if mask is not None:
         scores = masked(scores, _aligned(_stored(mask, fill, scores.dtype), rows_first), fill)
@@ -76,7 +81,7 @@ def exponentials(
     total = weights.sum(-1, keepdim=True)
     if column is not None:
         total = total + (column - highest).exp()
-    return weights.to(latent.dtype), total.masked_fill(total == 0, 1)
+    return (product(weights.to(latent.dtype)) / total.masked_fill(total == 0, 1)).to(latent.dtype)
 
 
 def _scaled(latent: Tensor, rotated: Tensor | None, scale: float) -> Tensor:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import as_mask, check_mask, check_rope, exponentials, probabilities
+from .attention import as_mask, check_mask, check_rope, probabilities, undivided
 from .lean import IN_TILES, goes_by_tiles, mask_of_rows, row_tiles
 from .pages import STAYS, check_contexts, context_of, tiles
 
@@ -71,16 +70,13 @@ def kernel(a: Arguments) -> Tensor:
     """The same by tiles of query rows, where there are many; else divided by the sum of a row at the end."""
     context = context_of(a.kv_cache, a.block_table)
     if not goes_by_tiles(a.query, context):
-        return undivided(a)
+        return in_parts(a)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     return torch.cat([body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)], 1)
 
 
-def undivided(a: Arguments) -> Tensor:
+def in_parts(a: Arguments) -> Tensor:
     """The same, but for its own rounding: products are divided by the sum of a row, and not probabilities."""
-    is_empty = statically_known_true(context_of(a.kv_cache, a.block_table) == 0)
-    if is_empty or a.query.dtype == torch.float16:  # in which a sum over many keys has no room
-        return body(a)
     count = _parts(a)
     if count == 1:
         return _undivided(a)
@@ -89,8 +85,7 @@ def undivided(a: Arguments) -> Tensor:
 
 
 def _undivided(a: Arguments) -> Tensor:
-    weights, total = exponentials(*_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
-    return (_weighted(weights, a) / total).to(weights.dtype)
+    return undivided(lambda weights: _weighted(weights, a), *_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
 
 
 def _parts(a: Arguments) -> int:

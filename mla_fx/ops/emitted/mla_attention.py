@@ -1,5 +1,6 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -14,10 +15,11 @@ from mla_fx.ops.common.either import either
 from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
-from .attention import as_mask, check_mask, check_rope, probabilities
+from .attention import as_mask, check_mask, check_rope, probabilities, undivided
 from .lean import IN_TILES, attend, goes_by_tiles, is_expressible
 from .pages import STAYS, check_contexts, context_of, gathered
 
+FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 CHOOSES = "it chooses its form by the number of query tokens of each call"
 
 
@@ -78,7 +80,9 @@ def kernel(a: Arguments) -> Tensor:
     """The same in memory that does not grow with S * T. Where S is a symbol, both forms are traced."""
     if _chooses(a):
         return _either(a)
-    return absorbed(a, latent_attention.kernel) if _is_absorbed(a) else lean(a)
+    if _is_absorbed(a):
+        return absorbed(a, latent_attention.kernel)
+    return short(a) if _is_short(a) else lean(a)
 
 
 def _chooses(a: Arguments) -> bool:
@@ -92,8 +96,8 @@ def _either(a: Arguments) -> Tensor:
     def form(compute: Callable[[Arguments], Tensor]) -> Callable[..., Tensor]:
         return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
 
-    short, long = form(lambda a: absorbed(a, latent_attention.undivided)), form(lean)
-    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, short, long, tuple(tensors.values()))
+    few, many = form(lambda a: absorbed(a, latent_attention.in_parts)), form(lean)
+    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()))
 
 
 def _is_absorbed(a: Arguments) -> bool:
@@ -110,6 +114,12 @@ def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor
 
 def expanded(a: Arguments) -> Tensor:
     """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
+    scores, value = _expanded(a)
+    return (probabilities(*scores, a.scale, a.fill, a.sinks) @ value).transpose(1, 2).contiguous()
+
+
+def _expanded(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
+    """Latent and rotary part of the scores [B, N, S, T] with the mask, and values [B, N, T, Dv]."""
     kv_cache, kr_cache = _caches(a)
     k_nope = torch.einsum("btr,ndr->bndt", kv_cache, a.weight_uk)
     value = torch.einsum("btr,nvr->bntv", kv_cache, a.weight_uv)
@@ -119,8 +129,18 @@ def expanded(a: Arguments) -> Tensor:
         # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
         rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, kv_cache.shape[1])
-    weights = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks)
-    return (weights @ value).transpose(1, 2).contiguous()
+    return (latent, rotated, mask), value
+
+
+def short(a: Arguments) -> Tensor:
+    """`expanded` for few scores on a CPU, where PyTorch's own attention is slower than plain products."""
+    scores, value = _expanded(a)
+    return undivided(lambda weights: weights @ value, *scores, a.scale, a.fill, a.sinks).transpose(1, 2).contiguous()
+
+
+def _is_short(a: Arguments) -> bool:
+    sizes = *a.q_nope.shape[:3], context_of(a.kv_cache, a.block_table)
+    return a.q_nope.device.type == "cpu" and all(isinstance(n, int) for n in sizes) and math.prod(sizes) <= FEW_SCORES
 
 
 def lean(a: Arguments) -> Tensor:
