@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -28,7 +29,9 @@ from mla_fx.torch_private import (
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
+HALVES = (torch.bfloat16, torch.float16)
 FEW_ROWS = 8  # measured: with more, the library is quicker in spite of its copies
+SMALL = 2**12  # multiplications; a loop takes some 40 ms more to compile, and saves some 3 us of each call
 
 
 class Inductor(Target):
@@ -57,7 +60,7 @@ class Inductor(Target):
         """Few rows times weights, those of fused operators and all others."""
         if not _wants_dot_products(options):
             return {}
-        return {aten.mm.default: _of_single_row, aten.bmm.default: _of_heads}
+        return {aten.mm.default: _of_rows, aten.bmm.default: _of_heads}
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""
@@ -136,27 +139,38 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
     return word
 
 
-def _of_single_row(row: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
-    """For one row times a weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it, on a CPU."""
-    is_row = isinstance(row.shape[0], int) and row.shape[0] == 1
-    is_transposed = weight.stride(0) == 1
-    return dot_products if is_row and is_transposed and _is_half_on_cpu(row, weight) else None
+def _of_rows(rows: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+    """On a CPU, for rows so small that a call of a library takes longer than their products, and for one row times a
+    weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it."""
+    sizes = *rows.shape, weight.shape[1]
+    if weight.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
+        return None
+    is_float = rows.dtype == weight.dtype and weight.dtype in (*HALVES, torch.float32)
+    if is_float and rows.shape[0] <= FEW_ROWS and math.prod(sizes) <= SMALL:
+        return small_products
+    return dot_products if rows.shape[0] == 1 and weight.stride(0) == 1 and _are_half(rows, weight) else None
 
 
 def _of_heads(rows: Tensor, weights: Tensor) -> Callable[..., Tensor] | None:
     """For the rows of each head times its weights of 16 bits, which lie apart in memory, as those of keys and values
     in one projection do, on a CPU: its library copies such weights at every call, and slowly across their memory."""
     is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
-    if not is_fixed or not _is_half_on_cpu(rows, weights) or weights.is_contiguous() or weights.mT.is_contiguous():
+    if weights.device.type != "cpu" or not is_fixed or not _are_half(rows, weights):
+        return None
+    if weights.is_contiguous() or weights.mT.is_contiguous():
         return None
     if isinstance(rows.shape[1], int) and rows.shape[1] <= FEW_ROWS:
         return sums_for_rows if rows.shape[1] > 1 else None  # Inductor has loops of its own for one
     return products_of_copies if weights.stride(1) == 1 else None
 
 
-def _is_half_on_cpu(rows: Tensor, weights: Tensor) -> bool:
-    is_half = weights.dtype in (torch.bfloat16, torch.float16) and rows.dtype == weights.dtype
-    return is_half and weights.device.type == "cpu"
+def _are_half(rows: Tensor, weights: Tensor) -> bool:
+    return weights.dtype in HALVES and rows.dtype == weights.dtype
+
+
+def small_products(rows: Tensor, weight: Tensor) -> Tensor:
+    """[Rows, K] @ [K, N] in a loop, which may be that of its neighbours."""
+    return sums_for_rows(rows.unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
 
 
 def sums_for_rows(rows: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Few rows times weights, which Inductor's target computes in loops of its own on a CPU: an option, with a line in the
+"""Few rows times weights, which Inductor's target computes in loops of its own on a CPU: an option, with lines in the
 report."""
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from families import cache_tensors, empty_cache, tiny_model, tokens
-from mla_fx.lowering.inductor import dot_products, products_of_copies, sums_for_rows
+from mla_fx.lowering import inductor
+from mla_fx.lowering.inductor import dot_products, products_of_copies, small_products, sums_for_rows
 
 import mla_fx
 
@@ -40,6 +41,17 @@ def test_heads_are_multiplied_as_exactly_as_by_a_product(compute, dtype, is_valu
     assert compute(left, weights).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_small_products_are_as_exact_as_large_ones(dtype, is_transposed):
+    rows, weight = torch.randn(5, 12).to(dtype), torch.randn(7, 12).to(dtype)
+    weight = weight.T if is_transposed else weight.T.contiguous()
+    exact = rows.double() @ weight.double()
+    error, plain = ((product.double() - exact).abs().max() for product in (small_products(rows, weight), rows @ weight))
+    assert error <= 2 * plain + torch.finfo(dtype).tiny
+    assert small_products(rows, weight).dtype == dtype
+
+
 def decoded(batch, **options):
     """Logits and caches of one step by the graph that Inductor would be given, and what the report says of products."""
     model = tiny_model("deepseek_v3", torch.bfloat16, num_hidden_layers=1)
@@ -59,16 +71,30 @@ def decoded(batch, **options):
     return [note for note in mla_fx.last_report().notes if " is computed as " in note]
 
 
-def test_the_report_counts_them():
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(inductor, "SMALL", 0)
+
+
+def test_products_of_few_numbers_are_loops():
+    (note,) = decoded(1)
+    assert note.startswith("mm is computed as small_products (") and note.endswith(" times)")
+
+
+def test_doubles_are_left_to_products():
+    assert inductor._of_rows(torch.randn(1, 12).double(), torch.randn(12, 7).double()) is None
+
+
+def test_the_report_counts_them(nothing_is_small):
     (note,) = decoded(1)
     assert note.startswith("mm is computed as dot_products (") and note.endswith(" times)")
 
 
-def test_several_rows_are_left_to_products_but_those_of_heads():
+def test_several_rows_are_left_to_products_but_those_of_heads(nothing_is_small):
     assert decoded(2) == ["bmm is computed as sums_for_rows (2 times)"]
 
 
-def test_for_many_rows_weights_of_heads_are_copied_along_their_memory():
+def test_for_many_rows_weights_of_heads_are_copied_along_their_memory(nothing_is_small):
     assert decoded(9) == ["bmm is computed as products_of_copies"]
 
 
