@@ -77,8 +77,7 @@ def nothing_is_small(monkeypatch):
 
 
 def test_products_of_few_numbers_are_loops():
-    (note,) = decoded(1)
-    assert note.startswith("mm is computed as small_products (") and note.endswith(" times)")
+    assert any(note.startswith("mm is computed as small_products (") for note in decoded(1))
 
 
 def test_doubles_are_left_to_products():
