@@ -160,7 +160,7 @@ def _of_heads(rows: Tensor, weights: Tensor) -> Callable[..., Tensor] | None:
     if weights.is_contiguous() or weights.mT.is_contiguous():
         return None
     if isinstance(rows.shape[1], int) and rows.shape[1] <= FEW_ROWS:
-        return sums_for_rows if rows.shape[1] > 1 else None  # Inductor has loops of its own for one
+        return sums_for_rows
     return products_of_copies if weights.stride(1) == 1 else None
 
 
@@ -175,7 +175,8 @@ def small_products(rows: Tensor, weight: Tensor) -> Tensor:
 
 def sums_for_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """[B, Rows, K] @ [B, K, N] in one loop, in which each weight is read once for all rows."""
-    sums = [(rows[:, row].unsqueeze(-1).float() * weights.float()).sum(1) for row in range(rows.shape[1])]
+    stored = _stored(rows)
+    sums = [(stored[:, row].unsqueeze(-1) * weights.float()).sum(1) for row in range(rows.shape[1])]
     return torch.stack(sums, 1).to(rows.dtype)
 
 
@@ -191,9 +192,18 @@ def dot_products(row: Tensor, weight: Tensor) -> Tensor:
     inner, columns = weight.shape
     streams = _streams(inner)
     weight_snk = weight.permute(1, 0).reshape(columns, streams, inner // streams).permute(1, 0, 2)
-    row_s1k = row.reshape(streams, 1, inner // streams)
-    products = (weight_snk[stream].float() * row_s1k[stream].float() for stream in range(streams))
+    row_s1k = _stored(row).reshape(streams, 1, inner // streams)
+    products = (weight_snk[stream].float() * row_s1k[stream] for stream in range(streams))
     return functools.reduce(torch.add, products).sum(-1).to(row.dtype).unsqueeze(0)
+
+
+def _stored(rows: Tensor) -> Tensor:
+    """Rows of 16 bits in float32 and in memory, for what is read by strides must lie there: Inductor would compute a
+    norm anew for each weight that its result meets."""
+    if rows.dtype == torch.float32:
+        return rows
+    wide = rows.float()
+    return wide.as_strided(wide.shape, wide.stride())
 
 
 def _streams(inner: int) -> int:

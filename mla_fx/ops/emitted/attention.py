@@ -81,7 +81,8 @@ def undivided(
     total = weights.sum(-1, keepdim=True)
     if column is not None:
         total = total + (column - highest).exp()
-    return (product(weights.to(latent.dtype)) / total.masked_fill(total == 0, 1)).to(latent.dtype)
+    # A factor, for whoever reads the result often may compute it each time.
+    return (product(weights.to(latent.dtype)) * total.masked_fill(total == 0, 1).reciprocal()).to(latent.dtype)
 
 
 def _scaled(latent: Tensor, rotated: Tensor | None, scale: float) -> Tensor:
