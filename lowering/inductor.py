@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,22 +108,22 @@ class Inductor(Target):
 
 def _freezing(traced: GraphModule, fusing: Fusing) -> Compiled:
     """Inductor's compiler that packs weights, and tells how much it keeps beside them."""
-    own = {weight.untyped_storage().data_ptr() for weight in (*traced.parameters(), *traced.buffers())}
+    own = {_memory(weight) for weight in (*traced.parameters(), *traced.buffers())}
 
     def compile_frozen(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
         compiled = compile_fx_frozen(traced, graph_module, inputs, **given)
         names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
-        constants = (getattr(graph_module, name) for name in names)
-        fusing.keeps(sum(value.nbytes for value in constants if not _lies_in(value, own)))
+        constants = [operator.attrgetter(name)(graph_module) for name in names]
+        kept = (value for value in constants if isinstance(value, Tensor) and _memory(value) not in own)
+        fusing.keeps(sum(value.nbytes for value in kept))
         return compiled
 
     return compile_frozen
 
 
-def _lies_in(value: Any, memories: Set[int]) -> bool:
-    return not isinstance(value, Tensor) or (
-        value.layout is torch.strided and value.untyped_storage().data_ptr() in memories
-    )
+def _memory(value: Tensor) -> int | None:
+    """Where a tensor lies; None if that cannot be told, as of a packed one."""
+    return value.untyped_storage().data_ptr() if value.layout is torch.strided else None
 
 
 def _for_meta(example_inputs: Sequence[Any]) -> Mapping[str, Any]:
@@ -146,7 +147,7 @@ def _of_rows(rows: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
     if weight.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
         return None
     is_float = rows.dtype == weight.dtype and weight.dtype in (*HALVES, torch.float32)
-    if is_float and rows.shape[0] <= FEW_ROWS and math.prod(sizes) <= SMALL:
+    if is_float and 0 < rows.shape[0] <= FEW_ROWS and math.prod(sizes) <= SMALL:
         return small_products
     return dot_products if rows.shape[0] == 1 and weight.stride(0) == 1 and _are_half(rows, weight) else None
 
@@ -159,7 +160,7 @@ def _of_heads(rows: Tensor, weights: Tensor) -> Callable[..., Tensor] | None:
         return None
     if weights.is_contiguous() or weights.mT.is_contiguous():
         return None
-    if isinstance(rows.shape[1], int) and rows.shape[1] <= FEW_ROWS:
+    if isinstance(rows.shape[1], int) and 0 < rows.shape[1] <= FEW_ROWS:
         return sums_for_rows
     return products_of_copies if weights.stride(1) == 1 else None
 

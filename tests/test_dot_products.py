@@ -84,8 +84,9 @@ def test_products_of_few_numbers_are_loops():
     assert any(note.startswith("mm is computed as small_products (") for note in decoded(1))
 
 
-def test_doubles_are_left_to_products():
-    assert inductor._of_rows(torch.randn(1, 12).double(), torch.randn(12, 7).double()) is None
+@pytest.mark.parametrize("rows", [torch.randn(1, 12).double(), torch.randn(0, 12), torch.randn(9, 12)])
+def test_doubles_and_none_and_many_are_left_to_products(rows):
+    assert inductor._of_rows(rows, torch.randn(12, 7).to(rows.dtype)) is None
 
 
 def test_the_report_counts_them(nothing_is_small):

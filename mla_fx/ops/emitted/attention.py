@@ -102,7 +102,8 @@ def _column(sinks: Tensor, scores: Tensor, rows_first: bool) -> Tensor:
 def _stored(mask: Tensor, fill: float | None, dtype: torch.dtype) -> Tensor:
     """The mask as what is added to scores of `dtype`, in memory if it is the same for all heads: a compiler would else
     make it anew for each of them, which takes as long as the softmax. What is read by strides must lie there."""
-    if fill is not None or mask.dtype == dtype or (mask.dim() > 2 and mask.shape[-3] != 1):
+    is_wide = mask.dtype == dtype or torch.promote_types(mask.dtype, dtype) != dtype
+    if fill is not None or is_wide or (mask.dim() > 2 and mask.shape[-3] != 1):
         return mask
     is_bool = mask.dtype == torch.bool
     added = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if is_bool else mask.to(dtype)
