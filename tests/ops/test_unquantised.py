@@ -346,7 +346,9 @@ def test_both_algebras_agree_and_the_limit_chooses():
     torch.testing.assert_close(absorbed, expanded)
     lean = mla_attention.lean(arguments)
     torch.testing.assert_close(lean, expanded)
-    for limit, form in ((2, lean), (3, absorbed)):
+    few_scores, undivided = mla_attention.short(arguments), mla_attention.absorbed(arguments, latent_attention.in_parts)
+    torch.testing.assert_close(few_scores, expanded)
+    for limit, form in ((2, few_scores), (3, undivided)):
         result = torch.ops.mla_fx.mla_attention(*args, scale=0.3, max_absorbed_tokens=limit)
         torch.testing.assert_close(result, form, rtol=0, atol=0)
 
