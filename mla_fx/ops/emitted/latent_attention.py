@@ -1,6 +1,5 @@
 """latent_attention: attention of absorbed queries over the compressed latents themselves."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
-from .lean import IN_TILES, goes_by_tiles, mask_of_rows, row_tiles
+from .lean import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
 from .pages import STAYS, check_contexts, context_of, tiles
 
 PART = 2**21  # scores at a time, at least; measured on a CPU
@@ -91,10 +90,9 @@ def _undivided(a: Arguments) -> Tensor:
 def _parts(a: Arguments) -> int:
     """In how many parts a batch goes. On a CPU it is quicker to write to a few megabytes again than to have the system
     hand out more of them."""
-    sizes = *a.query.shape[:3], context_of(a.kv_cache, a.block_table)
-    if a.query.device.type != "cpu" or a.block_table is not None or not all(isinstance(size, int) for size in sizes):
+    batch, scores = a.query.shape[0], count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
+    if a.query.device.type != "cpu" or a.block_table is not None or scores is None:
         return 1
-    batch, scores = sizes[0], math.prod(sizes)
     return max(part for part in range(1, MAX_PARTS + 1) if part == 1 or (batch % part == 0 and scores >= part * PART))
 
 

@@ -1,6 +1,7 @@
 """Attention in memory that does not grow with queries times keys: PyTorch's own where it says the same, else tiles of
 query rows."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -60,6 +61,12 @@ def goes_by_tiles(queries: Tensor, context: int) -> bool:
     if isinstance(steps, int) and steps <= FEW:
         return False
     return not statically_known_true(batch * steps * heads * context <= TILE)
+
+
+def count_of_scores(queries: Tensor, context: int) -> int | None:
+    """Those of queries [B, S, N, ...]; None where a size is a symbol."""
+    sizes = *queries.shape[:3], context
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
 def row_tiles(queries: Tensor, context: int) -> Iterator[tuple[int, int]]:

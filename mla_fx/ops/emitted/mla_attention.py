@@ -1,6 +1,5 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
-from .lean import IN_TILES, attend, goes_by_tiles, is_expressible
+from .lean import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible
 from .pages import STAYS, check_contexts, context_of, gathered
 
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
@@ -139,8 +138,8 @@ def short(a: Arguments) -> Tensor:
 
 
 def _is_short(a: Arguments) -> bool:
-    sizes = *a.q_nope.shape[:3], context_of(a.kv_cache, a.block_table)
-    return a.q_nope.device.type == "cpu" and all(isinstance(n, int) for n in sizes) and math.prod(sizes) <= FEW_SCORES
+    scores = count_of_scores(a.q_nope, context_of(a.kv_cache, a.block_table))
+    return a.q_nope.device.type == "cpu" and scores is not None and scores <= FEW_SCORES
 
 
 def lean(a: Arguments) -> Tensor:
