@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +17,7 @@ from .debug.report import PassRecord, Report, count_fused, fused_name, module_of
 from .emitter import Emitter
 from .graph_edit import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
 from .lower import lower
+from .ops.common.collector import collector_paused
 from .options import Options
 from .prepare import Prepared, inputs_of, prepare
 from .readings.cache_update import written_alike
@@ -172,7 +171,7 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
         return
     fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
     shape_env = getattr(fake_mode, "shape_env", None)
-    with _collector_paused(), known_by(shape_env), equated(written_alike(run.graph)), equated(guarded_alike(shape_env)):
+    with collector_paused(), known_by(shape_env), equated(written_alike(run.graph)), equated(guarded_alike(shape_env)):
         for step in passes:
             _run_pass(run, step)
     if run.report.fused and run.is_changed:
@@ -213,15 +212,3 @@ def _erase_orphans(run: Run) -> None:
 
 def _note(report: Report, reasons: Mapping[str, int]) -> None:
     report.notes += [reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons.items()]
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Rewriting makes many small objects and no garbage, and one full collection walks all of torch: half a second."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .emitter import Emitter
 from .ops import catalogue
+from .ops.common.sizes import statically_known_true
 from .readings.views import args_of
 from .torch_private import OpOverload
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.cache import page_count
+from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.ops.kv_rmsnorm_rope_cache.arguments import Arguments
 from mla_fx.ops.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLAIN_MODES, is_quantised
 from mla_fx.ops.kv_rmsnorm_rope_cache.operator import body

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .surface import Surface
 

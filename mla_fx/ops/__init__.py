@@ -9,11 +9,13 @@ import importlib
 import pkgutil
 
 from .common.check import check_values
+from .common.collector import collector_paused
 from .common.define import Operator
 
 __all__ = ["Operator", "catalogue", "check_values"]
 
-_MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")]
+with collector_paused():
+    _MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")]
 
 
 def catalogue() -> dict[str, Operator]:

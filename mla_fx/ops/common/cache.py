@@ -6,7 +6,8 @@ its torch shape stays that of a plain page.
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .sizes import statically_known_true
 
 
 def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .sizes import statically_known_true
 
 _VALUES_ON_DEVICES = ContextVar("check_values", default=False)
 

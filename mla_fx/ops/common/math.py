@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .check import check_choice, check_shape
+from .sizes import statically_known_true
 
 ROPE_LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")
 

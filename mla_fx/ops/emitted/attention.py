@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import FLOATS, check_dtype, check_shape, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.common.sizes import statically_known_true
 
 
 def as_mask(

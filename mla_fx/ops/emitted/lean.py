@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, probabilities
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.either import either
 from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided

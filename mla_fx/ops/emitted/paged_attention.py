@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import FLOATS, check_devices, check_dtype, check_rank, check_shape
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
 from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, check_mask, masked
 from .lean import attend

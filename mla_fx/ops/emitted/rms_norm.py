@@ -5,12 +5,12 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common import math
 from mla_fx.ops.common.check import check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops.common.sizes import statically_known_true
 
 
 @dataclass(frozen=True)

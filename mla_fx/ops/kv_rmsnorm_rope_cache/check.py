@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.common.check import (
@@ -19,6 +18,7 @@ from mla_fx.ops.common.check import (
     known_to_differ,
 )
 from mla_fx.ops.common.math import check_rope
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments
 

@@ -3,7 +3,8 @@
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mla_fx.ops.common.sizes import statically_known_true
 
 ROPE_LAYOUT = "interleave_half"
 KEY_TILES = 4

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.common.check import (
@@ -23,6 +22,7 @@ from mla_fx.ops.common.check import (
     known_to_differ,
     readable,
 )
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import TILE, Arguments
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.enumerators import enumerator
+from mla_fx.ops.common.sizes import statically_known_true
 
 RANK, ROPE = 512, 64
 

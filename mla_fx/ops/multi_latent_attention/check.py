@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import (
     FLOATS,
@@ -18,6 +17,7 @@ from mla_fx.ops.common.check import (
     readable,
 )
 from mla_fx.ops.common.paged import TILE, host_lengths
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import (
     FREE_MASK,

@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import INTEGERS, check_dtype, check_rank, check_shape, readable
 from mla_fx.ops.common.paged import host_lengths
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments
 from .attention import query_counts

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments
 from .options import ALIBI, MASK_FREE, NORM, NZ_WIDTH, SPEC, Options

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import check_optional, known_to_differ
 from mla_fx.ops.common.enumerators import enumerator
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments
 

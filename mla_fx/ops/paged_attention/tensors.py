@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.ops.common.check import FLOATS, check_dtype, check_multiple, check_rank, check_shape, known_to_differ
+from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments
 from .masks import FREE_BLOCK, TABLE, is_nz
