@@ -23,6 +23,7 @@ from mla_fx.torch_private import (
     inductor_decompositions,
     inductor_modes,
     inductor_options,
+    inductor_type,
     is_freezing,
     note_of,
     with_note,
@@ -47,9 +48,16 @@ class Inductor(Target):
     def accepts(self) -> frozenset[str]:
         return inductor_options() | {DOT_PRODUCTS}
 
-    def mode_options(self, mode: str) -> Mapping[str, Any]:
+    def check(self, options: Mapping[str, Any]) -> None:
+        _wants_dot_products(options)
+        for name, value in options.items():
+            taken = inductor_type(name) if name != DOT_PRODUCTS else bool
+            if not isinstance(value, taken):
+                raise OptionError(f"option {name} is {value!r}; Inductor takes {taken.__name__}")
+
+    def mode_options(self, mode: Any) -> Mapping[str, Any]:
         modes = inductor_modes()
-        if mode not in modes:
+        if mode not in tuple(modes):
             raise OptionError(f"mode is {mode!r}; target {self.name!r} has {', '.join(map(repr, modes))}")
         return modes[mode]
 

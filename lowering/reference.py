@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from mla_fx.errors import OptionError
 from mla_fx.target import Compiled, Compiler, Target
 from mla_fx.torch_private import aot_autograd
 
@@ -16,6 +17,10 @@ class Reference(Target):
 
     def accepts(self) -> frozenset[str]:
         return frozenset({"pieces"})
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        if not isinstance(options.get("pieces", False), bool):
+            raise OptionError(f"option pieces is {options['pieces']!r}; it takes False, True")
 
     def takes_pieces(self, options: Mapping[str, Any]) -> bool:
         """Only if option `pieces` says so: to see on any machine what an NPU is given."""

@@ -25,7 +25,7 @@ def mla_backend(
 
     `options` are those of `mla_fx.options.Options` and of the target; `mode` is handed to the target.
     Raises OptionError for an option that does not exist, FusionError where `strict` or `expect` is not met."""
-    return _compile(gm, example_inputs, mode, options, None)
+    return _compile(gm, example_inputs, mode, options)
 
 
 def get_backend(**options: Any) -> Backend:
@@ -52,7 +52,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        return _compile(gm, example_inputs, mode, {**self.bound, **(options or {})}, None)
+        return _compile(gm, example_inputs, mode, options, bound=self.bound)
 
 
 def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Report]:
@@ -71,7 +71,7 @@ def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Repor
         reports: list[Report] = []
 
         def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return _compile(gm, example_inputs, None, options, reports.append)
+            return _compile(gm, example_inputs, None, options, sink=reports.append)
 
         torch.compiler.reset()
         try:
@@ -89,13 +89,17 @@ def _compile(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     mode: str | None,
-    given: Mapping[str, Any] | None,
-    sink: Callable[[Report], None] | None,
+    options: Mapping[str, Any] | None,
+    *,
+    bound: Mapping[str, Any] | None = None,
+    sink: Callable[[Report], None] | None = None,
 ) -> Callable[..., Any]:
     from .compilation import Compilation, through_dynamo
+    from .options import MODE, by_name
 
     try:
-        compilation = Compilation.prepare(example_inputs, mode, given or {}, keep_text=sink is not None)
+        given = {**(bound or {}), **by_name(options), **({} if mode is None else {MODE: mode})}
+        compilation = Compilation.prepare(example_inputs, given, keep_text=sink is not None)
         if sink is not None:
             sink(compilation.report)
         return compilation.compile(gm, example_inputs)

@@ -50,7 +50,7 @@ class Compilation:
 
     @classmethod
     def prepare(
-        cls, example_inputs: Sequence[Any], mode: str | None, given: Mapping[str, Any], *, keep_text: bool = False
+        cls, example_inputs: Sequence[Any], given: Mapping[str, Any], *, keep_text: bool = False
     ) -> Compilation:
         """Checks the options and chooses the target. Raises OptionError."""
         targets, given = discover.targets(), dict(given)
@@ -58,10 +58,7 @@ class Compilation:
             given["target"] = automatic_target(targets, example_inputs).name
         options = checked(given)
         target = targets[options.target]
-        extra = dict(options.extra)
-        if mode not in (None, "default"):
-            extra.update(target.mode_options(str(mode)))
-        compilation = cls(replace(options, extra=extra), target, Report(target=target.name), keep_text)
+        compilation = cls(options, target, Report(target=target.name), keep_text)
         ledger.remember(compilation.report)
         return compilation
 

@@ -10,6 +10,7 @@ from . import keeping, ledger
 from .compilation import Compilation, checked, through_dynamo
 from .debug.report import Report
 from .errors import OptionError
+from .options import MODE, OWN
 from .torch_private import GraphPass
 
 
@@ -27,8 +28,8 @@ class MlaPass(GraphPass):
         self._options = checked(self.given)
         if self._options.verify != "off":
             raise OptionError("option verify does not apply to MlaPass, which has no unfused graph to run")
-        if self._options.extra:
-            names = ", ".join(map(repr, self._options.extra))
+        if theirs := sorted(set(options) - OWN | set(options) & {MODE}):
+            names = ", ".join(map(repr, theirs))
             raise OptionError(f"option {names} does not apply to MlaPass; give it to what compiles the graph")
 
     def __call__(self, graph: Graph | GraphModule, *rest: Any, is_inference: bool | None = None) -> None:
@@ -38,7 +39,7 @@ class MlaPass(GraphPass):
             return  # a backward graph; the warning came with its forward graph
         if is_inference is None:
             is_inference = not any(name.startswith("primals_") for name in inputs)
-        compilation = Compilation.prepare(rest[0] if rest else (), None, self.given)
+        compilation = Compilation.prepare(rest[0] if rest else (), self.given)
         self.report = compilation.report
         try:
             if is_inference:

@@ -29,7 +29,7 @@ class Options:
     disable  names of patterns not to apply
     absorb   attention over latents with few query tokens ("auto"), "always", or "never"
     lay_out  weights that an operator takes in another layout are laid out once and kept beside the model's own
-    extra    the target's own options
+    extra    the target's own options, and those that `mode` means there: a mode of torch.compile's is an option too
     """
 
     target: str = AUTO
@@ -43,37 +43,73 @@ class Options:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-OWN = frozenset(option.name for option in fields(Options)) - {"extra"}
+MODE = "mode"
+OWN = frozenset(option.name for option in fields(Options)) - {"extra"} | {MODE}
+
+
+def by_name(given: Any) -> Mapping[str, Any]:
+    """What a user gave as options. Raises OptionError for anything but values by name."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise OptionError(f"options is {given!r}; it takes a dict of options, such as {{'target': 'reference'}}")
+    for name in given:
+        if not isinstance(name, str):
+            raise OptionError(f"options holds the name {name!r}; the names of options are strings")
+    return given
 
 
 def parse(given: Mapping[str, Any], targets: Mapping[str, Target], patterns: frozenset[str]) -> Options:
     """Options from a user's dict. Raises OptionError naming what does not exist or does not fit, and what does.
 
-    As long as the target is "auto", the own options of any target will do."""
+    As long as the target is "auto", the mode and the own options of any target will do."""
     target = given.get("target", AUTO)
     if target not in (AUTO, *targets):
         raise OptionError(f"unknown target {target!r}; known targets are {_listed([AUTO, *targets])}")
-    extra = {option: given[option] for option in sorted(set(given) - OWN)}
-    _check_known(extra, target, targets)
+    asked = targets if target == AUTO else {target: targets[target]}
+    theirs = {option: given[option] for option in sorted(set(given) - OWN)}
+    for option in theirs:
+        _check_known(option, target, asked, targets)
     own = {option: _CHECKS[option](given[option]) for option in given if option in _CHECKS}
     unknown = sorted(set(own.get("disable", ())) - patterns)
     if unknown:
         raise OptionError(f"option disable names {_listed(unknown)}; known patterns are {_listed(sorted(patterns))}")
-    return Options(target=target, **own, extra=extra)
+    return Options(target=target, **own, extra=_of_target(theirs, given.get(MODE), asked))
 
 
-def _check_known(extra: Mapping[str, Any], target: str, targets: Mapping[str, Target]) -> None:
-    if not extra:
+def _of_target(theirs: Mapping[str, Any], mode: Any, asked: Mapping[str, Target]) -> Mapping[str, Any]:
+    """A target's own options with those that the mode means, of the first target that takes both."""
+    able = [target for target in asked.values() if target.accepts() >= set(theirs)]
+    if not able:
+        raise OptionError(f"no target has all of the options {_listed(theirs)}")
+    refusals = []
+    for target in able:
+        try:
+            meant = {} if mode in (None, "default") else target.mode_options(mode)
+            target.check(theirs)
+        except OptionError as refusal:
+            refusals.append(str(refusal))
+        else:
+            return {**meant, **theirs}
+    raise OptionError("; ".join(dict.fromkeys(refusals)))
+
+
+def _check_known(option: str, target: str, asked: Mapping[str, Target], targets: Mapping[str, Target]) -> None:
+    known = frozenset[str]().union(*(target.accepts() for target in asked.values()))
+    if option in known:
         return
-    accepted: frozenset[str] = frozenset().union(
-        *(known.accepts() for name, known in targets.items() if target in (name, AUTO))
-    )
-    unknown = sorted(set(extra) - accepted)
-    if unknown:
-        raise OptionError(
-            f"unknown option {_listed(unknown)} for target {target!r}; known options are {_listed(sorted(OWN))}"
-            f" and those of the target: {_summary(accepted, like=unknown[0])}"
-        )
+    unknown = f"unknown option {option!r} for target {target!r}"
+    if option == "options":
+        raise OptionError(f"{unknown}; each option is given by its own name, as in target='reference'")
+    others = [name for name, other in targets.items() if option in other.accepts()]
+    if others:
+        raise OptionError(f"{unknown}; it is one of target {_listed(others)}")
+    for names in (OWN, known):  # ours first: a target may have hundreds
+        near = difflib.get_close_matches(option, names, n=1, cutoff=0.7)
+        if near:
+            raise OptionError(f"{unknown}; do you mean {near[0]!r}?")
+    of_target = _listed(sorted(known)) if len(known) <= 12 else f"{len(known)} of its own"
+    raise OptionError(f"{unknown}; known options are {_listed(sorted(OWN))} and those of the target: {of_target}")
 
 
 def _one_of(option: str, *choices: Any) -> Callable[[Any], Any]:
@@ -86,8 +122,10 @@ def _one_of(option: str, *choices: Any) -> Callable[[Any], Any]:
 
 
 def _folder(value: Any) -> str | None:
-    if value is None or isinstance(value, (str, os.PathLike)):
-        return None if value is None else str(os.fspath(value))
+    if value is None:
+        return None
+    if isinstance(value, (str, os.PathLike)) and os.fspath(value):
+        return str(os.fspath(value))
     raise OptionError(f"option dump is {value!r}; it takes a folder, as a string or a path, or None")
 
 
@@ -111,11 +149,3 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
 
 def _listed(names: Iterable[Any]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
-
-
-def _summary(names: frozenset[str], *, like: str) -> str:
-    """The names, or of too many those that are most alike."""
-    if len(names) <= 12:
-        return _listed(sorted(names))
-    near = difflib.get_close_matches(like, names, n=3, cutoff=0)
-    return f"{len(names)} of its own, most alike {_listed(near)}"

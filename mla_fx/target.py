@@ -71,12 +71,15 @@ class Target:
         """The names of the target's own options."""
         return frozenset()
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises OptionError for a value that one of the target's own options does not take."""
+
     def takes_pieces(self, options: Mapping[str, Any]) -> bool:
         """Whether it wants norms and rotations that no larger operator took as operators of their own; else they stay
         the user's operations."""
         return False
 
-    def mode_options(self, mode: str) -> Mapping[str, Any]:
+    def mode_options(self, mode: Any) -> Mapping[str, Any]:
         """The target's options that torch.compile's `mode` stands for. Raises OptionError if there is no such mode."""
         raise OptionError(f"target {self.name!r} has no modes, so mode={mode!r} does not apply")
 

@@ -6,7 +6,7 @@ function that needs it, so that `import mla_fx` stays quick."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_origin
 
 import torch
 
@@ -40,6 +40,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_modes",
     "inductor_options",
+    "inductor_type",
     "input_path",
     "is_fake",
     "is_known",
@@ -283,6 +284,15 @@ def inductor_options() -> frozenset[str]:
     from torch._inductor import list_options
 
     return frozenset(list_options())
+
+
+def inductor_type(option: str) -> type:
+    """What the values of an option of Inductor's are, `object` where that is no plain type."""
+    from torch._inductor import config
+
+    found = config.get_type(option)  # type: ignore[attr-defined]  # made at run time
+    is_plain = isinstance(found, type) and get_origin(found) is None and found is not type(None)
+    return found if is_plain else object
 
 
 def inductor_modes() -> Mapping[str, Mapping[str, Any]]:

@@ -26,7 +26,7 @@ def run_case(case: Case, *more: Rule[Any]) -> Report:
     options = {"target": "reference", "pieces": case.pieces}
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        compilation = Compilation.prepare(example_inputs, None, options, keep_text=True)
+        compilation = Compilation.prepare(example_inputs, options, keep_text=True)
         compilation.rules += more
         reports.append(compilation.report)
         return compilation.compile(gm, example_inputs)

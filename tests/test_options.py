@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from zoo.negatives import expanded_cache
 from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
-from mla_fx import cases
+from mla_fx import cases, discover
+from mla_fx.compilation import checked
 from mla_fx.expect import expectation
+from mla_fx.torch_private import inductor_options
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -26,11 +29,23 @@ WRONG = {
     "strict, as text": ({"strict": "False"}, "option strict is 'False'; it takes False, True"),
     "strict, as a number": ({"strict": 1}, "option strict is 1; it takes False, True"),
     "strict, as nothing": ({"strict": None}, "option strict is None; it takes False, True"),
+    "dump, no name": ({"dump": ""}, "option dump is ''; it takes a folder"),
     "dump": ({"dump": 3}, "option dump is 3; it takes a folder, as a string or a path, or None"),
     "disable": ({"disable": None}, "option disable is None; it takes the name of a pattern, or several"),
     "disable, a number in it": ({"disable": [3]}, r"option disable is \[3\]; it takes the name"),
     "verify": ({"verify": ["first"]}, r"option verify is \['first'\]; it takes 'off', 'first', 'always'"),
     "target": ({"target": 3}, "unknown target 3; known targets are 'auto'"),
+    "a mode": ({"mode": "x"}, "mode is 'x'; target 'inductor' has 'default', "),
+    "misspelt": ({"targt": "reference"}, r"unknown option 'targt' for target '\w+'; do you mean 'target'\?$"),
+    "in capitals": ({"Verify": "first"}, r"unknown option 'Verify' for target '\w+'; do you mean 'verify'\?$"),
+    "misspelt, of the target": ({"freezng": True}, r"'freezng' for target '\w+'; do you mean 'freezing'\?$"),
+    "like no other": ({"colour": 1}, r"known options are 'absorb', .* and those of the target: \d+ of its own$"),
+    "all in one": ({"options": {"strict": True}}, "each option is given by its own name, as in target='reference'"),
+    "of another target": ({"target": "reference", "freezing": True}, "it is one of target 'inductor'$"),
+    "of two targets": ({"freezing": True, "pieces": True}, "'pieces'"),
+    "a type of the target's": ({"freezing": "yes"}, "option freezing is 'yes'; Inductor takes bool"),
+    "a type of this target's": ({"target": "reference", "pieces": 1}, "option pieces is 1; it takes False, True"),
+    "a type of ours for Inductor": ({"dot_products": 1}, "option dot_products is 1; it takes False, True"),
     "expect": ({"expect": 3}, "option expect is 3; it takes operators, or a mapping"),
     "expect, misspelt": ({"expect": {"mla_prologue": 1}}, "expect names 'mla_prologue'; known operators are 'kv_"),
     "expect, misspelt in a list": ({"expect": ["mla_prologue"]}, "expect names 'mla_prologue'; known operators are"),
@@ -54,10 +69,44 @@ def test_wrong_options_of_a_call_are_refused(decode):
         torch.compile(module, backend="mla", options={"strict": "no"})(*arguments)
 
 
-def test_an_unknown_mode_is_refused(decode):
-    module, arguments = decode
-    with pytest.raises(mla_fx.OptionError, match="mode is 'max-speed'; target 'inductor' has 'default', "):
-        torch.compile(module, backend="mla", mode="max-speed")(*arguments)
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["a"], r"options is \['a'\]; it takes a dict of options, such as {'target': 'reference'}"),
+        ("reference", "options is 'reference'; it takes a dict"),
+        (3, "options is 3; it takes a dict"),
+        ({1: 2}, "options holds the name 1; the names of options are strings"),
+        ({None: 2}, "options holds the name None"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["mla", mla_fx.get_backend(target="reference")], ids=["name", "get_backend"])
+def test_options_that_are_none_are_refused(backend, options, complaint):
+    with pytest.raises(mla_fx.OptionError, match=complaint):
+        torch.compile(nn.ReLU(), backend=backend, options=options)(torch.ones(1))
+
+
+@pytest.mark.parametrize("mode", ["max-speed", 3, ["default"]], ids=str)
+def test_an_unknown_mode_is_refused(mode):
+    with pytest.raises(mla_fx.OptionError, match=f"mode is {re.escape(repr(mode))}; target 'inductor' has 'default', "):
+        torch.compile(nn.ReLU(), backend="mla", mode=mode)(torch.ones(1))
+
+
+def test_a_mode_is_an_option_too():
+    """Of the target that is named, or, as long as none is, of any; what is given by itself comes before it."""
+    mla_fx.get_backend(mode="max-autotune")
+    options = checked({"target": "inductor", "mode": "max-autotune", "max_autotune": False})
+    assert options.extra == {**torch._inductor.list_mode_options("max-autotune"), "max_autotune": False}
+    with pytest.raises(mla_fx.OptionError, match=r"^target 'reference' has no modes, so mode='max-autotune' does not"):
+        mla_fx.get_backend(target="reference", mode="max-autotune")
+    with pytest.raises(mla_fx.OptionError, match=r"target 'ge' has 'max-autotune'.* target 'reference' has no modes"):
+        mla_fx.get_backend(mode="x")
+
+
+def test_what_inductor_has_by_default_it_takes():
+    """All but what it holds none of, where a type cannot be told."""
+    defaults = torch._inductor.config.get_config_copy()
+    discover.targets()["inductor"].check({name: defaults[name] for name in inductor_options()})
 
 
 def test_a_path_is_a_folder(decode, tmp_path):
@@ -77,6 +126,7 @@ def test_options_of_any_target_will_do_for_auto():
     [
         ({"verify": "first"}, "option verify does not apply to MlaPass"),
         ({"freezing": True}, "option 'freezing' does not apply to MlaPass; give it to what compiles the graph"),
+        ({"mode": "max-autotune"}, "option 'mode' does not apply to MlaPass; give it to what compiles the graph"),
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ class AscendTarget(Target):
     def takes_pieces(self, options: Mapping[str, Any]) -> bool:
         return True
 
-    def mode_options(self, mode: str) -> Mapping[str, Any]:
+    def mode_options(self, mode: Any) -> Mapping[str, Any]:
         if mode not in self.modes:
             raise OptionError(f"mode is {mode!r}; target {self.name!r} has {', '.join(map(repr, self.modes))}")
         return {"mode": mode}
