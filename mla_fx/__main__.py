@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--full", action="store_true", help="not a tiny model of that type but all layers and sizes, without values"
     )
+    explain.add_argument("--json", action="store_true", help="the report for programs, as JSON")
     explain.set_defaults(run=_explain)
     coverage = commands.add_parser("coverage", help="make the table of what fuses in README.md anew, in a clone")
     coverage.add_argument("--only", default="", help="one family or one axis of the zoo: shown, not written")
@@ -54,7 +55,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    run_explain(options.model, options.target, is_full=options.full)
+    run_explain(options.model, options.target, is_full=options.full, as_json=options.json)
     return 0
 
 

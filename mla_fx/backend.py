@@ -80,7 +80,10 @@ def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Repor
                 torch.compile(function, backend=backend)(*args, **kwargs)
         finally:
             torch.compiler.reset()
-        return Report.merged(reports).standing_for(layers)
+        whole = Report.merged(reports).standing_for(layers)
+        for report in reports:
+            report.graphs = {}  # large, and the last report is kept
+        return whole
 
     return explained
 

@@ -76,10 +76,9 @@ def expecting(**counts: int | tuple[int, ...]) -> Iterator[None]:
     wanted = expectation(counts)
     with listening() as reports:
         yield
-    fused: dict[str, int] = {}
-    for report in reports:
-        for name, count in report.fused.items():
-            fused[name] = fused.get(name, 0) + count
+    from .debug.report import Report
+
+    fused = Report.merged(reports).fused
     if not wanted.is_met(fused):
         told = "\n".join(map(str, reports)) or "nothing was compiled"
         raise FusionError(f"expected {wanted}, fused {fused} in {len(reports)} graphs\n{told}")

@@ -30,6 +30,7 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "compiling",
     "detect_fake_mode",
     "dtype_abbrs",
     "fake_tensor",
@@ -153,6 +154,14 @@ def passing_dynamo(error: Exception) -> Exception:
     passing = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
     wrapped: Exception = passing(*error.args, first_useful_frame=None)
     return wrapped
+
+
+def compiling() -> tuple[object, int]:
+    """What Dynamo compiles at the moment, None where it does not, and the how manieth frame that is since its reset."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+    from torch._guards import CompileContext
+
+    return CompileContext.try_get(), sum(FRAME_COMPILE_COUNTER.values())
 
 
 def aot_autograd(

@@ -19,7 +19,7 @@ from zoo.negatives import expanded_cache
 from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
-from mla_fx import discover
+from mla_fx import cases, discover, ledger
 from mla_fx.options import Options
 from mla_fx.pipeline import Run, run_pipeline
 
@@ -55,6 +55,59 @@ def test_last_report_is_that_of_the_last_compilation(decode):
     torch._dynamo.reset()
     compiled(module)(*arguments)
     assert mla_fx.last_report().fused == ALL
+
+
+class InTwo(nn.Module):
+    """A layer, a graph break, and a graph without attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = cases.Layer(), nn.Linear(cases.HE, 8)
+
+    def forward(self, *inputs):
+        hidden = self.layer(*inputs)
+        torch._dynamo.graph_break()
+        return self.head(hidden).relu()
+
+
+def test_the_last_report_is_of_all_graphs_since_it_was_asked_for():
+    run = compiled(InTwo().eval())
+    run(*cases.inputs(1))
+    assert mla_fx.last_report().fused == ALL
+    assert [part.fused for part in mla_fx.last_report().parts] == [ALL, {}]
+    assert str(mla_fx.last_report()).splitlines()[:3] == [
+        str(mla_fx.last_report()).splitlines()[0],
+        "  graph 0: fused mla_prolog x1, latent_attention x1",
+        "  graph 1: fused nothing, no attention in it",
+    ]
+    compiled(nn.ReLU())(torch.ones(1))
+    assert (mla_fx.last_report().fused, mla_fx.last_report().parts) == ({}, [])
+
+
+def test_the_last_report_is_of_nothing_from_before_a_reset():
+    for _ in range(2):
+        compiled(InTwo().eval())(*cases.inputs(1))
+        torch._dynamo.reset()
+    assert mla_fx.last_report().fused == ALL
+    for _ in range(2):
+        compiled(nn.ReLU())(torch.ones(1))
+        torch._dynamo.reset()
+    assert mla_fx.last_report().parts == []
+
+
+def test_the_last_report_is_of_so_many_graphs(monkeypatch):
+    """A process that nobody asks does not hold the reports of all that it ever compiled."""
+    monkeypatch.setattr(ledger, "_run", ledger._Run(most=3))
+    for size in range(1, 6):
+        torch.compile(nn.ReLU(), backend=mla_fx.get_backend(target="reference"), dynamic=False)(torch.ones(size))
+    assert len(mla_fx.last_report().parts) == 3
+
+
+def test_explain_leaves_no_texts_behind(decode):
+    module, arguments = decode
+    report = mla_fx.explain(module, target="reference")(*arguments)
+    assert "captured" in report.graphs
+    assert (mla_fx.last_report().graphs, mla_fx.last_report().fused) == ({}, report.fused)
 
 
 def test_explain_merges_the_graphs_between_breaks():

@@ -1,7 +1,8 @@
 """The wording of reports and misses: what people read when something did not fuse."""
 
+import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -104,6 +105,53 @@ def test_several_graphs_make_one_report():
     assert (whole.misses, whole.notes, whole.target) == ([miss()], ["noted"], "inductor")
     assert whole.graphs == {"graph 0: captured": "a", "graph 1: captured": "b"}
     assert whole.milliseconds == 3.5
+
+
+def test_the_text_of_several_graphs_has_a_line_for_each():
+    parts = [report(has_attention=True, fused={"mla_prolog": 1})] * 2 + [report(notes=["nothing here"])] * 2
+    assert str(Report.merged([*parts, report(has_attention=True)])).splitlines() == [
+        "mla_fx on inductor: fused mla_prolog x2 in 5 graphs in 8.8 ms",
+        "  graphs 0, 1: fused mla_prolog x1",
+        "  graphs 2, 3: fused nothing, no attention in it",
+        "  graph 4: fused nothing",
+        "  nothing here (2 times)",
+    ]
+
+
+def test_the_parts_of_parts_are_parts():
+    one, two, three = (report(fused={name: 1}) for name in ("mla_prolog", "rope", "rms_norm"))
+    assert Report.merged([Report.merged([one, two]), three]).parts == [one, two, three]
+    assert Report.merged([one]).parts == []
+
+
+# --- for programs and notebooks ---------------------------------------------------------------------------------------
+
+
+def filled():
+    memory = Memory(1, None, 2, 3, 4, 0)
+    one = report(fused={"mla_prolog": 61}, misses=[miss()] * 3, memory=[memory], modules={"mla_prolog": ["layers.0"]})
+    one.passes[0].fired["mla_prolog"] += 1
+    one.graphs["captured"] = "x" * 300_000
+    return one
+
+
+def test_the_repr_is_a_line():
+    assert repr(filled()) == "<Report on inductor: fused mla_prolog x61; 3 misses>"
+    assert repr(Report.merged([filled()] * 2)) == "<Report on inductor: fused mla_prolog x122 in 2 graphs; 6 misses>"
+    assert repr(Report()) == "<Report on no target: fused nothing; 0 misses>"
+
+
+@pytest.mark.parametrize("made", [filled(), Report.merged([filled()] * 2)], ids=["one", "several"])
+def test_a_report_as_json(made):
+    """Every field under its name but the texts, with those of each part."""
+    told = json.loads(json.dumps(made.to_dict()))
+    assert set(told) == {part.name for part in fields(Report)} - {"graphs"}
+    assert told["fused"] == made.fused
+    assert told["misses"][0] == vars(miss())
+    assert told["passes"][0]["fired"] == {"mla_prolog": 1}
+    assert told["memory"][0]["temporaries"] == 3
+    assert [part["fused"] for part in told["parts"]] == [{"mla_prolog": 61}] * len(made.parts)
+    assert len(json.dumps(told)) < 20_000
 
 
 def test_no_graph_at_all_makes_a_report():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import warnings
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class CommandError(Exception):
     """The command line asks for something that does not work; the message is a sentence."""
 
 
-def run_explain(model: str, target: str, *, is_full: bool = False) -> None:
+def run_explain(model: str, target: str, *, is_full: bool = False, as_json: bool = False) -> None:
     """Prints what fuses in a transformers model type, or in what a script builds."""
     is_script = model.endswith(".py")
     with progress() as announce, warnings.catch_warnings():
@@ -33,7 +34,7 @@ def run_explain(model: str, target: str, *, is_full: bool = False) -> None:
         function, args, kwargs = script_call(Path(model)) if is_script else decode_call(model, is_full=is_full)
         announce(f"tracing {model}, and rewriting it for {target}")
         report = explain(function, target=target)(*args, **kwargs)
-    print(report)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
 
 
 def script_call(script: Path) -> Call:

@@ -6,7 +6,8 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -49,19 +50,18 @@ class Miss:
 
 @dataclass
 class PassRecord:
-    """One pass over the graph: what it took, what fired, and the graph after it where that was asked for."""
+    """One pass over the graph: what it took, and what fired."""
 
     name: str
     milliseconds: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
     fired: Counter[str] = field(default_factory=Counter)
-    text: str | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """What happened to the graphs of one compilation.
+    """What happened to a graph, or to several: `parts` are then the reports of each, and all else is their sum.
 
     `fused` counts the operators of latent attention, `pieces` the norms and rotations that were left beside them and
     became operators by themselves, for targets that want that. `modules` are the paths of the modules that call the
@@ -80,6 +80,7 @@ class Report:
     is_training: bool = False
     memory: list[Memory] = field(default_factory=list)
     modules: dict[str, list[str]] = field(default_factory=dict)
+    parts: list[Report] = field(default_factory=list)
 
     @property
     def milliseconds(self) -> float:
@@ -87,8 +88,10 @@ class Report:
 
     @classmethod
     def merged(cls, reports: Sequence[Report]) -> Report:
-        """One report of several graphs, as graph breaks make them."""
-        whole = cls(target=reports[0].target if reports else "")
+        """One report of several graphs, as graph breaks, several shapes or several regions make them."""
+        whole = cls(target=", ".join(dict.fromkeys(report.target for report in reports)))
+        if len(reports) > 1:
+            whole.parts = [part for report in reports for part in report.parts or [report]]
         for number, report in enumerate(reports):
             for counts, more in ((whole.fused, report.fused), (whole.pieces, report.pieces)):
                 counts.update({name: counts.get(name, 0) + count for name, count in more.items()})
@@ -114,17 +117,54 @@ class Report:
         note = f"of layers that are alike one was traced: {listed}"
         return replace(self, fused=counts, notes=[note, *self.notes])
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report in values that JSON has, under the names of its fields: all but `graphs`, the texts of stages."""
+        told = {part.name: _plain(getattr(self, part.name)) for part in fields(self) if part.name != "graphs"}
+        return {**told, "parts": [part.to_dict() for part in self.parts]}
+
+    def __repr__(self) -> str:
+        graphs = f" in {len(self.parts)} graphs" if self.parts else ""
+        return f"<Report on {self.target or 'no target'}: {self._outcome}{graphs}; {len(self.misses)} misses>"
+
     def __str__(self) -> str:
-        fused, pieces = (
-            ", ".join(f"{name} x{count}" for name, count in counts.items()) for counts in (self.fused, self.pieces)
-        )
-        beside = f", and beside them {pieces}," if pieces else ""
-        lines = [f"mla_fx on {self.target}: fused {fused or 'nothing'}{beside} in {self.milliseconds:.1f} ms"]
-        lines += [f"  {note}" for note in (*dict.fromkeys(map(str, self.memory)), *self.notes)]
+        where = f"{',' * bool(self.pieces)}{f' in {len(self.parts)} graphs' if self.parts else ''}"
+        lines = [f"mla_fx on {self.target}: {self._outcome}{where} in {self.milliseconds:.1f} ms"]
+        lines += [f"  {line}" for line in self._of_parts()]
+        lines += [f"  {note}" for note in (*dict.fromkeys(map(str, self.memory)), *self._notes())]
         if self.misses:
             lines.append("nearest misses:")
             lines += [f"  {line}" for line in _counted(self.misses)]
         return "\n".join(lines)
+
+    @property
+    def _outcome(self) -> str:
+        fused, pieces = (
+            ", ".join(f"{name} x{count}" for name, count in counts.items()) for counts in (self.fused, self.pieces)
+        )
+        return f"fused {fused or 'nothing'}" + (f", and beside them {pieces}" if pieces else "")
+
+    def _of_parts(self) -> Iterator[str]:
+        """A line for what came of each graph, shared by those of which the same did."""
+        alike: dict[str, list[int]] = {}
+        for number, part in enumerate(self.parts):
+            without = "" if part.fused or part.has_attention else ", no attention in it"
+            alike.setdefault(part._outcome + without, []).append(number)
+        for outcome, numbers in alike.items():
+            yield f"graph{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {outcome}"
+
+    def _notes(self) -> Iterator[str]:
+        """The notes, those of several graphs once."""
+        for note, count in Counter(self.notes).items():
+            yield note if count == 1 else f"{note} ({count} times)"
+
+
+def _plain(value: Any) -> Any:
+    """A part of a report in values that JSON has."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _counted(misses: Sequence[Miss]) -> Iterator[str]:
