@@ -18,6 +18,7 @@ from .ledger import last_report
 if TYPE_CHECKING:
     from .cases import Case
     from .debug.report import Miss, Report
+    from .discover import register_patterns
     from .graph_pass import MlaPass
     from .rule import Rule
     from .target import Target
@@ -40,6 +41,7 @@ __all__ = [
     "last_report",
     "mla_backend",
     "ops",
+    "register_patterns",
 ]
 
 _LAZY = {
@@ -49,6 +51,7 @@ _LAZY = {
     "Report": "debug.report",
     "Rule": "rule",
     "Target": "target",
+    "register_patterns": "discover",
 }
 
 

@@ -28,7 +28,11 @@ from .verify import verified
 
 def checked(given: Mapping[str, Any]) -> Options:
     """Options as far as they can be known before there is a graph. Raises OptionError."""
-    options = parse(given, discover.targets(), frozenset(rule.name for rule in discover.rules()))
+    for fault in discover.found_targets().faults:
+        if fault.name == given.get("target"):
+            raise OptionError(str(fault)) from fault.error
+    patterns = {rule.name for rule in discover.rules()} | {fault.name for fault in discover.found_rules().faults}
+    options = parse(given, discover.targets(), frozenset(patterns))
     if options.target != AUTO:
         _require(discover.targets()[options.target])
     return options
@@ -60,6 +64,7 @@ class Compilation:
         target = targets[options.target]
         compilation = cls(options, target, Report(target=target.name), keep_text)
         ledger.remember(compilation.report)
+        compilation._tell_faults()
         return compilation
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -154,6 +159,16 @@ class Compilation:
         return True
 
     # --- the fence ---------------------------------------------------------------------------------------------------
+
+    def _tell_faults(self) -> None:
+        """One warning for each file that cannot be used, unless it is disabled; the others go on."""
+        for fault in (*discover.found_rules().faults, *discover.found_targets().faults):
+            if fault.name in self.options.disable:
+                continue
+            self.report.notes.append(str(fault))
+            if self.options.strict:
+                raise FusionError(str(fault)) from fault.error
+            self._warn(f"mla_fx: {fault}")
 
     def _fail(self, what: str, error: Exception) -> None:
         """Something of ours failed: one warning, and nothing more is tried."""

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from .debug.memory import Memory
 from .debug.report import Miss, PassRecord, Report
 from .options import Options
 
-PACKAGES = ("mla_fx", "mla_fx.patterns", "mla_fx.lowering")
 FROM_CACHE = "compiled before and taken from PyTorch's cache: this is what was reported then, with the lines of then"
 
 
@@ -46,20 +44,25 @@ def are_plain(inputs: Sequence[Any]) -> bool:
     return all(value.layout is torch.strided and not is_traceable_wrapper_subclass(value) for value in tensors)
 
 
-@functools.cache
 def source_hash() -> str:
     """A hash of the sources that decide what a graph is rewritten to; not of what these import from elsewhere."""
-    digest = hashlib.sha256()
-    for package, folder in ((name, Path(folder)) for name in PACKAGES for folder in discover.folders(name)):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{package}/{path.relative_to(folder)}".encode())
+    return _hash_of(discover.found_rules())
+
+
+@functools.lru_cache(maxsize=1)
+def _hash_of(rules: discover.Found) -> str:
+    """The hash as long as these are the rules; one that cannot be used is none, whatever its source says."""
+    digest = hashlib.sha256(repr([str(fault) for fault in rules.faults]).encode())
+    for package in ("mla_fx", discover.LOWERING, *discover.packages()):
+        for name, path in discover.sources(package):
+            digest.update(name.encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def as_text(report: Report) -> str:
-    """A report as JSON."""
-    return json.dumps(report, default=vars)
+    """The report of one graph as JSON."""
+    return json.dumps(report.to_dict())
 
 
 def from_text(text: str) -> Report:

@@ -22,6 +22,9 @@ from .torch_private import OpOverload
 
 Facts = TypeVar("Facts")
 
+STAGES = ("attention", "context", "prolog", "cache", "piece")
+"""When rules are tried, in this order."""
+
 
 class Root(Protocol):
     """A pattern that a match starts from."""
@@ -42,6 +45,11 @@ class Rule(Generic[Facts]):
 
     tells_misses: ClassVar[bool] = True
     """Whether a user may want to know where it nearly applied."""
+
+    def __init__(self) -> None:
+        if getattr(self, "stage", None) not in STAGES:
+            stage, allowed = repr(getattr(self, "stage", None)), ", ".join(map(repr, STAGES))
+            raise TypeError(f"rule {type(self).__name__} has stage = {stage}; it takes {allowed}")
 
     @property
     def name(self) -> str:
