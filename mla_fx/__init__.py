@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .rule import Rule
     from .target import Target
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Case",
     "FusionError",
@@ -35,6 +37,7 @@ __all__ = [
     "Rule",
     "Target",
     "VerificationError",
+    "__version__",
     "expecting",
     "explain",
     "get_backend",

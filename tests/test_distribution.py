@@ -1,0 +1,58 @@
+"""The source distribution: it holds what a clone holds, its version is the package's, and its tests run in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_fx
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (".ci", "benchmarks", "examples", "lowering", "mla_fx", "patterns", "tests")
+FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
+BUILD = "import setuptools.build_meta as build; build.build_sdist('made')"
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """A source distribution, made of a copy and unpacked elsewhere."""
+    copied, unpacked = tmp_path_factory.mktemp("copied"), tmp_path_factory.mktemp("unpacked")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copied / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        shutil.copy(ROOT / file, copied)
+    subprocess.run([sys.executable, "-c", BUILD], cwd=copied, check=True, capture_output=True)
+    (made,) = (copied / "made").iterdir()
+    with tarfile.open(made) as archive:
+        archive.extractall(unpacked, filter="data")
+    (root,) = unpacked.iterdir()
+    return root
+
+
+def test_it_holds_what_a_clone_holds(unpacked):
+    def files(root):
+        found = (path for folder in FOLDERS for path in (root / folder).rglob("*") if path.is_file())
+        return {path.relative_to(root) for path in found if "__pycache__" not in path.parts} | {Path(f) for f in FILES}
+
+    assert files(ROOT) == {path for path in files(unpacked) if (unpacked / path).is_file()}
+
+
+def test_it_has_the_version_of_the_package(unpacked):
+    assert f"\nVersion: {mla_fx.__version__}\n" in (unpacked / "PKG-INFO").read_text()
+    assert f"## [{mla_fx.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_its_tests_run_in_it(unpacked):
+    """Without what is installed of the project: `-S` leaves out what an editable install adds to the path."""
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*packages, str(Path(torch.__file__).parents[1])])}
+    command = [sys.executable, "-S", "-m", "pytest", "-p", "no:cacheprovider", "tests/test_report.py"]
+    found = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
