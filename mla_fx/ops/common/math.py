@@ -19,6 +19,13 @@ def to_accumulation_dtype(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`; in float32 what is of float16, whose range a product may leave."""
+    if torch.float16 not in (left.dtype, right.dtype):
+        return left @ right
+    return to_accumulation_dtype(left) @ to_accumulation_dtype(right)
+
+
 def normalized(x: Tensor, epsilon: float) -> Tensor:
     """`x / sqrt(mean(x^2) + epsilon)` over the last axis, unrounded: in the accumulation dtype."""
     x = to_accumulation_dtype(x)

@@ -35,7 +35,7 @@ def probabilities(
     sinks: Tensor | None = None,
     rows_first: bool = False,
 ) -> Tensor:
-    """softmax((latent + rotated) * scale + mask) over the last axis, rounded to the dtype of `latent`.
+    """softmax((latent + rotated) * scale + mask) over the last axis, unrounded: in the accumulation dtype.
 
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
     Where a bool mask is False the scores are `fill`, as near as their type comes to it, or minus infinity. `sinks` [N]
@@ -45,16 +45,17 @@ def probabilities(
     if mask is not None:
         scores = masked(scores, _aligned(mask, rows_first), fill)
     elif sinks is None:
-        return scores.softmax(-1).to(latent.dtype)
+        return scores.softmax(-1)
     if sinks is not None:
         scores = torch.cat((scores, _column(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
     # Unlike softmax, this gives zeros where a whole row is masked.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
-    return (weights if sinks is None else weights[..., :-1]).to(latent.dtype)
+    return weights if sinks is None else weights[..., :-1]
 
 
 def undivided(
     product: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
     latent: Tensor,
     rotated: Tensor | None,
     mask: Tensor | None,
@@ -63,26 +64,32 @@ def undivided(
     sinks: Tensor | None = None,
     rows_first: bool = False,
 ) -> Tensor:
-    """`product` of `probabilities` with values, divided by the sum of a row only then.
+    """`product` of `probabilities`, rounded to `dtype`, with values; divided by the sum of a row only then.
 
     For a compiler that fuses loops: what it stores is rounded already, where a softmax keeps all scores in float32."""
-    if latent.dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no room for sums; no highest
-        return product(probabilities(latent, rotated, mask, scale, fill, sinks, rows_first))
+    if dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no room for sums; no highest
+        return product(probabilities(latent, rotated, mask, scale, fill, sinks, rows_first).to(dtype))
     scores = _scaled(latent, rotated, scale)
     if mask is not None:
-        scores = masked(scores, _aligned(_stored(mask, fill, scores.dtype), rows_first), fill)
+        scores = masked(scores, _aligned(_stored(mask, scores.dtype), rows_first), fill)
     highest = scores.amax(-1, keepdim=True)
     column = None if sinks is None else _column(sinks, scores, rows_first)
     if column is not None:
         highest = highest.maximum(column)
     if mask is not None or column is not None:  # a row that sees nothing gives zeros
         highest = highest.masked_fill(highest == -torch.inf, 0)
-    weights = (scores - highest).exp()
+    most = share(latent.shape[-1])  # of a weight, so that no sum of values leaves their range
+    weights = (scores - highest).exp() * most
     total = weights.sum(-1, keepdim=True)
     if column is not None:
-        total = total + (column - highest).exp()
+        total = total + (column - highest).exp() * most
     # A factor, for whoever reads the result often may compute it each time.
-    return (product(weights.to(latent.dtype)) * total.masked_fill(total == 0, 1).reciprocal()).to(latent.dtype)
+    return (product(weights.to(dtype)) * total.masked_fill(total == 0, 1).reciprocal()).to(dtype)
+
+
+def share(keys: int) -> float:
+    """A number of which that of the keys makes at most 1: a power of two, which rounds nothing, where it is known."""
+    return 0.5 ** (keys - 1).bit_length() if isinstance(keys, int) else 1 / keys
 
 
 def _scaled(latent: Tensor, rotated: Tensor | None, scale: float) -> Tensor:
@@ -99,22 +106,23 @@ def _column(sinks: Tensor, scores: Tensor, rows_first: bool) -> Tensor:
     return sinks.to(scores.dtype).view((-1, 1) if rows_first else (-1, 1, 1))
 
 
-def _stored(mask: Tensor, fill: float | None, dtype: torch.dtype) -> Tensor:
-    """The mask as what is added to scores of `dtype`, in memory if it is the same for all heads: a compiler would else
-    make it anew for each of them, which takes as long as the softmax. What is read by strides must lie there."""
-    is_wide = mask.dtype == dtype or torch.promote_types(mask.dtype, dtype) != dtype
-    if fill is not None or is_wide or (mask.dim() > 2 and mask.shape[-3] != 1):
+def _stored(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask, added ones in `dtype`, in memory if it is the same for all heads: a compiler would else make it anew
+    for each of them, which takes as long as the softmax. What is read by strides must lie there."""
+    if mask.dim() > 2 and mask.shape[-3] != 1:
         return mask
-    is_bool = mask.dtype == torch.bool
-    added = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if is_bool else mask.to(dtype)
-    return added.as_strided(added.shape, added.stride())
+    is_narrower = mask.dtype != torch.bool and torch.promote_types(mask.dtype, dtype) == dtype
+    held = mask.to(dtype) if is_narrower else mask
+    return held.as_strided(held.shape, held.stride())
 
 
 def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
-    """Scores where a bool mask, which broadcasts to them, is True, and `fill` elsewhere; or with a mask added."""
+    """Scores where a bool mask, which broadcasts to them, is True, and `fill` elsewhere; or with a mask added, whose
+    minus infinity hides whatever a score is, NaN too."""
+    if mask.dtype != torch.bool:
+        return (scores + mask).masked_fill(mask == -torch.inf, -torch.inf)
     limits = torch.finfo(scores.dtype)
-    masked = -torch.inf if fill is None else min(max(fill, limits.min), limits.max)
-    return scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
+    return scores.masked_fill(~mask, -torch.inf if fill is None else min(max(fill, limits.min), limits.max))
 
 
 def check_rope(name: str, queries: Tensor | None, keys: Tensor | None, sizes: tuple[int, int, int]) -> int | None:

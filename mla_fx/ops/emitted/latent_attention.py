@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
-from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
@@ -49,11 +49,13 @@ def body(a: Arguments) -> Tensor:
     t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the cache there is nothing to hide or to
     see. is_causal lets row s attend to keys t <= s. At most one of the three is given. Where a bool mask is False or
     context_lens hides a key, the score is `fill`, minus infinity if that is None. A row whose scores are all minus
-    infinity gives zeros; one without any visible key so gives zeros, and with `fill` the mean of all T values.
+    infinity gives zeros; one without any visible key so gives zeros, and with `fill` the mean of all T values. A hidden
+    score may be anything, NaN too, and so it is where minus infinity is added to it.
 
     sinks, [N] in any floating type, is one more score in each row of a head, neither scaled nor masked; its probability
     is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
-    probabilities are rounded to the dtype of query.
+    probabilities are rounded to the dtype of query. No score leaves the range of float16: there products are float32.
+    The query beside float16 caches may be float32 too, where it was absorbed.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
     BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T
@@ -62,7 +64,7 @@ def body(a: Arguments) -> Tensor:
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
     weights = probabilities(*_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
-    return _weighted(weights, a)
+    return _weighted(weights.to(a.kv_cache.dtype), a)
 
 
 def kernel(a: Arguments) -> Tensor:
@@ -84,7 +86,8 @@ def in_parts(a: Arguments) -> Tensor:
 
 
 def _undivided(a: Arguments) -> Tensor:
-    return undivided(lambda weights: _weighted(weights, a), *_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
+    options = a.scale, a.fill, a.sinks, True
+    return undivided(lambda weights: _weighted(weights, a), a.kv_cache.dtype, *_scores(a), *options)
 
 
 def _parts(a: Arguments) -> int:
@@ -137,11 +140,9 @@ def _products(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tenso
     """[B, S, N, width], and the keys -> [B, S, N, T]."""
     rows = query.flatten(1, 2)
     if block_table is None:
-        return torch.bmm(rows, cache.mT).view(*query.shape[:3], cache.shape[1])
-    scores = query.new_empty(*rows.shape[:2], context_of(cache, block_table))
-    for keys, first, last in tiles(cache, block_table):
-        scores[..., first:last] = torch.bmm(rows, keys.mT)
-    return scores.view(*query.shape[:3], -1)
+        return wide_product(rows, cache.mT).view(*query.shape[:3], cache.shape[1])
+    parts = [wide_product(rows, keys.mT) for keys, _, _ in tiles(cache, block_table)]
+    return torch.cat(parts, -1).view(*query.shape[:3], -1)
 
 
 def _weighted(weights: Tensor, a: Arguments) -> Tensor:

@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.common.either import either
+from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .attention import as_mask, probabilities
+from .attention import as_mask, probabilities, share
 
 TILE = 2**24  # scores at a time; measured on a CPU, where smaller tiles are slower
 FEW = 128  # query tokens, whose scores are kept at once
 SHORT = 16  # keys; with fewer, PyTorch's kernel for CPUs gives zeros for a query of NaN
 LOWEST = torch.finfo(torch.bfloat16).min  # beside a score so low any other vanishes, and so when it is added to that
+TAME = 2.0**100  # a score below it vanishes beside LOWEST
 
 IN_TILES = "it goes by tiles of query rows, and a compiler would keep the scores of all"
 
@@ -33,16 +36,61 @@ def attend(
 ) -> Tensor:
     """[B, N, S, D], [B, N, T, D] and [B, N, T, Dv] -> [B, N, S, Dv]; masks, fill and sinks as in `probabilities`.
 
-    is_causal lets row s attend to keys t <= s, and is given without a mask."""
-    if is_expressible(query, key.shape[2], mask, fill, sinks):
-        return _own(query, key, value, _expressed(query, mask, fill), scale, is_causal)
-    mask = _causal(query, key) if is_causal else mask
+    is_causal lets row s attend to keys t <= s, and is given without a mask. PyTorch's own attention adds what a mask
+    hides to the scores, where is_causal replaces them: beside a mask it is taken if no score can be NaN, infinite or
+    near to it, which each call looks up."""
+    if is_causal and not scale > 0:  # a score is hidden ahead of the scale there
+        mask, is_causal = _causal(query, key), False
+    if not is_expressible(query, key.shape[2], mask, fill, sinks):
+        return _in_tiles(query, key, value, _causal(query, key) if is_causal else mask, scale, fill, sinks)
+    columns = value.shape[3]
+    query, key, value = _of_one_width(query, key, value)
+    if mask is None:
+        return _own(query, key, value, None, scale, is_causal)[..., :columns]
+
+    def own(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return _own(query, key, value, _expressed(query, mask, fill), scale)
+
+    def tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return _in_tiles(query, key, value, mask, scale, fill, None)
+
+    return either(_is_tame(query, key, scale), own, tiles, (query, key, value, mask))[..., :columns]
+
+
+def _in_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    fill: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As the body computes it; one tile for a compiler, which would write down each of them."""
+    rows = [(0, query.shape[2])] if is_fake(query) else row_tiles(query.transpose(1, 2), key.shape[2])
     parts = []
-    for first, last in row_tiles(query.transpose(1, 2), key.shape[2]):
-        scores = query[:, :, first:last] @ key.mT
+    for first, last in rows:
+        scores = wide_product(query[:, :, first:last], key.mT)
         weights = probabilities(scores, None, mask_of_rows(mask, first, last), scale, fill, sinks)
-        parts.append(weights @ value)
+        parts.append(weights.to(value.dtype) @ value)
     return torch.cat(parts, 2)
+
+
+def _is_tame(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Whether no score can be TAME or more, scaled or not; a NaN is not."""
+    most = math.sqrt(TAME / (query.shape[3] * max(1.0, abs(scale))))
+    limit = min(most, torch.finfo(query.dtype).max)
+    return (query.abs() <= limit).all() & (key.abs() <= limit).all()
+
+
+def seen_keys(mask: Tensor | None) -> Tensor | None:
+    """The keys that some row sees, [B, T, 1], where B and T may be 1; None without a mask.
+
+    The others may be anything, left over from an earlier request, and are best made zeros."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    return (mask if mask.dtype == torch.bool else mask != -torch.inf).any(2).any(1).unsqueeze(-1)
 
 
 def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float | None, sinks: Tensor | None) -> bool:
@@ -87,18 +135,24 @@ def mask_of_rows(mask: Tensor | None, first: int, last: int) -> Tensor | None:
     return mask[..., first:last, :]
 
 
-def _own(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> Tensor:
-    if is_causal and not scale > 0:  # a score is hidden ahead of the scale there
-        mask, is_causal = _causal(query, key), False
-    columns, on_cpu = value.shape[3], query.device.type == "cpu"
-    if on_cpu:  # where widths differ its kernel is not taken, and all scores are kept
-        widest = max(query.shape[3], columns)
-        query, key, value = (pad(part, (0, widest - part.shape[3])) for part in (query, key, value))
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
-    if mask is not None and not on_cpu:  # not every kernel gives zeros where a row sees nothing
+def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+    """Padded, on a CPU: where widths differ its kernel is not taken, and all scores are kept."""
+    parts = query, key, value
+    widest = max(part.shape[3] for part in parts)
+    return (pad(part, (0, widest - part.shape[3])) if query.device.type == "cpu" else part for part in parts)
+
+
+def _own(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
+) -> Tensor:
+    """It divides by the sum of a row at the end, so that values wait scaled down, if their type has room for that."""
+    most = 1.0 if value.dtype == torch.float16 else share(key.shape[2])
+    given = query, key, value * most
+    out = scaled_dot_product_attention(*given, attn_mask=mask, is_causal=is_causal, scale=scale) * (1 / most)
+    if mask is not None and query.device.type != "cpu":  # not every kernel gives zeros where a row sees nothing
         seen = mask if mask.dtype == torch.bool else mask != -torch.inf
         out = out.masked_fill(~seen.any(-1, keepdim=True), 0)
-    return out[..., :columns]
+    return out
 
 
 def _expressed(query: Tensor, mask: Tensor | None, fill: float | None) -> Tensor | None:

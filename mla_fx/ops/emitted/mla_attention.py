@@ -10,14 +10,16 @@ from torch import Tensor
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.either import either
+from mla_fx.ops.common.math import wide_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
-from .lean import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible
+from .lean import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
 from .pages import STAYS, check_contexts, context_of, gathered
 
+EXPONENT = 0x7F800000  # the bits of a float32 that alone make a power of two
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 CHOOSES = "it chooses its form by the number of query tokens of each call"
 
@@ -59,7 +61,8 @@ def body(a: Arguments) -> Tensor:
     t < context_lens[b] - S + 1 + s, whatever the number. is_causal lets row s attend to keys t <= s. At most one of the
     three is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, minus infinity if that
     is None. A row whose scores are all minus infinity gives zeros; one without any visible key so gives zeros, and with
-    `fill` the mean of all T values. What is hidden must be a number all the same, as neither infinity nor NaN is.
+    `fill` the mean of all T values. A
+    hidden score may be anything, NaN too, and so it is where minus infinity is added to it.
 
     sinks, [N] in any floating type, is one more score in each row of a head, neither scaled nor masked; its probability
     is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
@@ -105,16 +108,28 @@ def _is_absorbed(a: Arguments) -> bool:
 
 def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor] = latent_attention.body) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
-    query = torch.einsum("bsnd,ndr->bsnr", a.q_nope, a.weight_uk)
-    operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
+    operands = _absorbed_query(a.q_nope, a.weight_uk), a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
     latent = attend(latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill))
     return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
+
+
+def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
+    """[B, S, N, Hckv]; in float32 for float16, whose range it may leave.
+
+    There each row is divided by a power of two, such that no sum exceeds the largest weight, which rounds nothing but
+    what is 2**-17 of the largest element, and comes back behind the product."""
+    if q_nope.dtype != torch.float16:
+        return torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
+    most = q_nope.abs().amax(-1, keepdim=True).float() * (2 * q_nope.shape[-1])
+    power = (most.view(torch.int32) & EXPONENT).view(torch.float32).clamp(min=1)  # between most / 2 and most
+    return torch.einsum("bsnd,ndr->bsnr", (q_nope / power).to(q_nope.dtype), weight_uk) * power
 
 
 def expanded(a: Arguments) -> Tensor:
     """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
     scores, value = _expanded(a)
-    return (probabilities(*scores, a.scale, a.fill, a.sinks) @ value).transpose(1, 2).contiguous()
+    weights = probabilities(*scores, a.scale, a.fill, a.sinks).to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _expanded(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
@@ -122,11 +137,11 @@ def _expanded(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None]
     kv_cache, kr_cache = _caches(a)
     k_nope = torch.einsum("btr,ndr->bndt", kv_cache, a.weight_uk)
     value = torch.einsum("btr,nvr->bntv", kv_cache, a.weight_uv)
-    latent = a.q_nope.transpose(1, 2) @ k_nope
+    latent = wide_product(a.q_nope.transpose(1, 2), k_nope)
     rotated = None
     if a.q_rope is not None and kr_cache is not None:
         # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
-        rotated = torch.bmm(a.q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
+        rotated = wide_product(a.q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, kv_cache.shape[1])
     return (latent, rotated, mask), value
 
@@ -134,7 +149,8 @@ def _expanded(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None]
 def short(a: Arguments) -> Tensor:
     """`expanded` for few scores on a CPU, where PyTorch's own attention is slower than plain products."""
     scores, value = _expanded(a)
-    return undivided(lambda weights: weights @ value, *scores, a.scale, a.fill, a.sinks).transpose(1, 2).contiguous()
+    out = undivided(lambda weights: weights @ value, value.dtype, *scores, a.scale, a.fill, a.sinks)
+    return out.transpose(1, 2).contiguous()
 
 
 def _is_short(a: Arguments) -> bool:
@@ -145,12 +161,15 @@ def _is_short(a: Arguments) -> bool:
 def lean(a: Arguments) -> Tensor:
     """`expanded` in memory that does not grow with S * T: keys of nope and rotary part are joined."""
     kv_cache, kr_cache = _caches(a)
-    query, key = a.q_nope, torch.einsum("btr,ndr->btnd", kv_cache, a.weight_uk)
-    if a.q_rope is not None and kr_cache is not None:
-        query = torch.cat((query, a.q_rope), -1)
-        key = torch.cat((key, kr_cache.unsqueeze(2).expand(-1, -1, key.shape[2], -1)), -1)
-    value = torch.einsum("btr,nvr->btnv", kv_cache, a.weight_uv)
     mask = as_mask(a.mask, a.context_lens, False, a.q_nope, kv_cache.shape[1])
+    latents, rotary, seen = kv_cache, kr_cache, seen_keys(mask)
+    if seen is not None:
+        latents, rotary = kv_cache.masked_fill(~seen, 0), None if kr_cache is None else kr_cache.masked_fill(~seen, 0)
+    query, key = a.q_nope, torch.einsum("btr,ndr->btnd", latents, a.weight_uk)
+    if a.q_rope is not None and rotary is not None:
+        query = torch.cat((query, a.q_rope), -1)
+        key = torch.cat((key, rotary.unsqueeze(2).expand(-1, -1, key.shape[2], -1)), -1)
+    value = torch.einsum("btr,nvr->btnv", kv_cache, a.weight_uv)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     return attend(query, key, value, mask, a.scale, a.is_causal, a.fill, a.sinks).transpose(1, 2).contiguous()
 

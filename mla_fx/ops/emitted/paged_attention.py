@@ -14,8 +14,8 @@ from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .attention import as_mask, check_mask, masked
-from .lean import attend
+from .attention import as_mask, check_mask, masked, share
+from .lean import attend, seen_keys
 from .pages import STAYS, check_block_table, context_of, gathered, tiles
 
 MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
@@ -53,7 +53,8 @@ def body(a: Arguments) -> Tensor:
     less: row s attends to keys t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the context
     there is nothing to hide or to see. mask broadcasts to [B, H, S, T]: bool where True may attend, or floating and
     added. At most one of the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`,
-    minus infinity if that is None. A row whose scores are all minus infinity gives zeros.
+    minus infinity if that is None. A row whose scores are all minus infinity gives zeros. A hidden score may be
+    anything, NaN too, and so it is where minus infinity is added to it.
 
     Unlike the other forms, which the vendor's document describes, this one reads no length on the host, so that a graph
     may hold it, and a sequence without a context keeps its rows.
@@ -67,8 +68,10 @@ def body(a: Arguments) -> Tensor:
     dtype = accumulation_dtype(a.query.dtype)
     query = (a.query.to(dtype) * a.scale).transpose(1, 2).reshape(batch, kv_heads, -1, a.query.shape[3])
     like = query.new_empty(*query.shape[:3], width)
-    out, _ = online_softmax(_tiles(a, query), rounded_product(a.query.dtype), like)
-    return _rows_first(out.view(batch, heads, steps, width).to(a.query.dtype))
+    most = share(context_of(a.key_cache, a.block_table))  # of the values, for it divides at the end
+    scaled = ((scores, values * most) for scores, values in _tiles(a, query))
+    out, _ = online_softmax(scaled, rounded_product(a.query.dtype), like)
+    return _rows_first((out / most).view(batch, heads, steps, width).to(a.query.dtype))
 
 
 def _over_copies(a: Arguments) -> Tensor:
@@ -78,6 +81,8 @@ def _over_copies(a: Arguments) -> Tensor:
         for cache in (a.key_cache, a.value_cache)
     )
     mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
+    seen = seen_keys(mask)
+    keys = keys if seen is None else keys.masked_fill(~seen.unsqueeze(1), 0)
     return _rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale))
 
 
