@@ -23,10 +23,11 @@ aten = torch.ops.aten
 class Emitter:
     """Adds calls to one graph, each with what is known of its value; equal calls are made once.
 
-    `added` lists the new nodes, `sources` the operations from which their operands were read, both since `at` began."""
+    `added` lists the new nodes, `sources` the operations from which their operands were read, both since `at` began.
+    `refuses_positions` is what the target says of itself."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, *, refuses_positions: bool = True) -> None:
+        self.graph, self.refuses_positions = graph, refuses_positions
         self.known = KnownValues(graph)
         self.added: list[Node] = []
         self.sources: set[Node] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes, Pattern, rms_norm, twin, var
-from .readings.axes import Axis, Index, combine, composite, of_axis, shifted, substitute, whole
+from .readings.axes import ZERO, Axis, Index, combine, composite, of_axis, shifted, substitute, whole
 from .readings.cache_update import CacheUpdate
 from .readings.counts import Count, count
 from .readings.element import Element, computed_from, is_parameter, resolve
@@ -220,25 +221,26 @@ def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
 
 def emit_caches(emit: Emitter, latent: CacheRoles, keys: CacheRoles | None) -> tuple[Node, Node, Node]:
     """Positions, and the caches of latents and rotary keys before the write; without the latter, one of no columns."""
+    others = () if keys is None else (keys,)
+    positions = emit_positions(emit, latent, *others, is_skipped=not emit.refuses_positions)
     kv_cache = emit_cache(emit, latent)
     if keys is None:
-        return emit_positions(emit, latent), kv_cache, emit_new_cache(emit, kv_cache, *shape_of(kv_cache)[:-1], 0)
-    return emit_positions(emit, latent, keys), kv_cache, emit_cache(emit, keys)
+        return positions, kv_cache, emit_new_cache(emit, kv_cache, *shape_of(kv_cache)[:-1], 0)
+    return positions, kv_cache, emit_cache(emit, keys)
 
 
-def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles) -> Node:
-    """Where the rows go, [B or 1, S] int64, counted from the start: in others that are written alike too."""
+def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) -> Node:
+    """Where the rows go, [B or 1, S] int64, counted from the start: in others that are written alike too.
+
+    A position that the program refuses becomes one beyond the end, so that the new write refuses it too; with
+    `is_skipped` one that is not in the cache becomes negative, for a write that skips it."""
     position = cache.update.position
     assert position is not None, "rows that are appended have no positions"
     alike = (other.update.position for other in others)
     emit.sources.update(place.origin for place in alike if isinstance(place, Element))
     if isinstance(position, Element):
         _check_apart(cache, position)
-        given = tensor(emit, position, cache.row, dtype=torch.int64)
-        if cache.update.offset is not None:
-            return _slots(emit, given, cache)
-        slots = product(axis.size for axis in cache.slot)
-        return _counted_from_start(emit, given, slots) if cache.update.wraps else given
+        return _given_positions(emit, cache, position, is_skipped)
     rows = cache.update.rows.meta["val"]
     length, start = emit.size(product(axis.size for axis in cache.token)), emit.size(position)
     options = {"start": start, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
@@ -253,19 +255,53 @@ def _check_apart(cache: CacheRoles, position: Element) -> None:
         raise NoMatch("all tokens of a sequence are written to one position", position.origin)
 
 
-def _slots(emit: Emitter, block: Node, cache: CacheRoles) -> Node:
-    """The slots at offsets within blocks."""
-    blocks, size = shape_of(cache.update.old)[cache.update.dim : cache.update.behind]
-    assert cache.update.offset is not None
-    offset = tensor(emit, cache.update.offset, cache.row, dtype=torch.int64)
-    block, offset = (_counted_from_start(emit, *pair) for pair in ((block, blocks), (offset, size)))
-    return emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, block, emit.size(size)), offset)
+def _given_positions(emit: Emitter, cache: CacheRoles, position: Element, is_skipped: bool) -> Node:
+    """Positions that the program computes, or the slots at offsets within blocks. One side is the new write's own to
+    look at: where it refuses rows that is the end of the cache, and where it skips them its start."""
+    update, slots = cache.update, product(axis.size for axis in cache.slot)
+    given = tensor(emit, position, cache.row, dtype=torch.int64)
+    if update.offset is not None:
+        blocks, size = shape_of(update.old)[update.dim : update.behind]
+        offset = tensor(emit, update.offset, cache.row, dtype=torch.int64)
+        block, offset = (_counted_from_start(emit, *pair) for pair in ((given, blocks), (offset, size)))
+        given = emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, block, emit.size(size)), offset)
+        sides = [_is_below(emit, *pair) for pair in ((block, blocks), (offset, size))]
+        sides += [_is_from_start(emit, place) for place in (block, offset)]
+        return _or_else(emit, sides, given, -1 if is_skipped else slots)
+    is_counted, is_below = _proved(count(position), slots)
+    if update.wraps and not is_counted:
+        given = _counted_from_start(emit, given, slots)
+    if is_skipped:
+        return given if is_below else _or_else(emit, [_is_below(emit, given, slots)], given, -1)
+    return given if is_counted else _or_else(emit, [_is_from_start(emit, given)], given, slots)
+
+
+def _proved(position: Count, slots: Size) -> tuple[bool, bool]:
+    """Whether no position is negative, and none is beyond the end."""
+    excesses = Count(ZERO).plus(position, -1), position.plus(Count(Index(slots - 1)), -1)
+    is_counted, is_below = (excess.is_at_most_zero for excess in excesses)
+    return is_counted, is_below
 
 
 def _counted_from_start(emit: Emitter, given: Node, slots: Size) -> Node:
     """Positions below zero count from the end, in an indexed assignment."""
     is_negative = emit.call(aten.lt.Scalar, given, 0)
     return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, emit.size(slots)), given)
+
+
+def _is_below(emit: Emitter, place: Node, slots: Size) -> Node:
+    return emit.call(aten.lt.Scalar, place, emit.size(slots))
+
+
+def _is_from_start(emit: Emitter, place: Node) -> Node:
+    return emit.call(aten.ge.Scalar, place, 0)
+
+
+def _or_else(emit: Emitter, conditions: Sequence[Node], given: Node, other: Size) -> Node:
+    """Positions where all conditions hold, and `other` in the place of the rest."""
+    holds = functools.reduce(lambda *both: emit.call(aten.logical_and.default, *both), conditions)
+    options = {"dtype": torch.int64, "device": given.meta["val"].device, "pin_memory": False}
+    return emit.call(aten.where.self, holds, given, emit.call(aten.full.default, [], emit.size(other), **options))
 
 
 def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:

@@ -57,7 +57,7 @@ class Run:
         """What adds nodes. The untouched graph is kept from the moment the first one is added."""
         if self._emit is None:
             self.keep_original()
-            self._emit = Emitter(self.graph)
+            self._emit = Emitter(self.graph, refuses_positions=self.target.refuses_positions)
         return self._emit
 
     @functools.cached_property

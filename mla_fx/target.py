@@ -50,6 +50,8 @@ class Target:
     """Whether "auto" asks it only when no other target serves the inputs."""
     runs_operators: ClassVar[bool] = True
     """Whether it can run a call of a fused operator as it is; else a call that is not lowered becomes its body."""
+    refuses_positions: ClassVar[bool] = True
+    """Whether a write beyond the end of its cache is an error when a graph runs; else such rows are skipped."""
     fuses_loops: ClassVar[bool] = False
     """Whether what is computed element by element, or summed up, shares loops and is not stored in between."""
     prepares: ClassVar[bool] = False

@@ -21,6 +21,7 @@ class AscendTarget(Target):
     modes: ClassVar[tuple[str, ...]]
     writes_in_place = False  # torchair wants functional graphs, and sees to writing caches in place itself
     runs_operators = False
+    refuses_positions = False  # the vendor's kernels skip negative ones and look at no end
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
     max_absorbed_tokens = toolchain.MAX_ABSORBED_TOKENS
