@@ -14,10 +14,11 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .layout import Axes, Dims, axes, result, tensor
 from .match import OperandAxes, Pattern, rms_norm, twin, var
-from .readings.axes import ZERO, Axis, Index, combine, composite, of_axis, shifted, substitute, whole
+from .readings.axes import ZERO, Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
 from .readings.cache_update import CacheUpdate
 from .readings.counts import Count, count
 from .readings.element import Element, computed_from, is_parameter, resolve
+from .readings.paged import Paged
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope, Table
@@ -300,8 +301,17 @@ def _is_from_start(emit: Emitter, place: Node) -> Node:
 def _or_else(emit: Emitter, conditions: Sequence[Node], given: Node, other: Size) -> Node:
     """Positions where all conditions hold, and `other` in the place of the rest."""
     holds = functools.reduce(lambda *both: emit.call(aten.logical_and.default, *both), conditions)
-    options = {"dtype": torch.int64, "device": given.meta["val"].device, "pin_memory": False}
+    options = {"dtype": given.meta["val"].dtype, "device": given.meta["val"].device, "pin_memory": False}
     return emit.call(aten.where.self, holds, given, emit.call(aten.full.default, [], emit.size(other), **options))
+
+
+def emit_block_table(emit: Emitter, rows: Axes, pages: Axes, found: Paged, other: Paged) -> Node:
+    """The table [B, Blocks] that two caches are read by. A negative number that the program refuses becomes one beyond
+    the end, which the operator refuses too."""
+    table = tensor(emit, found.table, (rows, pages), expand=True)
+    if (found.wraps and other.wraps) or not emit.refuses_positions:
+        return table
+    return _or_else(emit, [_is_from_start(emit, table)], table, extent(found.block))
 
 
 def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:

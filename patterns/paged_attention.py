@@ -32,6 +32,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, ordered, result, tensor
 from mla_fx.masks import check_is_causal, emit_masks, known_causal
 from mla_fx.match import AttentionPattern, NearestMiss, contract, gathered, var
+from mla_fx.operands import emit_block_table
 from mla_fx.ops.common.check import FLOATS
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.contraction import Contraction
@@ -266,7 +267,7 @@ class PagedAttention(Rule[Facts]):
             _pages(emit, paged, (axes(paged.block, "the blocks", paged.node), facts.row, facts.h, columns), dtype)
             for paged, columns in ((facts.keys, facts.d), (facts.values, facts.v))
         ]
-        table = tensor(emit, facts.keys.table, (b, facts.page), expand=True)
+        table = emit_block_table(emit, b, facts.page, facts.keys, facts.values)
         mask, lens, fill = _masks(emit, facts, (b, n, s, (*facts.page, *facts.row)), dtype)
         options = {"scale": facts.scores.factor} | ({} if fill is None else {"fill": fill})
         operator = torch.ops.mla_fx.paged_attention.batched

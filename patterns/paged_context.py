@@ -21,7 +21,7 @@ from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, tensor
 from mla_fx.match import CallPattern, NearestMiss, Operand, var
-from mla_fx.operands import ATTENTION, roles
+from mla_fx.operands import ATTENTION, emit_block_table, roles
 from mla_fx.readings.axes import axes_of, cuts
 from mla_fx.readings.element import element_of
 from mla_fx.readings.paged import GATHERS, Paged, paged
@@ -110,7 +110,7 @@ class PagedContext(Rule[Facts]):
             name: tensor(emit, found.pages, (axes(found.block, "the blocks", found.node), facts.row, columns))
             for name, found, columns in zip(CACHES, (facts.latent, facts.keys), facts.columns, strict=True)
         }
-        table = tensor(emit, facts.latent.table, (facts.b, facts.page), expand=True)
+        table = emit_block_table(emit, facts.b, facts.page, facts.latent, facts.keys)
         yield Replacement(old, with_pages(emit, old, pages, table))
 
 

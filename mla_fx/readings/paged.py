@@ -27,11 +27,12 @@ GATHERS = INDEXED | {aten.index_select.default, aten.embedding.default}
 @dataclass(frozen=True)
 class Paged(Reading):
     """`pages` read at the number along `block` that `table` says; whatever else the index of `pages` has, the reader of
-    the gathered rows gave. A negative number counts blocks from the end."""
+    the gathered rows gave. With `wraps` a negative number counts blocks from the end, else the program refuses it."""
 
     pages: Element
     block: Index
     table: Element
+    wraps: bool
 
     def blocks_and_rows(self, context: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """The axes of a context by which blocks are looked up, and those within a block. Raises NoMatch if the rows of
@@ -66,7 +67,7 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
         looked_up += [] if table is None else [table]
     if len(looked_up) != 1:
         raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one of blocks", node)
-    return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0])
+    return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0], wraps=node.target in INDEXED)
 
 
 def _place(total: Count, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
