@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -110,12 +111,17 @@ class Emitter:
             return size
         if self._sizes is None:
             self._sizes = _known_sizes(self.graph)
-        if size not in self._sizes or self._sizes[size]._erased:
+        known = self._sizes.get(size)
+        if known is None or known._erased or self._is_behind(known):
             self._sizes[size] = self._computed(size)
         return self._sizes[size]
 
+    def _is_behind(self, node: Node) -> bool:
+        """The node does not stand before the new ones, which may be what it is computed from."""
+        return self._anchor is not None and not node < self._anchor
+
     def _computed(self, size: Size) -> Node:
-        for node in self.graph.nodes:
+        for node in itertools.takewhile(lambda node: not self._is_behind(node), self.graph.nodes):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and size in (sizes := list(shape_of(node))):
                 return self.call(aten.sym_size.int, node, sizes.index(size))

@@ -8,13 +8,14 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .emitter import Emitter
 from .errors import NoMatch
 from .readings.axes import Axis, Index, axes_of, composite, cuts, slowest_first, substitute
 from .readings.element import Element
 from .readings.sizes import Size, at_most, product, ratio, size_of
+from .readings.unproved import unproved
 from .readings.views import shape_of
 
 aten = torch.ops.aten
@@ -92,7 +93,8 @@ def _spread(emit: Emitter, node: Node, index: tuple[Index, ...], wanted: list[Ax
     """`node` with what is fixed selected away, and the groups of axes that its dimensions then run over.
 
     The node may have other dimensions than the groups say, if a reshape leads from one to the other."""
-    places = [place for part, size in zip(index, shape_of(node), strict=True) for place in _places(part, size)]
+    sizes = shape_of(node)
+    places = [place for part, size in zip(index, sizes, strict=True) for place in _places(node.graph, part, size)]
     places = [place for place in places if place.radix != 1]
     if all(place.is_whole for place in places):
         return node, _grouped([(place.axis,) for place in places if place.axis], wanted)
@@ -154,7 +156,7 @@ class _Place(NamedTuple):
         return self.axis is not None and self.start == 0 and self.axis.size == self.radix
 
 
-def _places(part: Index, size: Size) -> list[_Place]:
+def _places(graph: Graph, part: Index, size: Size) -> list[_Place]:
     if part.axis is not None and part.axis.size == size:
         return [_Place(size, part.axis, 0)]
     rest, offset = size, part.offset
@@ -166,8 +168,11 @@ def _places(part: Index, size: Size) -> list[_Place]:
         radix = ratio(rest, stride)
         start = 0 if offset == 0 else offset // stride
         offset = offset - start * stride
-        if radix is None or not digit.is_whole or not at_most(start + digit.size, radix):
-            raise NoMatch(f"a dimension of {size} is read in steps of {stride}, which is no view of it")
+        because = f"a dimension of {size} is read in steps of {stride}, which is no view of it"
+        if radix is None:
+            raise NoMatch(because + unproved(graph, rest % stride, "==", 0))
+        if not digit.is_whole or not at_most(start + digit.size, radix):
+            raise NoMatch(because + unproved(graph, start + digit.size, "<=", radix))
         out.append(_Place(radix, digit.axis, start))
         rest = stride
     if rest != 1 or not part.terms:

@@ -38,7 +38,7 @@ from torch.fx import Node
 
 from .binding import Match
 from .errors import NoMatch
-from .readings.axes import Axis, Index, fresh, shifted
+from .readings.axes import Axis, Index, extent, fresh, shifted
 from .readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
 from .readings.contraction import Contraction, contraction
 from .readings.element import Element, resolve
@@ -48,6 +48,7 @@ from .readings.rms_norm import rms_norm as read_rms_norm
 from .readings.rope import rope as read_rope
 from .readings.scaling import scaling
 from .readings.softmax import Attention
+from .readings.unproved import unproved
 from .readings.views import cuts, fresh_index, name_of, named_argument, shape_of
 
 
@@ -318,7 +319,11 @@ class CallPattern:
         letters: dict[str, Index] = {}
         for name, operand in self.operands.items():
             for letter, size in zip(operand.letters, shape_of(arguments[name]), strict=True):
-                letters.setdefault(letter, fresh(size))
+                found = extent(letters.setdefault(letter, fresh(size)))
+                if found != size:  # the same number all the same, but what is proved of one is not of the other
+                    because = f"the operands of {name_of(node)} have sizes of which too little is known"
+                    miss = NoMatch(because + unproved(node.graph, found, "==", size), node)
+                    nearest.fail(Match(), miss, is_certain=True)
         fixed = frozenset(axis for letter in self.fixed for axis in letters[letter].axes)
         partial: Iterator[Match] = iter((Match(fixed=fixed),))
         for name, operand in self.operands.items():

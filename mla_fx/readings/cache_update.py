@@ -15,7 +15,8 @@ from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fres
 from .counts import INTEGERS, whole_number
 from .element import Element, element_of, operand, resolve
 from .reading import Reading, renamed
-from .sizes import Size, at_most
+from .sizes import Size, at_most, product
+from .unproved import unproved
 from .views import (
     args_of,
     argument,
@@ -76,7 +77,11 @@ class CacheUpdate(Reading):
             raise NoMatch("only one of latent and rotary key is cached by blocks and offsets", self.node)
         names: dict[Axis, Index] = {}
         for own, same in zip(self._rows_and_slots(), other._rows_and_slots(), strict=True):
-            if [axis.size for axis in own] != [axis.size for axis in same]:
+            mine, theirs = (product(axis.size for axis in axes) for axes in (own, same))
+            if mine != theirs:
+                because = "latent and rotary key are cached in rows or slots of different numbers"
+                raise NoMatch(because + unproved(self.node.graph, mine, "==", theirs), self.node)
+            if len(own) != len(same) or any(a.size != b.size for a, b in zip(own, same, strict=True)):
                 raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
             names.update(zip(own, map(of_axis, same), strict=True))
         return renamed(self, names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -40,8 +41,10 @@ def known_by(environment: Any) -> Iterator[None]:
     time, so it is asked everything once."""
     known = [] if environment is None else guards(environment)
     products, quotients = _divided(known)
-    with equated(products):
-        token = _environment.set(None if environment is None else _asking(environment, known, quotients))
+    signed = {} if environment is None else _signs(environment, known)
+    meant = quotients | {sympy.sympify(read): symbol for symbol, read in signed.items()}
+    with equated(products), equated(signed):
+        token = _environment.set(None if environment is None else _asking(environment, known, meant))
         try:
             yield
         finally:
@@ -71,7 +74,7 @@ def _divided(known: Iterable[Any]) -> tuple[dict[sympy.Symbol, Size], dict[sympy
     for relation in known:
         if not isinstance(relation, sympy.Eq) or relation.rhs != 0 or not isinstance(relation.lhs, remainders()):
             continue
-        number, divisor = relation.lhs.args
+        number, divisor = sympy.fraction(sympy.cancel(operator.truediv(*relation.lhs.args)))
         are_positive = number.is_Symbol and number.is_positive and divisor.is_positive
         if are_positive and number not in divisor.free_symbols:
             quotient = floor_division()(number, divisor)
@@ -80,22 +83,34 @@ def _divided(known: Iterable[Any]) -> tuple[dict[sympy.Symbol, Size], dict[sympy
     return products, quotients
 
 
+def _signs(environment: Any, known: Iterable[Any]) -> dict[sympy.Symbol, Size]:
+    """Numbers that were symbols before anything was known of them, as symbols of the sign that they turned out to have:
+    what a program says in Python, as the lengths of sequences, was made with none."""
+    symbols = {symbol for relation in known for symbol in relation.free_symbols if symbol.is_integer}
+    found: dict[sympy.Symbol, Size] = {}
+    for symbol in sorted((symbol for symbol in symbols if not symbol.is_positive), key=str):
+        if is_known(environment, sympy.Ge(symbol, 1)):
+            found[symbol] = sympy.Symbol(str(symbol), integer=True, positive=True)
+        elif symbol.is_nonnegative is None and is_known(environment, sympy.Ge(symbol, 0)):
+            found[symbol] = sympy.Symbol(str(symbol), integer=True, nonnegative=True)
+    return found
+
+
 def guarded_alike(environment: Any) -> dict[sympy.Symbol, Size]:
     """Sizes that were found equal to what is computed of others, and of which no less is known than of themselves."""
     same: dict[sympy.Symbol, Size] = {}
     for relation in [] if environment is None else guards(environment):
         if isinstance(relation, sympy.Eq):
-            sides = _without_common_terms(relation)
-            size, other = sides if sides[0].is_Symbol else sides[::-1]
-            found = _read(other, _same.get().sizes)
+            sides = _sides(_signed(_read(relation.lhs - relation.rhs, _same.get().sizes)))
+            size, found = sides if sides[0].is_Symbol else sides[::-1]
             if size.is_Symbol and size.is_positive and size not in found.free_symbols and _never_negative(found - 1):
                 same.setdefault(size, found)
     return same
 
 
-def _without_common_terms(relation: sympy.Eq) -> tuple[sympy.Expr, sympy.Expr]:
-    """The sides of an equality of sums: of `a + c` and `b + c`, that is `a` and `b`."""
-    terms = (relation.lhs - relation.rhs).as_coefficients_dict().items()
+def _sides(difference: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Two sums that are equal where their difference is zero, neither with a term that is less than nothing."""
+    terms = sympy.expand(difference).as_coefficients_dict().items()
     more, less = ([term * count for term, count in terms if (count > 0) == is_more] for is_more in (True, False))
     return sympy.Add(*more), -sympy.Add(*less)
 
@@ -112,19 +127,21 @@ def _quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr:
     return floor_division()(numerator, denominator) if exact is None else sympy.sympify(exact)
 
 
-def _asking(environment: Any, known: Iterable[Any], quotients: Mapping[sympy.Symbol, sympy.Expr]) -> Asked:
-    same = _same.get().sizes
+def _asking(environment: Any, known: Iterable[Any], meant: Mapping[sympy.Symbol, sympy.Expr]) -> Asked:
     found = dict.fromkeys(bound for guard in known for bound in _never_negative_where(guard))
-    bounds = [_read(bound, same) for bound in found]
 
     @functools.cache
-    def at_most(small: Size, large: Size) -> bool:
+    def bounds(same: _Same) -> list[sympy.Expr]:
+        return [sympy.sympify(same.read(bound)) for bound in found]
+
+    @functools.cache
+    def at_most(small: Size, large: Size, same: _Same) -> bool:
         difference = _signed(sympy.sympify(large) - sympy.sympify(small))
-        near = (bound for bound in bounds if bound.free_symbols <= difference.free_symbols)
-        relation = sympy.Le(small, large).xreplace(quotients)
+        near = (bound for bound in bounds(same) if bound.free_symbols <= difference.free_symbols)
+        relation = sympy.Le(small, large).xreplace(meant)
         return is_known(environment, relation) or any(_never_negative(difference - b) for b in near)
 
-    return at_most
+    return lambda small, large: at_most(small, large, _same.get())
 
 
 def _signed(difference: sympy.Expr) -> sympy.Expr:

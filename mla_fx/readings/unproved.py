@@ -1,0 +1,46 @@
+"""What is said of sizes that have to be equal, or in order, and are not known to be: their symbols, and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from .sizes import Size, size_of
+from .views import label_of, shape_of
+
+
+def unproved(graph: Graph, left: Size, relation: str, right: Size) -> str:
+    """Behind a reason: the sizes between which a relation is not known to hold, and what would make it known. Nothing
+    is said of numbers, of which it is known."""
+    if isinstance(left, int) and isinstance(right, int):
+        return ""
+    names = dict(_names(graph, {*sympy.sympify(left).free_symbols, *sympy.sympify(right).free_symbols}))
+    meant = "".join(f", {symbol} being {name}" for symbol, name in names.items())
+    check = " ".join((_written(left, names), relation, _written(right, names)))
+    return f": {left} {relation} {right} is not known{meant}; torch._check({check}) in the model says so"
+
+
+def _written(size: Size, names: dict[sympy.Symbol, str]) -> str:
+    """A size as the model can write it."""
+    return str(sympy.sympify(size).xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()}))
+
+
+def _names(graph: Graph, symbols: set[sympy.Symbol]) -> Iterator[tuple[sympy.Symbol, str]]:
+    """The symbols with the first graph input that has each, in order."""
+    for node in graph.find_nodes(op="placeholder"):
+        for size, name in _sizes_of(node):
+            if size in symbols:
+                symbols = symbols - {size}
+                yield size, name
+
+
+def _sizes_of(node: Node) -> Iterator[tuple[Size, str]]:
+    """The sizes of a graph input, or the one that it is, as the model calls them."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield from ((size, f"{label_of(node)}.shape[{dim}]") for dim, size in enumerate(shape_of(node)))
+    elif isinstance(value, torch.SymInt):
+        yield size_of(value), label_of(node)
