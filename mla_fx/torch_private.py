@@ -44,7 +44,9 @@ __all__ = [
     "inductor_type",
     "input_path",
     "is_fake",
+    "is_frozen",
     "is_known",
+    "is_lifted",
     "make_fx",
     "note_of",
     "passing_dynamo",
@@ -201,6 +203,13 @@ def static_inputs() -> frozenset[int]:
     return frozenset() if metadata is None else frozenset(metadata.static_input_indices)
 
 
+def is_lifted(attribute: Node) -> bool:
+    """Whether an attribute of a graph was an input of it while it was exported, as parameters and buffers are.
+
+    What tells is AOTAutograd's description of its inputs; names may be anything."""
+    return "desc" in attribute.meta
+
+
 # --- Inductor --------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +273,13 @@ def is_freezing() -> bool:
     from torch._inductor import config
 
     return bool(config.freezing) and not torch.is_grad_enabled()
+
+
+def is_frozen(value: torch.Tensor) -> bool:
+    """Whether a tensor is a constant that Inductor made of weights, as its user asked."""
+    from torch._inductor.freezing_utils import is_frozen_param
+
+    return is_frozen_param(value)
 
 
 def compile_fx_frozen(

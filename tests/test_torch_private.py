@@ -194,3 +194,29 @@ def test_inputs_are_known_by_their_paths():
     torch.compile(layer, backend=backend)(torch.ones(1, 2))
     assert len(paths) == 3 and any(path.endswith("._parameters['weight']") for path in paths), paths
     assert torch_private.input_path(torch.fx.Graph().placeholder("x")) == ""
+
+
+def test_what_an_export_lifted_is_told_from_what_it_traced():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.scale
+
+    module = torch.export.export(Scaled(), (torch.ones(2),)).run_decompositions().module()
+    (held,) = module.graph.find_nodes(op="get_attr")
+    literal = torch.tensor(2.0)
+    (traced,) = graph_of(lambda x: x * literal, torch.ones(2)).graph.find_nodes(op="get_attr")
+    assert torch_private.is_lifted(held) and not torch_private.is_lifted(traced)
+    assert traced.target == "_tensor_constant0"
+
+
+def test_frozen_weights_are_marked():
+    from torch._inductor.freezing_utils import enter_freezing, maybe_set_is_frozen_param
+
+    frozen = torch.ones(2)
+    with enter_freezing():
+        maybe_set_is_frozen_param(frozen)
+    assert torch_private.is_frozen(frozen) and not torch_private.is_frozen(torch.ones(2))

@@ -13,7 +13,7 @@ from mla_fx.errors import NoMatch
 
 from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
-from .element import CASTS, Element, constant, operand
+from .element import CASTS, EXACT, Element, constant, operand
 from .sizes import Size, at_most, plain
 from .views import args_of, argument, integer, name_of, number
 
@@ -23,7 +23,6 @@ INTEGERS = frozenset({torch.int64, torch.int32})
 IOTA, ARANGES = torch.ops.prims.iota.default, (aten.arange.start, aten.arange.start_step)
 ADDS = frozenset({aten.add.Tensor, aten.add.Scalar})
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-EXACT = 2**53  # up to here a float holds every whole number, as `constant` returns it
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fx.aliasing import writers
 from mla_fx.errors import NoMatch
-from mla_fx.torch_private import unset_fake_temporarily
+from mla_fx.torch_private import is_frozen, is_lifted, share_storage, unset_fake_temporarily
 
 from .axes import Axis, Index, speaks_of, substitute
 from .joins import rejoined
@@ -255,12 +257,25 @@ def constant(value: Any) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
-        return float(value)
+        return float(value) if isinstance(value, float) or abs(value) <= EXACT else None
     held = value.meta.get("val") if isinstance(value, Node) else None
-    if not isinstance(held, torch.Tensor) or held.dtype == torch.bool or held.is_complex():
+    number = _filled(value) if isinstance(held, torch.Tensor) else None
+    return None if held is None or number is None else _as_held(number, held.dtype)
+
+
+def _as_held(number: float, dtype: torch.dtype) -> float | None:
+    """A number as a tensor of the type holds it. None for whole numbers out of its range: operators wrap some of them,
+    raise for others, and leave the rest to the machine."""
+    if dtype.is_floating_point:
+        return rounded(number, dtype)
+    if dtype not in WHOLE or not math.isfinite(number):
         return None
-    number = _filled(value)
-    return number if number is None or not held.is_floating_point() else rounded(number, held.dtype)
+    whole, held = math.trunc(number), torch.iinfo(dtype)
+    return float(whole) if held.min <= whole <= held.max and abs(whole) <= EXACT else None
+
+
+WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+EXACT = 2**53  # up to here a float holds every whole number
 
 
 def _filled(node: Node) -> float | None:
@@ -289,17 +304,52 @@ def rounded(number: float, dtype: torch.dtype) -> float:
         return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
+# What torch calls a number that stands in the program, `torch.tensor(0.1)`, when it traces or exports it.
+TRACED, LIFTED = re.compile(r"_tensor_constant\d+"), re.compile(r"lifted_tensor_\d+")
+
+
 def _attribute(node: Node) -> float | None:
-    """The value of a 0-d tensor that the graph holds as an attribute."""
-    module = node.graph.owning_module
-    if node.op != "get_attr" or module is None:
+    """The value of a 0-d tensor that the graph holds as an attribute, and that is a literal of the program."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
         return None
-    held = operator.attrgetter(str(node.target))(module)
-    plain = isinstance(held, torch.Tensor) and type(held) in (torch.Tensor, torch.nn.Parameter)
-    if not plain or held.ndim or held.device.type == "meta":
+    held = _held_by(node)
+    if not isinstance(held, torch.Tensor) or type(held) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if held.ndim or held.device.type == "meta" or not _is_literal(node, held):
         return None
     with unset_fake_temporarily():
-        return float(held)
+        return constant(held.item())
+
+
+def _is_literal(node: Node, held: torch.Tensor) -> bool:
+    """Nothing can change the attribute: it is no parameter or buffer, which users load, fill and update, unless they
+    had it frozen, nor the memory of one, and no operation of the graph writes it."""
+    if not _is_named_as_literal(node) and not is_frozen(held):
+        return False
+    return not any(_is_state_of(other, node, held) for other in node.graph.find_nodes(op="get_attr"))
+
+
+def _is_named_as_literal(node: Node) -> bool:
+    """Users may give these names, too: what they register, an export lists among its inputs or leaves registered."""
+    assert node.graph.owning_module is not None, "an attribute is read from a module"
+    path, _, name = str(node.target).rpartition(".")
+    owner = node.graph.owning_module.get_submodule(path)
+    is_registered = name in owner._buffers or name in owner._parameters
+    if TRACED.fullmatch(name):  # tracing registers its own as buffers
+        return not (is_registered and is_lifted(node))
+    return LIFTED.fullmatch(name) is not None and not is_registered
+
+
+def _is_state_of(other: Node, node: Node, held: torch.Tensor) -> bool:
+    """A write of the attribute, or a name by which its memory is a parameter or buffer, shows that it may change."""
+    if other.target == node.target:
+        return next(writers(other), None) is not None
+    own = _held_by(other) if is_lifted(other) else None
+    return isinstance(own, torch.Tensor) and own.layout is torch.strided and share_storage(own, held)
+
+
+def _held_by(node: Node) -> object:
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def is_parameter(node: Node) -> bool:
