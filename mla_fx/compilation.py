@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Mapping, Sequence, Set
@@ -23,7 +22,7 @@ from .rule import Rule
 from .survey import survey
 from .target import Compiled, Compiler, Target
 from .torch_private import passing_dynamo, static_inputs
-from .verify import verified
+from .verify import Verification
 
 
 def checked(given: Mapping[str, Any]) -> Options:
@@ -68,17 +67,13 @@ class Compilation:
         return compilation
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        original = gm if self.options.verify == "off" else _copy(gm)
         try:
             recover_floats(gm)
             self.input_names = input_names(gm.graph)
         except Exception as error:
             self._fail("reading Dynamo's graph", error)
         self.key = self._key(example_inputs)
-        compiled = self.target.compile(gm, example_inputs, self, self.options.extra)
-        if self.options.verify == "off" or self.report.is_training:
-            return compiled
-        return verified(compiled, original, once=self.options.verify == "first")
+        return self.target.compile(gm, example_inputs, self, self.options.extra)
 
     def __call__(self, compiler: Compiler) -> Compiler:
         """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
@@ -91,7 +86,8 @@ class Compilation:
             prepares = self.target.prepares and self.options.lay_out
             run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
             try:
-                return run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
+                compiled = run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
+                return self._verified(run, gm).around(compiled) if run.fused is not None else compiled
             except Exception as error:
                 if not run.is_changed:
                     raise
@@ -123,6 +119,11 @@ class Compilation:
         self._judge()
         return run
 
+    def _verified(self, run: Run, gm: GraphModule) -> Verification:
+        assert run.original is not None and run.fused is not None, "a graph that was fused is kept as it came"
+        unfused, fused = (GraphModule(gm, graph.restore()) for graph in (run.original, run.fused))
+        return Verification(unfused, fused, self.report, once=self.options.verify == "first")
+
     def leave_alone(self, graph: Graph) -> None:
         """What is said of a forward graph that needs gradients."""
         self.report.is_training = True
@@ -140,7 +141,7 @@ class Compilation:
     def _key(self, inputs: Sequence[Any]) -> str | None:
         """None too where the passes are to be seen at work, or are not those that the sources say."""
         is_usual = self.passes is PIPELINE and self.rules is discover.rules() and not self.is_broken
-        is_watched = self.keep_text or self.options.dump is not None
+        is_watched = self.keep_text or self.options.dump is not None or self.options.verify != "off"
         is_keepable = is_usual and not is_watched and keeping.are_plain(inputs)
         return keeping.key(self.options, inputs) if is_keepable else None
 
@@ -234,7 +235,3 @@ def _weights(gm: GraphModule) -> Set[Node]:
     places = static_inputs()
     inputs = gm.graph.find_nodes(op="placeholder")
     return {node for position, node in enumerate(inputs) if position in places}
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    return GraphModule(gm, copy.deepcopy(gm.graph))

@@ -35,7 +35,8 @@ from .twins import as_functional, wraps_twins
 class Run:
     """One graph on its way through the pipeline.
 
-    `weights` are its inputs that seldom change, None where what compiles it takes no other inputs than it came with."""
+    `weights` are its inputs that seldom change, None where what compiles it takes no other inputs than it came with.
+    `fused` is the graph as the rules leave it, before it is lowered; kept for `verify`."""
 
     graph: Graph
     options: Options
@@ -46,6 +47,7 @@ class Run:
     prepared: Prepared = field(default_factory=Prepared)
     record: PassRecord = field(default_factory=lambda: PassRecord("survey"))
     original: Snapshot | None = None
+    fused: Snapshot | None = None
     on_stage: Callable[[str, Graph], None] = lambda name, graph: None
     held: Held = field(default_factory=dict)
     unfused: int | None = None
@@ -79,7 +81,7 @@ class Run:
         """Gives a module the untouched graph back."""
         if self.original is not None:
             self.graph = gm.graph = self.original.restore()
-            self.original = self._emit = None
+            self.original = self.fused = self._emit = None
             self.prepared = Prepared()
             gm.recompile()
 
@@ -117,6 +119,9 @@ def clean_up(run: Run) -> None:
             run.report.modules.setdefault(name, []).append(module_of(node))
     run.report.fused.update({name: len(paths) for name, paths in run.report.modules.items()})
     run.caches = bytes_of_caches(run.graph)
+    if run.report.fused and run.options.verify != "off":
+        run.keep_original()
+        run.fused = Snapshot(run.graph)
 
 
 def reinplace_caches(run: Run) -> None:

@@ -66,7 +66,8 @@ class Report:
     `fused` counts the operators of latent attention, `pieces` the norms and rotations that were left beside them and
     became operators by themselves, for targets that want that. `modules` are the paths of the modules that call the
     fused ones, as `model.layers.3.self_attn`, one for each call. `notes` say what was looked at and what was not;
-    `hindrances` are those that kept a graph that may hold MLA from being looked at."""
+    `hindrances` are those that kept a graph that may hold MLA from being looked at. `verified` has a line for each call
+    that the option verify has compared."""
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Report:
     memory: list[Memory] = field(default_factory=list)
     modules: dict[str, list[str]] = field(default_factory=dict)
     parts: list[Report] = field(default_factory=list)
+    verified: list[str] = field(default_factory=list)
 
     @property
     def milliseconds(self) -> float:
@@ -102,6 +104,7 @@ class Report:
             whole.notes += report.notes
             whole.hindrances += report.hindrances
             whole.memory += report.memory
+            whole.verified += report.verified
             whole.has_attention |= report.has_attention
             whole.is_training |= report.is_training
             prefix = f"graph {number}: " if len(reports) > 1 else ""
@@ -131,6 +134,7 @@ class Report:
         lines = [f"mla_fx on {self.target}: {self._outcome}{where} in {self.milliseconds:.1f} ms"]
         lines += [f"  {line}" for line in self._of_parts()]
         lines += [f"  {note}" for note in (*dict.fromkeys(map(str, self.memory)), *self._notes())]
+        lines += [f"  verify: {line}" for line in self.verified]
         if self.misses:
             lines.append("nearest misses:")
             lines += [f"  {line}" for line in _counted(self.misses)]
