@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .emitter import Emitter
+from .graph_edit import stand_in
 from .inline import inline
 from .readings.sizes import Size, at_most
 from .readings.views import args_of, shape_of
@@ -80,5 +81,7 @@ def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
     target = torch.ops.mla_fx.latent_attention.default
     out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
     out.meta["mla_fx_replaced"] = node.meta.get("mla_fx_replaced", [])
-    node.replace_all_uses_with(inline(emit, expand_output, out, weight_uv))
+    expanded = inline(emit, expand_output, out, weight_uv)
+    stand_in(expanded, node)
+    node.replace_all_uses_with(expanded)
     node.graph.erase_node(node)

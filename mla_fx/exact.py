@@ -179,6 +179,7 @@ def undecided(graph: Graph, plain: Mapping[str, Any], exact: Mapping[str, Any]) 
 
 
 def _is_open(node: Node, plain: Mapping[str, Any], exact: Mapping[str, Any], generator: torch.Generator) -> bool:
+    call: Any = node.target
     errors = {one: _error(plain[one.name], exact[one.name]) for one in node.all_input_nodes}
     if not any(errors.values()):
         return False
@@ -192,10 +193,9 @@ def _is_open(node: Node, plain: Mapping[str, Any], exact: Mapping[str, Any], gen
             return value + 4 * errors[one] * signs
 
         args, kwargs = map_arg((node.args, node.kwargs), operand)
-        results = [value for value in tree_leaves(node.target(*args, **kwargs)) if not value.is_floating_point()]
+        results = [value for value in tree_leaves(call(*args, **kwargs)) if not value.is_floating_point()]
         return [value.sort(-1).values for value in results] if node.target is aten.topk.default else results
 
-    assert callable(node.target), "a choice is a call"
     first = chosen(False)
     return any(not all(map(torch.equal, first, chosen(True))) for _ in range(DRAWS))
 

@@ -22,6 +22,13 @@ MOVES = frozenset(
     }
 )  # fmt: skip
 
+STANDS_FOR = "mla_fx_stands_for"  # in the meta of a node that was put in the place of another: the name of that
+
+
+def stand_in(new: Node, old: Node) -> None:
+    """Notes of which value of the untouched graph a node has the place."""
+    new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.name))
+
 
 class Snapshot:
     """A graph as it is now, to be rebuilt if a pass fails; taking one costs next to nothing."""
@@ -78,6 +85,7 @@ def drop_round_trips(emit: Emitter) -> None:
 def _drop_round_trips(emit: Emitter, wide: Node, narrow: Node) -> None:
     for user in list(wide.users):
         if user.target in CASTS and signature(user.meta["val"]) == signature(narrow.meta["val"]):
+            stand_in(narrow, user)
             user.replace_all_uses_with(narrow)
         elif user.target in MOVES and user.all_input_nodes == [wide]:
             with emit.graph.inserting_before(user):

@@ -25,7 +25,8 @@ class Options:
     strict   raise FusionError when a layer that looks like MLA stays unfused, or when a pass fails
     expect   operators that each graph with attention must fuse, or just how often; anything else raises FusionError
     dump     a folder for the graph before and after each pass; the variable MLA_FX_DUMP does the same
-    verify   run the unfused graph beside the fused one and compare: "off", on the "first" call, or "always"
+    verify   run the unfused graph beside the fused one and compare: "off", on the "first" call, or "always". What is
+             compared, and by which bounds, is said in `mla_fx.verify`; VerificationError names rule, layer and call
     disable  names of patterns not to apply
     absorb   attention over latents with few query tokens ("auto"), "always", or "never"
     lay_out  weights that an operator takes in another layout are laid out once and kept beside the model's own

@@ -11,6 +11,7 @@ from torch.fx import Node
 from .aliasing import written
 from .emitter import Emitter
 from .errors import NoMatch
+from .graph_edit import stand_in
 from .layout import axes, laid_out_as, tensor
 from .readings.axes import Index
 from .readings.element import Element, constant, is_coarser
@@ -27,8 +28,6 @@ LIKE = frozenset(
     }
 )  # fmt: skip
 
-
-STANDS_FOR = "mla_fx_stands_for"  # in the meta of a node that was put in the place of another: the name of that
 
 # Operators that may overwrite all of their first operand. Whether a call does was decided by the reading of it.
 OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
@@ -62,7 +61,7 @@ def apply(emit: Emitter, replacements: Sequence[Replacement]) -> list[Node]:
     for node in (*_needed(added, olds, first), *emit.added):
         first.prepend(node)
     for replacement in replacements:
-        replacement.new.meta.setdefault(STANDS_FOR, replacement.old.meta.get(STANDS_FOR, replacement.old.name))
+        stand_in(replacement.new, replacement.old)
         replacement.old.replace_all_uses_with(replacement.new, delete_user_cb=lambda user: user not in added)
     return _erased(olds)
 

@@ -1,8 +1,8 @@
 """Holding what was fused and compiled against the graph as it came.
 
-The rules are held in float64, in which hardly anything rounds: there the graph as it came and the fused one return and
-write the same numbers but for `SAME`. So a wrong factor, sign, epsilon or slot shows, however small its effect is beside
-the rounding of 16 bits, and the first value that differs names the rule and the layer.
+The rules are held in float64, in which hardly anything rounds: there the graph as it came and the fused one return
+and write the same numbers but for `SAME`. So a wrong factor, sign, epsilon or slot shows, however small its effect is
+beside the rounding of 16 bits, and the first value that differs names the rule and the layer.
 
 What was compiled is then held against the exact numbers so found. It may be no further from them than `TIMES` the error
 that the graph makes as it came, in its own precision, and `ULPS` of the dtype: the largest error, beside the largest
@@ -13,7 +13,7 @@ expert by scores that are almost equal, is held by the first comparison alone.""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ from .aliasing import written
 from .debug.report import Report, fused_name, module_of
 from .errors import VerificationError
 from .exact import Dry, Results, Wide, choices, undecided
+from .graph_edit import STANDS_FOR
 from .readings.views import label_of
-from .replacement import STANDS_FOR
 
 TIMES = 2
 ULPS = 8
@@ -97,19 +97,24 @@ class Verification:
         return theirs, f"rules agree in {name} to {error:.1e}"
 
     def _culprit(self, inputs: Sequence[Any], dtype: torch.dtype) -> str:
-        """The first value that was put in the place of another and is not the same."""
+        """The first value that was put in the place of another and is not the same, and what computes it."""
         names = {node.name for node in self.unfused.graph.nodes}
         marked = [(node, node.meta.get(STANDS_FOR)) for node in self.fused.graph.nodes]
         stand_ins = {node: old for node, old in marked if old in names}
         theirs = _run(Wide(self.unfused, dtype, set(stand_ins.values())), inputs).values
         ours = _run(Wide(self.fused, dtype, {node.name for node in stand_ins}), inputs).values
+        agreeing: set[Node] = set()
         for node, old in stand_ins.items():
             error = _distance(ours[node.name], theirs[old])
             if not error <= SAME[dtype]:
-                rule, module = node.meta.get("mla_fx_rule"), module_of(node)
-                where = f" in {module}" if module else ""
-                return f"The first to differ, by {error:.3g}, is what rule {rule!r} put in the place of {old}{where}"
-        return f"Of the values that were replaced none differs by itself; fused were {self._fusions()}"
+                computed = _behind(node, agreeing)
+                rules = dict.fromkeys(rule for one in computed if (rule := one.meta.get("mla_fx_rule")))
+                return (
+                    f"The first to differ, by {error:.3g}, is what has the place of {old}; it is computed by "
+                    f"{_listed(computed)}, put in by {', '.join(rules)}"
+                )
+            agreeing.add(node)
+        return f"Of the values that were replaced none differs by itself; fused are {_listed(self.fused.graph.nodes)}"
 
     # --- what was compiled -------------------------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class Verification:
                     f"call {self.calls}: {what} of the compiled graph is {one.error:.3g} away from the exact one, "
                     f"relative to its largest element, which is {one.share:.3g} times what is allowed; the unfused "
                     f"graph is {one.unfused:.3g} away. The rules agree, so it lies in what their operators were "
-                    f"lowered or compiled to: {self._fusions()}"
+                    f"lowered or compiled to: {_listed(self.fused.graph.nodes)}"
                 )
             held[kind] = max(one, held.get(kind, one), key=lambda one: one.share)
         told = [*map(str, held.values())]
@@ -154,10 +159,24 @@ class Verification:
             name = f"input {label_of(places[place])}"
             yield "input", name, write.all_input_nodes[-1], inputs[place], value, exact.written[place]
 
-    def _fusions(self) -> str:
-        calls = [(name, module_of(node)) for node in self.fused.graph.nodes if (name := fused_name(node))]
-        listed = [f"{name} in {module}" if module else name for name, module in calls]
-        return ", ".join(listed[:MOST_NAMED]) + (f" and {len(listed) - MOST_NAMED} more" * (len(listed) > MOST_NAMED))
+
+def _behind(node: Node, agreeing: Set[Node]) -> list[Node]:
+    """A value and what it is computed from, in the same module, but for what lies behind values that agree."""
+    module, pending, found = module_of(node), [node], dict[Node, None]()
+    while pending:
+        one = pending.pop()
+        if one not in agreeing and one not in found and module_of(one) in (module, ""):
+            found[one] = None
+            pending += one.all_input_nodes
+    return [*found]
+
+
+def _listed(nodes: Iterable[Node]) -> str:
+    """The fused operators among some nodes, and in which modules they are."""
+    calls = [(name, module_of(node)) for node in nodes if (name := fused_name(node))]
+    listed = [f"{name} in {module}" if module else name for name, module in calls]
+    more = [f"{len(listed) - MOST_NAMED} more"] if len(listed) > MOST_NAMED else []
+    return ", ".join(listed[:MOST_NAMED] + more)
 
 
 def _choosing(graph: Graph) -> set[str]:
@@ -171,7 +190,8 @@ def _wide(inputs: Sequence[Any]) -> torch.dtype:
 
 def _run(graph: Dry, inputs: Sequence[Any]) -> Results:
     """All runs, and then the compiled graph, draw the same random numbers."""
-    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta")}
+    found = {value.device for value in inputs if isinstance(value, Tensor)}
+    devices = [device for device in found if device.type not in ("cpu", "meta")]
     kind = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices=[device.index or 0 for device in devices], device_type=kind):
         return graph.results(inputs)

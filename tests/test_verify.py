@@ -1,17 +1,45 @@
-"""The option verify: what it finds, what it lets pass, and how often it runs the unfused graph."""
+"""The option verify: which faults it finds and how it names them, what it lets pass, and that it leaves no trace."""
 
 from __future__ import annotations
 
+import copy
+import re
+
 import pytest
 import torch
+from plants import FAULTS, plant
 from stepping import check_same, compiled
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
-from mla_fx.verify import verified
+from mla_fx import cases, lower
+from mla_fx.debug.report import Report
+from mla_fx.verify import Verification
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
+HALVES = torch.bfloat16, torch.float16
+
+
+def of_dtype(dtype, value):
+    def cast(leaf):
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, value)
+
+
+class Model(nn.Module):
+    """A layer with a path of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = cases.Layer()
+
+    def forward(self, *given):
+        return self.attention(*given)
 
 
 @pytest.mark.parametrize("verify", ["first", "always"])
@@ -22,60 +50,207 @@ def test_verify_takes_a_good_graph(verify, step):
     run = compiled(module, verify=verify)
     for _ in range(2):
         check_same(module, entry.arguments(step), run)
+    report = mla_fx.last_report()
+    assert report.fused
+    assert len(report.verified) == (1 if verify == "first" else 2)
+
+
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_report_says_what_was_measured(dtype, target):
+    entry = Entry(DEFAULT)
+    arguments = of_dtype(dtype, entry.arguments(DECODE))
+    compiled(entry.build().to(dtype), verify="first", target=target)(*arguments)
+    number = r"\d\.\de[-+]\d+"
+    (line,) = mla_fx.last_report().verified
+    assert re.fullmatch(
+        rf"call 1: rules agree in float64 to {number}; output 0 error {number} \(unfused {number}\), "
+        rf"input caches\[0\] error {number} \(unfused {number}\)",
+        line,
+    )
+    assert f"verify: {line}" in str(mla_fx.last_report())
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_verify_finds_a_wrong_rule(monkeypatch, fault, dtype):
+    module, arguments = Entry(DEFAULT).build().to(dtype), of_dtype(dtype, Entry(DEFAULT).arguments(DECODE))
+    before = copy.deepcopy(arguments)
+    plant(monkeypatch, fault)
+    with pytest.raises(mla_fx.VerificationError, match=r"call 1: in float64, .* results of the fused graph are"):
+        compiled(module, verify="first")(*arguments)
+    torch.testing.assert_close(arguments, before, rtol=0, atol=0)  # nothing was run that writes
+
+
+@pytest.mark.parametrize("fault, named", [("scale 1 % off", "mla_attention"), ("rotation the other way", "mla_prolog")])
+def test_a_wrong_rule_is_named_with_its_layer(monkeypatch, fault, named):
+    plant(monkeypatch, fault)
+    with pytest.raises(mla_fx.VerificationError, match=rf"in attention, put in by (\w+, )*{named}"):
+        compiled(Model(), verify="first")(*cases.inputs())
+
+
+def test_verify_finds_a_wrong_lowering(monkeypatch):
+    """What the rules made is right, and what the target makes of it is not."""
+
+    def wrong(emit, function, *args, **options):
+        def slightly(*given, **settings):
+            return function(*given, **settings) * 1.001
+
+        is_attention = function.__module__.endswith("latent_attention")
+        return inline(emit, slightly if is_attention else function, *args, **options)
+
+    inline = lower.inline
+    monkeypatch.setattr(lower, "inline", wrong)
+    with pytest.raises(mla_fx.VerificationError, match=r"output 0 of the compiled graph is .* away from the exact one"):
+        compiled(Model(), verify="first", target="inductor")(*cases.inputs())
+
+
+# --- nothing is run twice --------------------------------------------------------------------------------------------
+
+
+class Counting(cases.Layer):
+    """Calls are counted in a parameter, and what each has seen in another, two parts of one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+        self.seen = nn.Parameter(torch.zeros(2, 8), requires_grad=False)
+
+    def forward(self, x, *rest):
+        self.count.add_(1)
+        self.seen[0].add_(x.flatten()[:8])
+        return super().forward(x, *rest) + self.seen.sum(), self.count
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_state_in_parameters_is_written_once(verify):
+    model, plain = Counting(), Counting()
+    run = compiled(model, verify=verify)
+    for calls in (1, 2, 3):
+        torch.testing.assert_close(run(*cases.inputs()), plain(*cases.inputs()), rtol=1e-4, atol=1e-5)
+        assert model.count == calls
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
     assert mla_fx.last_report().fused
 
 
-def wrong_query(q_nope, weight_uk):
-    return torch.einsum("bsnd,ndc->bsnc", q_nope, weight_uk) * 1.1
+class Halves(cases.Layer):
+    """Both caches are views of one memory, and what was written to one is read through the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = torch.cat((self.kv_cache, self.kr_cache), -1)
+
+    def forward(self, x, cos, sin, position, whole, latents, keys):
+        self.views = latents, keys
+        return super().forward(x, cos, sin, position) + whole.sum()
+
+    def store(self, latent, k_rope, position):
+        latents, keys = self.views
+        latents.index_copy_(2, position, latent)
+        keys.index_copy_(2, position, k_rope)
+        return latents, keys
 
 
-def wrong_norm(_):
-    return {"rmsnorm_epsilon_ckv": 1.0, "rmsnorm_epsilon_cq": 1e-5, "rope_layout": "interleave_half"}
+def test_inputs_that_share_memory_share_it_for_the_unfused_graph():
+    model, results = Halves(), []
+    for run in (compiled(model, verify="always"), model):
+        whole = model.whole.clone()
+        views = whole[..., : cases.HCKV], whole[..., cases.HCKV :]
+        results.append(([run(*cases.inputs(), whole, *views) for _ in range(2)], whole))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "sabotaged, wrong",
-    [("mla_fx.absorb.absorb_query", wrong_query), ("mla_fx.patterns.mla_prolog._options", wrong_norm)],
-    ids=["query", "norm"],
-)
-def test_verify_finds_a_wrong_rewrite(decode, monkeypatch, sabotaged, wrong):
-    module, arguments = decode
-    monkeypatch.setattr(sabotaged, wrong)
-    with pytest.raises(mla_fx.VerificationError, match=r"put \d+ of the fused graph is .* away from the unfused one"):
-        compiled(module, verify="first")(*arguments)
+class Noisy(cases.Layer):
+    def forward(self, x, *rest):
+        return super().forward(x, *rest) + torch.rand_like(x)
 
 
-def scaled(factor):
-    def function(value):
-        value.mul_(factor)
-        return (value + 1,)
+def test_random_numbers_are_those_that_come_without_verify():
+    drawn = []
+    for verify in ("off", "always"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        run = compiled(Noisy(), verify=verify)
+        drawn.append([run(*cases.inputs()) for _ in range(2)] + [torch.rand(3)])
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
+    assert mla_fx.last_report().fused
 
-    return function
+
+# --- what was compiled, for itself -----------------------------------------------------------------------------------
+
+
+def graph_of(function, *inputs):
+    return make_fx(function)(*copy.deepcopy(inputs))
+
+
+def held(function, *inputs, once=False):
+    """`around` of a graph in which nothing is fused, and the report that it writes to."""
+    report, gm = Report(), graph_of(function, *inputs)
+    return Verification(gm, gm, report, once).around, report
+
+
+def doubled(value):
+    new = value * 2
+    value.copy_(new)
+    return (new + 1,)
 
 
 def test_verify_finds_a_wrong_cache():
     def wrong(value):
-        value.mul_(2).view(-1)[3] += 1
+        value.mul_(2).view(-1)[3] += 1e-4
         return (torch.ones(5) * 2 + 1,)
 
-    with pytest.raises(mla_fx.VerificationError, match="input 0 of the fused graph"):
-        verified(wrong, scaled(2), once=False)(torch.ones(5))
+    around, _ = held(doubled, torch.ones(5))
+    with pytest.raises(mla_fx.VerificationError, match=r"call 1: input value_1 of the compiled graph is 4\.99e-05 away"):
+        around(wrong)(torch.ones(5))
 
 
-def test_verify_finds_nan():
-    with pytest.raises(mla_fx.VerificationError, match="output 0"):
-        verified(lambda value: (value * float("nan"),), lambda value: (value,), once=False)(torch.ones(5))
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_verify_finds_nan_and_infinity(wrong):
+    around, _ = held(lambda value: (value * 2,), torch.ones(5))
+    with pytest.raises(mla_fx.VerificationError, match="output 0 of the compiled graph is inf away"):
+        around(lambda value: (value * wrong,))(torch.ones(5))
+
+
+def test_nan_and_infinity_of_the_program_are_let_pass():
+    given = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf, 70000.0])
+    around, report = held(lambda value: (value.half() * 2,), given)
+    around(lambda value: (value.half() * 2,))(given)
+    assert report.verified == ["call 1: rules agree in float64 to 0.0e+00; output 0 error 0.0e+00 (unfused 0.0e+00)"]
+
+
+def test_whole_numbers_and_flags_must_be_the_same():
+    around, _ = held(lambda value: (value + 1, value > 2), torch.arange(4))
+    around(lambda value: (value + 1, value > 2))(torch.arange(4))
+    with pytest.raises(mla_fx.VerificationError, match="output 1 "):
+        around(lambda value: (value + 1, value > 1))(torch.arange(4))
+
+
+@pytest.mark.parametrize("gap, is_held", [(1e-8, False), (0.1, True)])
+def test_a_choice_that_rounding_may_turn_over_is_left_out(gap, is_held):
+    """Two experts; which one is better shows in float64, and in float32 only if it is by far."""
+    scores, experts = torch.tensor([[0.7 - gap], [0.7]], dtype=torch.float64), torch.randn(2, 3)
+
+    def route(x):
+        best = ((scores.float() * 3.3) @ x).topk(1, 0).indices
+        return (experts[best.flatten()],)
+
+    x = torch.full((1, 1), 0.3)
+    around, report = held(route, x)
+    other = around(lambda x: (experts.flip(0)[((scores.float() * 3.3) @ x).topk(1, 0).indices.flatten()],))
+    if is_held:
+        with pytest.raises(mla_fx.VerificationError, match="output 0"):
+            other(x)
+    else:
+        other(x)
+        assert "1 results hang on a choice" in report.verified[0]
 
 
 @pytest.mark.parametrize("once, runs", [(True, 1), (False, 3)])
-def test_how_often_verify_runs_the_unfused_graph(once, runs):
-    calls = []
-
-    def original(value):
-        calls.append(value)
-        return (value,)
-
-    run = verified(lambda value: (value,), original, once=once)
+def test_how_often_verify_compares(once, runs):
+    around, report = held(lambda value: (value + 1,), torch.ones(5), once=once)
+    run = around(lambda value: (value + 1,))
     for _ in range(3):
         run(torch.ones(5))
-    assert len(calls) == runs
+    assert [line.split(":")[0] for line in report.verified] == [f"call {number + 1}" for number in range(runs)]

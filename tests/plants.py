@@ -1,0 +1,60 @@
+"""Faults planted in what rules emit: calls of fused operators with other arguments than were read."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_fx.emitter import Emitter
+
+aten, ops = torch.ops.aten, torch.ops.mla_fx
+
+
+def _times(name, factor):
+    def change(emit, target, args, options):
+        return args, {**options, name: options[name] * factor}
+
+    return change
+
+
+def _operand(target, name, change):
+    """Another value in the place of an operand."""
+    place = [argument.name for argument in target._schema.arguments].index(name)
+
+    def changed(emit, target, args, options):
+        return (*args[:place], change(emit, args[place]), *args[place + 1 :]), options
+
+    return changed
+
+
+PROLOG, ATTENTION = ops.mla_prolog.default, ops.mla_attention.default
+FAULTS = {
+    "scale 5 % off": (ATTENTION, _times("scale", 1.05)),
+    "scale 1 % off": (ATTENTION, _times("scale", 1.01)),
+    "epsilon of the keys 100 times as large": (PROLOG, _times("rmsnorm_epsilon_ckv", 100)),
+    "epsilon of the query 100 times as large": (PROLOG, _times("rmsnorm_epsilon_cq", 100)),
+    "rotation the other way": (
+        PROLOG,
+        _operand(PROLOG, "rope_sin", lambda emit, sin: emit.call(aten.neg.default, sin)),
+    ),
+    "sine and cosine swapped": (
+        PROLOG,
+        lambda emit, target, args, options: ((*args[:7], args[8], args[7], *args[9:]), options),
+    ),
+    "rows written one slot further": (
+        PROLOG,
+        _operand(PROLOG, "cache_index", lambda emit, index: emit.call(aten.add.Tensor, index, 1)),
+    ),
+}
+
+
+def plant(patch, fault):
+    """Has the rules make one fault."""
+    wrong, change = FAULTS[fault]
+    call = Emitter.call
+
+    def planted(self, target, *args, **options):
+        if target is wrong:
+            args, options = change(self, target, args, options)
+        return call(self, target, *args, **options)
+
+    patch.setattr(Emitter, "call", planted)
