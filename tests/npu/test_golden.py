@@ -54,17 +54,21 @@ Data_6: int64[]
 Data_7: bfloat16[2, 128, 1, 512]
 Data_8: bfloat16[2, 128, 1, 64]
 Data_9: bfloat16[1024, 512]
-Data_10: bfloat16[1024, 1536] NZ
-Data_11: bfloat16[1536, 768] NZ
-Data_12: bfloat16[4, 128, 512]
-Data_13: bfloat16[1024, 576] NZ
-Data_14: int32[1, 2]
-Data_15: bfloat16[4, 512, 128]
+Data_10: int64[]
+Data_11: bfloat16[1024, 1536] NZ
+Data_12: bfloat16[1536, 768] NZ
+Data_13: bfloat16[4, 128, 512]
+Data_14: bfloat16[1024, 576] NZ
+Data_15: int32[1, 2]
+Data_16: bfloat16[4, 512, 128]
 Range_0(start=0, limit=1, delta=1)
 Cast_0(x=Range_0) dst_type=9
 Add_0(x1=Cast_0, x2=Data_6)
 Add_1(x1=Data_6, x2=1)
 Reshape_0(x=Add_0, shape=[1, 1])
+Cast_1(x=256) dst_type=9
+Less_0(x1=Reshape_0, x2=Cast_1)
+SelectV2_0(condition=Less_0, then=Reshape_0, else=Data_10)
 Reshape_1(x=Data_5, shape=[64])
 StridedSliceV2_0(x=Reshape_1, begin=0, end=32, axes=0, strides=1)
 Reshape_2(x=StridedSliceV2_0, shape=[1, 1, 32])
@@ -73,7 +77,7 @@ Reshape_3(x=Data_4, shape=[64])
 StridedSliceV2_1(x=Reshape_3, begin=0, end=32, axes=0, strides=1)
 Reshape_4(x=StridedSliceV2_1, shape=[1, 1, 32])
 ConcatV2_1(x0=Reshape_4, x1=Reshape_4, concat_dim=-1) N=2
-MlaPrologV3_0(token_x=Data_0, weight_dq=Data_10, weight_uq_qr=Data_11, weight_uk=Data_12, weight_dkv_kr=Data_13, rmsnorm_gamma_cq=Data_2, rmsnorm_gamma_ckv=Data_3, rope_sin=ConcatV2_0, rope_cos=ConcatV2_1, kv_cache=Data_7, kr_cache=Data_8, cache_index=Reshape_0) rmsnorm_epsilon_ckv=1e-06 rmsnorm_epsilon_cq=1e-06
+MlaPrologV3_0(token_x=Data_0, weight_dq=Data_11, weight_uq_qr=Data_12, weight_uk=Data_13, weight_dkv_kr=Data_14, rmsnorm_gamma_cq=Data_2, rmsnorm_gamma_ckv=Data_3, rope_sin=ConcatV2_0, rope_cos=ConcatV2_1, kv_cache=Data_7, kr_cache=Data_8, cache_index=SelectV2_0) rmsnorm_epsilon_ckv=1e-06 rmsnorm_epsilon_cq=1e-06
 Reshape_5(x=MlaPrologV3_0:2, shape=[1, 1, 256, 512])
 Reshape_6(x=MlaPrologV3_0:3, shape=[1, 1, 256, 64])
 Reshape_7(x=Reshape_5, shape=[1, 256, 512])
@@ -83,11 +87,11 @@ Add_2(x1=Reshape_9, x2=1)
 Reshape_10(x=Reshape_7, shape=[-1, 128, 512])
 Reshape_11(x=Reshape_8, shape=[-1, 128, 64])
 ClipByValueV2_0(x=Add_2, clip_value_min=0, clip_value_max=256)
-FusedInferAttentionScore_0(query=MlaPrologV3_0, key0=Reshape_10, value0=Reshape_10, actual_seq_lengths_kv=ClipByValueV2_0, block_table=Data_14, query_rope=MlaPrologV3_0:1, key_rope=Reshape_11) block_size=128 input_layout='BSND' num_heads=4 num_key_value_heads=1 scale=0.0721688
+FusedInferAttentionScore_0(query=MlaPrologV3_0, key0=Reshape_10, value0=Reshape_10, actual_seq_lengths_kv=ClipByValueV2_0, block_table=Data_15, query_rope=MlaPrologV3_0:1, key_rope=Reshape_11) block_size=128 input_layout='BSND' num_heads=4 num_key_value_heads=1 scale=0.0721688
 Squeeze_0(x=FusedInferAttentionScore_0)
 Unsqueeze_0(x=Squeeze_0) axes=[1, 2]
 Reshape_12(x=Unsqueeze_0, shape=[4, 1, 512])
-BatchMatMul_0(x1=Reshape_12, x2=Data_15)
+BatchMatMul_0(x1=Reshape_12, x2=Data_16)
 Reshape_13(x=BatchMatMul_0, shape=[4, 1, 1, 128])
 Squeeze_1(x=Reshape_13)
 Unsqueeze_1(x=Squeeze_1) axes=[0, 1]
@@ -117,10 +121,11 @@ Data_9: int64[]
 Data_10: bfloat16[1, 1, 256, 512]
 Data_11: bfloat16[1, 1, 256, 64]
 Data_12: bfloat16[1024, 512]
-Data_13: bfloat16[512, 512]
+Data_13: int64[]
 Data_14: bfloat16[512, 512]
-Data_15: bool[2048, 2048]
-Data_16: int64[1]
+Data_15: bfloat16[512, 512]
+Data_16: bool[2048, 2048]
+Data_17: int64[1]
 Transpose_0(x=Data_2, perm=[1, 0])
 Reshape_0(x=Data_0, shape=[20, 1024])
 MatMul_0(x1=Reshape_0, x2=Transpose_0)
@@ -146,7 +151,10 @@ StridedSliceV2_1(x=Reshape_7, begin=0, end=32, axes=1, strides=1)
 Reshape_8(x=StridedSliceV2_1, shape=[1, 1, 20, 32])
 ConcatV2_1(x0=Reshape_8, x1=Reshape_8, concat_dim=-1) N=2
 Reshape_9(x=Add_0, shape=[1, 20])
-KvRmsNormRopeCache_0(kv=Reshape_4, gamma=Data_6, cos=ConcatV2_0, sin=ConcatV2_1, index=Reshape_9, k_cache=Data_11, ckv_cache=Data_10) epsilon=1e-06
+Cast_1(x=256) dst_type=9
+Less_0(x1=Reshape_9, x2=Cast_1)
+SelectV2_0(condition=Less_0, then=Reshape_9, else=Data_13)
+KvRmsNormRopeCache_0(kv=Reshape_4, gamma=Data_6, cos=ConcatV2_0, sin=ConcatV2_1, index=SelectV2_0, k_cache=Data_11, ckv_cache=Data_10) epsilon=1e-06
 Reshape_10(x=MatMul_1, shape=[20, 4, 192])
 StridedSliceV2_2(x=Reshape_10, begin=128, end=192, axes=2, strides=1)
 Reshape_11(x=StridedSliceV2_2, shape=[1, 20, 4, 64])
@@ -168,9 +176,9 @@ Add_2(x1=Reshape_20, x2=20)
 StridedSliceV2_3(x=Reshape_10, begin=0, end=128, axes=2, strides=1)
 Reshape_21(x=StridedSliceV2_3, shape=[1, 20, 4, 128])
 Reshape_22(x=Reshape_18, shape=[256, -1])
-MatMul_3(x1=Reshape_22, x2=Data_13)
+MatMul_3(x1=Reshape_22, x2=Data_14)
 Reshape_23(x=MatMul_3, shape=[-1, 4, 128])
-MatMul_4(x1=Reshape_22, x2=Data_14)
+MatMul_4(x1=Reshape_22, x2=Data_15)
 Reshape_24(x=MatMul_4, shape=[-1, 4, 128])
 ClipByValueV2_0(x=Add_2, clip_value_min=0, clip_value_max=256)
 Reshape_25(x=Reshape_17, shape=[20, 4, -1])
@@ -178,7 +186,7 @@ Reshape_26(x=Reshape_19, shape=[256, 1, -1])
 BroadcastTo_0(x=Reshape_26, shape=[-1, 4, -1])
 Identity_0(x=BroadcastTo_0)
 Reshape_27(x=Reshape_21, shape=[20, 4, 128])
-FusedInferAttentionScore_0(query=Reshape_27, key0=Reshape_23, value0=Reshape_24, atten_mask=Data_15, actual_seq_lengths=Data_16, actual_seq_lengths_kv=ClipByValueV2_0, query_rope=Reshape_25, key_rope=Identity_0) input_layout='TND' num_heads=4 num_key_value_heads=4 scale=0.0721688 sparse_mode=3
+FusedInferAttentionScore_0(query=Reshape_27, key0=Reshape_23, value0=Reshape_24, atten_mask=Data_16, actual_seq_lengths=Data_17, actual_seq_lengths_kv=ClipByValueV2_0, query_rope=Reshape_25, key_rope=Identity_0) input_layout='TND' num_heads=4 num_key_value_heads=4 scale=0.0721688 sparse_mode=3
 Reshape_28(x=FusedInferAttentionScore_0, shape=[1, 20, 4, -1])
 Reshape_29(x=Reshape_28, shape=[20, 4, 128])
 Transpose_3(x=Reshape_29, perm=[1, 0, 2])
@@ -206,17 +214,21 @@ Data_6: int64[]
 Data_7: bfloat16[2, 128, 1, 512]
 Data_8: bfloat16[2, 128, 1, 64]
 Data_9: bfloat16[1024, 512]
-Data_10: bfloat16[1024, 1536] NZ
-Data_11: bfloat16[1536, 768] NZ
-Data_12: bfloat16[4, 128, 512]
-Data_13: bfloat16[1024, 576] NZ
-Data_14: int32[1, 2]
-Data_15: bfloat16[4, 512, 128]
+Data_10: int64[]
+Data_11: bfloat16[1024, 1536] NZ
+Data_12: bfloat16[1536, 768] NZ
+Data_13: bfloat16[4, 128, 512]
+Data_14: bfloat16[1024, 576] NZ
+Data_15: int32[1, 2]
+Data_16: bfloat16[4, 512, 128]
 Range_0(start=0, limit=1, delta=1)
 Cast_0(x=Range_0) dst_type=9
 Add_0(x1=Cast_0, x2=Data_6)
 Add_1(x1=Data_6, x2=1)
 Reshape_0(x=Add_0, shape=[1, 1])
+Cast_1(x=256) dst_type=9
+Less_0(x1=Reshape_0, x2=Cast_1)
+SelectV2_0(condition=Less_0, then=Reshape_0, else=Data_10)
 Reshape_1(x=Data_5, shape=[64])
 StridedSliceV2_0(x=Reshape_1, begin=0, end=32, axes=0, strides=1)
 Reshape_2(x=StridedSliceV2_0, shape=[1, 1, 32])
@@ -225,7 +237,7 @@ Reshape_3(x=Data_4, shape=[64])
 StridedSliceV2_1(x=Reshape_3, begin=0, end=32, axes=0, strides=1)
 Reshape_4(x=StridedSliceV2_1, shape=[1, 1, 32])
 ConcatV2_1(x0=Reshape_4, x1=Reshape_4, concat_dim=-1) N=2
-MlaPrologV3_0(token_x=Data_0, weight_dq=Data_10, weight_uq_qr=Data_11, weight_uk=Data_12, weight_dkv_kr=Data_13, rmsnorm_gamma_cq=Data_2, rmsnorm_gamma_ckv=Data_3, rope_sin=ConcatV2_0, rope_cos=ConcatV2_1, kv_cache=Data_7, kr_cache=Data_8, cache_index=Reshape_0) rmsnorm_epsilon_ckv=1e-06 rmsnorm_epsilon_cq=1e-06
+MlaPrologV3_0(token_x=Data_0, weight_dq=Data_11, weight_uq_qr=Data_12, weight_uk=Data_13, weight_dkv_kr=Data_14, rmsnorm_gamma_cq=Data_2, rmsnorm_gamma_ckv=Data_3, rope_sin=ConcatV2_0, rope_cos=ConcatV2_1, kv_cache=Data_7, kr_cache=Data_8, cache_index=SelectV2_0) rmsnorm_epsilon_ckv=1e-06 rmsnorm_epsilon_cq=1e-06
 Reshape_5(x=MlaPrologV3_0:2, shape=[1, 1, 256, 512])
 Reshape_6(x=MlaPrologV3_0:3, shape=[1, 1, 256, 64])
 Reshape_7(x=Reshape_5, shape=[1, 256, 512])
@@ -235,11 +247,11 @@ Add_2(x1=Reshape_9, x2=1)
 Reshape_10(x=Reshape_7, shape=[-1, 128, 512])
 Reshape_11(x=Reshape_8, shape=[-1, 128, 64])
 ClipByValueV2_0(x=Add_2, clip_value_min=0, clip_value_max=256)
-FusedInferAttentionScore_0(query=MlaPrologV3_0, key0=Reshape_10, value0=Reshape_10, actual_seq_lengths_kv=ClipByValueV2_0, block_table=Data_14, query_rope=MlaPrologV3_0:1, key_rope=Reshape_11) block_size=128 input_layout='BSND' num_heads=4 num_key_value_heads=1 scale=0.0721688
+FusedInferAttentionScore_0(query=MlaPrologV3_0, key0=Reshape_10, value0=Reshape_10, actual_seq_lengths_kv=ClipByValueV2_0, block_table=Data_15, query_rope=MlaPrologV3_0:1, key_rope=Reshape_11) block_size=128 input_layout='BSND' num_heads=4 num_key_value_heads=1 scale=0.0721688
 Squeeze_0(x=FusedInferAttentionScore_0)
 Unsqueeze_0(x=Squeeze_0) axes=[1, 2]
 Reshape_12(x=Unsqueeze_0, shape=[4, 1, 512])
-BatchMatMul_0(x1=Reshape_12, x2=Data_15)
+BatchMatMul_0(x1=Reshape_12, x2=Data_16)
 Reshape_13(x=BatchMatMul_0, shape=[4, 1, 1, 128])
 Squeeze_1(x=Reshape_13)
 Unsqueeze_1(x=Squeeze_1) axes=[0, 1]

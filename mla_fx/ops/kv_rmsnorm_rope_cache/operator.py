@@ -50,9 +50,10 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
       [B*Ceil(S/BlockSize)] holds the first slot of each (any slot of a page names it). mla_prolog's modes of these
       names hold block numbers instead. BlockNum is at least B*Ceil(S/BlockSize).
 
-    A negative index stores nothing for its token, or for its page. Where two tokens have one slot, either row is
-    stored. BlockSize is a multiple of 16, or of 32 if a cache is int8, except for unquantised "PA" and "PA_BNSD", which
-    take any. Only axis 0 of the caches may be strided with NZ or v.
+    A negative index stores nothing for its token, or for its page. The compiler, for a row that the program refuses to
+    write, gives the number of slots, which is refused here too, or on NPUs -1. Where two tokens have one slot, either
+    row is stored. BlockSize is a multiple of 16, or of 32 if a cache is int8, except for unquantised "PA" and
+    "PA_BNSD", which take any. Only axis 0 of the caches may be strided with NZ or v.
 
     Each cache may be int8, except in "Norm" and "BNSD"; then its rows are `x * scale (+ offset)`, x being c_kv or
     k_rope before it was rounded, to the nearest integer, ties to even, saturated. k_rope_scale and k_rope_offset belong

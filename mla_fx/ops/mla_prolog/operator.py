@@ -37,7 +37,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     multiple of 16 up to 1024, n0 divides the widths, only axis 0 may have gaps;
     "Norm" [B, 1, T, *], index [B or 1, S] of positions inside the batch row;
     "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
-    A negative index stores nothing for its token. Where two tokens have one slot, either row is stored.
+    A negative index stores nothing for its token. Where two tokens have one slot, either row is stored. The compiler,
+    for a row that the program refuses to write, gives the number of slots, which is refused here too, or on NPUs -1.
 
     rope_layout is (layout read)_(layout written), "interleave_half", "half_half" or "interleave_interleave".
     gamma_after_cast multiplies by gamma after rounding the normalised value, as Hugging Face does. qc_qr_scale and
