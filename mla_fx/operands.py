@@ -67,7 +67,8 @@ def check_weight(weight: Element, name: str) -> None:
     """Raises NoMatch unless a weight is a parameter as it is multiplied."""
     if is_parameter(weight.node):
         return
-    stored = {node.meta["val"].dtype for node in computed_from(weight.node) if is_parameter(node)}
+    given = (node.meta["val"] for node in computed_from(weight.node) if is_parameter(node))
+    stored = {value.dtype for value in given if isinstance(value, torch.Tensor)}
     packed = sorted(str(dtype) for dtype in stored if dtype.itemsize == 1 and dtype is not torch.bool)
     if packed:
         raise NoMatch(f"{name} is dequantised by the graph, from {packed[0]}, expected a plain parameter", weight.node)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -40,15 +39,17 @@ def known_by(environment: Any) -> Iterator[None]:
     """Proofs may ask a shape environment, whose symbols the sizes are made of; None has nothing to say. It takes its
     time, so it is asked everything once."""
     known = [] if environment is None else guards(environment)
-    products, quotients = _divided(known)
     signed = {} if environment is None else _signs(environment, known)
-    meant = quotients | {sympy.sympify(read): symbol for symbol, read in signed.items()}
-    with equated(products), equated(signed):
-        token = _environment.set(None if environment is None else _asking(environment, known, meant))
-        try:
-            yield
-        finally:
-            _environment.reset(token)
+    with equated(signed):
+        products, quotients = _divided(known)
+        unsigned = {sympy.sympify(read): symbol for symbol, read in signed.items()}
+        meant = {factor: quotient.xreplace(unsigned) for factor, quotient in quotients.items()} | unsigned
+        with equated(products):
+            token = _environment.set(None if environment is None else _asking(environment, known, meant))
+            try:
+                yield
+            finally:
+                _environment.reset(token)
 
 
 @contextlib.contextmanager
@@ -74,7 +75,8 @@ def _divided(known: Iterable[Any]) -> tuple[dict[sympy.Symbol, Size], dict[sympy
     for relation in known:
         if not isinstance(relation, sympy.Eq) or relation.rhs != 0 or not isinstance(relation.lhs, remainders()):
             continue
-        number, divisor = sympy.fraction(sympy.cancel(operator.truediv(*relation.lhs.args)))
+        number, divisor = (_read(part, _same.get().sizes) for part in relation.lhs.args)
+        number, divisor = sympy.fraction(sympy.cancel(number / divisor))
         are_positive = number.is_Symbol and number.is_positive and divisor.is_positive
         if are_positive and number not in divisor.free_symbols:
             quotient = floor_division()(number, divisor)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from .sizes import SMALL, Sizes, Weights, weights
 
@@ -30,11 +30,11 @@ class Server(nn.Module):
     def rows(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q_nope [..., N, D], q_pe [..., N, Dr], latent [..., R], k_pe [..., Dr]."""
         z = self.sizes
-        q = F.linear(F.rms_norm(F.linear(x, self.q_a), (z.q_rank,), self.q_gamma, 1e-6), self.q_b)
+        q = functional.linear(functional.rms_norm(functional.linear(x, self.q_a), (z.q_rank,), self.q_gamma, 1e-6), self.q_b)
         q_nope, q_pe = q.unflatten(-1, (z.heads, z.query)).split([z.nope, z.rope], dim=-1)
-        latent, k_pe = F.linear(x, self.kv_a).split([z.kv_rank, z.rope], dim=-1)
+        latent, k_pe = functional.linear(x, self.kv_a).split([z.kv_rank, z.rope], dim=-1)
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
-        latent = F.rms_norm(latent, (z.kv_rank,), self.kv_gamma, 1e-6)
+        latent = functional.rms_norm(latent, (z.kv_rank,), self.kv_gamma, 1e-6)
         q_pe = self.rotate(q_pe, cos.unsqueeze(-2), sin.unsqueeze(-2))
         return q_nope, q_pe, latent, self.rotate(k_pe, cos, sin)
 
@@ -56,15 +56,15 @@ class Server(nn.Module):
     def attend_expanded(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, **mask: Any) -> Tensor:
         """[T,N,D], [T,N,Dr], [L,R], [L,Dr] of one sequence, keys and values expanded, as servers prefill."""
         z = self.sizes
-        k_nope, value = F.linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
+        k_nope, value = functional.linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
         key = torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, z.heads, -1)), dim=-1)
         query = torch.cat((q_nope, q_pe), dim=-1)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, scale=self.scale, **mask)
+        out = functional.scaled_dot_product_attention(query, key, value, scale=self.scale, **mask)
         return out.squeeze(0).transpose(0, 1)
 
     def project(self, out: Tensor) -> Tensor:
-        return F.linear(out.flatten(-2), self.o)
+        return functional.linear(out.flatten(-2), self.o)
 
 
 class Drafts(Server):
@@ -99,15 +99,15 @@ class DraftsExpanded(Drafts):
 
     def attend(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, allowed: Tensor) -> Tensor:
         z = self.sizes
-        k_nope, value = F.linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
+        k_nope, value = functional.linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
         key = torch.cat((k_nope, k_pe.unsqueeze(2).expand(-1, -1, z.heads, -1)), dim=-1)
         query, key, value = (part.transpose(1, 2) for part in (torch.cat((q_nope, q_pe), -1), key, value))
-        out = F.scaled_dot_product_attention(query, key, value, allowed.unsqueeze(1), scale=self.scale)
+        out = functional.scaled_dot_product_attention(query, key, value, allowed.unsqueeze(1), scale=self.scale)
         return out.transpose(1, 2)
 
 
 class PagedDrafts(Server):
-    """vLLM: tokens [B * S, He], rows by slot_mapping, contexts by block tables, masks by the length of each sequence."""
+    """vLLM: tokens [B * S, He], rows by slot_mapping, contexts by block tables, masks by the lengths of sequences."""
 
     def forward(
         self, x: Tensor, positions: Tensor, caches: Any, slot_mapping: Tensor, block_table: Tensor, seq_lens: Tensor
@@ -148,6 +148,21 @@ class PagedDraftsBatched(Server):
         latent, k_pe = (cache[block_table].flatten(1, 2) for cache in caches)
         allowed = torch.arange(latent.shape[1]) <= positions.unsqueeze(-1)
         return self.project(self.attend(q_nope, q_pe, latent, k_pe, allowed))
+
+
+class TokensOfPositions(Server):
+    """SGLang: tokens [T, He], which are as many as positions [B, S]; blocks and offsets of each."""
+
+    def forward(self, x: Tensor, positions: Tensor, caches: Any, block_table: Tensor) -> Tensor:
+        q_nope, q_pe, *rows = self.rows(x, positions.flatten())
+        size = caches[0].shape[1]
+        blocks, offsets = block_table.gather(1, positions // size), positions % size
+        for cache, new in zip(caches, rows, strict=True):
+            cache[blocks, offsets] = new.view(*positions.shape, -1)
+        q_nope, q_pe = (q.view(*positions.shape, *q.shape[1:]) for q in (q_nope, q_pe))
+        latent, k_pe = (cache[block_table].flatten(1, 2) for cache in caches)
+        allowed = torch.arange(latent.shape[1]) <= positions.unsqueeze(-1)
+        return self.project(self.attend(q_nope, q_pe, latent, k_pe, allowed).flatten(0, 1))
 
 
 class VarlenPrefill(Server):

@@ -1,0 +1,88 @@
+"""What guards say of sizes is used in proofs: signs of Python's numbers, sums, common factors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import sympy
+
+from mla_fx.readings import sizes
+from mla_fx.readings.sizes import at_most, equated, guarded_alike, known_by, ratio, remainders, size_of
+
+
+class Environment:
+    """A shape environment of which nothing but its guards is asked, and lower bounds of single symbols."""
+
+    def __init__(self, *guards):
+        self.given = guards
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    def is_known(environment, relation):
+        return relation == sympy.true or relation in environment.given
+
+    monkeypatch.setattr(sizes, "guards", lambda environment: list(environment.given))
+    monkeypatch.setattr(sizes, "is_known", is_known)
+
+
+def number(name):
+    """A Python number that became a symbol: nothing is known of its sign."""
+    return sympy.Symbol(name, integer=True)
+
+
+def size(name):
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+ONE, TWO, THREE = map(number, ("s1", "s2", "s3"))
+ALL, OTHER, PART, TIMES = map(size, ("s7", "s8", "s9", "s10"))
+
+
+def read(expression):
+    """A size of a graph as readings see it."""
+    return size_of(SimpleNamespace(node=SimpleNamespace(expr=expression)))
+
+
+def proved(small, large, *guards):
+    environment = Environment(*guards)
+    with known_by(environment), equated(guarded_alike(environment)):
+        return at_most(read(small), read(large))
+
+
+POSITIVE = tuple(sympy.Ge(symbol, 1) for symbol in (ONE, TWO, THREE))
+SUM = sympy.Eq(ONE + TWO + THREE, ALL)
+
+
+@pytest.mark.parametrize("guards, expected", [((SUM, *POSITIVE), True), ((SUM, *POSITIVE[:2]), False), ((SUM,), False)])
+def test_a_size_that_is_a_sum_of_numbers(guards, expected):
+    """The lengths of sequences add up to the tokens: a part of them ends within, if no other is less than nothing."""
+    assert proved(ONE + TWO, ALL, *guards) is expected
+
+
+def test_twins_of_a_sum():
+    assert not proved(ONE + TWO + 1, ALL, SUM, *POSITIVE[:2], sympy.Ge(THREE, 0))
+    assert not proved(ALL, ONE + TWO, SUM, *POSITIVE)
+
+
+def test_a_bound_on_a_size_that_is_another():
+    """Guards speak of a size under the name that it had before it was found equal to another."""
+    guards = sympy.Eq(ALL, OTHER), sympy.Le(ONE + TWO, ALL), *POSITIVE
+    assert proved(ONE + TWO, OTHER, *guards)
+    assert not proved(ONE + TWO, OTHER, *guards[1:])
+
+
+def test_sizes_with_common_factors():
+    assert proved(ALL, PART * TIMES, sympy.Eq(56 * ALL, 56 * PART * TIMES))
+    assert not proved(ALL, PART * TIMES, sympy.Eq(56 * ALL, 28 * PART * TIMES * OTHER))
+
+
+@pytest.mark.parametrize("total, parts", [(ALL, PART), (ALL, ONE)], ids=["of a size", "of a number"])
+def test_remainders_of_common_factors(total, parts):
+    """32 * tokens are known to be a multiple of 32 * sequences."""
+    mod, _ = remainders()
+    environment = Environment(sympy.Eq(mod(32 * total, 32 * parts), 0, evaluate=False), *POSITIVE)
+    with known_by(environment):
+        assert ratio(read(total), read(parts)) is not None
+    assert ratio(total, parts) is None
