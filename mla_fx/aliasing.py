@@ -18,6 +18,13 @@ Argument = tuple[int, str]  # an operator's, by place and by name
 
 # Views whose schema does not say so.
 UNDECLARED = frozenset({aten._unsafe_view.default, aten.broadcast_tensors.default, aten.meshgrid.default})
+# Operators that are told where in the memory of an operand an element lies.
+BY_STRIDES = frozenset(
+    {
+        aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default,
+        aten._reshape_alias.default, aten.sym_stride.int, aten.sym_storage_offset.default,
+    }
+)  # fmt: skip
 # Operators that copy: the result has the values of the second operand and the shape of the first.
 COPIES = frozenset({aten.copy_.default, aten.copy.default})
 # Their schema calls them views, but they copy where the strides of the source do not allow a view.
@@ -71,6 +78,15 @@ def readers(value: Node) -> Iterator[Node]:
             yield from readers(user)
         else:
             yield user
+
+
+def stride_readers(value: Node) -> Iterator[Node]:
+    """What reads the memory of a value by strides of its own, itself or through views."""
+    for user in value.users:
+        if user.target in BY_STRIDES:
+            yield user
+        elif value in may_share(user):
+            yield from stride_readers(user)
 
 
 def writers(value: Node) -> Iterator[Node]:

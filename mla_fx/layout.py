@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .emitter import Emitter
 from .errors import NoMatch
@@ -197,8 +198,8 @@ def _grouped(units: list[Axes], wanted: list[Axes]) -> list[Axes]:
 
 def laid_out_as(emit: Emitter, old: Node, new: Node) -> Node:
     """`new` with the strides of `old`: what follows was traced for those, and a view of other ones would fail."""
-    strides = [size_of(stride) for stride in old.meta["val"].stride()]
-    if strides == [size_of(stride) for stride in new.meta["val"].stride()]:
+    strides, offset = _strides_and_offset(old)
+    if (strides, offset) == _strides_and_offset(new):
         return new
     order = _slowest_first(strides)
     if order == list(range(len(order))):
@@ -206,6 +207,21 @@ def laid_out_as(emit: Emitter, old: Node, new: Node) -> Node:
     ordered = emit.call(aten.permute.default, new, order)
     dense = emit.call(aten.clone.default, ordered, memory_format=torch.contiguous_format)
     return emit.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
+
+
+def fill_memory_alike(one: Node, other: Node) -> bool:
+    """Both are all that their memory holds, in the same order: what reads one by strides may read the other."""
+    is_whole = all(_is_whole(node.meta["val"]) for node in (one, other))
+    return is_whole and _strides_and_offset(one) == _strides_and_offset(other)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return statically_known_true(value.numel() * value.dtype.itemsize == value.untyped_storage().nbytes())
+
+
+def _strides_and_offset(node: Node) -> tuple[list[Size], Size]:
+    value = node.meta["val"]
+    return [size_of(stride) for stride in value.stride()], size_of(value.storage_offset())
 
 
 def _slowest_first(strides: Sequence[Size]) -> list[int]:

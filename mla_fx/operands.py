@@ -28,9 +28,6 @@ from .replacement import Replacement, replaced
 
 aten = torch.ops.aten
 
-# What a recognised attention becomes.
-ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
-
 
 def roles(match: Match, operand: str) -> tuple[Axes, ...]:
     """The axes of each dimension of an operand of the call."""

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .aliasing import written
+from .aliasing import stride_readers, written
 from .emitter import Emitter
 from .errors import NoMatch
 from .graph_edit import stand_in
-from .layout import axes, laid_out_as, tensor
+from .layout import axes, fill_memory_alike, laid_out_as, tensor
 from .readings.axes import Index
 from .readings.element import Element, constant, is_coarser
-from .readings.views import MOVERS, name_of
+from .readings.views import MOVERS, args_of, name_of
 
 aten = torch.ops.aten
+
+# What a recognised attention becomes. It reads its operands in whatever layout they come.
+ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
 # Operators that read a tensor's shape and type, and none of its values.
 LIKE = frozenset(
@@ -35,7 +38,8 @@ OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default,
 
 @dataclass(frozen=True)
 class Replacement:
-    """`new` is used wherever `old` was: the same values in the same layout."""
+    """`new` is used wherever `old` was: the same values, in whatever layout. What reads the old one decides about that
+    where it is applied, place by place, so that no rule has to look at readers."""
 
     old: Node
     new: Node
@@ -48,22 +52,57 @@ def replaced(emit: Emitter, old: Node, index: Sequence[Index], element: Element,
     new = emit.cast(new, old.meta["val"].dtype)
     if padding:
         new = emit.call(aten.constant_pad_nd.default, new, [0, padding])
-    return Replacement(old, laid_out_as(emit, old, new))
+    return Replacement(old, new)
 
 
 def apply(emit: Emitter, replacements: Sequence[Replacement]) -> list[Node]:
     """Uses every new value for its old one, and erases what nobody reads any more; returns what was erased, in order.
 
-    Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one is used."""
-    added = set(emit.added)
+    Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one is used, or if
+    one is read in a way that only the memory of the old one allows."""
     olds = {replacement.old for replacement in replacements}
+    unread = _unread(olds)
+    news = [(one.old, _fitting(emit, one, unread)) for one in replacements]
+    added = set(emit.added)
     first = min(olds)
     for node in (*_needed(added, olds, first), *emit.added):
         first.prepend(node)
-    for replacement in replacements:
-        stand_in(replacement.new, replacement.old)
-        replacement.old.replace_all_uses_with(replacement.new, delete_user_cb=lambda user: user not in added)
+    for old, new in news:
+        stand_in(new, old)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in added)
     return _erased(olds)
+
+
+def _unread(olds: Iterable[Node]) -> set[Node]:
+    """What nobody reads any more once these values are replaced, themselves included."""
+    unread = set(olds)
+    pending = list(unread)
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node not in unread and unread.issuperset(node.users) and node.op == "call_function":
+                unread.add(node)
+                pending.append(node)
+    return unread
+
+
+def _fitting(emit: Emitter, one: Replacement, unread: set[Node]) -> Node:
+    """The new value in a layout that suits all who read the old one."""
+    readers = [user for user in one.old.users if user not in unread and user not in emit.added]
+    if all(_takes_any_layout(user, one.old) for user in readers):
+        return one.new
+    new = laid_out_as(emit, one.old, one.new)
+    by_strides = next(stride_readers(one.old), None)
+    if by_strides is not None and not fill_memory_alike(one.old, new):
+        reason = f"{name_of(by_strides)} reads {one.old.name} by its strides, and would read other elements"
+        raise NoMatch(reason, by_strides)
+    return new
+
+
+def _takes_any_layout(user: Node, value: Node) -> bool:
+    if user.target is aten.reshape.default:
+        return all(_takes_any_layout(further, user) for further in user.users)
+    is_row = user.target is aten.slice_scatter.default and value is not args_of(user)[0]
+    return is_row or user.target in ATTENTION
 
 
 def _needed(added: set[Node], olds: set[Node], first: Node) -> list[Node]:

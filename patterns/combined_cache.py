@@ -18,19 +18,18 @@ from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
 from mla_fx.cases import HCKV, Case, Layer
-from mla_fx.debug.report import fused_name
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import axes, result, tensor
+from mla_fx.layout import result, tensor
 from mla_fx.match import NearestMiss
-from mla_fx.operands import ATTENTION, CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined
+from mla_fx.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined
 from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
 from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
 from mla_fx.readings.element import Element, element_of, resolve
 from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.sizes import Size
 from mla_fx.readings.views import args_of, fresh_index, shape_of, written_slice
-from mla_fx.replacement import Replacement, replaced
+from mla_fx.replacement import ATTENTION, Replacement, replaced
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten
@@ -118,23 +117,9 @@ class CombinedCache(Rule[Facts]):
         for part in (first, facts.second):
             columns = shifted(composite(part.width), start)
             new = Element(written, (composite(part.batch), composite(part.slot), columns))
-            yield _in_place_of(emit, part, new)
+            yield replaced(emit, part.update.node, part.update.index, new)
             start += extent(columns)
         yield replaced(emit, facts.node, (*facts.index[:-1], of_axis(old.axis)), result(written, dims))
-
-
-def _in_place_of(emit: Emitter, part: CacheRoles, new: Element) -> Replacement:
-    """What was written of some columns, which lie further apart now: a copy is due where somebody may mind."""
-    old, index = part.update.node, part.update.index
-    if not all(map(_takes_any_layout, old.users)):
-        return replaced(emit, old, index, new)
-    return Replacement(old, tensor(emit, new, [axes(dim, "a cache", old) for dim in index], expand=True))
-
-
-def _takes_any_layout(user: Node) -> bool:
-    if user.target is aten.view.default:
-        return all(further.target is aten.slice_scatter.default for further in user.users)
-    return fused_name(user) is not None or user.target in (aten.reshape.default, aten.slice_scatter.default)
 
 
 def _puts_columns(node: Node) -> bool:

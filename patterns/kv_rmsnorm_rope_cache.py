@@ -23,7 +23,6 @@ from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.match import CallPattern, NearestMiss, Operand, either, rms_norm, rope, stored, var
 from mla_fx.operands import (
-    ATTENTION,
     CacheRoles,
     Joined,
     cache_roles,
@@ -43,7 +42,7 @@ from mla_fx.readings.element import Element, element_of
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope
 from mla_fx.readings.views import named_argument, shape_of
-from mla_fx.replacement import Replacement
+from mla_fx.replacement import ATTENTION, Replacement
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten

@@ -15,14 +15,13 @@ from torch.fx import Graph, Node
 
 from mla_fx.binding import Match
 from mla_fx.cases import DR, Appended, Case, WeightedQuery
-from mla_fx.debug.report import fused_name
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
 from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.match import OperandAxes, ValuePattern, rope, var
 from mla_fx.operands import emit_table, last_dimension, roles
 from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.element import Element, element_of
+from mla_fx.readings.element import element_of
 from mla_fx.readings.rope import Rope
 from mla_fx.readings.views import named_argument
 from mla_fx.replacement import Replacement, replaced
@@ -104,12 +103,6 @@ class RopeAlone(Rule[Facts]):
         x = tensor(emit, facts.match["x"], (*outer, facts.n, facts.r))
         cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
         out = emit.call(torch.ops.mla_fx.rope.default, x, cos, sin, rope_layout=rotation.layout)
-        yield _replaced(emit, facts.match, result(out, (*outer, facts.n, roles(facts.match, "value")[-1])))
-
-
-def _replaced(emit: Emitter, match: Match, element: Element) -> Replacement:
-    """Operators of this project take any strides; for others, the old ones are kept."""
-    old = match.reading(OperandAxes, "value.axes")
-    if not all(map(fused_name, old.node.users)):
-        return replaced(emit, old.node, old.dims, element)
-    return Replacement(old.node, tensor(emit, element, roles(match, "value"), dtype=element.dtype))
+        old = facts.match.reading(OperandAxes, "value.axes")
+        element = result(out, (*outer, facts.n, roles(facts.match, "value")[-1]))
+        yield replaced(emit, old.node, old.dims, element)

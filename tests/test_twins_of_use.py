@@ -1,0 +1,138 @@
+"""Layers that compute the same, and differ only in who else reads a value, how a value lies in memory, or what shares
+memory with what: a rewrite that was found in the first is right in the second too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import QUIET, Layer, Sizes, arguments, check
+from torch import nn
+
+pytestmark = [pytest.mark.filterwarnings(mark) for mark in (*QUIET, "ignore::mla_fx.MlaWarning")]
+
+SIZES = Sizes(tokens=4)
+
+
+class Watched(Layer):
+    """A layer in which one more reader may look at the value at some `place`; what it finds is an output."""
+
+    def __init__(self, place=None, use=None):
+        super().__init__(SIZES)
+        self.place, self.use, self.found = place, use, ()
+
+    def seen(self, place, value):
+        if place == self.place:
+            self.found = self.use(value)
+        return value
+
+    def norm(self, x, gamma):
+        return self.seen("query latent" if gamma is self.q_gamma else "latent", super().norm(x, gamma))
+
+    def query(self, x):
+        return self.seen("query", super().query(self.seen("hidden states", x)))
+
+    def rows(self, x):
+        latent, k_rope = super().rows(x)
+        return self.seen("latent row", latent), self.seen("rotary row", k_rope)
+
+    def rotate_key(self, x, *tables):
+        return self.seen("rotated row", self.rotate(x, *tables))
+
+    def store(self, latent, k_rope, position, kv_cache, kr_cache):
+        self.seen("old cache", kv_cache)
+        written = kv_cache.index_copy(2, position, latent), kr_cache.index_copy(2, position, k_rope)
+        kv_cache.copy_(self.seen("written latents", written[0]))
+        kr_cache.copy_(self.seen("written keys", written[1]))
+        return written
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        return self.seen("attended", super().attend(q_nope, self.seen("rotated query", q_rope), latent, k_rope, mask))
+
+    def scores(self, query, key):
+        return self.seen("scores", super().scores(query, key))
+
+    def combine(self, scores, value):
+        return self.seen("probabilities", scores.softmax(-1)) @ value
+
+
+class InHalves(Watched):
+    """One cache for both, whose columns are written in two."""
+
+    def store(self, latent, k_rope, position, cache, _):
+        rank = self.sizes.rank
+        latents = self.seen("written latents", cache[..., :rank].index_copy(2, position, latent))
+        keys = self.seen("written keys", cache[..., rank:].index_copy(2, position, k_rope))
+        cache.copy_(cache.slice_scatter(latents, -1, 0, rank).slice_scatter(keys, -1, rank, rank + keys.shape[-1]))
+        self.seen("written cache", cache)
+        return cache.split([rank, keys.shape[-1]], dim=-1)
+
+
+class AbsorbedHere(Watched):
+    """The weights are absorbed by the program, so that the query that enters the operator is a value of its own."""
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        z = self.sizes
+        weight = self.kv_b.unflatten(0, (z.heads, -1))
+        query = self.seen("absorbed query", torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, : z.nope]))
+        q_rope = self.seen("rotated query", q_rope)
+        latent, k_rope = latent.squeeze(1), k_rope.squeeze(1)
+        scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", q_rope, k_rope)
+        probabilities = self.seen("probabilities", (scores * z.query**-0.5 + mask).softmax(-1))
+        out = self.seen("attended", torch.einsum("bnst,btc->bnsc", probabilities, latent))
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, z.nope :])
+
+
+class Model(nn.Module):
+    """Layers, each with caches of its own; returns what the watching ones found, too."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, tables, position, caches):
+        x = x.tanh()
+        for layer, own in zip(self.layers, caches, strict=True):
+            x = x + layer(x, tables, position, own)
+        return x, [layer.found for layer in self.layers]
+
+
+def as_one_row(value):
+    """A view that no other layout allows."""
+    slowest_first = sorted(range(value.ndim), key=lambda dim: -value.stride(dim))
+    dense = value.permute(slowest_first)
+    return dense.view(-1) * 2 if dense.is_contiguous() else dense.flatten() * 2
+
+
+USES = {
+    "strides": lambda value: value.as_strided((3, 4), (7, 1), 2) * 2,
+    "one row": as_one_row,
+    "returned": lambda value: (value, value),
+    "summed": lambda value: value.sum(-1),
+}
+
+PLACES = {
+    Watched: [
+        "hidden states", "query latent", "latent", "query", "latent row", "rotary row", "rotated row", "old cache",
+        "written latents", "written keys", "rotated query", "scores", "probabilities", "attended",
+    ],
+    InHalves: ["written latents", "written keys", "written cache"],
+    AbsorbedHere: ["absorbed query", "rotated query", "attended", "probabilities"],
+}  # fmt: skip
+
+CASES = [(kind, place) for kind, places in PLACES.items() for place in places]
+
+
+def given(kinds):
+    x, tables, position, _ = arguments(SIZES)
+    caches = []
+    for number, kind in enumerate(kinds):
+        latents, keys = (cache + number for cache in arguments(SIZES)[3])
+        caches.append((torch.cat((latents, keys), -1), keys) if kind is InHalves else (latents, keys))
+    return x, tables, position, caches
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+@pytest.mark.parametrize("kind, place", CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_one_more_reader(kind, place, order):
+    layers = [kind(), *(kind(place, use) for use in USES.values())]
+    check(Model(*(layers if order == "second" else layers[::-1])), given([kind] * len(layers)))
