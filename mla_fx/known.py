@@ -119,7 +119,8 @@ def described(value: Any) -> Any:
 
 
 def signature(value: Any) -> Any:
-    """Shape, strides, type and device of a value: equal ones are computed with alike."""
+    """Shape, strides, type and device of a value, and whether it is held conjugated or negated: equal ones are computed
+    with alike."""
     if isinstance(value, torch.SymInt):
         return size_of(value)
     if not isinstance(value, torch.Tensor):
@@ -128,4 +129,4 @@ def signature(value: Any) -> Any:
     strides: Any = value.stride()
     if has_symbolic_sizes(value):
         sizes, strides = (tuple(map(size_of, numbers)) for numbers in (sizes, strides))
-    return sizes, strides, value.dtype, value.device
+    return sizes, strides, value.dtype, value.device, value.is_conj(), value.is_neg()

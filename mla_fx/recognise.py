@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .lower import lowered
 from .match import NearestMiss
-from .readings.views import name_of
+from .readings.views import name_of, noting
 from .replacement import Replacement, apply, check_nothing_is_lost
 from .replay import Recipe, recipe, replay
 from .rule import Rule
@@ -62,44 +63,50 @@ def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) 
         images = found.images(anchor)
         if images is None:
             continue
-        try:
-            with run.emit.at(anchor, rule.name):
-                erased = apply(run.emit, replay(run.emit, found, images))
-        except NoMatch:
-            continue
-        _note_origins(run.emit, erased)
-        return True
+        with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):
+            _apply(run, rule, replay(run.emit, found, images))
+            return True
     return False
 
 
 def _try_at(run: Run, rule: Rule[Any], anchor: Node, nearest: NearestMiss, recipes: deque[Recipe]) -> bool:
-    try:
-        for match in rule.bindings(anchor, nearest):
-            if _rewrite(run, rule, anchor, match, nearest, recipes):
-                return True
-    except NoMatch as miss:
-        nearest.fail(Match(), miss)
+    with noting() as looked_into:
+        try:
+            for match in rule.bindings(anchor, nearest):
+                if _rewrite(run, rule, anchor, match, nearest, recipes, looked_into):
+                    return True
+        except NoMatch as miss:
+            nearest.fail(Match(), miss)
     return False
 
 
 def _rewrite(
-    run: Run, rule: Rule[Any], anchor: Node, match: Match, nearest: NearestMiss, recipes: deque[Recipe]
+    run: Run,
+    rule: Rule[Any],
+    anchor: Node,
+    match: Match,
+    nearest: NearestMiss,
+    recipes: deque[Recipe],
+    looked_into: Set[Node],
 ) -> bool:
     """Adds the new nodes and puts them in the place of the old ones; a refusal on the way takes all of it back."""
     try:
         facts = rule.check(match.settled())
         with run.emit.at(anchor, rule.name):
             replacements = list(rule.rewrite(run.emit, facts))
-            _check(run, rule, replacements)
-            found = recipe(run.emit, anchor, replacements)
-            erased = apply(run.emit, replacements)
+            found = recipe(run.emit, anchor, looked_into, replacements)
+            _apply(run, rule, replacements)
     except NoMatch as miss:
         nearest.fail(match, miss)
         return False
     if found is not None:
         recipes.appendleft(found)
-    _note_origins(run.emit, erased)
     return True
+
+
+def _apply(run: Run, rule: Rule[Any], replacements: Sequence[Replacement]) -> None:
+    _check(run, rule, replacements)
+    _note_origins(run.emit, apply(run.emit, replacements))
 
 
 def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:

@@ -1,8 +1,12 @@
 """A rewrite that was found in one place, done again where the graph is the same.
 
-Between the operands of a rewrite and the values that it replaces lies a part of the graph that is closed: nothing
-enters it but the operands. Where another part is the same, call for call, it computes the same from operands of its
-own; so the same calls replace it, and nothing need be read again. What is not surely the same is matched anew."""
+What a rule knows of a graph are the calls whose arguments it asked for, which readings note as they are asked. Where
+the same calls lead to the values that are replaced, call for call and each with a result of the same kind, the rule
+would find the same; so the same calls replace them, and nothing need be read again. Of what lies behind calls that
+nobody looked into it knows no more than kind, shape and type. What is not surely the same is matched anew.
+
+Whatever else decides is asked at each place: the layout of what is replaced, which its readers decide, whether all that
+enters a value still does, and what the target says."""
 
 from __future__ import annotations
 
@@ -18,7 +22,6 @@ from torch.fx.node import map_arg
 from .emitter import Emitter
 from .known import signature
 from .readings.element import constant, is_parameter
-from .readings.views import args_of
 from .replacement import Replacement
 
 MOST_NODES = 1000  # behind the replaced values; a larger part of a graph is not kept
@@ -34,6 +37,7 @@ class _Call(NamedTuple):
     target: Any
     args: Any
     kwargs: Any
+    known: Any  # the signature of the result
 
 
 class _Way(NamedTuple):
@@ -55,13 +59,13 @@ class _Way(NamedTuple):
 class Recipe:
     """What a rewrite read, and what it added in its place.
 
-    `ends` are the values that are replaced, and the ways to them from the anchor. `calls` compute these from `inputs`,
-    of which the rewrite knows no more than kind, shape and type: graph inputs, and operands of floating type. Behind
-    an operand of whole numbers or flags it may have looked, as for a position that is never negative."""
+    `ends` are the values that are replaced, and the ways to them from the anchor. `calls` lie behind them: those that
+    were looked into, and the `inputs` of these. `sources` are the operations from which operands were read."""
 
     ends: tuple[tuple[Node, _Way], ...]
     calls: Mapping[Node, _Call]
-    inputs: Mapping[Node, Any]
+    inputs: Set[Node]
+    sources: Set[Node]
     added: tuple[_Call, ...]
     replacements: tuple[Replacement, ...]
 
@@ -79,35 +83,39 @@ class Recipe:
                     return None
                 continue
             images[one] = other
+            call = self.calls[one]
+            if other.op != one.op or _known(other) != call.known:
+                return None
             if one in self.inputs:
-                if not self._may_stand_for(one, other):
+                if not _may_stand_for(one, other):
                     return None
-            elif not _is_same_call(self.calls[one], other, pending):
+            elif not _is_same_call(call, other, pending):
                 return None
         return images if len(set(images.values())) == len(images) else None
 
-    def _may_stand_for(self, one: Node, other: Node) -> bool:
-        is_alike = other.op == one.op and signature(other.meta["val"]) == self.inputs[one]
-        return is_alike and constant(one) == constant(other)
+
+def _may_stand_for(one: Node, other: Node) -> bool:
+    if "val" not in one.meta:
+        return one is other  # a module that the graph calls
+    return constant(one) == constant(other)
 
 
-def recipe(emit: Emitter, anchor: Node, replacements: Sequence[Replacement]) -> Recipe | None:
+def recipe(emit: Emitter, anchor: Node, looked_into: Set[Node], replacements: Sequence[Replacement]) -> Recipe | None:
     """What was just found at `anchor`, before it is applied; None if it cannot be done again elsewhere."""
-    sources = {source for source in emit.sources if _is_floating(source.meta["val"])}
     ends = [(one.old, way) for one in replacements if (way := _way(anchor, one.old)) is not None]
-    calls = _behind([end for end, _ in ends], sources)
-    if calls is None or len(ends) < len(replacements):
+    calls = _behind([end for end, _ in ends], looked_into)
+    if calls is None or len(ends) < len(replacements) or any(_is_input(one.old, looked_into) for one in replacements):
         return None
-    inputs = {node: signature(node.meta["val"]) for node in calls if _is_input(node, sources)}
-    own = {node: call for node, call in calls.items() if node not in inputs}
+    inputs = {node for node in calls if _is_input(node, looked_into)}
     added = _ordered(emit.added, calls)
     if added is None:
         return None
-    return Recipe(tuple(ends), own, inputs, added, tuple(replacements))
+    return Recipe(tuple(ends), calls, inputs, emit.sources & calls.keys(), added, tuple(replacements))
 
 
 def replay(emit: Emitter, found: Recipe, images: Images) -> list[Replacement]:
     """Adds the calls of a recipe, on what stands for their operands, and replaces what stands for the old values."""
+    emit.sources = {images[source] for source in found.sources}
     there = dict(images)
     for call in found.added:
         args, kwargs = (map_arg(value, lambda node: there.get(node, node)) for value in (call.args, call.kwargs))
@@ -115,12 +123,8 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> list[Replacement]:
     return [Replacement(there[one.old], there[one.new]) for one in found.replacements]
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _behind(ends: list[Node], sources: Set[Node]) -> dict[Node, _Call] | None:
-    """Everything that the ends are computed from, sources and graph inputs included but nothing behind them."""
+def _behind(ends: list[Node], looked_into: Set[Node]) -> dict[Node, _Call] | None:
+    """The calls looked into behind the ends, and their operands; None if these are too many."""
     calls: dict[Node, _Call] = {}
     pending = list(ends)
     while pending:
@@ -130,17 +134,21 @@ def _behind(ends: list[Node], sources: Set[Node]) -> dict[Node, _Call] | None:
         if len(calls) == MOST_NODES:
             return None
         calls[node] = _call(node)
-        if not _is_input(node, sources):
+        if not _is_input(node, looked_into):
             pending += node.all_input_nodes
     return calls
 
 
-def _is_input(node: Node, sources: Set[Node]) -> bool:
-    return node in sources or is_parameter(node)
+def _is_input(node: Node, looked_into: Set[Node]) -> bool:
+    return node not in looked_into or is_parameter(node)
 
 
 def _call(node: Node) -> _Call:
-    return _Call(node, node.target, args_of(node), node.kwargs)
+    return _Call(node, node.target, node.args, node.kwargs, _known(node))
+
+
+def _known(node: Node) -> Any:
+    return signature(node.meta.get("val"))
 
 
 def _ordered(added: Iterable[Node], calls: Mapping[Node, _Call]) -> tuple[_Call, ...] | None:
@@ -184,9 +192,9 @@ def _users(node: Node) -> list[Node]:
 
 def _is_same_call(call: _Call, other: Node, pending: list[tuple[Node, Node]]) -> bool:
     """Both call the same with the same arguments, provided that the `pending` pairs of operands are the same."""
-    if other.op != "call_function" or call.target is not other.target:
+    if call.target is not other.target:
         return False
-    return _is_same(call.args, args_of(other), pending) and _is_same(call.kwargs, other.kwargs, pending)
+    return _is_same(call.args, other.args, pending) and _is_same(call.kwargs, other.kwargs, pending)
 
 
 def _is_same(one: Any, other: Any, pending: list[tuple[Node, Node]]) -> bool:

@@ -45,6 +45,7 @@ from mla_fx.readings.element import Element, element_of
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.sizes import at_most, product
 from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
+from mla_fx.readings.views import args_of
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
@@ -290,7 +291,7 @@ class MlaAttention(Rule[Facts]):
     def looks_like_mla(self, anchor: Node) -> bool:
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
         output = weighted_sum(anchor)
-        values = anchor.args[2:3] if output is None else output.args[:2]
+        values = args_of(anchor)[2:3] if output is None else args_of(output)[:2]
         return any(seems_low_rank(element_of(value)) for value in values if isinstance(value, Node))
 
 

@@ -26,7 +26,7 @@ from mla_fx.readings.axes import axes_of, cuts
 from mla_fx.readings.element import element_of
 from mla_fx.readings.paged import GATHERS, Paged, paged
 from mla_fx.readings.reading import Reading, renamed
-from mla_fx.readings.views import args_of, named_argument
+from mla_fx.readings.views import args_of, named_argument, operands_of, options_of
 from mla_fx.replacement import ATTENTION, Replacement
 from mla_fx.rule import Rule
 
@@ -117,6 +117,6 @@ class PagedContext(Rule[Facts]):
 def with_pages(emit: Emitter, old: Node, pages: dict[str, Node], table: Node) -> Node:
     """The call with pages for its contexts; its other operands are what they were."""
     gathered = {named_argument(old, name): new for name, new in pages.items()}
-    emit.sources.update(node for node in old.all_input_nodes if node not in gathered)
+    emit.sources.update(node for node in operands_of(old) if node not in gathered)
     args = [gathered.get(value, value) if isinstance(value, Node) else value for value in args_of(old)]
-    return emit.call(old.target, *args, **{**old.kwargs, "block_table": table})
+    return emit.call(old.target, *args, **{**options_of(old), "block_table": table})

@@ -214,7 +214,7 @@ def recorded(graph, anchor, old=None, reads=None):
     with emit.at(graph.output_node(), "test"):
         emit.sources.add(source)
         new = emit.call(aten.cos.default, reads or source)
-        return emit, recipe(emit, anchor, [Replacement(old or anchor, new)])
+        return emit, recipe(emit, anchor, set(graph.nodes), [Replacement(old or anchor, new)])
 
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)

@@ -104,7 +104,7 @@ def as_one_row(value):
 
 
 USES = {
-    "strides": lambda value: value.as_strided((3, 4), (7, 1), 2) * 2,
+    "strides": lambda value: value.as_strided((3, 4), (29, 1), 2) * 2,
     "one row": as_one_row,
     "returned": lambda value: (value, value),
     "summed": lambda value: value.sum(-1),
@@ -136,3 +136,68 @@ def given(kinds):
 def test_one_more_reader(kind, place, order):
     layers = [kind(), *(kind(place, use) for use in USES.values())]
     check(Model(*(layers if order == "second" else layers[::-1])), given([kind] * len(layers)))
+
+
+def one_buffer(caches):
+    """Both caches are columns of one tensor."""
+    latents, keys = caches
+    return torch.cat((latents, keys), -1).split([latents.shape[-1], keys.shape[-1]], -1)
+
+
+def in_layout(order):
+    def laid_out(caches):
+        back = [order.index(dim) for dim in range(len(order))]
+        return tuple(cache.permute(order).contiguous().permute(back) for cache in caches)
+
+    return laid_out
+
+
+LAYOUTS = {
+    "both caches in one buffer": one_buffer,
+    "every other slot": lambda caches: tuple(cache.repeat_interleave(2, 2)[:, :, ::2] for cache in caches),
+    "behind other slots": lambda caches: tuple(torch.cat((cache, cache), 2)[:, :, SIZES.context :] for cache in caches),
+    "columns before slots": in_layout((0, 1, 3, 2)),
+    "slots before sequences": in_layout((2, 0, 1, 3)),
+    "a wider row": lambda caches: tuple(torch.cat((cache, cache), -1)[..., : cache.shape[-1]] for cache in caches),
+}
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+@pytest.mark.parametrize("kind", [Watched, InHalves], ids=lambda kind: kind.__name__)
+def test_caches_in_other_layouts(kind, order):
+    """Layers that are alike in all but how their caches lie in memory, and what these share it with."""
+    numbers = range(1 + len(LAYOUTS))
+    x, tables, position, plain = given([kind for _ in numbers])
+    caches = [plain[0], *(lay_out(pair) for lay_out, pair in zip(LAYOUTS.values(), plain[1:], strict=True))]
+    model = Model(*(kind() for _ in numbers))
+    check(model, (x, tables, position, caches if order == "second" else caches[::-1]))
+
+
+def transposed(layer):
+    for name, weight in list(layer.named_parameters()):
+        if weight.ndim == 2:
+            setattr(layer, name, nn.Parameter(weight.detach().T.contiguous().T))
+
+
+def in_one_storage(layer):
+    rank = SIZES.query_rank
+    whole = torch.cat((layer.q_a.detach(), layer.kv_a.detach()))
+    layer.q_a, layer.kv_a = nn.Parameter(whole[:rank]), nn.Parameter(whole[rank:])
+
+
+WEIGHTS = [transposed, in_one_storage]
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_weights_in_other_layouts(order):
+    layers = [Watched(), *(Watched() for _ in WEIGHTS)]
+    for lay_out, layer in zip(WEIGHTS, layers[1:], strict=True):
+        lay_out(layer)
+    check(Model(*(layers if order == "second" else layers[::-1])), given([Watched] * len(layers)))
+
+
+def test_layers_that_share_caches():
+    """The second layer writes over what the first has written; the third has caches of its own."""
+    x, tables, position, caches = given([Watched] * 3)
+    caches[1] = caches[0]
+    check(Model(Watched(), Watched(), Watched()), (x, tables, position, caches))

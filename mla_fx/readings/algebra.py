@@ -13,7 +13,7 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .element import CASTS, Element, constant, operand
-from .views import args_of, argument
+from .views import args_of, argument, options_of
 
 aten = torch.ops.aten
 
@@ -155,7 +155,7 @@ def _factors(node: Node) -> list[tuple[Any, float]]:
     target = node.target
     if target in (aten.mul.Tensor, aten.mul.Scalar):
         return [(args_of(node)[0], 1.0), (args_of(node)[1], 1.0)]
-    if target is aten.div.Tensor and not node.kwargs:
+    if target is aten.div.Tensor and not options_of(node):
         return [(args_of(node)[0], 1.0), (args_of(node)[1], -1.0)]
     if target in _POWERS:
         return [(args_of(node)[0], _POWERS[target])]

@@ -25,6 +25,7 @@ from .views import (
     fresh_index,
     move,
     name_of,
+    options_of,
     pieces,
     shape_of,
     written_position,
@@ -267,7 +268,7 @@ def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Nod
 def _slot(block: Element, offset: Element, size: Size) -> Element | None:
     """What both are computed from, if they are the block of a slot and its offset in there, rounded down."""
     divided, rest = block.node, offset.node
-    if divided.target is aten.div.Tensor_mode and divided.kwargs.get("rounding_mode") != "floor":
+    if divided.target is aten.div.Tensor_mode and options_of(divided).get("rounding_mode") != "floor":
         return None
     if divided.target not in (aten.div.Tensor_mode, aten.floor_divide.default) or rest.target not in REMAINDERS:
         return None
@@ -320,7 +321,7 @@ def _counts_sequences(where: Node, old: Node) -> bool:
 def _counts_from_zero(node: Node) -> bool:
     """`arange(n)`: with a sequence axis as its index it counts the sequences of the cache, all of them."""
     if node.target is torch.ops.prims.iota.default:
-        return bool(node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1)
+        return bool(options_of(node).get("start") == 0 and options_of(node).get("step") == 1)
     if node.target is aten.arange.start_step:
         return bool(argument(node, 0, "start") == 0 and argument(node, 2, "step", 1) == 1)
     if node.target is aten.arange.start:

@@ -15,7 +15,7 @@ from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
 from .element import CASTS, EXACT, Element, constant, operand
 from .sizes import Size, at_most, plain
-from .views import args_of, argument, integer, name_of, number
+from .views import args_of, argument, integer, name_of, number, options_of
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def _steps(node: Node) -> tuple[Size, int] | None:
     if node.target is aten.arange.default:
         return 0, 1
     if node.target is IOTA:
-        start, step = node.kwargs.get("start"), node.kwargs.get("step")
+        start, step = options_of(node).get("start"), options_of(node).get("step")
     elif node.target in ARANGES:
         start, step = argument(node, 0, "start"), argument(node, 2, "step", 1)
     else:

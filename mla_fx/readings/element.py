@@ -19,7 +19,7 @@ from mla_fx.torch_private import is_frozen, is_lifted, share_storage, unset_fake
 
 from .axes import Axis, Index, speaks_of, substitute
 from .joins import rejoined
-from .views import Place, args_of, argument, broadcast, fresh_index, move, name_of
+from .views import Place, args_of, argument, broadcast, fresh_index, move, name_of, operands_of, options_of
 
 aten = torch.ops.aten
 
@@ -224,7 +224,7 @@ def _divided(node: Node, index: tuple[Index, ...]) -> Step | None:
 
 
 def _added(node: Node, index: tuple[Index, ...]) -> Step | None:
-    is_nothing = len(args_of(node)) == 2 and not node.kwargs and constant(args_of(node)[1]) == 0
+    is_nothing = len(args_of(node)) == 2 and not options_of(node) and constant(args_of(node)[1]) == 0
     return _scaled(node, args_of(node)[0], index, 1.0 if is_nothing else None)
 
 
@@ -361,7 +361,7 @@ def computed_from(node: Node, since: Node | None = None) -> Iterator[Node]:
     """Everything that a value is computed from, no earlier than `since` if that is given."""
     pending, seen = [node], {node}
     while pending:
-        for source in pending.pop().all_input_nodes:
+        for source in operands_of(pending.pop()):
             if source in seen or (since is not None and source < since):
                 continue
             seen.add(source)

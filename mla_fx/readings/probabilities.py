@@ -94,7 +94,7 @@ def exponential(value: object) -> Node | None:
             return value
         if value.target not in MOVERS and value.target not in CASTS:
             return None
-        value = value.args[0] if value.args else None
+        value = next(iter(args_of(value)), None)
     return None
 
 

@@ -16,7 +16,7 @@ from .contraction import summed
 from .element import CASTS, Element, resolve
 from .reading import Reading
 from .sizes import product, ratio
-from .views import args_of, argument, name_of
+from .views import args_of, argument, name_of, operands_of
 
 aten = torch.ops.aten
 LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}
@@ -43,7 +43,7 @@ class RmsNorm(Reading):
 def rms_norm(element: Element) -> RmsNorm:
     """Reads `element` as an RMSNorm with a weight. Raises NoMatch if it is none."""
     node = element.origin
-    if LAYER_NORMS & {node.target, *(source.target for source in node.all_input_nodes)}:
+    if LAYER_NORMS & {node.target, *(source.target for source in operands_of(node))}:
         raise NoMatch("a LayerNorm stands where an RMSNorm is expected", node)
     roots = [factor for factor, power in as_product(element).factors if power == -0.5]
     if not roots:
@@ -191,7 +191,7 @@ def _multiplying(node: Node, gamma: Node) -> Node | None:
 def _comes_from(node: Node, origin: Node) -> bool:
     while node is not origin:
         source = args_of(node)[0] if args_of(node) else None
-        if not isinstance(source, Node) or len(node.all_input_nodes) != 1:
+        if not isinstance(source, Node) or len(operands_of(node)) != 1:
             return False
         node = source
     return True

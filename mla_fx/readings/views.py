@@ -6,8 +6,10 @@ in a single operand (a read that straddles the pieces of a cat). To teach the co
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,9 +27,40 @@ Place = tuple[Node, tuple[Index, ...]]
 Mover = Callable[[Node, tuple[Index, ...]], "Place | None"]
 
 
+_looked_at: ContextVar[set[Node] | None] = ContextVar("nodes whose arguments were asked for", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[set[Node]]:
+    """Within it, every node whose arguments are asked for is noted: all that readings know of how a value is
+    computed."""
+    noted: set[Node] = set()
+    token = _looked_at.set(noted)
+    try:
+        yield noted
+    finally:
+        _looked_at.reset(token)
+
+
 def args_of(node: Node) -> tuple[Any, ...]:
-    """The arguments of a node; torch types them as anything that a graph may hold."""
+    """The arguments of a node; torch types them as anything that a graph may hold. Readings have no other way to them,
+    and to operands and options, than this and the two below."""
+    noted = _looked_at.get()
+    if noted is not None:
+        noted.add(node)
     return node.args
+
+
+def options_of(node: Node) -> Mapping[str, Any]:
+    """The arguments of a node that are given by name."""
+    args_of(node)
+    return node.kwargs
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The nodes among the arguments of a node."""
+    args_of(node)
+    return node.all_input_nodes
 
 
 INPUT_NAME = "mla_fx_input"  # in the meta of a graph input: what the user calls it
@@ -75,7 +108,7 @@ def argument(node: Node, position: int, name: str = "", default: Any = None) -> 
         return args_of(node)[position]
     if not name and isinstance(node.target, OpOverload):
         name = node.target._schema.arguments[position].name
-    return node.kwargs.get(name, default)
+    return options_of(node).get(name, default)
 
 
 def named_argument(call: Node, name: str) -> Any:

@@ -1,0 +1,58 @@
+"""Rules and readings look into a graph in ways that are noted, so that a replay compares all that a rule has seen."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import mla_fx
+from mla_fx import discover, readings
+from mla_fx.readings import views
+
+ROOT = Path(inspect.getfile(mla_fx)).parent
+RULES = [Path(inspect.getfile(type(rule))) for rule in discover.rules()]
+READINGS = [path for path in Path(readings.__path__[0]).glob("*.py") if path.stem != "sizes"]  # which sees no nodes
+OTHERS = [ROOT / f"{name}.py" for name in ("binding", "factors", "layout", "masks", "match", "operands")]
+FILES = sorted({*RULES, *READINGS, *OTHERS})
+
+# Arguments are asked for here, and noted.
+NOTING = {"args_of", "options_of", "operands_of"}
+# Readers are looked for here alone, to find where to begin: what is found is then read as anything else is. Whatever
+# depends on who reads a value is decided where a replacement is applied.
+FINDING = {"anchors", "written_alike", "weighted_sum", "_guards", "_first_result", "products", "_rounded"}
+# A call's place in memory is asked for here, where a replacement is applied.
+LAYING_OUT = {"_is_whole", "_strides_and_offset"}
+
+SEEN_IN = {
+    **dict.fromkeys(("args", "kwargs", "all_input_nodes", "_input_nodes"), NOTING),
+    **dict.fromkeys(("users", "prev", "next", "find_nodes"), FINDING),
+    **dict.fromkeys(("storage_offset", "untyped_storage", "data_ptr", "requires_grad", "_base"), LAYING_OUT),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_nothing_is_seen_that_a_replay_does_not_compare(path):
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, (ast.FunctionDef, ast.Lambda)):
+            continue
+        name = getattr(function, "name", "a lambda")
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and node.attr in SEEN_IN:
+                assert name in SEEN_IN[node.attr], f"{path.name}:{node.lineno}: {name} asks for {node.attr}"
+
+
+def test_what_is_asked_for_is_noted():
+    from torch.fx import Graph
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    calls = [graph.call_function(max, (x,), {"key": None}) for _ in range(4)]
+    with views.noting() as noted:
+        views.args_of(calls[0])
+        assert views.options_of(calls[1]) == {"key": None}
+        assert views.operands_of(calls[2]) == [x]
+    views.args_of(calls[3])
+    assert noted == set(calls[:3])
