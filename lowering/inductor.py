@@ -25,6 +25,7 @@ from mla_fx.torch_private import (
     inductor_options,
     inductor_type,
     is_freezing,
+    is_packaging,
     note_of,
     with_note,
 )
@@ -62,7 +63,9 @@ class Inductor(Target):
         return modes[mode]
 
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
-        """Whatever the operators can be traced as."""
+        """Whatever the operators can be traced as; in a package of AOTInductor, for a process that has none of them."""
+        if is_packaging():
+            return {entry.overload: entry.portable_decomposition for entry in catalogue().values()}
         return {entry.overload: entry.kernel_decomposition for entry in catalogue().values()}
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:

@@ -9,9 +9,11 @@ from torch.fx import Graph, GraphModule
 from . import keeping, ledger
 from .compilation import Compilation, checked, through_dynamo
 from .debug.report import Report
-from .errors import OptionError
+from .errors import FusionError, OptionError
+from .lower import lowered
+from .ops import catalogue
 from .options import MODE, OWN
-from .torch_private import GraphPass
+from .torch_private import GraphPass, OpOverload, is_packaging
 
 
 class MlaPass(GraphPass):
@@ -44,6 +46,7 @@ class MlaPass(GraphPass):
         try:
             if is_inference:
                 compilation.rewrite(gm)
+                _check_portable(gm.graph)
             else:
                 compilation.leave_alone(gm.graph)
         except Exception as error:
@@ -64,6 +67,24 @@ class MlaPass(GraphPass):
 
     def __copy__(self) -> MlaPass:
         return self
+
+
+def _check_portable(graph: Graph) -> None:
+    """Raises FusionError for what a package of AOTInductor cannot hold, which runs where there is no `mla_fx`."""
+    entries = {entry.overload: entry for entry in catalogue().values()}
+    for node in graph.nodes if is_packaging() else ():
+        own = next(filter(_is_own, (node.target, *node.args[:1])), None)
+        if own is None:
+            continue
+        reason = lowered(node, entries[own].portable_decomposition) if own in entries else None
+        raise FusionError(
+            f"a package of AOTInductor runs where there is no mla_fx, but the graph calls {own}, which cannot be taken "
+            f"apart: {reason if isinstance(reason, str) else 'it writes its arguments, or takes lengths as numbers'}"
+        )
+
+
+def _is_own(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.namespace == "mla_fx"
 
 
 def _module_of(graph: Graph) -> GraphModule:

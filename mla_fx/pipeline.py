@@ -27,7 +27,7 @@ from .reinplace import reinplace
 from .rule import Rule
 from .survey import survey
 from .target import Lowering, Target
-from .torch_private import OpOverload, detect_fake_mode
+from .torch_private import OpOverload, detect_fake_mode, python_dispatcher
 from .twins import as_functional, wraps_twins
 
 
@@ -176,7 +176,10 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
         return
     fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
     shape_env = getattr(fake_mode, "shape_env", None)
-    with collector_paused(), known_by(shape_env), equated(written_alike(run.graph)), equated(guarded_alike(shape_env)):
+    known = known_by(shape_env), equated(written_alike(run.graph)), equated(guarded_alike(shape_env))
+    with contextlib.ExitStack() as until_done:
+        for context in (collector_paused(), python_dispatcher(), *known):
+            until_done.enter_context(context)
         for step in passes:
             _run_pass(run, step)
     if run.report.fused and run.is_changed:

@@ -47,9 +47,11 @@ __all__ = [
     "is_frozen",
     "is_known",
     "is_lifted",
+    "is_packaging",
     "make_fx",
     "note_of",
     "passing_dynamo",
+    "python_dispatcher",
     "remainders",
     "share_storage",
     "static_inputs",
@@ -129,6 +131,14 @@ def unset_fake_temporarily() -> Any:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def python_dispatcher() -> Any:
+    """A context in which operators are asked for shapes in Python, as wherever torch traces symbols: some C++ ones would
+    make numbers of them, a pad for one."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()  # type: ignore[no-untyped-call]  # torch left it so
 
 
 def make_fx(
@@ -280,6 +290,13 @@ def is_frozen(value: torch.Tensor) -> bool:
     from torch._inductor.freezing_utils import is_frozen_param
 
     return is_frozen_param(value)
+
+
+def is_packaging() -> bool:
+    """Whether Inductor makes a package of AOTInductor just now; nothing else tells its passes."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
 
 
 def compile_fx_frozen(

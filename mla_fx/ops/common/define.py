@@ -53,6 +53,7 @@ class Operator:
     `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
     trace `body` in place of a call only if `traceable`, and if `stays`, given the same arguments, returns None; a
     sentence from it says why this call has to stay. For `kernel` that is `kernel_stays`, which is `stays` unless given.
+    `portable` is what a compiler traces where no call may stay, in more memory than the kernel wants.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Operator:
     stays: Stays
     kernel: Kernel
     kernel_stays: Stays
+    portable: Kernel
 
     def decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
         """What a compiler may trace in place of a call with such arguments, or a sentence: why the call must stay."""
@@ -75,6 +77,11 @@ class Operator:
     def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
         """The same for a compiler that has PyTorch's own attention."""
         return self._refusal(*args, **kwargs) or self.kernel_stays(*args, **kwargs) or self.kernel
+
+    def portable_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
+        """The same for a graph that is to run where there is no such operator."""
+        stays = self.kernel_stays(*args, **kwargs)
+        return self._refusal(*args, **kwargs) or (self.kernel if stays is None else self.portable)
 
     def _refusal(self, *args: Any, **kwargs: Any) -> str | None:
         if not self.traceable:
@@ -102,6 +109,7 @@ def define(
     stays: Stays = never,
     kernel: Callable[[Record], Any] | None = None,
     kernel_stays: Stays | None = None,
+    portable: Callable[[Record], Any] | None = None,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
@@ -116,7 +124,8 @@ def define(
     computed = body if kernel is None else kernel
     meaning = _on_arguments(body, record)
     signature = inspect.signature(meaning)
-    tracing = traceable, stays, _on_arguments(computed, record), kernel_stays or stays
+    traced, moved = _on_arguments(computed, record), _on_arguments(portable or body, record)
+    tracing = traceable, stays, traced, kernel_stays or stays, moved
 
     def run(a: Record) -> Any:
         check(a)

@@ -14,7 +14,7 @@ from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
 from .lean import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
-from .pages import STAYS, check_contexts, context_of, tiles
+from .pages import STAYS, check_contexts, context_of, in_one_piece, tiles
 
 PART = 2**21  # scores at a time, at least; measured on a CPU
 MAX_PARTS = 4  # each is compiled for itself
@@ -125,6 +125,12 @@ def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
     if a.block_table is not None:
         return STAYS
     return IN_TILES if goes_by_tiles(a.query, a.kv_cache.shape[1]) else None
+
+
+def portable(a: Arguments) -> Tensor:
+    """The same from a copy of the contexts, with all scores kept at once."""
+    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
+    return in_parts(replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None))
 
 
 def _scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -240,4 +246,5 @@ operator = define(
     stays=stays,
     kernel=kernel,
     kernel_stays=kernel_stays,
+    portable=portable,
 )

@@ -17,7 +17,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
 from .lean import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
-from .pages import STAYS, check_contexts, context_of, gathered
+from .pages import STAYS, check_contexts, context_of, gathered, in_one_piece
 
 EXPONENT = 0x7F800000  # the bits of a float32 that alone make a power of two
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
@@ -81,24 +81,35 @@ def body(a: Arguments) -> Tensor:
 def kernel(a: Arguments) -> Tensor:
     """The same in memory that does not grow with S * T. Where S is a symbol, both forms are traced."""
     if _chooses(a):
-        return _either(a)
+        return _either(a, lean)
     if _is_absorbed(a):
         return absorbed(a, latent_attention.kernel)
     return short(a) if _is_short(a) else lean(a)
+
+
+def portable(a: Arguments) -> Tensor:
+    """The same from a copy of the contexts, with all scores kept at once where PyTorch's own attention does not say the
+    same."""
+    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
+    a = replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
+    many = lean if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
+    if _chooses(a):
+        return _either(a, many)
+    return absorbed(a, latent_attention.in_parts) if _is_absorbed(a) else many(a)
 
 
 def _chooses(a: Arguments) -> bool:
     return a.max_absorbed_tokens != 0 and isinstance(a.q_nope.shape[1], torch.SymInt)
 
 
-def _either(a: Arguments) -> Tensor:
+def _either(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
     """A conditional on the S of the call."""
     tensors = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
 
     def form(compute: Callable[[Arguments], Tensor]) -> Callable[..., Tensor]:
         return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
 
-    few, many = form(lambda a: absorbed(a, latent_attention.in_parts)), form(lean)
+    few, many = form(lambda a: absorbed(a, latent_attention.in_parts)), form(expand)
     return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()))
 
 
@@ -287,4 +298,5 @@ operator = define(
     stays=stays,
     kernel=kernel,
     kernel_stays=kernel_stays,
+    portable=portable,
 )

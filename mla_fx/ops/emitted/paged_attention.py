@@ -62,7 +62,7 @@ def body(a: Arguments) -> Tensor:
     Returns [B, S, H, Dv] in the dtype of query. Raises ValueError for arguments that do not fit. Inference only.
     """
     if a.query.shape[1] >= MANY and a.fill is None and (a.mask is None or a.mask.dtype == torch.bool):
-        return _over_copies(a)
+        return portable(a)
     batch, steps, heads, _ = a.query.shape
     kv_heads, width = a.value_cache.shape[2:]
     dtype = accumulation_dtype(a.query.dtype)
@@ -74,7 +74,8 @@ def body(a: Arguments) -> Tensor:
     return _rows_first((out / most).view(batch, heads, steps, width).to(a.query.dtype))
 
 
-def _over_copies(a: Arguments) -> Tensor:
+def portable(a: Arguments) -> Tensor:
+    """The same from a copy of the contexts."""
     heads = a.query.shape[2]
     keys, values = (
         gathered(cache, a.block_table).to(a.query.dtype).transpose(1, 2).repeat_interleave(heads // cache.shape[2], 1)
@@ -83,7 +84,7 @@ def _over_copies(a: Arguments) -> Tensor:
     mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
     seen = seen_keys(mask)
     keys = keys if seen is None else keys.masked_fill(~seen.unsqueeze(1), 0)
-    return _rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale))
+    return _rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale, fill=a.fill))
 
 
 def _rows_first(out: Tensor) -> Tensor:
@@ -184,4 +185,5 @@ operator = define(
     fake=fake,
     samples=samples,
     stays=stays,
+    portable=portable,
 )

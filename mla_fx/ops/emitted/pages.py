@@ -23,6 +23,11 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     return rows
 
 
+def in_one_piece(cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """The contexts as rows of memory, [B, T, width], copied out of pages or from between others."""
+    return cache.contiguous() if block_table is None else gathered(cache, block_table)
+
+
 def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int]]:
     """The context a few pages at a time, or a part of a large one, with the tokens where each begins and ends."""
     columns, size = block_table.shape[1], cache.shape[1]
