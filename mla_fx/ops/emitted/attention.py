@@ -71,7 +71,7 @@ def undivided(
         return product(probabilities(latent, rotated, mask, scale, fill, sinks, rows_first).to(dtype))
     scores = _scaled(latent, rotated, scale)
     if mask is not None:
-        scores = masked(scores, _aligned(_stored(mask, scores.dtype), rows_first), fill)
+        scores = masked(scores, _aligned(_stored(mask, fill, scores.dtype), rows_first), fill)
     highest = scores.amax(-1, keepdim=True)
     column = None if sinks is None else _column(sinks, scores, rows_first)
     if column is not None:
@@ -106,14 +106,15 @@ def _column(sinks: Tensor, scores: Tensor, rows_first: bool) -> Tensor:
     return sinks.to(scores.dtype).view((-1, 1) if rows_first else (-1, 1, 1))
 
 
-def _stored(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask, added ones in `dtype`, in memory if it is the same for all heads: a compiler would else make it anew
-    for each of them, which takes as long as the softmax. What is read by strides must lie there."""
-    if mask.dim() > 2 and mask.shape[-3] != 1:
+def _stored(mask: Tensor, fill: float | None, dtype: torch.dtype) -> Tensor:
+    """The mask as one that is added to scores of `dtype`, in memory if it is the same for all heads: a compiler would
+    else make it anew for each of them, which takes as long as the softmax. What is read by strides must lie there."""
+    is_wide = mask.dtype == dtype or torch.promote_types(mask.dtype, dtype) != dtype
+    if fill is not None or is_wide or (mask.dim() > 2 and mask.shape[-3] != 1):
         return mask
-    is_narrower = mask.dtype != torch.bool and torch.promote_types(mask.dtype, dtype) == dtype
-    held = mask.to(dtype) if is_narrower else mask
-    return held.as_strided(held.shape, held.stride())
+    is_bool = mask.dtype == torch.bool
+    added = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if is_bool else mask.to(dtype)
+    return added.as_strided(added.shape, added.stride())
 
 
 def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
