@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .aliasing import may_share, owner, readers, surely_shares, writers, written
+from .aliasing import may_share, owner, readers, stride_readers, surely_shares, writers, written
 from .errors import NoMatch
+from .layout import fill_memory_alike
 from .ops import Operator, catalogue
 from .readings.axes import Index, fresh, shifted, substitute
 from .readings.element import Element, resolve
@@ -34,6 +35,11 @@ class Update:
     def value(self) -> Node:
         """What is copied back."""
         return args_of(self.copy_back)[1]  # type: ignore[no-any-return]  # the operand of a copy is a node
+
+    @property
+    def instead(self) -> list[tuple[Node, Node]]:
+        """What is read no more, and what is read in its place."""
+        return [*((result, self.given) for result in self.results), (self.value, self.source)]
 
 
 def reinplace(graph: Graph) -> Counter[str]:
@@ -98,11 +104,18 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
         raise NoMatch(f"the updated {name} is not what the graph input becomes, element for element")
     if any(reader.op == "output" for part in (*update.results, update.value) for reader in readers(part)):
         raise NoMatch(f"the updated {name} is an output")
+    if any(_is_read_elsewhere(result, cache) for result, cache in update.instead):
+        raise NoMatch(f"the updated {name} is read by its strides, which are others in the graph input")
     spared = {node, *_made_for(update)}
     for reader in readers(source):
         if reader not in spared and order.get(reader, len(order)) > order[node]:
             raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
     return update
+
+
+def _is_read_elsewhere(result: Node, cache: Node) -> bool:
+    """Whether what reads a result by its strides would read other elements of the cache."""
+    return next(stride_readers(result), None) is not None and not fill_memory_alike(result, cache)
 
 
 def _results(node: Node, position: int) -> list[Node]:
@@ -199,9 +212,9 @@ def _write_in_place(node: Node, twin: Operator, updates: list[Update]) -> Node:
 
 def _read_the_cache_itself(update: Update) -> None:
     """Drops the copy back, and has what read the operator's result, or what was copied back, read the cache itself."""
-    value = update.value
+    value, instead = update.value, update.instead
     update.copy_back.graph.erase_node(update.copy_back)
-    for result, cache in (*((result, update.given) for result in update.results), (value, update.source)):
+    for result, cache in instead:
         if not _lie_alike(cache, result):
             _view_in_any_layout(result)
         result.replace_all_uses_with(cache)

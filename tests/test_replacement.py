@@ -83,6 +83,48 @@ def test_an_operator_that_would_need_its_own_result_is_refused_and_taken_back():
     torch.testing.assert_close(graph.run(), graph.inputs[0].sin().exp().neg())
 
 
+# --- in what layout ------------------------------------------------------------------------------------------------
+
+
+def in_place_of(function, lay_out=lambda x: x.T.contiguous().T):
+    """`function` reads the sine of x, which is replaced by one that lies elsewhere in memory."""
+    graph = Rewritten(lambda x: function(x.sin()))
+    with graph.emit.at(graph.anchor, "test"):
+        new = inline(graph.emit, lambda x: lay_out(x.sin()), graph["x"])
+        apply(graph.emit, [Replacement(graph["sin"], new)])
+    (x,) = graph.inputs
+    torch.testing.assert_close(graph.run(), function(x.sin()), rtol=0, atol=0)
+    return graph.graph.find_nodes(op="call_function", target=aten.clone.default)
+
+
+READERS = {
+    "a view": lambda value: value.view(12) + 1,
+    "strides": lambda value: value.as_strided((3,), (4,), 1) + 1,
+    "strides of a view": lambda value: value.view(12).as_strided((3,), (4,), 1) + 1,
+    "the caller": lambda value: value,
+    "what is written over": lambda value: value.slice_scatter(value[:1] * 2, 0, 1, 2).view(12),
+    "a view of a reshape": lambda value: aten.reshape.default(value, [3, 4]).view(12) + 1,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_who_minds_the_layout_finds_the_old_one(name):
+    assert len(in_place_of(READERS[name])) == 2
+
+
+def test_who_takes_any_layout_is_handed_what_there_is():
+    assert len(in_place_of(lambda value: (value * 2).slice_scatter(value[:1] * 2, 0, 1, 2))) == 2
+    assert len(in_place_of(lambda value: torch.zeros(3, 4).slice_scatter(value, 0, 0, 3))) == 1
+
+
+def test_who_reads_more_memory_than_the_value_has_none_other():
+    """What lies beside the columns is read, too."""
+    graph = Rewritten(lambda x: (columns := x.sin()[:, :2], columns.as_strided((3, 4), (4, 1))))
+    with pytest.raises(NoMatch, match="reads slice_1 by its strides"), graph.emit.at(graph.anchor, "test"):
+        new = inline(graph.emit, lambda x: x.sin()[:, :2].contiguous(), graph["x"])
+        apply(graph.emit, [Replacement(graph["slice_1"], new)])
+
+
 def lost(function, old, *sources, dtype=torch.float32):
     graph = Rewritten(function, dtype)
     replacements = [Replacement(graph[old], graph[old])]

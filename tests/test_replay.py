@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx import discover
 from mla_fx.emitter import Emitter
+from mla_fx.known import signature
 from mla_fx.replacement import Replacement
 from mla_fx.replay import MOST_NODES, recipe, replay
 
@@ -205,7 +206,7 @@ def sines(function, *inputs):
     return graph, graph.find_nodes(op="call_function", target=aten.sin.default)
 
 
-def recorded(graph, anchor, old=None, reads=None):
+def recorded(graph, anchor, old=None, reads=None, looked_into=None):
     """The recipe that replaces `old` by the cosine of the first graph input behind it, or of what `reads` says."""
     emit = Emitter(graph)
     source = anchor
@@ -214,7 +215,8 @@ def recorded(graph, anchor, old=None, reads=None):
     with emit.at(graph.output_node(), "test"):
         emit.sources.add(source)
         new = emit.call(aten.cos.default, reads or source)
-        return emit, recipe(emit, anchor, set(graph.nodes), [Replacement(old or anchor, new)])
+        looked_into = set(graph.nodes) if looked_into is None else looked_into
+        return emit, recipe(emit, anchor, looked_into, [Replacement(old or anchor, new)])
 
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
@@ -249,6 +251,35 @@ def test_what_is_not_the_same_is_not_taken_for_it(name):
     graph, (first, second) = sines(function, X, other)
     _, found = recorded(graph, first)
     assert found.images(second) is None
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_what_was_looked_into_is_compared_though_it_is_an_operand(looks):
+    """A rule that knows what a factor is made from may rely on it; one that does not takes any."""
+    graph, (first, second) = sines(lambda x, y: ((x * x.relu()).sin(), (y * y.abs()).sin()), X, Y)
+    (product,) = first.all_input_nodes
+    looked_into = {first, product, *(product.all_input_nodes if looks else ())}
+    _, found = recorded(graph, first, looked_into=looked_into)
+    assert (found.images(second) is None) == looks
+
+
+def test_what_nobody_looked_into_is_not_replaced_elsewhere():
+    graph, (first, _) = sines(lambda x, y: (x.sin(), y.sin()), X, Y)
+    assert recorded(graph, first, looked_into=set())[1] is None
+
+
+def test_a_result_of_another_kind_is_not_the_same():
+    """Each call is compared with what it gives: as many numbers as are not zero, which nothing says beforehand."""
+    graph, (first, second) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
+    _, found = recorded(graph, first)
+    relu = second.all_input_nodes[0]
+    relu.meta["val"] = relu.meta["val"].T.contiguous().T
+    assert found.images(second) is None
+
+
+def test_conjugated_numbers_are_of_another_kind():
+    numbers = torch.randn(3, dtype=torch.complex64)
+    assert signature(numbers) == signature(numbers + 1) != signature(numbers.conj())
 
 
 def test_a_way_that_ends_early_leads_nowhere():

@@ -163,7 +163,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("order", ["first", "second"])
-@pytest.mark.parametrize("kind", [Watched, InHalves], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Watched, InHalves, lambda: Watched("written latents", USES["strides"])], ids=["plain", "halves", "strides"]
+)
 def test_caches_in_other_layouts(kind, order):
     """Layers that are alike in all but how their caches lie in memory, and what these share it with."""
     numbers = range(1 + len(LAYOUTS))
