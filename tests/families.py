@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 import mla_fx
+from mla_fx.ledger import listening
 
 # Small values for the fields that decide a model's size; a family takes those it knows.
 SIZES = {
@@ -179,10 +180,10 @@ class Recorder(TorchDispatchMode):
         self.operators: list[tuple[str, tuple[Any, ...]]] = []
 
     def __call__(self, gm: Any, example_inputs: Any) -> Any:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), listening() as reports:
             warnings.simplefilter("ignore", mla_fx.MlaWarning)
             compiled = self.backend(gm, example_inputs)
-        self.reports.append(mla_fx.last_report())
+        self.reports += reports
 
         def run(*inputs: Any) -> Any:
             self.operators.clear()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mla_fx
+from mla_fx.ledger import listening
 
 FUSED = {"mla_prolog": 1, "latent_attention": 1}
 CLOSE = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}  # of float64: a value that went through bfloat16 is not
@@ -178,8 +179,9 @@ class Reporting:
         self.reports: list[mla_fx.Report] = []
 
     def __call__(self, gm: Any, example_inputs: Any) -> Any:
-        compiled = self.backend(gm, example_inputs)
-        self.reports.append(mla_fx.last_report())
+        with listening() as reports:
+            compiled = self.backend(gm, example_inputs)
+        self.reports += reports
         return compiled
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 import mla_fx
+from mla_fx.ledger import listening
 
 TARGETS = ("reference", "inductor")
 WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"
@@ -77,9 +78,9 @@ class _Probe:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         for target, reports in self.reports.items():
-            with _no_compiler(target):
+            with _no_compiler(target), listening() as told:
                 mla_fx.mla_backend(copy.deepcopy(gm), example_inputs, options={"target": target, **self.options})
-            reports.append(mla_fx.last_report())
+            reports += told
         return gm.forward
 
     def outcome(self, target: str) -> Outcome:
