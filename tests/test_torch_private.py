@@ -151,8 +151,26 @@ def test_a_cache_keeps_what_it_was_given_a_key_for():
     assert notes == ["", "note 0", "note 0", "", "note 3"]
 
 
+def test_frames_are_counted_since_dynamo_was_reset():
+    found = []
+
+    def backend(gm, inputs):
+        found.append(torch_private.compiling())
+        return gm.forward
+
+    for size in (1, 2):
+        torch.compile(plus_one, backend=backend, dynamic=False)(torch.ones(size))
+    torch._dynamo.reset()
+    torch.compile(plus_one, backend=backend)(torch.ones(1))
+    assert [count for _, count in found] == [1, 2, 1]
+    assert len({id(frame) for frame, _ in found} - {id(None)}) == 3
+    assert torch_private.compiling() == (None, 1)
+
+
 def test_inductor_tells_of_itself():
     assert {"freezing", "max_autotune", "triton.cudagraphs"} <= torch_private.inductor_options()
+    assert torch_private.inductor_type("freezing") is bool
+    assert torch_private.inductor_type("post_grad_custom_pre_pass") is object
     assert "max-autotune" in torch_private.inductor_modes()
     assert aten.silu.default in torch_private.inductor_decompositions()
 
