@@ -50,13 +50,27 @@ class Base:
     build: Callable[[], torch.nn.Module]
     arguments: Callable[[], tuple[Any, ...]]
     decomposed: bool = False
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def ending(self) -> str:
+        """What its name says of the capture."""
+        return DECOMPOSED if self.decomposed else _in_words(self.dtype)
 
     @property
     def twin(self) -> Base:
         return replace(self, name=f"{self.name}{DECOMPOSED}", decomposed=True)
 
+    def rounded(self, dtype: torch.dtype) -> Base:
+        """In fewer digits, judged by its distance from float64."""
+        return replace(self, name=f"{self.name}{_in_words(dtype)}", dtype=dtype)
+
 
 DECOMPOSED = " (decomposed)"
+
+
+def _in_words(dtype: torch.dtype) -> str:
+    return "" if dtype == torch.float64 else f" ({str(dtype).removeprefix('torch.')})"
 
 
 # --- from the zoo ----------------------------------------------------------------------------------------------------
@@ -114,17 +128,17 @@ SPELLINGS = (
 )  # fmt: skip
 
 
-def _double(value: Any) -> Any:
+def _in(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
-        return tuple(_double(item) for item in value)
+        return tuple(_in(item, dtype) for item in value)
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+    return value.to(torch.complex128 if value.is_complex() else dtype)
 
 
 def zoo_arguments(spelling: Spelling, step: Step) -> tuple[Any, ...]:
     """The zoo's, with tables of any numbers and, where something is seen, a mask of any numbers."""
-    x, tables, positions, mask, caches, place = _double(Entry(spelling).arguments(step))
+    x, tables, positions, mask, caches, place = _in(Entry(spelling).arguments(step), torch.float64)
     draw = torch.Generator().manual_seed(3)
     tables = tuple(torch.randn(table.shape, generator=draw, dtype=table.dtype) for table in tables)
     if ATTEND[spelling.attend].mask == "added":
@@ -147,8 +161,19 @@ LAYERS = (
     *(_from_zoo(sizes, axes) for sizes, axes in SPELLINGS),
     *(_own(name, layer, sizes) for name, (layer, sizes) in layers.LAYERS.items()),
 )
+DTYPES = (torch.float16, torch.float16, torch.bfloat16, torch.float16, torch.float32)
+
+
+def is_complex(name: str) -> bool:
+    return "complex" in name or "conjugated" in name
+
+
 PAIRS = tuple((base, base.twin)[:: 1 if place % 2 else -1] for place, base in enumerate(LAYERS))
-ALL = (*(first for first, _ in PAIRS), *(second for _, second in PAIRS))  # every layer once, then in its other capture
+ROUNDED = tuple(
+    base.rounded(DTYPES[place % len(DTYPES)]) for place, base in enumerate(LAYERS) if not is_complex(base.name)
+)
+# every layer once, then in its other capture, then in fewer digits
+ALL = (*(first for first, _ in PAIRS), *(second for _, second in PAIRS), *ROUNDED)
 BASES = {base.name: base for base in ALL}
 assert len(BASES) == len(ALL)
 
@@ -169,8 +194,9 @@ MAY_STAY_UNFUSED = frozenset(
 @functools.cache
 def captured(name: str) -> Captured:
     base = BASES[name]
-    return capture(base.build(), base.arguments(), decomposed=base.decomposed)
+    arguments = _in(base.arguments(), base.dtype)
+    return capture(base.build().to(base.dtype), arguments, decomposed=base.decomposed, dtype=base.dtype)
 
 
 def may_stay_unfused(name: str) -> bool:
-    return name.removesuffix(DECOMPOSED) in MAY_STAY_UNFUSED
+    return BASES[name].dtype != torch.float64 or name.removesuffix(DECOMPOSED) in MAY_STAY_UNFUSED

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from mla_fx.torch_private import share_storage
 
-from .capture import Captured, evaluate
+from .capture import Captured, copy_of, evaluate
+from .program import Program, Way
 
 aten = torch.ops.aten
 ALL_USERS = -1
@@ -33,10 +35,21 @@ class Bench:
         self.nodes = {node.name: node for node in self.graph.nodes}
         self.changed: set[Node] = set()
         self.place: Node | None = None
+        self.inputs = dict(zip((node.name for node in self._placeholders()), captured.inputs, strict=True))
+        self.held = {node.target: getattr(captured.gm, node.target) for node in self.graph.find_nodes(op="get_attr")}
+        self.changes: list[tuple[str, str, float]] = []  # of inputs, between two calls
+        self.way = Way()
 
-    def module(self) -> GraphModule:
-        """Nobody runs its code, so it is not written either."""
-        return _LazyGraphModule(self.captured.gm, self.graph)
+    def program(self) -> Program:
+        """Its code is not run, so it is not written either."""
+        gm = _LazyGraphModule({name: copy_of(value) for name, value in self.held.items()}, self.graph)
+        numbers = {name: number for number, name in enumerate(self.inputs)}
+        changes = tuple((numbers[name], *rest) for name, *rest in self.changes)
+        way, is_rounded = replace(self.way, changes=changes), self.captured.dtype != torch.float64
+        return Program(gm, tuple(self.inputs.values()), way, is_rounded)
+
+    def _placeholders(self) -> list[Node]:
+        return self.graph.find_nodes(op="placeholder")
 
     def node(self, name: str) -> Node:
         if name not in self.nodes:
@@ -92,6 +105,37 @@ class Bench:
         numbers = iter(range(len(operands(node))))
         node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda old: new if next(numbers) == operand else old)
         self.changed.add(node)
+
+    def given(self, name: str) -> Tensor:
+        """An input of the program, to be replaced and never written: mutants share it."""
+        if not isinstance(self.inputs.get(name), Tensor):
+            raise InvalidError(f"no input is called {name}")
+        return self.inputs[name]
+
+    def new_input(self, name: str, value: Tensor) -> Node:
+        """One more input, the last."""
+        with self.graph.inserting_after(self._placeholders()[-1]):
+            node = self.graph.placeholder(name)
+        self.inputs[node.name], self.nodes[node.name] = value, node
+        node.meta["val"] = self.captured.mode.from_tensor(value.detach())
+        return node
+
+    def hold(self, name: str) -> None:
+        """An input becomes a tensor that the graph holds itself."""
+        value, old = self.given(name), self.node(name)
+        self.held[name] = value
+        with self.graph.inserting_before(self.after(old)):
+            new = self.graph.create_node("get_attr", name)
+        new.meta["val"] = old.meta["val"]
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        self.nodes[name] = new
+        del self.inputs[name]
+
+    def write(self, target: Node, value: Node) -> None:
+        """Writes a value back into an input, last of all."""
+        self.place = self.graph.output_node()
+        self.call(aten.copy_.default, target, value)
 
     def output(self, value: Node) -> None:
         """Returns a value on top of what is returned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -9,12 +10,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .bases import BASES, captured
-from .bench import operands, tensor
-from .draw import INSERTIONS, PRESERVING, draw, sites
+from .bench import InvalidError, operands, tensor
+from .draw import INSERTIONS, PRESERVING, draw, draw_scene, sites
 from .judge import Outcome
 from .reduce import Mutant, reduce
 
-PRESERVING_SHARE = 0.3  # of the mutants drawn
+SCENE_SHARE = 0.5  # of the mutants drawn
+PRESERVING_SHARE = 0.3  # of the others
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,17 @@ class Result:
     reduced_outcome: Outcome | None = None
 
 
-def mutants(base: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[Mutant, bool]]:
-    """Mutants of a base and whether they preserve meaning. Number by number, each from a sequence of its own."""
+def mutants(
+    base: str, seed: int, numbers: Iterable[int], scene: str | None = None
+) -> Iterator[tuple[Mutant, bool]]:
+    """Mutants of a base and whether they preserve meaning, all of one scene if that is named. Number by number, each
+    from a sequence of its own."""
     for number in numbers:
         random = Random(f"{seed}/{base}/{number}")
+        if scene or random.random() < SCENE_SHARE:
+            with contextlib.suppress(InvalidError):
+                yield Mutant(base, tuple(draw_scene(random, captured(base), scene))), False
+            continue
         preserving = random.random() < PRESERVING_SHARE
         yield Mutant(base, tuple(draw(random, captured(base), preserving=preserving))), preserving
 
@@ -46,8 +55,10 @@ def everywhere(base: str, seed: int, kind: str) -> Iterator[tuple[Mutant, bool]]
                 yield Mutant(base, ((kind, node.name, operand, *parameters),)), kind in PRESERVING
 
 
-def campaign(base: str, seed: int, numbers: Iterable[int], *, reducing: bool = True) -> Iterator[Result]:
-    return judged(base, mutants(base, seed, numbers), reducing=reducing)
+def campaign(
+    base: str, seed: int, numbers: Iterable[int], scene: str | None = None, *, reducing: bool = True
+) -> Iterator[Result]:
+    return judged(base, mutants(base, seed, numbers, scene), reducing=reducing)
 
 
 def judged(base: str, drawn: Iterable[tuple[Mutant, bool]], *, reducing: bool = True) -> Iterator[Result]:

@@ -1,4 +1,4 @@
-"""A layer as the operator graph that a backend gets, all in float64, and the tensors it is run on.
+"""A layer as the operator graph that a backend gets, mostly in float64, and the tensors it is run on.
 
 There are two such graphs: AOTAutograd's own, and the one that Inductor makes of it before it compiles."""
 
@@ -27,21 +27,27 @@ class Captured:
     gm: GraphModule
     inputs: tuple[Any, ...]
     mode: FakeTensorMode
+    dtype: torch.dtype = torch.float64
 
 
 @contextlib.contextmanager
-def float64_by_default() -> Iterator[None]:
-    """Where whole numbers become real ones."""
+def reals_of(dtype: torch.dtype) -> Iterator[None]:
+    """Where whole numbers become real ones: float64 in a program of these, float32 in others, as users have it."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
 
 
-@float64_by_default()
-def capture(module: torch.nn.Module, arguments: tuple[Any, ...], *, decomposed: bool = False) -> Captured:
+def capture(
+    module: torch.nn.Module,
+    arguments: tuple[Any, ...],
+    *,
+    decomposed: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Captured:
     """The inference graph of a layer, mutations of inputs kept in it as copies."""
     graphs: list[GraphModule] = []
     inputs: list[tuple[Any, ...]] = []
@@ -57,12 +63,14 @@ def capture(module: torch.nn.Module, arguments: tuple[Any, ...], *, decomposed: 
 
     torch._dynamo.reset()
     backend = _inductor(inference) if decomposed else _plain(inference)
-    with torch.no_grad():
+    with torch.no_grad(), reals_of(dtype):
         torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*arguments)
     (gm,), (given,) = graphs, inputs
     mode = next(node.meta["val"].fake_mode for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor))
-    captured = Captured(gm, given, mode)
-    _widen(captured)
+    captured = Captured(gm, given, mode, dtype)
+    if dtype == torch.float64:
+        with reals_of(dtype):
+            _widen(captured)
     return captured
 
 
@@ -100,11 +108,24 @@ def evaluate(node: Node, captured: Captured) -> None:
 
 
 def copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value.clone() if isinstance(value, Tensor) else value for value in inputs)
+    return tuple(map(copy_of, inputs))
 
 
-def run(gm: GraphModule, inputs: tuple[Any, ...], instead: dict[Any, Any] | None = None) -> tuple[Any, ...]:
-    """Runs a graph node by node, without compiling it to Python first; other functions `instead` of some operators."""
+def copy_of(value: Any) -> Any:
+    """A parameter stays one."""
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(value.detach().clone(), requires_grad=False)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def run(
+    gm: GraphModule,
+    inputs: tuple[Any, ...],
+    instead: dict[Any, Any] | None = None,
+    seen: list[Tensor] | None = None,
+) -> tuple[Any, ...]:
+    """Runs a graph node by node, without compiling it to Python first; other functions `instead` of some operators.
+    What is computed on the way goes to `seen`."""
     values: dict[Node, Any] = {}
     given = iter(inputs)
     for node in gm.graph.nodes:
@@ -117,4 +138,6 @@ def run(gm: GraphModule, inputs: tuple[Any, ...], instead: dict[Any, Any] | None
         else:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = (instead or {}).get(node.target, node.target)(*args, **kwargs)
+            if seen is not None and isinstance(values[node], Tensor):
+                seen.append(values[node])
     raise ValueError("a graph ends with its output")

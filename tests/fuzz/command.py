@@ -20,6 +20,7 @@ from .campaign import Result, Tally, batches, campaign, everywhere, judged, quie
 from .draw import INSERTIONS
 from .judge import FAILURES, SAME
 from .reduce import Mutant
+from .scenes import SCENES
 
 BATCH = 500  # so many at least of one base by one process, which captures it once
 SHOWN = 8  # failures of one kind
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--base", choices=sorted(BASES), help="mutants of this one only")
+    parser.add_argument("--scene", choices=sorted(SCENES), help="mutants of this kind only")
     parser.add_argument("--everywhere", choices=sorted(INSERTIONS), help="instead: this at every use of every value")
     parser.add_argument("--replay", help="judge one mutant again: the line that was printed for it")
     given = parser.parse_args(arguments)
@@ -75,11 +77,11 @@ def _pieces(given: argparse.Namespace) -> list[Callable[[], list[Result]]]:
         bases = [given.base] if given.base else list(BASES)
         return [functools.partial(_everywhere, base, given.seed, given.everywhere) for base in bases]
     drawn = [(given.base, range(given.number))] if given.base else batches(given.number, BATCH)
-    return [functools.partial(_drawn, base, given.seed, numbers) for base, numbers in drawn]
+    return [functools.partial(_drawn, base, given.seed, numbers, given.scene) for base, numbers in drawn]
 
 
-def _drawn(base: str, seed: int, numbers: range) -> list[Result]:
-    return list(campaign(base, seed, numbers))
+def _drawn(base: str, seed: int, numbers: range, scene: str | None) -> list[Result]:
+    return list(campaign(base, seed, numbers, scene))
 
 
 def _everywhere(base: str, seed: int, kind: str) -> list[Result]:

@@ -8,15 +8,17 @@ from random import Random
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from . import edits, insertions, places
 from .bench import ALL_USERS, Bench, InvalidError, operands, tensor
 from .capture import Captured
+from .program import Program
+from .scene import MUTATIONS, Mutation
+from .scenes import SCENES
 
 aten = torch.ops.aten
 
-Mutation = tuple[Any, ...]
 Site = tuple[Node, int]
 
 INSERTIONS = {**insertions.CHANGES, **insertions.IDENTITIES}
@@ -56,6 +58,18 @@ def draw(random: Random, captured: Captured, *, preserving: bool) -> list[Mutati
     return [_draw_one(random, captured.gm.graph, kind) for kind in kinds]
 
 
+def draw_scene(random: Random, captured: Captured, scene: str | None = None) -> list[Mutation]:
+    """A scene, of this name or any, and perhaps a mutation of another kind ahead of it."""
+    for _ in range(SITES_TRIED):
+        name = scene or random.choice(list(SCENES))
+        found = SCENES[name](random, captured)
+        if found is not None:
+            kinds = random.choice((CHANGING, PRESERVING))
+            before = [_draw_one(random, captured.gm.graph, kinds)] if random.random() < 0.25 else []
+            return [*before, *found]
+    raise InvalidError("no scene applies")
+
+
 def _draw_one(random: Random, graph: Graph, kinds: tuple[str, ...]) -> Mutation:
     for _ in range(KINDS_TRIED):
         (kind,) = random.choices(kinds, [OFTEN.get(kind, 1) for kind in kinds])
@@ -75,7 +89,7 @@ def _draw_insertion(random: Random, graph: Graph, kind: str) -> Mutation | None:
     return None if parameters is None else (node.name, operand, *parameters)
 
 
-def mutate(captured: Captured, mutations: list[Mutation]) -> GraphModule:
+def mutate(captured: Captured, mutations: list[Mutation]) -> Program:
     """The graph with mutations applied one after the other. Raises InvalidError where that gives no program."""
     bench = Bench(captured)
     for mutation in mutations:
@@ -86,11 +100,14 @@ def mutate(captured: Captured, mutations: list[Mutation]) -> GraphModule:
             raise
         except Exception as error:
             raise InvalidError(f"{mutation}: {type(error).__name__}: {error}") from error
-    return bench.module()
+    return bench.program()
 
 
 def _apply(bench: Bench, mutation: Mutation) -> None:
     kind, *parameters = mutation
+    if kind in MUTATIONS:
+        MUTATIONS[kind](bench, *parameters)
+        return
     if kind in EDITS:
         EDITS[kind].apply(bench, *parameters)
         return

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-import mla_fx
-
+from . import outside
 from .bench import InvalidError
-from .capture import Captured, copies, float64_by_default, run
+from .capture import Captured, copies, reals_of
+from .compare import compare, corrupted, farther
 from .draw import Mutation, mutate
+from .program import Program, Seen, observe, plainly, widened
+from .runners import RUNNERS
 
 aten = torch.ops.aten
 
-TOLERANCE = 1e-9  # of the largest element; everything runs in float64
 SECONDS = 20
 
 SAME = ("fused", "unfused")
@@ -44,27 +45,59 @@ class Hang(BaseException):
     """No Exception, so that nothing on the way takes it for an ordinary failure."""
 
 
-@float64_by_default()
+@dataclass(frozen=True)
+class Expected:
+    """What a mutant should be seen to do. Each value may be that of any reference."""
+
+    references: list[Seen]
+    exact: Seen | None = None  # in float64, where the program is in fewer digits
+    states: list[Tensor] = field(default_factory=list)  # what it may leave if it raises
+
+    def difference(self, program: Program, found: Seen) -> str:
+        """In what the rewritten program differs; empty if in nothing."""
+        eager = self.references[0]
+        if eager.error:
+            return corrupted(program.inputs, self.states, found) if found.error else f"raises no {eager.error}"
+        if self.exact is not None:
+            return farther(self.exact, eager, found)
+        return compare(self.references, found, has_garbage=program.way.has_garbage)
+
+
 def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
+    with reals_of(captured.dtype):
+        return _judge(captured, mutations)
+
+
+def _judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
     try:
-        gm = mutate(captured, mutations)
-        references = [_run(gm, captured)]
-        _check_meaningful(references[0][0])
-        _check_written(gm, captured, references[0])
-        if any(isinstance(value, Tensor) and value.isnan().any() for value in references[0][0]):
-            references.append(_run(gm, captured, BLIND_GIVES_ZEROS))
+        program = mutate(captured, mutations)
+        expected = _expected(program)
     except InvalidError as error:
         return Outcome("invalid", str(error))
     except Exception as error:
         return Outcome("invalid", f"{type(error).__name__}: {error}")
     try:
         with time_limit(SECONDS):
-            outcome = _rewritten(gm, captured, references)
+            outcome = _rewritten(program, expected)
     except Hang:
-        return Outcome("hang", f"no answer within {SECONDS} seconds")
-    if outcome.verdict == "wrong" and _leaves_the_numbers(captured, mutations):
+        return Outcome("hang", f"no answer within {SECONDS} seconds of computing")
+    is_plain = expected.exact is None and not program.way.has_garbage
+    if outcome.verdict == "wrong" and is_plain and _leaves_the_numbers(captured, mutations):
         return Outcome("invalid", "what is computed with is no number")
     return outcome
+
+
+def _expected(program: Program) -> Expected:
+    first = plainly(program)
+    if first.error:
+        return Expected([first], states=outside.states(program))
+    _check_meaningful(first.outputs)
+    _check_written(program, first)
+    if program.is_rounded:
+        return Expected([first], plainly(widened(program)))
+    if any(isinstance(value, Tensor) and value.isnan().any() for value in first.outputs):
+        return Expected([first, plainly(program, BLIND_GIVES_ZEROS)])
+    return Expected([first])
 
 
 def _check_meaningful(expected: tuple[Any, ...]) -> None:
@@ -119,55 +152,50 @@ class _Numbers(torch.fx.Interpreter):
 def _leaves_the_numbers(captured: Captured, mutations: list[Mutation]) -> bool:
     try:
         with torch.no_grad():
-            _Numbers(mutate(captured, mutations)).run(*copies(captured.inputs))
+            program = mutate(captured, mutations)
+            _Numbers(program.gm).run(*copies(program.inputs))
     except InvalidError:
         return True
     return False
 
 
-def _check_written(gm: GraphModule, captured: Captured, reference: Any) -> None:
+def _check_written(program: Program, reference: Seen) -> None:
     """What is read from memory that nothing wrote is no answer: filled with NaN, it must not show."""
-    if not any("empty" in str(node.target) for node in gm.graph.nodes):
+    if not any("empty" in str(node.target) for node in program.gm.graph.nodes):
         return
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        again = _run(gm, captured)
+        again = plainly(program)
     finally:
         torch.use_deterministic_algorithms(False)
-    if compare([reference], *again):
+    if compare([reference], again):
         raise InvalidError("memory that nothing wrote is read")
 
 
-def _run(gm: GraphModule, captured: Captured, instead: Any = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What a graph gives, and what it leaves of its inputs."""
-    inputs = copies(captured.inputs)
-    with torch.no_grad():
-        return run(gm, inputs, instead), inputs
-
-
-def _rewritten(gm: GraphModule, captured: Captured, references: list[Any]) -> Outcome:
-    compiler = mla_fx.MlaPass(target="reference")
-    before = _text(gm)
+def _rewritten(program: Program, expected: Expected) -> Outcome:
+    before = _text(program.gm)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
-            compiler(gm)
+            call, report = RUNNERS[program.way.runner](program)
         except Exception as error:
             return Outcome("error", f"the pass raised {type(error).__name__}: {error}")
-    failed = [note for note in compiler.report.notes if "failed" in note]
+    failed = [note for note in report.notes if "failed" in note]
     if failed:
         return Outcome("fallback", failed[0])
-    fused = dict(compiler.report.fused)
+    fused = dict(report.fused)
     if not fused:
-        return Outcome("unfused") if _text(gm) == before else Outcome("wrong", "nothing fused, yet the graph changed")
+        same = _text(program.gm) == before
+        return Outcome("unfused") if same else Outcome("wrong", "nothing fused, yet the graph changed")
     try:
-        found, ours = _run(gm, captured)
+        found = observe(program, call)
     except Exception as error:
         return Outcome("error", f"the rewritten graph raised {type(error).__name__}: {error}", fused)
-    difference = compare(references, found, ours)
+    difference = found.error if found.error and not expected.references[0].error else ""
+    difference = difference or expected.difference(program, found)
     if difference:
         return Outcome("wrong", difference, fused)
-    return Outcome("fused", "", fused, _strides(references[0][0]) != _strides(found))
+    return Outcome("fused", "", fused, _strides(expected.references[0].outputs) != _strides(found.outputs))
 
 
 def _text(gm: GraphModule) -> list[Any]:
@@ -180,59 +208,15 @@ def _strides(values: tuple[Any, ...]) -> list[Any]:
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
+    """Counts what this process computes, so that others that keep the machine busy do not matter."""
+
     def expire(*_: Any) -> None:
         raise Hang
 
-    previous = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(seconds)
+    previous = signal.signal(signal.SIGPROF, expire)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-# --- what is compared ------------------------------------------------------------------------------------------------
-
-
-def compare(references: list[Any], found: Any, ours: Any) -> str:
-    """In what the rewritten program differs; empty if in nothing. Each value may be that of any reference: one that is
-    not fused keeps the NaN that a fused one has not."""
-    (expected, theirs), *_ = references
-    if len(expected) != len(found):
-        return f"{len(found)} outputs instead of {len(expected)}"
-    for kind, side, others in (("output", 0, found), ("input", 1, ours)):
-        for number, other in enumerate(others):
-            differences = [_differ(reference[side][number], other) for reference in references]
-            if all(differences):
-                return f"{kind} {number} {differences[0]}"
-    if _shared(expected, theirs) != _shared(found, ours):
-        return "outputs share memory with others than before"
-    return ""
-
-
-def _differ(one: Any, other: Any) -> str:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return "" if one == other else f"is {other} instead of {one}"
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return f"is {other.dtype} {list(other.shape)} instead of {one.dtype} {list(one.shape)}"
-    if one.is_complex():
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-    if not one.is_floating_point():
-        return "" if torch.equal(one, other) else "differs"
-    if not torch.equal(one.isnan(), other.isnan()) or not torch.equal(one.isinf(), other.isinf()):
-        return "is not finite where it was, or the other way around"
-    one, other = one.nan_to_num(0, 1, -1).double(), other.nan_to_num(0, 1, -1).double()
-    if not one.numel():
-        return ""
-    error = float((one - other).abs().max() / one.abs().max().clamp(min=1e-3))
-    return f"is {error:.2g} off" if error > TOLERANCE else ""
-
-
-def _shared(outputs: Any, inputs: Any) -> list[int]:
-    """For each output the first input or output that lies in the same memory."""
-    places = [
-        value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else -1 - number
-        for number, value in enumerate((*inputs, *outputs))
-    ]
-    return [places.index(place) for place in places[len(inputs) :]]
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)

@@ -26,7 +26,7 @@ AT_DIM = (aten.index_select.default, aten.index_copy.default, aten.gather.defaul
 Place = tuple[Node, int, int]
 
 
-def _places(graph: torch.fx.Graph) -> list[Place]:
+def places(graph: torch.fx.Graph) -> list[Place]:
     """Users, the number of the operand that says where, and the size of the dimension it counts through."""
     return [place for node in calls(graph) for place in _places_of(node)]
 
@@ -44,8 +44,8 @@ def _places_of(node: Node) -> Iterator[Place]:
 
 
 def _drawn(random: Random, graph: torch.fx.Graph, *, wraps: bool = False) -> Place | None:
-    places = [place for place in _places(graph) if place[0].target in WRAPPING or not wraps]
-    return random.choice(places) if places else None
+    found = [place for place in places(graph) if place[0].target in WRAPPING or not wraps]
+    return random.choice(found) if found else None
 
 
 def _draw_other_rows(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | None:

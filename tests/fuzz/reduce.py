@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .bases import BASES, DECOMPOSED, captured
+from .bases import BASES, captured
 from .draw import Mutation
 from .judge import Outcome, judge
 
@@ -28,8 +28,7 @@ class Mutant:
 def reduce(mutant: Mutant, verdict: str) -> Mutant:
     """The same verdict from less. A hang is not waited for on base after base."""
     mutant = _fewer(mutant, verdict)
-    ending = DECOMPOSED if BASES[mutant.base].decomposed else ""
-    plain = [f"{base}{ending}" for base in PLAIN]
+    plain = [name for base in PLAIN if (name := f"{base}{BASES[mutant.base].ending}") in BASES]
     if not mutant.mutations or verdict == "hang" or mutant.base in plain:
         return mutant
     plainer = (Mutant(base, mutant.mutations) for base in plain)

@@ -148,9 +148,11 @@ class TwoSteps(Layer):
 class TwoLayers(Layer):
     """Two layers with weights and a cache of their own each."""
 
+    each: type[Layer] = Layer
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        self.second = Layer(sizes)
+        self.second = self.each(sizes)
         for weight in self.second.parameters():
             weight.data = weight.data.flip(0)
 
@@ -158,9 +160,9 @@ class TwoLayers(Layer):
         return (*super().caches(), *super().caches())
 
     def forward(self, x: Tensor, tables: Any, place: Any, mask: Tensor | None, caches: tuple[Tensor, ...]) -> Any:
-        x = x.tanh()
-        x = x + super().forward(x, tables, place, mask, caches[:2])
-        return x + self.second(x, tables, place, mask, caches[2:])
+        x, half = x.tanh(), len(caches) // 2
+        x = x + super().forward(x, tables, place, mask, caches[:half])
+        return x + self.second(x, tables, place, mask, caches[half:])
 
 
 class Appended(Layer):
@@ -226,3 +228,15 @@ class CombinedBySequence(Combined):
         sequences = torch.arange(self.sizes.batch).unsqueeze(-1)
         cache[:, 0, :, : self.sizes.rank][sequences, place] = latent.squeeze(1)
         cache[:, 0, :, self.sizes.rank :][sequences, place] = k_rope.squeeze(1)
+
+
+class TwoCombined(TwoLayers, CombinedInTwo):
+    each = CombinedInTwo
+
+
+class TwoCombinedByNumber(TwoLayers, CombinedByNumber):
+    each = CombinedByNumber
+
+
+class TwoWhole(TwoLayers, Combined):
+    each = Combined

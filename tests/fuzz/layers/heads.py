@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from .masks import Filled
 from .plain import Layer, Sizes
 
 
@@ -43,6 +44,10 @@ class Absorbed(Layer):
 
     def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
         return self.probabilities(query @ key.mT * 0.4, mask) @ latent
+
+
+class AbsorbedFilled(Absorbed, Filled):
+    pass
 
 
 class OneKey(Absorbed):

@@ -38,6 +38,18 @@ class BoolAndFlags(BoolAdded):
         return (scores.masked_fill(~mask, float("-inf")) + mask).softmax(-1)
 
 
+class Filled(BoolAdded):
+    """Scores of what is hidden are replaced, whatever they are."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+class FilledByWhere(BoolAdded):
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return torch.where(mask, scores, float("-inf")).softmax(-1)
+
+
 class MinusTenThousand(BoolAdded):
     """A fill that is small, not infinite: a row that sees nothing is uniform, not zero."""
 

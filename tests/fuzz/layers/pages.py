@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import Sink
+from .masks import Filled, Sink
 from .plain import Layer
 
 BLOCK = 2
@@ -95,6 +95,10 @@ class TwoTables(Pages):
 
 
 class SinkPages(Pages, Sink):
+    pass
+
+
+class FilledPages(Pages, Filled):
     pass
 
 

@@ -1,0 +1,116 @@
+"""A mutant as it is run: a graph, what it is called with, how often, and what is seen of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import map_aggregate
+
+from .capture import copies, copy_of, run
+
+WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """`changes` are made to inputs between two calls: the number of an input, how, and a factor."""
+
+    runner: str = "reference"
+    calls: int = 1
+    changes: tuple[tuple[int, str, float], ...] = ()
+    has_garbage: bool = False  # what is computed with need be no number, and what results from that is not compared
+
+
+@dataclass(frozen=True)
+class Program:
+    gm: GraphModule
+    inputs: tuple[Any, ...]
+    way: Way = Way()
+
+    is_rounded: bool = False  # in fewer digits than float64, which then says what is right
+
+    def held(self) -> dict[str, Tensor]:
+        """The tensors that the graph holds itself, as they are now."""
+        names = {str(node.target) for node in self.gm.graph.nodes if node.op == "get_attr"}
+        held = {name: getattr(self.gm, name) for name in sorted(names)}
+        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The results of all calls, what is left of inputs and of held tensors, and the error that ended it."""
+
+    outputs: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    error: str = ""
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def left(self) -> tuple[Any, ...]:
+        return (*self.inputs, *self.held.values())
+
+
+def observe(program: Program, call: Call) -> Seen:
+    """Runs a program as often as it says. Tensors that its graph holds are put back as they were."""
+    inputs, outputs, error = copies(program.inputs), [], ""
+    held = program.held()
+    before = {name: copy_of(value) for name, value in held.items()}
+    with torch.no_grad():
+        try:
+            for number in range(program.way.calls):
+                for change in program.way.changes if number else ():
+                    _change(inputs, *change)
+                outputs += call(*inputs)
+        except Exception as failure:
+            if not is_out_of_range(failure):
+                raise
+            error = f"{type(failure).__name__}: {failure}"
+        left = {name: copy_of(value) for name, value in held.items()}
+        for name, value in held.items():
+            value.copy_(before[name])
+    return Seen(tuple(outputs), inputs, error, left)
+
+
+def plainly(program: Program, instead: dict[Any, Any] | None = None) -> Seen:
+    """As the graph says, node by node; other functions `instead` of some operators."""
+    return observe(program, lambda *inputs: run(program.gm, inputs, instead))
+
+
+def _change(inputs: tuple[Any, ...], number: int, how: str, factor: float) -> None:
+    """A weight gets other numbers, perhaps in ways that no counter of writes notices."""
+    if how == "data":
+        inputs[number].data.mul_(factor)
+    elif how == "numpy":
+        inputs[number].detach().numpy()[...] *= factor
+    elif how == "other memory":
+        inputs[number].data = inputs[number].data * factor
+    else:
+        inputs[number].mul_(factor)
+
+
+def is_out_of_range(error: Exception) -> bool:
+    return isinstance(error, IndexError) or ("index" in str(error) and "out of" in str(error))
+
+
+def widened(program: Program) -> Program:
+    """The same program in float64."""
+    graph = copy.deepcopy(program.gm.graph)
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _wide)
+    held = {name: _wide(value) for name, value in program.held().items()}
+    return replace(program, gm=_LazyGraphModule(held, graph), inputs=tuple(map(_wide, program.inputs)))
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return WIDE.get(value, value)
+    return value.to(WIDE[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDE else value

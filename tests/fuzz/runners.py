@@ -1,0 +1,65 @@
+"""The ways in which a rewritten program is run: by the pass, by the backend, with weights laid out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mla_fx.lowering.reference import Reference
+
+import mla_fx
+from mla_fx.compilation import Compilation
+from mla_fx.debug.report import Report
+from mla_fx.options import Options
+
+from .capture import copies, run
+from .program import Call, Program
+
+Runner = Callable[[Program], tuple[Call, Report]]
+
+
+def _by_pass(target: str) -> Runner:
+    """Rewrites the graph in place, then runs it node by node."""
+
+    def rewritten(program: Program) -> tuple[Call, Report]:
+        compiler = mla_fx.MlaPass(target=target)
+        compiler(program.gm)
+        return lambda *inputs: run(program.gm, inputs), compiler.report
+
+    return rewritten
+
+
+def _by_backend(**options: Any) -> Runner:
+    def compiled(program: Program) -> tuple[Call, Report]:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            call = mla_fx.get_backend(**options)(program.gm, list(copies(program.inputs)))
+        return call, mla_fx.last_report()
+
+    return compiled
+
+
+class _Keeping(Reference):
+    """Computes once what depends on weights alone."""
+
+    name = "keeping"
+    writes_in_place = False
+    prepares = True
+
+
+def _with_weights_kept(program: Program) -> tuple[Call, Report]:
+    compilation = Compilation(Options(), _Keeping(), Report(target=_Keeping.name))
+    given = zip(program.gm.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    weights = {node for node, value in given if isinstance(value, torch.nn.Parameter)}
+    prepared = compilation.rewrite(program.gm, weights=weights).prepared
+    return prepared.around(lambda *inputs: run(program.gm, inputs)), compilation.report
+
+
+RUNNERS: dict[str, Runner] = {
+    "reference": _by_pass("reference"),
+    "lowered": _by_pass("inductor"),
+    "kept": _with_weights_kept,
+    "backend": _by_backend(target="reference"),
+    "verified": _by_backend(target="reference", verify="always"),
+}
