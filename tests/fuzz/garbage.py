@@ -29,7 +29,9 @@ def draw(random: Random, captured: Captured) -> list[Mutation] | None:
     if not found:
         return None
     drawn = [_slots(random, node) for node in random.sample(found, min(len(found), random.choice((1, 1, 2))))]
-    mutations = [("garbage", *slots, random.choice(NUMBERS)) for slots in drawn if slots is not None]
+    limit = torch.finfo(captured.dtype).max
+    texts = [text for text in NUMBERS if not limit < abs(float(text)) < torch.inf]
+    mutations = [("garbage", *slots, random.choice(texts)) for slots in drawn if slots is not None]
     softmaxes = [node for node in graph.nodes if node.target in SOFTMAXES]
     if mutations and softmaxes and random.random() < 0.4:
         for node in softmaxes:

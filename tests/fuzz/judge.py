@@ -81,7 +81,7 @@ def _judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
             outcome = _rewritten(program, expected)
     except Hang:
         return Outcome("hang", f"no answer within {SECONDS} seconds of computing")
-    is_plain = expected.exact is None and not program.way.has_garbage
+    is_plain = expected.exact is None and not program.way.has_garbage and not expected.references[0].error
     if outcome.verdict == "wrong" and is_plain and _leaves_the_numbers(captured, mutations):
         return Outcome("invalid", "what is computed with is no number")
     return outcome
@@ -188,7 +188,7 @@ def _rewritten(program: Program, expected: Expected) -> Outcome:
         same = _text(program.gm) == before
         return Outcome("unfused") if same else Outcome("wrong", "nothing fused, yet the graph changed")
     try:
-        found = observe(program, call)
+        found = observe(program, call, may_raise=bool(expected.references[0].error))
     except Exception as error:
         return Outcome("error", f"the rewritten graph raised {type(error).__name__}: {error}", fused)
     difference = found.error if found.error and not expected.references[0].error else ""

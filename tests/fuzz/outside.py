@@ -78,14 +78,14 @@ def _roomy(cache: Tensor, index: list[Tensor | None], rows: Tensor, accumulate: 
     written = aten.index_put.default(room, inside, rows, accumulate)
     for dim, size in enumerate(cache.shape):
         written = written.narrow(dim, 0, size)
-    return written
+    return written.contiguous()
 
 
 def _roomy_copy(cache: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor:
     size, dim = cache.shape[dim], dim % cache.dim()
     room = torch.cat((cache, cache.narrow(dim, 0, 1)), dim)
     inside = torch.where((index < 0) | (index >= size), size, index)
-    return aten.index_copy.default(room, dim, inside, rows).narrow(dim, 0, size)
+    return aten.index_copy.default(room, dim, inside, rows).narrow(dim, 0, size).contiguous()
 
 
 def _index(value: Tensor, index: list[Tensor | None]) -> Tensor:

@@ -59,8 +59,10 @@ class Seen:
         return (*self.inputs, *self.held.values())
 
 
-def observe(program: Program, call: Call) -> Seen:
-    """Runs a program as often as it says. Tensors that its graph holds are put back as they were."""
+def observe(program: Program, call: Call, *, may_raise: bool = False) -> Seen:
+    """Runs a program as often as it says. Tensors that its graph holds are put back as they were.
+
+    What is out of range is an error to be seen, any other only of a program that `may_raise`."""
     inputs, outputs, error = copies(program.inputs), [], ""
     held = program.held()
     before = {name: copy_of(value) for name, value in held.items()}
@@ -71,7 +73,7 @@ def observe(program: Program, call: Call) -> Seen:
                     _change(inputs, *change)
                 outputs += call(*inputs)
         except Exception as failure:
-            if not is_out_of_range(failure):
+            if not may_raise and not is_out_of_range(failure):
                 raise
             error = f"{type(failure).__name__}: {failure}"
         left = {name: copy_of(value) for name, value in held.items()}

@@ -31,21 +31,22 @@ HOLDERS = ("input", "held", "held", "parameter")
 
 
 def draw(random: Random, captured: Captured) -> list[Mutation] | None:
-    """A number of the program, a position that is counted, or a cache, kept in one way or another."""
+    """A number of the program, a count of rows or of calls, or a cache, kept in one way or another."""
     graph = captured.gm.graph
     numbers, found = _numbers(graph), places(graph)
     written = [node.args[0] for node in calls(graph) if node.target is aten.copy_.default]
-    choices = [name for name, there in (("number", numbers), ("count", found), ("written", written)) if there]
-    if not choices:
-        return None
-    choice = random.choices(choices, [5 if name == "number" else 1 for name in choices])[0]
+    kinds = {"number": numbers, "position": found, "written": written, "counter": graph}
+    choices = [name for name, there in kinds.items() if there]
+    choice = random.choices(choices, [3 if name == "number" else 1 for name in choices])[0]
     holder, name = random.choice(HOLDERS), "state"
     mutations: list[Mutation] = []
     if choice == "number":
         node, place = random.choice(numbers)
         factor = random.choice((0.5, 1.25, 2.0, 3.0))
         mutations.append(("number_kept", node.name, place, factor, random.random() < 0.5))
-    elif choice == "count":
+    elif choice == "counter":
+        mutations.append(("counter", random.choice((1, 2, -1))))
+    elif choice == "position":
         node, number, _ = random.choice(found)
         mutations.append(("position_counted", node.name, number, random.choice((1, -1))))
     else:
@@ -86,6 +87,14 @@ def position_counted(bench: Bench, name: str, number: int, step: int) -> None:
     """Rows or blocks lie so many further on at each call."""
     state = bench.new_input("state", torch.tensor(0))
     bench.insert(name, number, lambda where: bench.call(aten.add.Tensor, where, state))
+    bench.place = bench.end()
+    bench.write(state, bench.call(aten.add.Tensor, state, step))
+
+
+@mutation
+def counter(bench: Bench, step: int) -> None:
+    """Calls are counted, which changes nothing else."""
+    state = bench.new_input("state", torch.tensor(0))
     bench.place = bench.end()
     bench.write(state, bench.call(aten.add.Tensor, state, step))
 
