@@ -30,9 +30,7 @@ class Result:
     reduced_outcome: Outcome | None = None
 
 
-def mutants(
-    base: str, seed: int, numbers: Iterable[int], scene: str | None = None
-) -> Iterator[tuple[Mutant, bool]]:
+def mutants(base: str, seed: int, numbers: Iterable[int], scene: str | None = None) -> Iterator[tuple[Mutant, bool]]:
     """Mutants of a base and whether they preserve meaning, all of one scene if that is named. Number by number, each
     from a sequence of its own."""
     for number in numbers:

@@ -72,11 +72,13 @@ def farther(exact: Seen, eager: Seen, found: Seen) -> str:
     empty if nowhere. Where that is not near itself, nothing is said."""
     if len(eager.outputs) != len(found.outputs):
         return f"{len(found.outputs)} outputs instead of {len(eager.outputs)}"
-    for kind in ("outputs", "left"):
-        for number, values in enumerate(zip(getattr(exact, kind), getattr(eager, kind), getattr(found, kind))):
-            difference = _farther(*values)
+    outputs = zip(exact.outputs, eager.outputs, found.outputs, strict=True)
+    inputs = zip(exact.left, eager.left, found.left, strict=True)
+    for kind, values in (("output", outputs), ("input", inputs)):
+        for number, value in enumerate(values):
+            difference = _farther(*value)
             if difference:
-                return f"{kind[:-1]} {number} {difference}"
+                return f"{kind} {number} {difference}"
     return ""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from random import Random
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node

@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .bench import Bench, InvalidError, operands, shape, tensor
 from .capture import Captured

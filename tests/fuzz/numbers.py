@@ -7,7 +7,7 @@ from random import Random
 import torch
 from torch.fx import Node
 
-from .bench import ALL_USERS, Bench, InvalidError, operands, shape, tensor
+from .bench import ALL_USERS, Bench, InvalidError, shape, tensor
 from .capture import Captured
 from .edits import calls
 from .garbage import SOFTMAXES

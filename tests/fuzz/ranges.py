@@ -1,11 +1,10 @@
-"""Numbers at the edges of what a type holds: loud and quiet inputs, factors taken back behind a product or beside it."""
+"""Numbers at the edges of what a type holds: loud and quiet inputs, factors taken back behind a product."""
 
 from __future__ import annotations
 
 from random import Random
 
 import torch
-from torch.fx import Graph, Node
 
 from .bench import Bench, InvalidError, operands
 from .capture import Captured
@@ -14,7 +13,7 @@ from .scene import Mutation, mutation
 
 aten = torch.ops.aten
 
-FACTORS = tuple(sign * 2.0**power for power in (4, 7, 10, 13) for sign in (1.0,)) + (1e3, 1e4, 1e6)
+FACTORS = (2.0**4, 2.0**7, 2.0**10, 2.0**13, 1e3, 1e4, 1e6)
 
 
 def draw(random: Random, captured: Captured) -> list[Mutation] | None:
@@ -22,7 +21,7 @@ def draw(random: Random, captured: Captured) -> list[Mutation] | None:
     if captured.dtype == torch.float64:
         return None
     drawn = [_draw_one(random, captured) for _ in range(random.choice((1, 2, 2, 3)))]
-    return [(mutation) for mutation in drawn if mutation is not None] or None
+    return [found for found in drawn if found is not None] or None
 
 
 def _draw_one(random: Random, captured: Captured) -> Mutation | None:

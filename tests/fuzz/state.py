@@ -69,7 +69,7 @@ def _numbers(graph: Graph) -> list[tuple[Node, int]]:
 
 @mutation
 def number_kept(bench: Bench, name: str, place: int, factor: float, is_late: bool) -> None:
-    """A number is a tensor without dimensions, multiplied at each call: behind its last reader, or ahead of them all."""
+    """A number is a tensor without dimensions, multiplied at each call: ahead of its reader, or behind it."""
     node = bench.node(name)
     number = leaves(node)[place]
     if node.target not in TAKING or not isinstance(number, float):
