@@ -1,9 +1,18 @@
 """Mutated layers give the same answers and leave the same caches, fused or not (see fuzz/__init__.py)."""
 
+import ast
+from random import Random
+
 import pytest
-from fuzz.bases import LAYERS, may_stay_unfused
+import torch
+from fuzz.bases import LAYERS, captured, may_stay_unfused
 from fuzz.campaign import batches, campaign
+from fuzz.draw import draw_scene, mutate
 from fuzz.found import FOUND
+from fuzz.outside import LENIENT
+from fuzz.program import plainly
+from fuzz.reduce import Mutant
+from fuzz.scenes import SCENES
 
 FAST = len(LAYERS)  # mutants of an ordinary test run: one of each layer, in one of its captures
 
@@ -37,3 +46,34 @@ def test_mutants(base, numbers, request):
 def test_found(mutant):
     outcome = mutant.judge()
     assert outcome.verdict in ("fused", "unfused"), f"{outcome.verdict}: {outcome.detail}"
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_scene_is_made_again_from_its_line(scene):
+    base = "plain even (float16)" if scene == "ranges" else "two layers combined in two"
+    mutant = Mutant(base, tuple(draw_scene(Random(7), captured(base), scene)))
+    name, mutations = ast.literal_eval(str(mutant))
+    assert Mutant(name, tuple(mutations)) == mutant
+    assert mutant.judge().verdict != "hang"
+
+
+def test_a_program_that_raises_is_expected_to():
+    """And to write no other row than those that are in range."""
+    program = mutate(captured("plain"), [("position", "arg9_1", 1, 8)])
+    seen = plainly(program)
+    assert "out of bounds" in seen.error
+    cache, rows = torch.arange(8.0).view(4, 2), -torch.ones(3, 2)
+    where = torch.tensor([0, 9, -2])
+    for operator, index, kept in (("index_put", [where], [1, 3]), ("index_copy", 0, [1, 2, 3])):
+        lenient = LENIENT[getattr(torch.ops.aten, operator).default]
+        arguments = (index, rows) if operator == "index_put" else (index, where, rows)
+        written = lenient(cache, *arguments)
+        assert (written[kept] == cache[kept]).all()
+        assert (written[[row for row in range(4) if row not in kept]] == -1).all()
+
+
+def test_state_is_kept_from_call_to_call():
+    program = mutate(captured("plain"), [("counter", 2), ("held", "state"), ("run_by", "reference", 3)])
+    seen = plainly(program)
+    assert seen.held["state"] == 6
+    assert program.held()["state"] == 0, "the next run starts anew"

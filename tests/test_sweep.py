@@ -9,6 +9,7 @@ import copy
 import random
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from families import cache_tensors, empty_cache, tiny_model, tokens
@@ -43,6 +44,14 @@ SIZES = {
     "heads as many as nope": {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4},
     "hidden is the latent row": {"kv_lora_rank": 52},
 }
+# Between two steps, as adapters are merged into weights; all but the first go past what counts writes.
+CHANGES = {
+    "in place": lambda weight: weight.mul_(1.25),
+    "data": lambda weight: weight.data.mul_(1.25),
+    "numpy": lambda weight: np.multiply(weight.detach().numpy(), 1.25, out=weight.detach().numpy()),
+    "other memory": lambda weight: setattr(weight, "data", weight.data * 1.25),
+}
+HUGE = 1e30  # in slots that no query sees
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,9 @@ class Draw:
     compiles_prefill: bool = False
     dtype: str = "float32"
     target: str = "reference"
+    garbage: bool = False
+    overrun: bool = False
+    change: str = "none"
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -111,6 +123,9 @@ def drawn(seed: int) -> Draw:
         padded=padded,
         compiles_prefill=often(0.3 if is_quick else 0.1),
         dtype=rng.choice(dtypes),
+        garbage=often(0.4),
+        overrun=often(0.3),
+        change=rng.choice(["none", "none", *CHANGES]),
     )
 
 
@@ -156,6 +171,7 @@ class Session:
         self.draw, self.model = draw, model_of(draw)
         self.backend = Reporting(target=draw.target)
         other = copy.deepcopy(self.model)  # some ropes change with what they have seen
+        self.models = self.model, other
         self.compiled = torch.compile(other, backend=self.backend, dynamic=draw.dynamic)
         self.caches = [empty_cache(self.model, draw.cache, LENGTH) for _ in range(2)]
         self.seen = tokens(draw.batch, 0)
@@ -172,6 +188,27 @@ class Session:
             theirs, ours = map(cache_tensors, self.caches)
             torch.testing.assert_close(ours, theirs, **EXACT)
 
+    def fill_free_slots(self) -> None:
+        """As memory that was never written, or belonged to another request."""
+        for cache in self.caches:
+            for held in cache_tensors(cache):
+                if held.dim() == 4:
+                    held[:, :, self.seen.shape[1] :] = HUGE
+
+    def change_weights(self) -> None:
+        for model in self.models:
+            for name, weight in model.named_parameters():
+                if "kv_b" in name or "q_b" in name:
+                    CHANGES[self.draw.change](weight)
+
+    def overrun(self) -> None:
+        """More tokens than a static cache has room for are an error, fused or not."""
+        new = tokens(self.draw.batch, LENGTH + 1 - self.seen.shape[1])
+        self.seen = torch.cat((self.seen, new), dim=1)
+        for run, cache in zip((self.model, self.compiled), self.caches, strict=True):
+            with pytest.raises(Exception, match=r"out of bounds|out of range|must be below"):
+                self.logits(run, new, cache)
+
     def logits(self, run, ids, cache):
         options = {"attention_mask": self.left_padded()} if self.draw.padded else {}
         return run(ids, past_key_values=cache, use_cache=cache is not None, **options).logits
@@ -186,14 +223,20 @@ class Session:
         self.step(self.draw.prompt, compiles=self.draw.compiles_prefill)
         if self.draw.chunk:
             self.step(self.draw.chunk)
+        if self.draw.garbage and self.draw.cache == "static":
+            self.fill_free_slots()
         before = len(self.backend.reports)
-        for _ in range(3):
+        for number in range(3):
+            if number == 2 and self.draw.change != "none":
+                self.change_weights()
             self.step(1)
         decode = self.backend.reports[before:]
         print(f"fused: {self.backend.report.fused}; when decoding: {[report.fused for report in decode]}")
         if self.draw.fuses:
             fused = sum(report.fused.get("latent_attention", 0) for report in decode)
             assert fused >= self.draw.layers, self.backend.report
+        if self.draw.overrun and self.draw.cache == "static":
+            self.overrun()
 
 
 def check(draw: Draw) -> None:

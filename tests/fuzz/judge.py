@@ -23,7 +23,7 @@ from .runners import RUNNERS
 
 aten = torch.ops.aten
 
-SECONDS = 20
+SECONDS = 10
 
 SAME = ("fused", "unfused")
 FAILURES = ("wrong", "fallback", "error", "hang")
