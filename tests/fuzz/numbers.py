@@ -16,8 +16,12 @@ from .scene import Mutation, mutation
 
 aten = torch.ops.aten
 
-WHOLE = ((1.9, "int64"), (-1.5, "int64"), (2.5, "int32"), (300, "uint8"), (-1, "uint8"), (200, "int8"), (1, "int64"),
-         (3, "int64"), (2**33 + 1, "int32"))  # fmt: skip
+# Filled as such, or in a wider type and cast, which cuts off and wraps around.
+WHOLE = (
+    *((1.9, "int64", "full"), (-1.5, "int64", "full"), (2.5, "int32", "full"), (3, "int64", "full")),
+    *((1.9, "int64", "cast"), (300, "uint8", "cast"), (-1, "uint8", "cast"), (200, "int8", "cast")),
+    (2**33 + 1, "int32", "cast"),
+)
 DEPTHS = (1, 2, 3, 8, 12, 24)
 FACTORS = (0.01, 0.5, 1.0, -0.5)
 
@@ -25,23 +29,26 @@ FACTORS = (0.01, 0.5, 1.0, -0.5)
 def draw_whole(random: Random, captured: Captured) -> list[Mutation] | None:
     """Scores, norms, positions: what is read has a number of a whole type multiplied to it, or added."""
     found = places(captured.gm.graph)
-    number, name = random.choice(WHOLE)
+    number = random.choice(WHOLE)
     if found and random.random() < 0.2:
         node, operand, _ = random.choice(found)
-        return [("whole", node.name, operand, number, name, "add")]
+        return [("whole", node.name, operand, *number, "add")]
     nodes = [node for node in calls(captured.gm.graph) if tensor(node) is not None and tensor(node).is_floating_point()]
     targets = sorted({node.target for node in nodes if node.target is not aten.copy_.default}, key=str)
     target = random.choice(targets)
     node = random.choice([node for node in nodes if node.target is target])
-    return [("whole", node.name, ALL_USERS, number, name, random.choice(("mul", "mul", "add", "div")))]
+    return [("whole", node.name, ALL_USERS, *number, random.choice(("mul", "mul", "add", "div")))]
 
 
 @mutation
-def whole(bench: Bench, name: str, operand: int, number: float, dtype: str, operation: str) -> None:
+def whole(bench: Bench, name: str, operand: int, number: float, dtype: str, made: str, operation: str) -> None:
     targets = {"mul": aten.mul.Tensor, "add": aten.add.Tensor, "div": aten.div.Tensor}
+    wide = torch.int64 if isinstance(number, int) else torch.float64
 
     def emit(value: Node) -> Node:
-        held = bench.call(aten.full.default, [], number, dtype=getattr(torch, dtype))
+        held = bench.call(aten.full.default, [], number, dtype=getattr(torch, dtype) if made == "full" else wide)
+        if made == "cast":
+            held = bench.call(aten._to_copy.default, held, dtype=getattr(torch, dtype))
         return bench.call(targets[operation], value, held)
 
     bench.insert(name, operand, emit)
