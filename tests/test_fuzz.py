@@ -50,7 +50,7 @@ def test_found(mutant):
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_scene_is_made_again_from_its_line(scene):
-    base = "plain even (float16)" if scene == "ranges" else "two layers combined in two"
+    base = "plain level (float16)" if scene == "ranges" else "two layers combined in two"
     mutant = Mutant(base, tuple(draw_scene(Random(7), captured(base), scene)))
     name, mutations = ast.literal_eval(str(mutant))
     assert Mutant(name, tuple(mutations)) == mutant

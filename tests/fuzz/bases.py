@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -164,14 +165,13 @@ LAYERS = (
 DTYPES = (torch.float16, torch.float16, torch.bfloat16, torch.float16, torch.float32)
 
 
-def is_complex(name: str) -> bool:
-    return "complex" in name or "conjugated" in name
+def is_real(name: str) -> bool:
+    return "complex" not in name and "conjugated" not in name
 
 
 PAIRS = tuple((base, base.twin)[:: 1 if place % 2 else -1] for place, base in enumerate(LAYERS))
-ROUNDED = tuple(
-    base.rounded(DTYPES[place % len(DTYPES)]) for place, base in enumerate(LAYERS) if not is_complex(base.name)
-)
+# by the name, so that a base keeps its own when others are added
+ROUNDED = tuple(base.rounded(DTYPES[crc32(base.name.encode()) % len(DTYPES)]) for base in LAYERS if is_real(base.name))
 # every layer once, then in its other capture, then in fewer digits
 ALL = (*(first for first, _ in PAIRS), *(second for _, second in PAIRS), *ROUNDED)
 BASES = {base.name: base for base in ALL}
