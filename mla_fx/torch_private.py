@@ -134,11 +134,11 @@ def unset_fake_temporarily() -> Any:
 
 
 def python_dispatcher() -> Any:
-    """A context in which operators are asked for shapes in Python, as wherever torch traces symbols: some C++ ones would
-    make numbers of them, a pad for one."""
+    """A context in which operators infer shapes in Python, as wherever torch traces symbols: C++ turns some symbols
+    into numbers, as in a pad."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    return enable_python_dispatcher()  # type: ignore[no-untyped-call]  # torch left it so
+    return enable_python_dispatcher()
 
 
 def make_fx(
