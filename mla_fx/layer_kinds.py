@@ -28,7 +28,7 @@ class Kind:
 
     def holds(self, layer: nn.Module, place: int) -> bool:
         is_own = "forward" in vars(layer)  # of which it would be robbed
-        return not is_own and _are_alike(self.first, layer, (self.place, place), set())
+        return not is_own and _are_alike(self.first, layer, (self.place, place), {})
 
     def keep(self, module: nn.Module, args: Any, returned: Any) -> None:
         self.returned = returned
@@ -84,18 +84,19 @@ def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return (path, largest) if is_composed else ("", nn.ModuleList())
 
 
-def _are_alike(one: Any, other: Any, places: tuple[int, int], met: set[tuple[int, int]]) -> bool:
+def _are_alike(one: Any, other: Any, places: tuple[int, int], met: dict[Any, Any]) -> bool:
     """Whether two layers do the same with weights of their own: in all that they hold, types, numbers, and the sizes of
-    tensors are equal, or say in both at which place the layer stands."""
-    if one is other or (id(one), id(other)) in met:
-        return True
+    tensors are equal, or say in both at which place the layer stands; and what is one in the first is one in the
+    second."""
     if type(one) is not type(other):
         return False
-    met.add((id(one), id(other)))
-    if isinstance(one, nn.Module):
-        return _are_alike(vars(one), vars(other), places, met)
     if isinstance(one, Tensor):
-        return _layout(one) == _layout(other)
+        return _layout(one) == _layout(other) and _are_partners(_memory(one), _memory(other), met)
+    if isinstance(one, nn.Module):
+        is_known = met.get(id(one)) == id(other)
+        return is_known or (_are_partners(id(one), id(other), met) and _are_alike(vars(one), vars(other), places, met))
+    if one is other:
+        return True
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(_are_alike(*pair, places, met) for pair in zip(one, other, strict=True))
     if isinstance(one, dict):
@@ -105,5 +106,14 @@ def _are_alike(one: Any, other: Any, places: tuple[int, int], met: set[tuple[int
     return isinstance(one, PLAIN) and bool(one == other)
 
 
+def _are_partners(one: Any, other: Any, met: dict[Any, Any]) -> bool:
+    """Neither of the two was met beside another. Takes note of both."""
+    return bool(met.setdefault(one, other) == other and met.setdefault(("of the other", other), one) == one)
+
+
+def _memory(tensor: Tensor) -> tuple[str, int]:
+    return "memory", tensor.untyped_storage()._cdata
+
+
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device

@@ -75,6 +75,15 @@ def test_what_differs_in_anything_is_of_another_kind(others):
         assert layers == {"parts.0": 3}
 
 
+def test_what_shares_weights_within_is_of_another_kind():
+    with torch.device("meta"):
+        parts = [Part(place) for place in range(4)]
+        parts[1].down.weight = parts[1].up.weight
+        parts[2].down.weight = nn.Parameter(parts[2].up.weight.data)  # two parameters, one memory
+    with one_of_each_kind(Parts(*parts)) as layers:
+        assert layers == {"parts.0": 2, "parts.1": 2}
+
+
 def test_a_layer_passes_on_what_it_would_change():
     model = Parts(*map(Part, range(3))).to("meta")
     seen = []
