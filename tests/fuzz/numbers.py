@@ -7,7 +7,7 @@ from random import Random
 import torch
 from torch.fx import Node
 
-from .bench import ALL_USERS, Bench, InvalidError, shape, tensor
+from .bench import ALL_USERS, Bench, InvalidError, operands, shape, tensor
 from .capture import Captured
 from .edits import calls
 from .garbage import SOFTMAXES
@@ -58,6 +58,7 @@ def draw_nested(random: Random, captured: Captured) -> list[Mutation] | None:
     """Scores ahead of a softmax, or any other value of many dimensions."""
     graph = captured.gm.graph
     scores = [(node.name, 0) for node in calls(graph) if node.target in SOFTMAXES]
+    scores += [(operands(node)[0].name, ALL_USERS) for node in calls(graph) if node.target is aten.amax.default]
     others = [(node.name, ALL_USERS) for node in calls(graph) if tensor(node) is not None and tensor(node).dim() > 2]
     found = scores if scores and (not others or random.random() < 0.8) else others
     if not found:

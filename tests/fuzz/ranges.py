@@ -38,19 +38,20 @@ def _draw_loud(random: Random, captured: Captured) -> Mutation | None:
     given = zip(captured.gm.graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     names = [node.name for node, value in given if isinstance(value, torch.Tensor) and value.is_floating_point()]
     powers = (-1, -2, -3, -4, -6, -8) if random.random() < 0.5 else (-0.5, -0.25, -0.75)
-    return "loud", random.choice(names), random.choice(powers)
+    return "loud", random.choice(names), random.choice(powers), random.random() < 0.3
 
 
 @mutation
-def loud(bench: Bench, name: str, power: float) -> None:
+def loud(bench: Bench, name: str, power: float, is_positive: bool) -> None:
     """The largest element of an input is that of its type times two to a power; or a power of that, if below 1."""
     value = bench.given(name)
+    value = value.detach().abs() if is_positive else value
     if not value.is_floating_point() or not value.numel():
         raise InvalidError("no numbers")
     limit = torch.finfo(value.dtype).max
     largest = limit * 2.0**power if power <= -1 else limit ** (1 + 2 * power)
     scaled = (value.detach().double() / value.detach().double().abs().max().clamp(min=1e-30) * largest).to(value.dtype)
-    is_weight = isinstance(value, torch.nn.Parameter)
+    is_weight = isinstance(bench.given(name), torch.nn.Parameter)
     bench.inputs[name] = torch.nn.Parameter(scaled, requires_grad=False) if is_weight else scaled
 
 
