@@ -55,4 +55,35 @@ FOUND = (
     Mutant("smallest number (decomposed)", (("scale", "exp", 0, 2.0, "mul"),)),
     # more terms than can be counted
     Mutant("plain", (("pile", "add_4", 0, 24),)),
+    # hidden slots that hold no number
+    Mutant("filled", (("garbage", "arg10_1", 2, 7, 8, "nan"),)),
+    Mutant("flat cache", (("garbage", "arg9_1", 1, 7, 8, "nan"), ("hide", "_softmax", 0, 1, "fill"))),
+    # positions out of range, where the program raises
+    Mutant("plain", (("position", "arg9_1", 1, -1),)),
+    Mutant("tied", (("position", "arg8_1", 0, -11),)),
+    Mutant("at index", (("position", "arg9_1", 1, -20),)),
+    Mutant("blocks and offsets", (("shifted", "gather", -1, -20),)),
+    # the second of two layers, in which the written half of a cache is also read by its strides
+    Mutant("two layers combined in two", (("also_read", "index_put_3", "strides"), ("run_by", "lowered", 1))),
+    Mutant("two layers combined in two", (("also_read", "index_put_3", "view"),)),
+    # numbers that the graph holds itself, and rewrites at each call
+    Mutant("plain", (("number_kept", "mul_8", 1, 2.0, True), ("held", "state"), ("run_by", "reference", 2))),
+    Mutant("combined", (("number_kept", "add", 1, 3.0, True), ("held", "state"), ("run_by", "reference", 3))),
+    Mutant("two tables", (("position_counted", "index_3", 1, -1), ("held", "state"), ("run_by", "reference", 2))),
+    # weights that change where no counter of writes notices
+    Mutant("combined", (("changed", "arg10_1", "data", 1.25), ("run_by", "kept", 2))),
+    Mutant("combined", (("changed", "arg10_1", "numpy", 1.25), ("run_by", "kept", 2))),
+    # numbers that a whole type cuts off, or wraps around
+    Mutant("plain", (("whole", "mul_8", -1, 1.9, "int64", "full", "mul"),)),
+    Mutant("plain", (("whole", "mul_8", -1, 300, "uint8", "cast", "mul"),)),
+    # state that verification must not rewrite twice
+    Mutant("plain", (("counter", 1), ("parameter", "state"), ("run_by", "verified", 2))),
+    # numbers at the edges of a type
+    Mutant("plain level (float16)", (("loud", "arg3_1", -2, False),)),
+    Mutant(
+        "cold S=T=D-none-eager-query (float16)", (("loud", "arg10_1", -0.5, False), ("loud", "arg6_1", -0.25, False))
+    ),
+    Mutant("absorbed (float32)", (("loud", "arg8_1", -1, True), ("scale", "arg2_1", -1, 0.0, "mul"))),
+    # fills within fills
+    Mutant("plain", (("nested", "_softmax", 0, 24, 0.01, "where"),)),
 )
