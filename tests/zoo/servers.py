@@ -1,4 +1,4 @@
-"""Layers as servers write them: drafts of several tokens for each sequence, and packed tokens of sequences of any length.
+"""Layers as servers write them: drafts of several tokens for each sequence, and packed tokens of many sequences.
 
 `forward` takes what a server hands to a layer: hidden states, positions, caches, and where in these the rows go."""
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 from .sizes import SMALL, Sizes, Weights, weights
 
@@ -30,11 +30,11 @@ class Server(nn.Module):
     def rows(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q_nope [..., N, D], q_pe [..., N, Dr], latent [..., R], k_pe [..., Dr]."""
         z = self.sizes
-        q = functional.linear(functional.rms_norm(functional.linear(x, self.q_a), (z.q_rank,), self.q_gamma, 1e-6), self.q_b)
+        q = linear(rms_norm(linear(x, self.q_a), (z.q_rank,), self.q_gamma, 1e-6), self.q_b)
         q_nope, q_pe = q.unflatten(-1, (z.heads, z.query)).split([z.nope, z.rope], dim=-1)
-        latent, k_pe = functional.linear(x, self.kv_a).split([z.kv_rank, z.rope], dim=-1)
+        latent, k_pe = linear(x, self.kv_a).split([z.kv_rank, z.rope], dim=-1)
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
-        latent = functional.rms_norm(latent, (z.kv_rank,), self.kv_gamma, 1e-6)
+        latent = rms_norm(latent, (z.kv_rank,), self.kv_gamma, 1e-6)
         q_pe = self.rotate(q_pe, cos.unsqueeze(-2), sin.unsqueeze(-2))
         return q_nope, q_pe, latent, self.rotate(k_pe, cos, sin)
 
@@ -56,15 +56,15 @@ class Server(nn.Module):
     def attend_expanded(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, **mask: Any) -> Tensor:
         """[T,N,D], [T,N,Dr], [L,R], [L,Dr] of one sequence, keys and values expanded, as servers prefill."""
         z = self.sizes
-        k_nope, value = functional.linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
+        k_nope, value = linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
         key = torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, z.heads, -1)), dim=-1)
         query = torch.cat((q_nope, q_pe), dim=-1)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        out = functional.scaled_dot_product_attention(query, key, value, scale=self.scale, **mask)
+        out = scaled_dot_product_attention(query, key, value, scale=self.scale, **mask)
         return out.squeeze(0).transpose(0, 1)
 
     def project(self, out: Tensor) -> Tensor:
-        return functional.linear(out.flatten(-2), self.o)
+        return linear(out.flatten(-2), self.o)
 
 
 class Drafts(Server):
@@ -99,10 +99,10 @@ class DraftsExpanded(Drafts):
 
     def attend(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, allowed: Tensor) -> Tensor:
         z = self.sizes
-        k_nope, value = functional.linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
+        k_nope, value = linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
         key = torch.cat((k_nope, k_pe.unsqueeze(2).expand(-1, -1, z.heads, -1)), dim=-1)
         query, key, value = (part.transpose(1, 2) for part in (torch.cat((q_nope, q_pe), -1), key, value))
-        out = functional.scaled_dot_product_attention(query, key, value, allowed.unsqueeze(1), scale=self.scale)
+        out = scaled_dot_product_attention(query, key, value, allowed.unsqueeze(1), scale=self.scale)
         return out.transpose(1, 2)
 
 
@@ -236,3 +236,77 @@ class OneSequence(Server):
             cache.index_copy_(0, positions, new)
         allowed = torch.arange(caches[0].shape[0]) <= positions[:, None]
         return self.project(self.attend_expanded(q_nope, q_pe, *caches, attn_mask=allowed))
+
+
+# --- what they are given ---------------------------------------------------------------------------------------------
+
+
+def drafts(batch: int, tokens: int) -> tuple[Any, ...]:
+    return _dense(batch, tokens, SMALL.hidden), _positions(batch, tokens), _caches(batch, SMALL.context)
+
+
+def paged_drafts(batch: int, tokens: int, blocks: int) -> tuple[Any, ...]:
+    positions, caches, table = _paged(batch, tokens, blocks)
+    slots = _slots(table, torch.arange(batch)[:, None], positions)
+    lens = positions[:, -1] + 1
+    return _dense(batch * tokens, SMALL.hidden), positions.flatten(), caches, slots.flatten(), table, lens
+
+
+def paged_drafts_batched(batch: int, tokens: int, blocks: int) -> tuple[Any, ...]:
+    return _dense(batch, tokens, SMALL.hidden), *_paged(batch, tokens, blocks)
+
+
+def tokens_of_positions(batch: int, tokens: int, blocks: int) -> tuple[Any, ...]:
+    return _dense(batch * tokens, SMALL.hidden), *_paged(batch, tokens, blocks)
+
+
+def prefill(*lens: int) -> tuple[Any, ...]:
+    positions = torch.cat([torch.arange(length) for length in lens])
+    slots = torch.arange(90, 90 - sum(lens), -1)
+    return _dense(sum(lens), SMALL.hidden), positions, _caches(6, SMALL.block), slots, [*lens]
+
+
+def cached(*starts_and_lens: tuple[int, int]) -> tuple[Any, ...]:
+    starts, lens = map(list, zip(*starts_and_lens, strict=True))
+    positions = _counted(*starts_and_lens)
+    return _dense(len(positions), SMALL.hidden), positions, _caches(len(lens) + 1, SMALL.context), lens, starts
+
+
+def paged(blocks: int, *starts_and_lens: tuple[int, int]) -> tuple[Any, ...]:
+    _, lens = map(list, zip(*starts_and_lens, strict=True))
+    positions = _counted(*starts_and_lens)
+    _, caches, table = _paged(len(lens), 1, blocks)
+    sequences = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    slots = _slots(table, sequences, positions)
+    return _dense(len(positions), SMALL.hidden), positions, caches, slots, table, lens
+
+
+def one_sequence(tokens: int) -> tuple[Any, ...]:
+    caches = tuple(cache.squeeze(0) for cache in _caches(1, SMALL.context))
+    return _dense(tokens, SMALL.hidden), torch.arange(5, 5 + tokens), caches
+
+
+def _paged(batch: int, tokens: int, blocks: int) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """Positions, pages of which two belong to no sequence, and the table of those of each."""
+    order = torch.randperm(batch * blocks + 2, generator=torch.Generator().manual_seed(3))
+    return _positions(batch, tokens), _caches(len(order), SMALL.block), order[2:].view(batch, blocks)
+
+
+def _slots(table: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
+    return table[sequences, positions // SMALL.block] * SMALL.block + positions % SMALL.block
+
+
+def _positions(batch: int, tokens: int) -> Tensor:
+    return 5 + 2 * torch.arange(batch)[:, None] + torch.arange(tokens)
+
+
+def _counted(*starts_and_lens: tuple[int, int]) -> Tensor:
+    return torch.cat([torch.arange(start, start + length) for start, length in starts_and_lens])
+
+
+def _caches(*lead: int) -> tuple[Tensor, Tensor]:
+    return _dense(*lead, SMALL.kv_rank, seed=2), _dense(*lead, SMALL.rope, seed=3)
+
+
+def _dense(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,89 @@
+"""Layers of servers with sizes that are symbols: what fuses, and which symbol is to blame where something does not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from layers import QUIET, Reporting
+from zoo import servers
+
+import mla_fx
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+ALL, EXPANDED = {"mla_prolog": 1, "latent_attention": 1}, {"mla_attention": 3}
+UNLIKE = ((5, 7, 3), (3, 4, 2))
+PROMPTS = ((5, 9, 7), (4, 3, 11))
+LINES = (((5, 3), (9, 7), (2, 4)), ((6, 4), (3, 2), (11, 5)))
+SPELLINGS = {
+    servers.Drafts: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], ALL),
+    servers.DraftsScattered: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], ALL),
+    servers.DraftsFlat: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], ALL),
+    servers.PagedDrafts: ([servers.paged_drafts(*sizes) for sizes in UNLIKE], ALL),
+    servers.PagedDraftsBatched: ([servers.paged_drafts_batched(*sizes) for sizes in UNLIKE], ALL),
+    servers.TokensOfPositions: ([servers.tokens_of_positions(*sizes) for sizes in UNLIKE], ALL),
+    servers.VarlenPrefill: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
+    servers.VarlenSliced: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
+}
+BEFORE = (servers.Drafts, servers.DraftsScattered, servers.DraftsFlat, servers.PagedDrafts, servers.PagedDraftsBatched)
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind in BEFORE else []) for kind in SPELLINGS]
+
+
+@pytest.fixture(autouse=True)
+def forget_compilations():
+    torch._dynamo.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", mla_fx.MlaWarning)
+        yield
+
+
+def compared(module, given, dynamic, **options):
+    """The report of the last graph; all have answered, and left the caches, as eager does."""
+    backend = Reporting(**options)
+    run = torch.compile(module, backend=backend, dynamic=dynamic)
+    for one in given:
+        theirs, ours = copy.deepcopy(one), copy.deepcopy(one)
+        torch.testing.assert_close((run(*ours), ours), (module(*theirs), theirs), **CLOSE)
+    return backend.reports[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_for_all_sizes(kind):
+    given, fused = SPELLINGS[kind]
+    report = compared(kind(), given, True)
+    assert report.fused == fused, str(report)
+
+
+@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [servers.VarlenPrefill, servers.VarlenSliced])
+def test_sizes_that_become_symbols(kind, target):
+    """With the second call Dynamo takes the lengths for symbols, each of them for one of its own."""
+    given, fused = SPELLINGS[kind]
+    report = compared(kind(), given, None, target=target)
+    assert report.fused == fused, str(report)
+
+
+class Checked(servers.PagedDraftsBatched):
+    """What a refusal asks for."""
+
+    def forward(self, x, positions, caches, block_table):
+        torch._check(caches[0].size()[0] == caches[1].size()[0])
+        return super().forward(x, positions, caches, block_table)
+
+
+@pytest.mark.parametrize("kind, is_known", [(servers.PagedDraftsBatched, False), (Checked, True)])
+def test_a_refusal_names_its_symbols_and_the_remedy(kind, is_known):
+    """Two caches of as many pages, which are two symbols once they have changed: until the model says otherwise."""
+    report = compared(kind(), SPELLINGS[servers.PagedDraftsBatched][0], None)
+    assert (report.fused == ALL) == is_known, str(report)
+    remedy = "torch._check(caches[0].size()[0] == caches[1].size()[0]) in the model says so"
+    assert (remedy in str(report)) != is_known
+
+
+def test_loops_over_lines_of_a_cache():
+    """Each line is a cache of its own: what does not fuse is refused, and no pass fails."""
+    report = compared(servers.VarlenCached(), [servers.cached(*lines) for lines in LINES], None)
+    assert report.fused["latent_attention"] == 1, str(report)
