@@ -55,12 +55,17 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
 
 def absorb(graph: Graph, emit: Emitter, policy: str, target: Target) -> None:
     """Rewrites every mla_attention whose S is small, provably, to latent_attention; one whose S is a symbol that may be
-    large gets the limit at which it decides at run time, or stays expanded where the target could not run it."""
+    large gets the limit at which it decides at run time, or stays expanded where the target could not run it.
+
+    An absorbed query of float16 may leave the range in which the program stays: the operator makes it in float32."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         q_nope, _, kv_cache, *_ = args_of(node)
         limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
         tokens = shape_of(q_nope)[1]
         if _is_absorbed(tokens, shape_of(kv_cache)[1], limit):
+            if q_nope.meta["val"].dtype == torch.float16 and target.runs_operators:
+                node.update_kwarg("max_absorbed_tokens", ALWAYS)
+                continue
             with emit.at(node, "absorb"):
                 _absorb(node, emit, *args_of(node))
         elif not isinstance(tokens, int):

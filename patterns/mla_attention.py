@@ -22,7 +22,7 @@ Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope di
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,14 +76,13 @@ OVER_LATENTS = AttentionPattern(scores=(contract(var("query"), LATENT, name="nop
 class Facts:
     """The match, its softmax scale, the type to compute in, and the axes that each dimension of the operands runs over.
 
-    `query_factor` and `value_factor` are numbers by which nope scores and values are multiplied on top (LongCat scales
-    its latents). `keys` and `values` say where these are: expanded from the latents, or the latents themselves."""
+    `factors` multiply operands and the result `out` on top (LongCat scales its latents). `keys` and `values` say where
+    these are: expanded from the latents, or the latents themselves."""
 
     match: Match
     found: Attention
     scale: float
-    query_factor: float
-    value_factor: float
+    factors: Mapping[str, float]
     dtype: torch.dtype
     keys: str
     values: str
@@ -234,13 +233,9 @@ class MlaAttention(Rule[Facts]):
         self._check_operands(match, b, s, n, t, d, dr, hckv)
         if rotary is None:
             _check_rank(match, n, (*d, *dv))
-        # an absorbed query is taken as it is, and its factor is part of it
-        factor = nope.factor * up.factor if up is not None and keys == "expanded" else nope.factor
-        scale = factor if rotary is None else rotary.factor
-        down = match.get(Contraction, "down")
-        value_factor = found.value_factor if down is None else found.value_factor * down.factor
-        factors = scale, factor / scale, value_factor
-        return Facts(match, found, *factors, _dtype(match), keys, values, b, s, n, t, d, dr, hckv, dv)
+        dtype = _dtype(match)
+        scale, factors = _factors(match, keys, dtype)
+        return Facts(match, found, scale, factors, dtype, keys, values, b, s, n, t, d, dr, hckv, dv)
 
     def _check_operands(self, match: Match, b: Axes, s: Axes, n: Axes, t: Axes, d: Axes, dr: Axes, hckv: Axes) -> None:
         """Each operand has its own dimensions and no others."""
@@ -264,28 +259,28 @@ class MlaAttention(Rule[Facts]):
         b, s, n, t, d, dr, hckv, dv = facts.b, facts.s, facts.n, facts.t, facts.d, facts.dr, facts.hckv, facts.dv
 
         def operand(name: str, *dims: Axes) -> Node | None:
-            present = name in match.elements
-            return tensor(emit, match[name], dims, dtype=facts.dtype, expand=True) if present else None
+            return made(name, *dims) if name in match.elements else None
 
-        def query_operand(name: str, *dims: Axes) -> Node:
-            return emit.scaled(tensor(emit, match[name], dims, dtype=facts.dtype, expand=True), facts.query_factor)
+        def made(name: str, *dims: Axes) -> Node:
+            node = tensor(emit, match[name], dims, dtype=facts.dtype, expand=True)
+            return emit.scaled(node, facts.factors.get(name, 1.0))
 
         context = operand("q_rope", b, s, n, dr), operand("kv_cache", b, t, hckv), operand("kr_cache", b, t, dr)
         masks, options = _masks(emit, facts)
         if facts.keys == facts.values == "expanded":
             weights = operand("weight_uk", n, d, hckv), operand("weight_uv", n, dv, hckv)
             target = torch.ops.mla_fx.mla_attention.default
-            out = emit.call(target, query_operand("q_nope", b, s, n, d), *context, *weights, *masks, **options)
+            out = emit.call(target, made("q_nope", b, s, n, d), *context, *weights, *masks, **options)
         else:
             if facts.keys == "absorbed":
-                query = query_operand("query", b, s, n, hckv)
+                query = made("query", b, s, n, hckv)
             else:
-                q_nope, weight_uk = query_operand("q_nope", b, s, n, d), operand("weight_uk", n, d, hckv)
+                q_nope, weight_uk = made("q_nope", b, s, n, d), operand("weight_uk", n, d, hckv)
                 query = inline(emit, absorb_query, q_nope, weight_uk)
             out = emit.call(torch.ops.mla_fx.latent_attention.default, query, *context, *masks, **options)
             if facts.values == "expanded":
                 out = inline(emit, expand_output, out, operand("weight_uv", n, dv, hckv))
-        out = emit.scaled(out, facts.value_factor)
+        out = emit.scaled(out, facts.factors.get("out", 1.0))
         yield replaced(emit, found.node, found.index, result(out, (b, s, n, dv)), padding=found.padding)
 
     def looks_like_mla(self, anchor: Node) -> bool:
@@ -347,6 +342,35 @@ def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
     if not is_latent or is_projected_from(match["q_nope"], latent):
         reason = "there is no rotary part, and keys and values are not expanded from latents that were projected down"
         raise NoMatch(reason, latent.origin)
+
+
+def _factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
+    """The softmax scale, and by which numbers operands and the result are multiplied besides: nope and rotary scores
+    have one scale, and what the program scales down before a product is not left larger in float16."""
+    found = match.reading(Attention, "attention")
+    nope, up, rotary, down = (match.get(Contraction, name) for name in ("nope", "up", "rope", "down"))
+    assert nope is not None, "every pattern has it"
+    # an absorbed query is taken as it is, and its factor is part of it
+    expanded = 1.0 if up is None or keys == "absorbed" else up.factor
+    values = found.value_factor * (1.0 if down is None else down.factor)
+    factors: dict[str, float] = {}
+    if dtype == torch.float16 and abs(expanded) < 1 and keys == "expanded":
+        factors["weight_uk"], expanded = expanded, 1.0
+    if dtype == torch.float16 and abs(values) < 1 and down is not None:
+        factors["weight_uv"], values = values, 1.0
+    factors["out"], query = values, "query" if keys == "absorbed" else "q_nope"
+    scale = own = nope.factor * expanded
+    if rotary is not None and rotary.factor != own:
+        # a query of float16 is only made smaller, of another type not much larger
+        most = 1.0 if dtype == torch.float16 else torch.finfo(dtype).max ** 0.25
+        if abs(own) > most * abs(rotary.factor):
+            factors["q_rope"] = rotary.factor / own
+        else:
+            scale, factors[query] = rotary.factor, own / rotary.factor
+    for name, factor in factors.items():
+        if not 16 * torch.finfo(dtype).tiny <= abs(factor) <= torch.finfo(dtype).max:
+            raise NoMatch(f"{name} would be multiplied by {factor:.6g}, and {dtype} has no room for that", found.node)
+    return scale, factors
 
 
 def _dtype(match: Match) -> torch.dtype:

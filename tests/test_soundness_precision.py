@@ -293,7 +293,8 @@ def test_tables_of_another_type():
 def test_one_precision_fuses():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         torch._dynamo.reset()
-        assert check_no_further(Layer().to(dtype), in_type(arguments(), dtype)).fused == FUSED
+        fused = {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1} if dtype == torch.float16 else FUSED  # absorbed inside
+        assert check_no_further(Layer().to(dtype), in_type(arguments(), dtype)).fused == fused
 
 
 class RoundedTables(Layer):

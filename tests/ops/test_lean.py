@@ -74,7 +74,7 @@ def graph_of(function, a, decompositions=None):
         return function(dataclasses.replace(a, **dict(zip(names, tensors, strict=True))))
 
     with torch.no_grad():
-        return make_fx(traced, decompositions)(*(getattr(a, name) for name in names)).graph
+        return make_fx(traced, decompositions, tracing_mode="fake")(*(getattr(a, name) for name in names)).graph
 
 
 def calls_own(a):

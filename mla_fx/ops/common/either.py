@@ -5,12 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 Traced = Callable[..., Tensor]
 
 
 def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor]) -> Tensor:
-    """A conditional, for Inductor, over two functions of the same tensors: the first where `condition` holds."""
+    """Of two functions of the same tensors the first where `condition` holds: a conditional where they are traced, for
+    Inductor."""
+    if isinstance(condition, Tensor) and not is_fake(condition):
+        return one(*given) if condition else other(*given)
     # Inductor lays tensors out as it likes, and yet compiles branches for the strides that they have here.
     whole = [value.contiguous() for value in given]
     operands = tuple(torch.ops.prims.inductor_force_stride_order(value, value.stride()) for value in whole)

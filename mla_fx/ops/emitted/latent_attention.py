@@ -86,8 +86,8 @@ def in_parts(a: Arguments) -> Tensor:
 
 
 def _undivided(a: Arguments) -> Tensor:
-    options = a.scale, a.fill, a.sinks, True
-    return undivided(lambda weights: _weighted(weights, a), a.kv_cache.dtype, *_scores(a), *options)
+    scores, dtype = _scores(a), a.kv_cache.dtype
+    return undivided(lambda weights: _weighted(weights, a), dtype, *scores, a.scale, a.fill, a.sinks, rows_first=True)
 
 
 def _parts(a: Arguments) -> int:

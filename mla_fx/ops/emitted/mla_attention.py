@@ -119,7 +119,8 @@ def _is_absorbed(a: Arguments) -> bool:
 
 def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor] = latent_attention.body) -> Tensor:
     """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
-    operands = _absorbed_query(a.q_nope, a.weight_uk), a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
+    query = _absorbed_query(a.q_nope, a.weight_uk)
+    operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
     latent = attend(latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill))
     return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
 
