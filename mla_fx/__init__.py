@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .debug.report import Miss, Report
     from .discover import register_patterns
     from .graph_pass import MlaPass
+    from .prepare import refresh
     from .rule import Rule
     from .target import Target
 
@@ -44,6 +45,7 @@ __all__ = [
     "last_report",
     "mla_backend",
     "ops",
+    "refresh",
     "register_patterns",
 ]
 
@@ -54,6 +56,7 @@ _LAZY = {
     "Report": "debug.report",
     "Rule": "rule",
     "Target": "target",
+    "refresh": "prepare",
     "register_patterns": "discover",
 }
 

@@ -1,8 +1,8 @@
 """What a compiled graph need not do at each step: lay out weights, and view caches as an operator takes them.
 
 weights    what is computed from weights alone, or from nothing, for the operators that were put in is computed once
-           and becomes an input of the graph. It follows the weight: who loads another state gets it from the next
-           call on
+           and becomes an input of the graph. It follows the weight, as `_State` says: who loads another state gets it
+           from the next call on
 caches     a graph input that an operator is given through a reshape, and that is written back through one, becomes
            an input of that shape, so that a compiler sees one buffer that is read and written
 """
@@ -58,17 +58,23 @@ def _own(make: Callable[..., Tensor], sources: Sequence[Tensor | int]) -> Tensor
 
 
 class _State:
-    """The contents of a graph input at one time: a size, or a tensor, whose memory no later one can be taken for."""
+    """The contents of a graph input at one time: a size, or a tensor, whose memory no later one can be taken for.
+
+    A tensor is the same as long as it lies in the same memory and PyTorch has counted no write. What is written past
+    the counter, through `.data` or `.numpy()`, shows in a sample of the elements, on a CPU. Another device would have
+    to be waited for at each call, and a sample may miss single elements: there `refresh` has to be called."""
 
     def __init__(self, source: Tensor | int) -> None:
         self.storage = StorageWeakRef(source.untyped_storage()) if isinstance(source, Tensor) else None  # type: ignore[no-untyped-call]  # torch left it so
         self.place = _place(source)
+        self.sample = _sample(source)
 
     def is_of(self, source: Tensor | int) -> bool:
         if self.storage is None or not isinstance(source, Tensor):
             return self.place == _place(source)
         is_same = bool(self.storage.cdata == source.untyped_storage()._cdata)
-        return is_same and None not in self.place and self.place == _place(source)
+        is_counted = is_same and None not in self.place and self.place == _place(source)
+        return is_counted and torch.equal(self.sample, _sample(source))
 
 
 def _place(source: Tensor | int) -> tuple[int | None, ...]:
@@ -76,6 +82,31 @@ def _place(source: Tensor | int) -> tuple[int | None, ...]:
     if not isinstance(source, Tensor):
         return (source,)
     return source.data_ptr(), None if source.is_inference() else source._version
+
+
+SAMPLES = 8  # or some more along each dimension: microseconds a call, however large the weight is
+
+
+def _sample(source: Tensor | int) -> Tensor:
+    """The bytes of some elements all over a tensor on a CPU, of all of them where they are few; of others none."""
+    if not isinstance(source, Tensor) or source.device.type != "cpu":
+        return torch.empty(0)
+    steps = tuple(slice(None, None, max(1, size // SAMPLES)) for size in source.shape)
+    return source.detach()[steps].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def refresh(*sources: torch.nn.Module | Tensor) -> None:
+    """Has all that is kept beside the weights of models, or beside single tensors, made anew at the next call.
+
+    Needed after a write that PyTorch does not count: through `.data`, as adapters are merged into weights, through
+    `.numpy()`, or through a pointer. `load_state_dict`, `copy_` and whatever else writes in place is counted, and
+    another tensor in the place of a weight is noticed. What is kept is made anew in its own memory, so a captured
+    graph goes on with it; nothing is compiled again."""
+    for source in sources:
+        tensors = [source] if isinstance(source, Tensor) else [*source.parameters(), *source.buffers()]
+        for tensor in tensors:
+            if not tensor.is_inference():  # of these nothing is kept from one call to the next
+                torch.autograd.graph.increment_version(tensor)
 
 
 @dataclass
@@ -127,9 +158,11 @@ def prepare(graph: Graph, weights: Set[Node]) -> Prepared:
     if not places:
         return prepared
     last = max(places)
-    inputs: dict[Any, Node] = {}
+    inputs: dict[int, Node] = {}
+    keys: dict[Node, int] = {}
+    calls: dict[Any, int] = {}
     for node, users in _laid_out_values(graph, weights - written_inputs).items():
-        key = _key(node)
+        key = _key(node, keys, calls)
         if key not in inputs:
             make, sources = _function_of(node)
             value = node.meta["val"]
@@ -209,15 +242,22 @@ def _behind(value: Node) -> Set[Node]:
     return found
 
 
-def _key(value: Any) -> Any:
-    """Equal for values that are computed alike."""
-    if isinstance(value, Node):
-        return value if value.op == "placeholder" else (value.target, _key(args_of(value)), _key(value.kwargs))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in sorted(value.items()))
-    return hashable(value)
+def _key(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
+    """A number for a value, the same for values that are computed alike. Each call behind it is looked at once."""
+
+    def described(given: Any) -> Any:
+        if isinstance(given, Node):
+            return Node, keys[given]
+        if isinstance(given, (list, tuple)):
+            return tuple(map(described, given))
+        if isinstance(given, dict):
+            return tuple((name, described(item)) for name, item in sorted(given.items()))
+        return hashable(given)
+
+    for node in sorted(_behind(value) - keys.keys()):
+        call = node if node.op == "placeholder" else (node.target, described(args_of(node)), described(node.kwargs))
+        keys[node] = calls.setdefault(call, len(calls))
+    return keys[value]
 
 
 # --- caches ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import torch
 from layers import CLOSE, Layer, Sizes
 from mla_fx.lowering.reference import Reference
 
+import mla_fx
+from mla_fx import prepare
 from mla_fx.compilation import Compilation
 from mla_fx.debug.report import Report
 from mla_fx.options import Options
@@ -54,6 +56,17 @@ class Laying(Reference):
         return {torch.ops.mla_fx.mla_prolog.default: lambda *_, **__: paged}
 
 
+class Watched(Compilation):
+    """A compilation that shows what it prepared."""
+
+    laid_out = ()
+
+    def rewrite(self, gm, **options):
+        run = super().rewrite(gm, **options)
+        self.laid_out = run.prepared.laid_out
+        return run
+
+
 class Compiled:
     """A layer compiled for the target above."""
 
@@ -62,7 +75,7 @@ class Compiled:
         self.run = torch.compile(layer, backend=self, **options)
 
     def __call__(self, gm, inputs):
-        compilation = Compilation(self.asked, Laying(), Report(target="laying"))
+        compilation = Watched(self.asked, Laying(), Report(target="laying"))
         self.compilations.append(compilation)
         return compilation.compile(gm, inputs)
 
@@ -145,6 +158,107 @@ def test_a_weight_that_is_another_tensor_is_laid_out_again():
         layer.kv_a.data = torch.randn_like(layer.kv_a)
         check(layer, compiled.run, arguments(1))
     assert len(made) == 9 and len(compiled.compilations) == 1
+
+
+def merged(weight):
+    """As PEFT merges an adapter."""
+    weight.data += 0.1 * torch.randn_like(weight[:, :1]) @ torch.randn_like(weight[:1])
+
+
+def through_numpy(weight):
+    weight.detach().numpy()[...] *= 0.5
+
+
+def set_to_another(weight):
+    weight.set_(torch.randn_like(weight))
+
+
+def one_half(weight):
+    weight.data[len(weight) // 2 :] *= 0.5
+
+
+def through_a_view_of_data(weight):
+    weight.data.view(-1)[:].neg_()
+
+
+@pytest.mark.parametrize("write", [merged, through_numpy, set_to_another, one_half, through_a_view_of_data])
+def test_a_write_that_nobody_counts_is_noticed(write):
+    layer = Layer(SIZES)
+    compiled = Compiled(layer)
+    weights = layer.q_a, layer.q_b, layer.kv_a
+    for weight in weights:
+        check(layer, compiled.run, arguments(0))
+        kept = compiled.compilations[0].laid_out
+        before = [value.made.data_ptr() for value in kept]
+        write(weight)
+        check(layer, compiled.run, arguments(1))
+        assert [value.made.data_ptr() for value in kept] == before  # to which a captured graph may point
+        assert len(compiled.compilations) == 1
+    assert len(made) == 6 + len(weights)  # and only what was written is laid out again
+
+
+def element(weight):
+    weight.data[1, 3] += 5
+
+
+@pytest.mark.parametrize("given", [lambda layer, weight: layer, lambda layer, weight: weight])
+def test_a_single_element_is_left_to_refresh(given):
+    layer = Layer(replace(SIZES, hidden=64))
+    compiled = Compiled(layer)
+    check(layer, compiled.run, arguments(0, layer.sizes))
+    element(layer.q_a)
+    mla_fx.refresh(given(layer, layer.q_a))
+    check(layer, compiled.run, arguments(1, layer.sizes))
+    assert len(compiled.compilations) == 1
+
+
+def test_refresh_is_of_the_models_it_is_given():
+    layer, other = Layer(SIZES), Layer(SIZES)
+    compiled = Compiled(layer)
+    check(layer, compiled.run, arguments(0))
+    mla_fx.refresh(other)
+    check(layer, compiled.run, arguments(0))
+    assert len(made) == 6
+    mla_fx.refresh(torch.compile(layer), other)
+    check(layer, compiled.run, arguments(0))
+    assert len(made) == 12
+    with torch.inference_mode():
+        mla_fx.refresh(Layer(SIZES))  # whose weights nobody counts: nothing is kept of them
+
+
+def test_weights_with_values_that_are_not_equal_to_themselves_are_kept():
+    weight = torch.full((4, 4), torch.nan)
+    value = LaidOut(lambda weight: made.append(1) or weight * 2, [0], 0)
+    for _ in range(3):
+        value([weight])
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (40, 1, 7), (3, 50)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.bool, torch.float64, torch.float8_e4m3fn])
+def test_a_sample_is_taken_of_any_tensor(shape, dtype):
+    weight = torch.ones(shape, dtype=dtype).mT if len(shape) > 1 else torch.ones(shape, dtype=dtype)
+    value = LaidOut(lambda weight: weight.float() * 2, [0], 0)
+    value([weight])
+    weight.data.zero_()
+    assert not value([weight]).any()
+
+
+def test_each_call_behind_what_is_laid_out_is_described_once():
+    """Values in which each is added to itself have as many paths as 2 to their number."""
+    graph = torch.fx.Graph()
+    weight = graph.placeholder("weight")
+    weight.meta["val"] = torch.ones(2)
+    ends = []
+    for _ in range(2):
+        value = weight
+        for _ in range(60):
+            value = graph.call_function(torch.ops.aten.add.Tensor, (value, value))
+        ends.append(value)
+    other = graph.call_function(torch.ops.aten.sub.Tensor, (value, value))
+    keys, calls = {}, {}
+    first, second, third = (prepare._key(node, keys, calls) for node in (*ends, other))
+    assert first == second != third and len(calls) == 62
 
 
 def test_weights_whose_writes_nobody_counts_are_laid_out_at_each_call():
