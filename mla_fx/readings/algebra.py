@@ -38,14 +38,20 @@ MOST_OPERATIONS = 100  # read in one sum or product: nested sums double with eac
 Budget = Iterator[int]
 
 
-def as_sum(element: Element) -> Sum:
+def allowance() -> Budget:
+    """What may be read, all in all, of a value in which sums are nested in something else."""
+    return iter(range(MOST_OPERATIONS))
+
+
+def as_sum(element: Element, budget: Budget | None = None) -> Sum:
     """`element` as a sum of terms that are no sums themselves. Raises NoMatch if it is too long to be of use."""
     terms: list[Element] = []
-    total = _add_up(element, terms, iter(range(MOST_OPERATIONS)))
+    total = _add_up(element, terms, budget or allowance())
     return Sum(tuple(terms), total)
 
 
-def _spend(budget: Budget, node: Node) -> None:
+def spend(budget: Budget, node: Node) -> None:
+    """Raises NoMatch if nothing may be read any more, and from then on whenever it is asked."""
     if next(budget, None) is None:
         raise NoMatch(f"a sum or product of more than {MOST_OPERATIONS} operations", node)
 
@@ -57,7 +63,7 @@ _ADDS = frozenset({aten.add.Tensor, aten.add.Scalar, *SUBTRACTS})
 
 def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
     node = element.origin
-    _spend(budget, node)
+    spend(budget, node)
     if not _adds_numbers(node) or complemented(element) is not None:
         terms.append(element)
         return 0.0
@@ -97,7 +103,7 @@ def _adds_numbers(node: Node) -> bool:
 def as_product(element: Element, kept: Node | None = None) -> Product:
     """`element` as a product of powers of elements that are no products themselves, or are what `kept` computes."""
     factors: list[tuple[Element, float]] = []
-    number = _multiply_up(element, 1.0, factors, iter(range(MOST_OPERATIONS)), kept)
+    number = _multiply_up(element, 1.0, factors, allowance(), kept)
     return Product(tuple(_collected(factors)), number)
 
 
@@ -120,7 +126,7 @@ def _multiply_up(
     element: Element, power: float, factors: list[tuple[Element, float]], budget: Budget, kept: Node | None
 ) -> float:
     number, element = element.apart()
-    _spend(budget, element.node)
+    spend(budget, element.node)
     inner = [] if element.node is kept else _factors(element.node)
     # (x^2)^0.5 is |x|, no power of x: an even power is taken apart only by an even one
     loses_sign = any(own == int(own) and own % 2 == 0 and (own * power) % 2 for _, own in inner)

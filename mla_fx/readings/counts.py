@@ -55,10 +55,23 @@ def _has_sign(term: tuple[Any, Size]) -> bool:
     return at_most(term[1], 0) or at_most(0, term[1])
 
 
-def count(element: Element) -> Count:
+_Place = tuple[Node, tuple[Index, ...]]
+_Known = dict[_Place, Count]
+
+
+def count(element: Element, known: _Known | None = None) -> Count:
     """Reads a whole number. Raises NoMatch if it is none.
 
-    Sums are followed in 64 bits alone: of what a narrower type adds up, only the result is known."""
+    Sums are followed in 64 bits alone: of what a narrower type adds up, only the result is known. `known` is what was
+    read of the same number before: nested sums double the ways to a term with each level."""
+    known = {} if known is None else known
+    place = element.node, element.index
+    if place not in known:
+        known[place] = _counted(element, known)
+    return known[place]
+
+
+def _counted(element: Element, known: _Known) -> Count:
     node, index = element.node, element.index
     dtype = node.meta["val"].dtype
     if dtype not in INTEGERS:
@@ -69,9 +82,18 @@ def count(element: Element) -> Count:
     steps = _steps(node)
     if steps is not None:
         return Count(shifted(index[0], *steps))
-    if dtype == torch.int64 and (total := _summed(node, index)) is not None:
+    if dtype == torch.int64 and (total := _summed(node, index, known)) is not None and _stays_in_range(total):
         return total
     return Count(ZERO, frozenset({(element, 1)}))
+
+
+def _stays_in_range(total: Count) -> bool:
+    """No term is taken so often that 64 bits may not hold it."""
+    factors = [total.index.offset, *(times for _, times in (*total.index.terms, *total.elements))]
+    return all(not isinstance(factor, int) or abs(factor) < LARGE for factor in factors)
+
+
+LARGE = 2**31  # what is counted, too, stays below that
 
 
 def _steps(node: Node) -> tuple[Size, int] | None:
@@ -92,22 +114,22 @@ def _is_whole(value: Any) -> bool:
     return isinstance(held, (int, torch.SymInt)) and not isinstance(held, bool)
 
 
-def _summed(node: Node, index: tuple[Index, ...]) -> Count | None:
+def _summed(node: Node, index: tuple[Index, ...], known: _Known) -> Count | None:
     """A sum or a difference, or a number of 32 bits in 64."""
     if node.target in CASTS:
         source = args_of(node)[0]
-        return count(operand(source, index)) if source.meta["val"].dtype in INTEGERS else None
+        return count(operand(source, index), known) if source.meta["val"].dtype in INTEGERS else None
     if node.target in MULTIPLIES:
-        return _multiplied(node, index)
+        return _multiplied(node, index, known)
     if node.target not in ADDS | SUBTRACTS | REVERSED or argument(node, 2, "alpha", 1) != 1:
         return None
-    left, right = (_addend(value, index) for value in args_of(node)[:2])
+    left, right = (_addend(value, index, known) for value in args_of(node)[:2])
     if node.target in REVERSED:
         left, right = right, left
     return left.plus(right, 1 if node.target in ADDS else -1)
 
 
-def _multiplied(node: Node, index: tuple[Index, ...]) -> Count | None:
+def _multiplied(node: Node, index: tuple[Index, ...], known: _Known) -> Count | None:
     """A count times a whole number."""
     value, other = args_of(node)[:2]
     if whole_number(other) is None:
@@ -115,7 +137,7 @@ def _multiplied(node: Node, index: tuple[Index, ...]) -> Count | None:
     times = whole_number(other)
     if times is None or not isinstance(value, Node):
         return None
-    return Count(ZERO).plus(count(operand(value, index)), times)
+    return Count(ZERO).plus(count(operand(value, index), known), times)
 
 
 def whole_number(value: Any) -> Size | None:
@@ -126,10 +148,10 @@ def whole_number(value: Any) -> Size | None:
     return int(known) if known is not None and known.is_integer() and abs(known) < EXACT else None
 
 
-def _addend(value: Any, index: tuple[Index, ...]) -> Count:
+def _addend(value: Any, index: tuple[Index, ...], known: _Known) -> Count:
     if _is_whole(value):
         return Count(Index(integer(value)))
-    return count(operand(value, index))
+    return count(operand(value, index), known)
 
 
 # --- comparisons: what must not be above zero where one holds -----------------------------------------------------
@@ -159,7 +181,8 @@ COMPARISONS = {
 
 def excess(comparison: Node, index: tuple[Index, ...]) -> Count:
     """The comparison holds exactly where this is not above zero. Raises NoMatch if it is none of whole numbers."""
-    left, right = (_addend(value, index) for value in args_of(comparison)[:2])
+    known: _Known = {}
+    left, right = (_addend(value, index, known) for value in args_of(comparison)[:2])
     return COMPARISONS[comparison.target](left, right)
 
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.torch_private import OpOverload
 
-from .algebra import as_product, as_sum
+from .algebra import Budget, allowance, as_product, as_sum, spend
 from .axes import Digit, Index, combine, fresh, of_axis, shifted
 from .contraction import Contraction, contraction, scaled_product
 from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
@@ -114,7 +114,7 @@ def attention(node: Node) -> Attention:
     keys = of_axis(found.axis)
     if weighted.over != (keys,):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
-    scores, masks = _logits(found.logits)
+    scores, masks = _logits(found.logits, allowance())
     sink = None if found.sink is None else _sink(found.sink)
     return _unpadded(Attention(output, index, scores, masks, None, value, weighted.factor, keys, sink=sink))
 
@@ -169,16 +169,16 @@ def weighted_sum(node: Node) -> Node | None:
     return None
 
 
-def _logits(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
+def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
     """The logits as products of queries and keys and masks: first all numbers that are added, then the fills."""
-    total = as_sum(element)
+    total = as_sum(element, budget)
     if total.constant:
         raise NoMatch("a number is added to the attention scores", element.origin)
     scores: list[Contraction] = []
     masks: list[Mask] = []
     for term in total.terms:
         filled = _filled(term)
-        inner = None if filled is None else _masked_scores(filled[0])
+        inner = None if filled is None else _masked_scores(filled[0], budget)
         if filled is not None and inner is not None:
             scores += inner[0]
             masks += [*inner[1], filled[1]]
@@ -201,17 +201,19 @@ def _why_no_score(masks: list[Mask]) -> str:
         factors = [factor.origin for factor, _ in as_product(logits).factors]
         others = [name_of(factor) for factor in factors if factor.target not in PRODUCTS]
         if len(others) < len(factors):
-            return f"the attention scores are multiplied by {', '.join(others)}, expected a number"
+            by = ", ".join(dict.fromkeys(others)) or "themselves"
+            return f"the attention scores are multiplied by {by}, expected a number"
         if any(node.target in PRODUCTS for node in computed_from(logits.origin)):
             return f"the attention scores go through {name_of(logits.origin)} before the softmax, expected a product"
     return "no product of query and key enters the softmax"
 
 
-def _masked_scores(element: Element) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
+def _masked_scores(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
     """The logits under a fill; None if it is a mask, with no scores in it, that is filled."""
     try:
-        return _logits(element)
+        return _logits(element, budget)
     except NoMatch:
+        spend(budget, element.origin)  # raises what it was, if they are too long
         return None
 
 
