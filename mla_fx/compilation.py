@@ -19,9 +19,9 @@ from .errors import FusionError, MlaWarning, OptionError, VerificationError
 from .options import AUTO, Options, parse
 from .pipeline import PIPELINE, Pass, Run, run_pipeline
 from .rule import Rule
-from .survey import survey
+from .survey import survey, tell_undecomposed
 from .target import Compiled, Compiler, Target
-from .torch_private import passing_dynamo, static_inputs
+from .torch_private import is_saving, passing_dynamo, static_inputs
 from .verify import Verification
 
 
@@ -73,7 +73,13 @@ class Compilation:
         except Exception as error:
             self._fail("reading Dynamo's graph", error)
         self.key = self._key(example_inputs)
-        return self.target.compile(gm, example_inputs, self, self.options.extra)
+        compiled = self.target.compile(gm, example_inputs, self, self.options.extra)
+        if is_saving() and getattr(compiled, "serialize", None) is None:
+            raise OptionError(
+                f"what target {self.target.name!r} compiles with these options cannot be saved, so aot_compile does not "
+                "apply; target 'inductor' can, without verify, dump and freezing"
+            )
+        return compiled
 
     def __call__(self, compiler: Compiler) -> Compiler:
         """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
@@ -113,6 +119,7 @@ class Compilation:
             self._fail(f"pass {run.record.name!r}", error)
         if not self.report.fused:
             run.restore(gm)  # nothing that is used was fused, so the graph leaves as it came
+            tell_undecomposed(gm.graph, self.report)
         if run.is_changed:
             gm.recompile()
         recorder.finish()

@@ -29,6 +29,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BYTES = frozenset({aten.view.dtype})
 # What only moves or picks numbers, of tensors that may be large: the result is widened, when something is computed.
 KEEPS = MOVERS.keys() | GATHERS
+FILLS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
 DRAWS = 16  # of scores within their errors, by which a choice is held for open
 
 
@@ -88,20 +89,21 @@ class Dry(Interpreter):
 class Wide(Dry):
     """Runs a graph in a wide type: every floating value, cast and sum.
 
-    What the graph makes of numbers alone keeps its precision, for so it was written; so does what only moves weights,
-    until something is computed of them. An operator that takes no wide numbers gets its own."""
+    Numbers that are written in the graph, and what it makes of them alone, keep their precision, for so rules read
+    them; so does what only moves weights, until something is computed of them. An operator that takes no wide numbers
+    gets its own."""
 
     def __init__(self, gm: GraphModule, dtype: torch.dtype, wanted: Collection[str] = ()) -> None:
         super().__init__(gm, wanted)
         self.dtype = dtype
-        self.constants = {node for node in gm.graph.nodes if node.op == "get_attr"}
+        self.numbers = {node for node in gm.graph.nodes if _is_number(node)}
 
     def _of(self, node: Node) -> Any:
         if node.op != "call_function" or node.target is operator.getitem or written(node):
             return super()._of(node)
-        operands = node.all_input_nodes
-        if self.constants.issuperset(one for one in operands if isinstance(one.meta["val"], Tensor)):
-            self.constants.add(node)
+        operands = [one for one in node.all_input_nodes if isinstance(one.meta["val"], Tensor)]
+        if node in self.numbers or (operands and self.numbers.issuperset(operands)):
+            self.numbers.add(node)
             return super()._of(node)
         if node.target in KEEPS and self._moves_own(node):
             return super()._of(node)
@@ -124,8 +126,21 @@ class Wide(Dry):
         return is_own and dtypes <= {node.meta["val"].dtype}
 
 
+def _is_number(node: Node) -> bool:
+    """A tensor that is one number, everywhere the same."""
+    if node.op == "get_attr":
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and value.numel() == 1
+    return node.target in FILLS
+
+
 def is_random(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """An operator that draws random numbers; not one that might, for a dropout that is 0."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _as(dtype: torch.dtype, value: Any) -> Any:

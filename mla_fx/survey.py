@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from .debug.report import Report, count_fused
 from .readings.softmax import anchors
 from .torch_private import OpOverload
+
+aten = torch.ops.aten
 
 PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 PRODUCTS = PROJECTIONS | {"scaled_dot_product_attention"}
@@ -21,12 +24,15 @@ NORMS = frozenset({"rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_no
 ADDITIONS = frozenset({"add", "__add__", "iadd", "add_"})
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 RANDOM = frozenset({"native_dropout", "dropout", "bernoulli", "rand", "rand_like", "inductor_random"})
+# What is left in no graph that AOTAutograd traced, and in one of torch.export that was not decomposed.
+WHOLE = frozenset({aten.matmul.default, aten.numpy_T.default, aten.scaled_dot_product_attention.default})
 STEPS_BACK = 48
 
 TRAINING = "training graph: left alone, mla_fx fuses inference only"
 NO_ATTENTION = "no attention in this graph: there is nothing to fuse"
 FLEX = "attention by flex_attention is not read"
 DROPOUT = "attention with dropout is left alone; model.eval() turns it off"
+UNDECOMPOSED = "the operators of this graph are not decomposed; take run_decompositions() of the exported program"
 CUT_BEHIND = (
     "latents are projected down and up again, but no softmax follows: attention of another kind is not read, "
     "and a graph break may have cut the layer"
@@ -56,6 +62,13 @@ def survey(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     if first is not None and not _is_fed(graph, first):
         report.notes.append(CUT_BEFORE)
     return is_inference and (first is not None or has_own_calls)
+
+
+def tell_undecomposed(graph: Graph, report: Report) -> None:
+    """Says of an unfused graph why its operators are of another kind than patterns read."""
+    if report.has_attention and any(node.target in WHOLE for node in graph.nodes):
+        report.notes.append(UNDECOMPOSED)
+        report.hindrances.append(UNDECOMPOSED)
 
 
 def called(node: Node) -> str:

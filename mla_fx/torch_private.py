@@ -48,6 +48,7 @@ __all__ = [
     "is_known",
     "is_lifted",
     "is_packaging",
+    "is_saving",
     "make_fx",
     "note_of",
     "passing_dynamo",
@@ -233,14 +234,15 @@ def compile_fx(
     """Inductor as a backend whose inner compiler is the caller's, so that one trace serves both.
 
     AOTAutograd's own cache answers for a graph before the inner compiler sees it, so that compiler is part of its key;
-    without one it is off, and so it is where graphs are bundled to be run where nobody asks this backend. Inductor's
-    own cache sees what the inner compiler makes, and is keyed by that alone."""
+    without one it is off, and so it is where graphs are bundled to be found again where nobody asks this backend.
+    Inductor's own cache sees what the inner compiler makes, and is keyed by that alone."""
     from torch._dynamo import config as dynamo_config
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config as compiler_config
 
-    is_bundled = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
+    is_found_again = functorch_config.bundled_autograd_cache and not is_saving()
+    is_bundled = is_found_again or dynamo_config.caching_precompile
     is_kept = key is not None and not is_bundled
     off = {} if is_kept else {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
     tag, patch = compiler_config.cache_key_tag, compiler_config.patch  # type: ignore[attr-defined]  # made at run time
@@ -248,6 +250,13 @@ def compile_fx(
     with functorch_config.patch(off), patch(cache_key_tag=f"{tag} {key}"):
         compiled = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=dict(options) or None)
     return cast("Callable[..., Any]", compiled)
+
+
+def is_saving() -> bool:
+    """Whether the graph is compiled for `aot_compile`, whose result the user saves; it is looked up nowhere."""
+    from torch._functorch import config
+
+    return bool(config.bundled_autograd_cache and config.bypass_autograd_cache_key)
 
 
 def with_note(compiled: Callable[..., Any], note: str | None) -> Callable[..., Any]:

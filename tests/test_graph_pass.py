@@ -56,6 +56,35 @@ def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
     subprocess.run([sys.executable, "-c", LOAD, package, str(tmp_path / "calls.pt")], check=True)
 
 
+class Whole(cases.Layer):
+    """As PyTorch's own functions write it, which torch.export keeps whole."""
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        key, value = self.keys(latent, k_rope)
+        query = torch.cat((q_nope, q_rope), -1)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+@pytest.mark.parametrize("layer", [cases.Layer, Whole])
+def test_an_exported_program_is_to_be_decomposed(layer):
+    exported, graph_pass = torch.export.export(layer(), cases.inputs()), mla_fx.MlaPass(strict=True)
+    with pytest.raises(mla_fx.FusionError, match=r"take run_decompositions\(\) of the exported program"):
+        graph_pass(exported.graph_module)
+    graph_pass(exported.run_decompositions().graph_module)
+    assert graph_pass.report.fused == ALL
+
+
+def test_shapes_of_an_exported_program_stay_symbols(monkeypatch):
+    """Outside of any compiler C++ would be asked for the shape of a pad, and make a number of the symbol."""
+    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    count = torch.export.Dim("count", min=2, max=14)
+    shapes = ({1: count}, {0: count}, {0: count}, {0: count})
+    exported = torch.export.export(cases.Layer(), cases.inputs(3), dynamic_shapes=shapes).run_decompositions()
+    mla_fx.MlaPass(expect={"kv_rmsnorm_rope_cache": 1, "mla_attention": 1})(exported.graph_module)
+    for tokens in (3, 5, 13):
+        torch.testing.assert_close(exported.module()(*cases.inputs(tokens)), cases.Layer()(*cases.inputs(tokens)), **EXACT)
+
+
 def test_uuid_tells_passes_apart():
     assert mla_fx.MlaPass(strict=True).uuid() == mla_fx.MlaPass(strict=True).uuid()
     kinds = [{}, {"strict": True}, {"disable": "mla_prolog"}, {"absorb": "never"}, {"target": "reference"}]
