@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .bench import ALL_USERS, Bench, InvalidError, operands
-from .capture import Captured, copies, run
+from .capture import Captured, run
 from .places import places
-from .program import Program
+from .program import Program, observe
 from .scene import Mutation, mutation
 
 aten = torch.ops.aten
@@ -59,8 +59,7 @@ def shifted(bench: Bench, name: str, number: int, distance: int) -> None:
 def states(program: Program) -> list[Tensor]:
     """What was computed if whatever is out of range is left out: of these a program may have written some."""
     seen: list[Tensor] = []
-    with torch.no_grad():
-        run(program.gm, copies(program.inputs), LENIENT, seen)
+    observe(program, lambda *inputs: run(program.gm, inputs, LENIENT, seen))
     return seen
 
 
