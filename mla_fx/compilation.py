@@ -76,8 +76,8 @@ class Compilation:
         compiled = self.target.compile(gm, example_inputs, self, self.options.extra)
         if is_saving() and getattr(compiled, "serialize", None) is None:
             raise OptionError(
-                f"what target {self.target.name!r} compiles with these options cannot be saved, so aot_compile does not "
-                "apply; target 'inductor' can, without verify, dump and freezing"
+                f"what target {self.target.name!r} compiles with these options cannot be saved, so aot_compile does "
+                "not apply; target 'inductor' can, without verify, dump and freezing"
             )
         return compiled
 

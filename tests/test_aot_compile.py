@@ -54,5 +54,5 @@ def test_what_is_compiled_ahead_is_saved_and_runs_elsewhere(tmp_path):
 
 @pytest.mark.parametrize("options", [{"target": "reference"}, {"target": "inductor", "verify": "first"}])
 def test_what_cannot_be_saved_is_refused_in_a_sentence(options):
-    with pytest.raises(mla_fx.OptionError, match=r"cannot be saved, so aot_compile does not apply; target 'inductor' can"):
+    with pytest.raises(mla_fx.OptionError, match="cannot be saved, so aot_compile does not apply; target"):
         ahead(cases.Layer(), **options)

@@ -81,8 +81,9 @@ def test_shapes_of_an_exported_program_stay_symbols(monkeypatch):
     shapes = ({1: count}, {0: count}, {0: count}, {0: count})
     exported = torch.export.export(cases.Layer(), cases.inputs(3), dynamic_shapes=shapes).run_decompositions()
     mla_fx.MlaPass(expect={"kv_rmsnorm_rope_cache": 1, "mla_attention": 1})(exported.graph_module)
-    for tokens in (3, 5, 13):
-        torch.testing.assert_close(exported.module()(*cases.inputs(tokens)), cases.Layer()(*cases.inputs(tokens)), **EXACT)
+    for steps in (3, 5, 13):
+        inputs = cases.inputs(steps)
+        torch.testing.assert_close(exported.module()(*inputs), cases.Layer()(*cases.inputs(steps)), **EXACT)
 
 
 def test_uuid_tells_passes_apart():

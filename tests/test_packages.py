@@ -178,7 +178,7 @@ def test_what_cannot_be_taken_apart_is_an_error_of_packaging():
     mla_fx.MlaPass()(graph)
     with (
         V.set_aot_compilation(True),
-        pytest.raises(mla_fx.FusionError, match="the graph calls mla_fx.paged_attention.default, .* reads lengths"),
+        pytest.raises(mla_fx.FusionError, match=r"the graph calls mla_fx\.paged_attention\.default, .* reads lengths"),
     ):
         mla_fx.MlaPass()(graph)
 
