@@ -157,7 +157,9 @@ def test_low_precision_is_no_further_from_exact_than_eager(dtype, target):
     model = tiny_model("deepseek_v3", dtype, first_k_dense_replace=2)  # routing would turn roundings into jumps
     compiled = torch.compile(model, backend=mla_fx.get_backend(target=target))
     errors = [distances(model, compiled, seed) for seed in range(6)]
-    assert mla_fx.last_report().fused == DECODE
+    # the query of float16 is absorbed inside the operator, whose range is wider
+    names = ("kv_rmsnorm_rope_cache", "mla_attention") if dtype == torch.float16 else tuple(DECODE)
+    assert mla_fx.last_report().fused == dict(zip(names, DECODE.values(), strict=True))
     for place, (fused, eager) in enumerate(torch.tensor(errors).square().sum(0).sqrt()):
         assert eager > 0
         assert fused <= 2 * eager, f"result {place} is {fused:.3g} away, eager {eager:.3g}"

@@ -15,6 +15,8 @@ def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor]) 
     Inductor."""
     if isinstance(condition, Tensor) and not is_fake(condition):
         return one(*given) if condition else other(*given)
+    import torch._inductor.inductor_prims  # registers the operator below; slow to import, and only this needs it
+
     # Inductor lays tensors out as it likes, and yet compiles branches for the strides that they have here.
     whole = [value.contiguous() for value in given]
     operands = tuple(torch.ops.prims.inductor_force_stride_order(value, value.stride()) for value in whole)
