@@ -73,12 +73,11 @@ class Compilation:
         except Exception as error:
             self._fail("reading Dynamo's graph", error)
         self.key = self._key(example_inputs)
+        if is_saving() and self.options.verify != "off":
+            raise OptionError("option verify compares with a graph that cannot be saved, and aot_compile saves")
         compiled = self.target.compile(gm, example_inputs, self, self.options.extra)
         if is_saving() and getattr(compiled, "serialize", None) is None:
-            raise OptionError(
-                f"what target {self.target.name!r} compiles with these options cannot be saved, so aot_compile does "
-                "not apply; target 'inductor' can, without verify, dump and freezing"
-            )
+            raise OptionError(f"what target {self.target.name!r} compiles cannot be saved, as aot_compile does")
         return compiled
 
     def __call__(self, compiler: Compiler) -> Compiler:

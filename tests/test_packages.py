@@ -123,9 +123,7 @@ def test_nothing_of_this_project_is_left_in_the_graph_of_a_package(program, monk
     assert own_calls(whole.graph_module.graph) == []
     for call in (given, *others):
         ours, theirs = copy.deepcopy(call), copy.deepcopy(call)
-        torch.testing.assert_close(
-            (whole.module()(*ours), ours), (module_of(program)(*theirs), theirs), **EXACT
-        )
+        torch.testing.assert_close((whole.module()(*ours), ours), (module_of(program)(*theirs), theirs), **EXACT)
 
 
 LOAD = """

@@ -202,7 +202,9 @@ def test_verify_finds_a_wrong_cache():
         return (torch.ones(5) * 2 + 1,)
 
     around, _ = held(doubled, torch.ones(5))
-    with pytest.raises(mla_fx.VerificationError, match=r"input value_1 of the compiled graph is 4\.99e-05 away"):
+    with pytest.raises(
+        mla_fx.VerificationError, match=r"call 1: input value_1 of the compiled graph is 4\.99e-05 away"
+    ):
         around(wrong)(torch.ones(5))
 
 
