@@ -16,7 +16,7 @@ from .errors import NoMatch
 from .readings.axes import Axis, Index, axes_of, composite, cuts, slowest_first, substitute
 from .readings.element import Element
 from .readings.sizes import Size, at_most, product, ratio, size_of
-from .readings.unproved import unproved
+from .readings.unproved import AT_MOST, MULTIPLE, unproved
 from .readings.views import shape_of
 
 aten = torch.ops.aten
@@ -171,9 +171,11 @@ def _places(graph: Graph, part: Index, size: Size) -> list[_Place]:
         offset = offset - start * stride
         because = f"a dimension of {size} is read in steps of {stride}, which is no view of it"
         if radix is None:
-            raise NoMatch(because + unproved(graph, rest % stride, "==", 0))
-        if not digit.is_whole or not at_most(start + digit.size, radix):
-            raise NoMatch(because + unproved(graph, start + digit.size, "<=", radix))
+            raise NoMatch(because + unproved(graph, rest, MULTIPLE, stride))
+        if not digit.is_whole:
+            raise NoMatch(because)
+        if not at_most(start + digit.size, radix):
+            raise NoMatch(because + unproved(graph, start + digit.size, AT_MOST, radix))
         out.append(_Place(radix, digit.axis, start))
         rest = stride
     if rest != 1 or not part.terms:

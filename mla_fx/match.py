@@ -48,7 +48,7 @@ from .readings.rms_norm import rms_norm as read_rms_norm
 from .readings.rope import rope as read_rope
 from .readings.scaling import scaling
 from .readings.softmax import Attention
-from .readings.unproved import unproved
+from .readings.unproved import EQUAL, unproved
 from .readings.views import cuts, fresh_index, name_of, named_argument, shape_of
 
 
@@ -322,7 +322,7 @@ class CallPattern:
                 found = extent(letters.setdefault(letter, fresh(size)))
                 if found != size:  # the same number all the same, but what is proved of one is not of the other
                     because = f"the operands of {name_of(node)} have sizes of which too little is known"
-                    miss = NoMatch(because + unproved(node.graph, found, "==", size), node)
+                    miss = NoMatch(because + unproved(node.graph, found, EQUAL, size), node)
                     nearest.fail(Match(), miss, is_certain=True)
         fixed = frozenset(axis for letter in self.fixed for axis in letters[letter].axes)
         partial: Iterator[Match] = iter((Match(fixed=fixed),))

@@ -16,7 +16,7 @@ from .counts import INTEGERS, whole_number
 from .element import Element, element_of, operand, resolve
 from .reading import Reading, renamed
 from .sizes import Size, at_most, product
-from .unproved import unproved
+from .unproved import EQUAL, unproved
 from .views import (
     args_of,
     argument,
@@ -81,7 +81,7 @@ class CacheUpdate(Reading):
             mine, theirs = (product(axis.size for axis in axes) for axes in (own, same))
             if mine != theirs:
                 because = "latent and rotary key are cached in rows or slots of different numbers"
-                raise NoMatch(because + unproved(self.node.graph, mine, "==", theirs), self.node)
+                raise NoMatch(because + unproved(self.node.graph, mine, EQUAL, theirs), self.node)
             if len(own) != len(same) or any(a.size != b.size for a, b in zip(own, same, strict=True)):
                 raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
             names.update(zip(own, map(of_axis, same), strict=True))

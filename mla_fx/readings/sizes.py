@@ -103,10 +103,11 @@ def guarded_alike(environment: Any) -> dict[sympy.Symbol, Size]:
     same: dict[sympy.Symbol, Size] = {}
     for relation in [] if environment is None else guards(environment):
         if isinstance(relation, sympy.Eq):
-            sides = _sides(_signed(_read(relation.lhs - relation.rhs, _same.get().sizes)))
+            difference = _read(_read(relation.lhs - relation.rhs, _same.get().sizes), same)
+            sides = _sides(_signed(difference))
             size, found = sides if sides[0].is_Symbol else sides[::-1]
             if size.is_Symbol and size.is_positive and size not in found.free_symbols and _never_negative(found - 1):
-                same.setdefault(size, found)
+                same = {other: _read(known, {size: found}) for other, known in same.items()} | {size: found}
     return same
 
 

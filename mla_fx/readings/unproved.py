@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import sympy
 import torch
@@ -10,6 +10,8 @@ from torch.fx import Graph, Node
 
 from .sizes import Size, size_of
 from .views import label_of, shape_of
+
+EQUAL, AT_MOST, MULTIPLE = "{} == {}", "{} <= {}", "{} % {} == 0"
 
 
 def unproved(graph: Graph, left: Size, relation: str, right: Size) -> str:
@@ -19,13 +21,14 @@ def unproved(graph: Graph, left: Size, relation: str, right: Size) -> str:
         return ""
     names = dict(_names(graph, {*sympy.sympify(left).free_symbols, *sympy.sympify(right).free_symbols}))
     meant = "".join(f", {symbol} being {name}" for symbol, name in names.items())
-    check = " ".join((_written(left, names), relation, _written(right, names)))
-    return f": {left} {relation} {right} is not known{meant}; torch._check({check}) in the model says so"
+    unknown, check = (relation.format(*(_written(size, known) for size in (left, right))) for known in ({}, names))
+    return f": {unknown} is not known{meant}; torch._check({check}) in the model says so"
 
 
-def _written(size: Size, names: dict[sympy.Symbol, str]) -> str:
+def _written(size: Size, names: Mapping[sympy.Symbol, str]) -> str:
     """A size as the model can write it."""
-    return str(sympy.sympify(size).xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()}))
+    expression = sympy.sympify(size).xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})
+    return str(expression) if expression.is_Atom else f"({expression})"
 
 
 def _names(graph: Graph, symbols: set[sympy.Symbol]) -> Iterator[tuple[sympy.Symbol, str]]:

@@ -6,9 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import sympy
+import torch
+from torch.fx import Graph
 
 from mla_fx.readings import sizes
 from mla_fx.readings.sizes import at_most, equated, guarded_alike, known_by, ratio, remainders, size_of
+from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
+from mla_fx.readings.views import shape_of
+from mla_fx.torch_private import make_fx
 
 
 class Environment:
@@ -61,6 +66,11 @@ def test_a_size_that_is_a_sum_of_numbers(guards, expected):
     assert proved(ONE + TWO, ALL, *guards) is expected
 
 
+@pytest.mark.parametrize("guards", [(SUM, sympy.Eq(ALL, OTHER)), (sympy.Eq(ALL, OTHER), SUM)])
+def test_a_size_that_is_another_that_is_a_sum(guards):
+    assert proved(ONE + TWO, OTHER, *guards, *POSITIVE)
+
+
 def test_twins_of_a_sum():
     assert not proved(ONE + TWO + 1, ALL, SUM, *POSITIVE[:2], sympy.Ge(THREE, 0))
     assert not proved(ALL, ONE + TWO, SUM, *POSITIVE)
@@ -86,3 +96,24 @@ def test_remainders_of_common_factors(total, parts):
     with known_by(environment):
         assert ratio(read(total), read(parts)) is not None
     assert ratio(total, parts) is None
+
+
+def test_what_is_not_known_is_written_as_the_model_would():
+    graph = Graph()
+    graph.placeholder("x").meta["val"] = torch.empty(2, 3)
+    assert unproved(graph, 4, MULTIPLE, 3) == ""
+    told = unproved(graph, ALL, MULTIPLE, PART * TIMES)
+    assert told == ": s7 % (s10*s9) == 0 is not known; torch._check(s7 % (s10*s9) == 0) in the model says so"
+
+
+def test_symbols_are_called_as_the_inputs_that_have_them():
+    def function(x, y):
+        return x.flatten(), y.sum()
+
+    made = make_fx(function, tracing_mode="symbolic")(torch.randn(5, 7), torch.randn(11))
+    x, y = made.graph.find_nodes(op="placeholder")
+    (rows, _), (count,) = shape_of(x), shape_of(y)
+    told = unproved(made.graph, rows + 1, AT_MOST, count)
+    names = f"{rows} being x_1.shape[0], {count} being y_1.shape[0]"
+    check = "torch._check((x_1.shape[0] + 1) <= y_1.shape[0]) in the model says so"
+    assert told == f": ({rows + 1}) <= {count} is not known, {names}; {check}"
