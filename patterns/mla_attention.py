@@ -233,8 +233,7 @@ class MlaAttention(Rule[Facts]):
         self._check_operands(match, b, s, n, t, d, dr, hckv)
         if rotary is None:
             _check_rank(match, n, (*d, *dv))
-        dtype = _dtype(match)
-        scale, factors = _factors(match, keys, dtype)
+        scale, factors = _factors(match, keys, dtype := _dtype(match))
         return Facts(match, found, scale, factors, dtype, keys, values, b, s, n, t, d, dr, hckv, dv)
 
     def _check_operands(self, match: Match, b: Axes, s: Axes, n: Axes, t: Axes, d: Axes, dr: Axes, hckv: Axes) -> None:

@@ -1,5 +1,6 @@
 """Two ways to compute the same, of which each call of a compiled graph takes one."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor]) 
     Inductor."""
     if isinstance(condition, Tensor) and not is_fake(condition):
         return one(*given) if condition else other(*given)
-    import torch._inductor.inductor_prims  # registers the operator below; slow to import, and only this needs it
+    importlib.import_module("torch._inductor.inductor_prims")  # registers the operator below, and is slow to import
 
     # Inductor lays tensors out as it likes, and yet compiles branches for the strides that they have here.
     whole = [value.contiguous() for value in given]
