@@ -152,6 +152,9 @@ def graph(
     reshape_default_3 = aten.reshape(arg11_1, [4, 18, 20])  # f32[4, 18, 20]
     slice_tensor = aten.slice.Tensor(reshape_default_3, 1, 0, 8)  # f32[4, 8, 20]
     reshape_default_6 = aten.reshape(arg9_1, [1, 3])  # i64[1, 3]
+    ge_scalar = aten.ge.Scalar(reshape_default_6, 0)  # b8[1, 3]
+    full_default = aten.full([], 16, dtype=torch.int64, device=device(type='cpu'), pin_memory=False)  # i64[]
+    where_self = aten.where.self(ge_scalar, reshape_default_6, full_default)  # i64[1, 3]
     permute_default_2 = aten.permute(arg0_1, [1, 0])  # f32[32, 24]
     permute_default_3 = aten.permute(arg3_1, [1, 0])  # f32[24, 56]
     permute_default_4 = aten.permute(arg4_1, [1, 0])  # f32[32, 26]
@@ -168,7 +171,7 @@ def graph(
     #   cases.py: index_copy
     #   cases.py: index_copy
     #   cases.py: permute x3, reshape, slice, view x2, bmm
-    mla_prolog_default = mla_fx.mla_prolog(arg1_1, permute_default_2, permute_default_3, slice_tensor, permute_default_4, arg2_1, arg5_1, reshape_default_7, reshape_default_8, reshape_default_6, arg8_1, arg10_1, rmsnorm_epsilon_ckv=1e-06, gamma_after_cast=False, rmsnorm_epsilon_cq=1e-06, rope_layout='half_half', cache_mode='Norm')  # (f32[2, 3, 4, 20], f32[2, 3, 4, 6], f32[2, 1, 16, 20], f32[2, 1, 16, 6])
+    mla_prolog_default = mla_fx.mla_prolog(arg1_1, permute_default_2, permute_default_3, slice_tensor, permute_default_4, arg2_1, arg5_1, reshape_default_7, reshape_default_8, where_self, arg8_1, arg10_1, rmsnorm_epsilon_ckv=1e-06, gamma_after_cast=False, rmsnorm_epsilon_cq=1e-06, rope_layout='half_half', cache_mode='Norm')  # (f32[2, 3, 4, 20], f32[2, 3, 4, 6], f32[2, 1, 16, 20], f32[2, 1, 16, 6])
     getitem_10 = mla_prolog_default[0]  # f32[2, 3, 4, 20]
     getitem_11 = mla_prolog_default[1]  # f32[2, 3, 4, 6]
     getitem_12 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
