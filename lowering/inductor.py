@@ -42,6 +42,7 @@ class Inductor(Target):
     writes_in_place = False  # Inductor reinplaces by itself, and fuses functional graphs better
     fuses_loops = True
     is_fallback = True
+    is_saved = True
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:
         return True

@@ -73,12 +73,8 @@ class Compilation:
         except Exception as error:
             self._fail("reading Dynamo's graph", error)
         self.key = self._key(example_inputs)
-        if is_saving() and self.options.verify != "off":
-            raise OptionError("option verify compares with a graph that cannot be saved, and aot_compile saves")
-        compiled = self.target.compile(gm, example_inputs, self, self.options.extra)
-        if is_saving() and getattr(compiled, "serialize", None) is None:
-            raise OptionError(f"what target {self.target.name!r} compiles cannot be saved, as aot_compile does")
-        return compiled
+        self._check_saved()
+        return self.target.compile(gm, example_inputs, self, self.options.extra)
 
     def __call__(self, compiler: Compiler) -> Compiler:
         """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
@@ -141,6 +137,13 @@ class Compilation:
 
     def keeps(self, size: int) -> None:
         self.report.memory = [replace(told, weights=told.weights + size) for told in self.report.memory]
+
+    def _check_saved(self) -> None:
+        """Raises OptionError where `aot_compile` asks for what cannot be saved."""
+        if is_saving() and not self.target.is_saved:
+            raise OptionError(f"what target {self.target.name!r} compiles cannot be saved, as aot_compile does")
+        if is_saving() and self.options.verify != "off":
+            raise OptionError("option verify compares with a graph that cannot be saved, and aot_compile saves")
 
     # --- graphs that are kept for later processes --------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ class Target:
     """Whether what depends on weights alone is taken out of the graph and computed once, ahead of its calls."""
     laid_out_by: ClassVar[frozenset[str]] = frozenset()
     """Operators that lay weights out and can be in no graph, so that whatever they are given counts as a weight."""
+    is_saved: ClassVar[bool] = False
+    """Whether what it compiles can be saved and run by a later process, as `aot_compile` does."""
     max_absorbed_tokens: ClassVar[int | None] = None
     """The most query tokens for which attention is absorbed; None where the device decides."""
 
