@@ -17,10 +17,11 @@ from .torch_private import OpOverload
 
 aten = torch.ops.aten
 
-PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "_int_mm"})
 PRODUCTS = PROJECTIONS | {"scaled_dot_product_attention"}
 CUTS = frozenset({"getitem", "__getitem__", "narrow", "slice", "select", "index_select"})
 NORMS = frozenset({"rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_norm", "rsqrt", "pow"})
+SCALINGS = frozenset({"mul", "div"})  # by which a weight that is stored in 8 bits becomes what it stands for
 ADDITIONS = frozenset({"add", "__add__", "iadd", "add_"})
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 RANDOM = frozenset({"native_dropout", "dropout", "bernoulli", "rand", "rand_like", "inductor_random"})
@@ -139,11 +140,15 @@ def _data(product: Node) -> Node | None:
 
 def _is_weight(node: Node) -> bool:
     """A graph input, perhaps through views and casts, which have one operand; activations have more dimensions."""
+    scaled = node
     while node.op not in ("placeholder", "get_attr"):
-        if len(node.all_input_nodes) != 1:
+        operands = node.all_input_nodes
+        if not operands or (len(operands) > 1 and called(node) not in SCALINGS):
             return False
-        node = node.all_input_nodes[0]
-    return getattr(_value(node), "ndim", 0) <= 3
+        node, scaled = operands[0], node if len(operands) > 1 else scaled
+    held = _value(node)
+    is_as_multiplied = called(scaled) not in SCALINGS
+    return getattr(held, "ndim", 0) <= 3 and (is_as_multiplied or held.dtype.itemsize == 1)
 
 
 def _width(node: Node) -> int:

@@ -43,6 +43,7 @@ from mla_fx.readings.axes import Axis
 from mla_fx.readings.contraction import Contraction, parted_at, segments
 from mla_fx.readings.element import Element, element_of
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
+from mla_fx.readings.quantised import quantised_up_projection
 from mla_fx.readings.sizes import at_most, product
 from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
 from mla_fx.readings.views import args_of
@@ -181,6 +182,7 @@ class _OneKey(Layer):
 
 
 CACHED_EXPANDED = "keys and values are cached expanded, per head: latent attention needs the latents cached"
+QUANTISED = "latents are projected up by a weight that is stored in {}: leave kv_b_proj in bf16"
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
 
@@ -215,6 +217,9 @@ class MlaAttention(Rule[Facts]):
         yield from (UNROTATED if len(products) == 1 else ROTATED).bindings(found, products, nearest)
         if any(found.value.origin in (part.left.origin, part.right.origin) for part in products):
             yield from OVER_LATENTS.bindings(found, products, nearest)
+        stored = quantised_up_projection(found.value.origin)
+        if stored is not None:  # and nothing was found: whatever else was missed comes of that
+            nearest.fail(Match(), NoMatch(QUANTISED.format(stored), found.value.origin), is_certain=True)
 
     def check(self, match: Match) -> Facts:
         found = match.reading(Attention, "attention")
@@ -286,7 +291,8 @@ class MlaAttention(Rule[Facts]):
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
         output = weighted_sum(anchor)
         values = args_of(anchor)[2:3] if output is None else args_of(output)[:2]
-        return any(seems_low_rank(element_of(value)) for value in values if isinstance(value, Node))
+        nodes = [value for value in values if isinstance(value, Node)]
+        return any(seems_low_rank(element_of(node)) or quantised_up_projection(node) is not None for node in nodes)
 
 
 def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], dict[str, object]]:

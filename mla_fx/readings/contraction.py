@@ -14,6 +14,7 @@ from mla_fx.errors import NoMatch
 from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
 from .element import Element, is_parameter, operand, resolve
+from .quantised import quantised_projection
 from .reading import Reading
 from .sizes import plain, product
 from .views import args_of, argument, cuts, name_of, pads_with_zero, shape_of
@@ -181,6 +182,9 @@ def _why_multiplied(element: Element) -> str:
     """What an elementwise product is that stands where a matrix product is expected."""
     factors = [factor.origin for factor, _ in as_product(element).factors]
     if not any(factor.target in PRODUCTS for factor in factors):
+        stored = quantised_projection(element.origin)
+        if stored is not None:
+            return f"a matrix product with a weight that is stored in {stored} is multiplied by scales"
         return "expected a matrix product, found an elementwise mul"
     if any(is_parameter(factor) for factor in factors):
         return "a matrix product is multiplied by a parameter, as by the scales of a quantised weight"
