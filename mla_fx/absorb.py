@@ -18,8 +18,9 @@ from torch.fx import Graph, Node
 from .emitter import Emitter
 from .graph_edit import stand_in
 from .inline import inline
+from .readings.calls import args_of
 from .readings.sizes import Size, at_most
-from .readings.views import args_of, shape_of
+from .readings.views import shape_of
 from .target import Target
 
 ALWAYS = 2**62

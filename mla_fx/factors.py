@@ -1,8 +1,10 @@
-"""What the query of a prolog is multiplied by: one number, and one tensor, for both of its parts."""
+"""The numbers and tensors by which operands of the prolog and of attention are multiplied."""
 
 from __future__ import annotations
 
 import math
+
+import torch
 
 from .binding import Match
 from .errors import NoMatch
@@ -12,6 +14,7 @@ from .readings.element import Element, computed_from
 from .readings.reading import renamed
 from .readings.rms_norm import RmsNorm
 from .readings.rope import Rope
+from .readings.softmax import Attention
 
 
 def query_factor(match: Match) -> float:
@@ -72,3 +75,32 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
     if any(nope.origin is source or source in computed_from(nope.origin, since=source) for source in sources):
         raise NoMatch("the query is multiplied by a tensor that is computed from it", nope.origin)
     return nope
+
+
+def attention_factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
+    """The softmax scale, and by which numbers operands and the result are multiplied besides: nope and rotary scores
+    have one scale, and what the program scales down before a product is not left larger in float16."""
+    found = match.reading(Attention, "attention")
+    nope, up, rotary, down = (match.get(Contraction, name) for name in ("nope", "up", "rope", "down"))
+    assert nope is not None, "every pattern has it"
+    # an absorbed query is taken as it is, and its factor is part of it
+    expanded = 1.0 if up is None or keys == "absorbed" else up.factor
+    values = found.value_factor * (1.0 if down is None else down.factor)
+    factors: dict[str, float] = {}
+    if dtype == torch.float16 and abs(expanded) < 1 and keys == "expanded":
+        factors["weight_uk"], expanded = expanded, 1.0
+    if dtype == torch.float16 and abs(values) < 1 and down is not None:
+        factors["weight_uv"], values = values, 1.0
+    factors["out"], query = values, "query" if keys == "absorbed" else "q_nope"
+    scale = own = nope.factor * expanded
+    if rotary is not None and rotary.factor != own:
+        # a query of float16 is only made smaller, of another type not much larger
+        most = 1.0 if dtype == torch.float16 else torch.finfo(dtype).max ** 0.25
+        if abs(own) > most * abs(rotary.factor):
+            factors["q_rope"] = rotary.factor / own
+        else:
+            scale, factors[query] = rotary.factor, own / rotary.factor
+    for name, factor in factors.items():
+        if not 16 * torch.finfo(dtype).tiny <= abs(factor) <= torch.finfo(dtype).max:
+            raise NoMatch(f"{name} would be multiplied by {factor:.6g}, and {dtype} has no room for that", found.node)
+    return scale, factors

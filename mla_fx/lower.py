@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from .emitter import Emitter
 from .inline import inline
 from .ops import catalogue
-from .readings.views import args_of
+from .readings.calls import args_of
 from .target import Compiled, Lowering
 from .torch_private import OpOverload
 

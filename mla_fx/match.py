@@ -40,6 +40,7 @@ from .binding import Match
 from .errors import NoMatch
 from .readings.axes import Axis, Index, extent, fresh, shifted
 from .readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
+from .readings.calls import named_argument
 from .readings.contraction import Contraction, contraction
 from .readings.element import Element, resolve
 from .readings.paged import paged
@@ -49,7 +50,7 @@ from .readings.rope import rope as read_rope
 from .readings.scaling import scaling
 from .readings.softmax import Attention
 from .readings.unproved import EQUAL, unproved
-from .readings.views import cuts, fresh_index, name_of, named_argument, shape_of
+from .readings.views import cuts, fresh_index, name_of, shape_of
 
 
 @dataclass

@@ -22,8 +22,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from .aliasing import owner, written
 from .emitter import hashable
+from .readings.calls import args_of
 from .readings.sizes import Size, size_of
-from .readings.views import args_of, shape_of
+from .readings.views import shape_of
 from .torch_private import OpOverload, StorageWeakRef, detect_fake_mode, has_symbolic_sizes, share_storage
 
 aten = torch.ops.aten

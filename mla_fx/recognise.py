@@ -16,7 +16,8 @@ from .emitter import Emitter
 from .errors import NoMatch
 from .lower import lowered
 from .match import NearestMiss
-from .readings.views import name_of, noting
+from .readings.calls import noting
+from .readings.views import name_of
 from .replacement import Replacement, apply, check_nothing_is_lost
 from .replay import Recipe, recipe, replay
 from .rule import Rule

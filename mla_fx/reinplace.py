@@ -15,9 +15,10 @@ from .errors import NoMatch
 from .layout import fill_memory_alike
 from .ops import Operator, catalogue
 from .readings.axes import Index, fresh, shifted, substitute
+from .readings.calls import args_of, named_argument
 from .readings.element import Element, resolve
 from .readings.sizes import product, size_of
-from .readings.views import args_of, fresh_index, named_argument, shape_of, written_slice
+from .readings.views import fresh_index, shape_of, written_slice
 
 aten = torch.ops.aten
 

@@ -14,8 +14,9 @@ from .errors import NoMatch
 from .graph_edit import stand_in
 from .layout import axes, fill_memory_alike, laid_out_as, tensor
 from .readings.axes import Index
+from .readings.calls import args_of
 from .readings.element import Element, constant, is_coarser
-from .readings.views import MOVERS, args_of, name_of
+from .readings.views import MOVERS, name_of
 
 aten = torch.ops.aten
 

@@ -308,9 +308,7 @@ def is_packaging() -> bool:
     return bool(V.aot_compilation)
 
 
-def compile_fx_frozen(
-    traced: GraphModule, gm: GraphModule, inputs: Sequence[Any], **given: Any
-) -> Callable[..., Any]:
+def compile_fx_frozen(traced: GraphModule, gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
     """Inductor's compiler of operator graphs that makes constants of the weights that Dynamo's graph `traced` holds,
     and packs those of plain products. The constants are then attributes of `gm`."""
     from torch._inductor import config

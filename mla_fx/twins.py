@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from .emitter import Emitter
 from .ops import catalogue
 from .ops.common.sizes import statically_known_true
-from .readings.views import args_of
+from .readings.calls import args_of
 from .torch_private import OpOverload
 
 aten = torch.ops.aten

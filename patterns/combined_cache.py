@@ -25,10 +25,11 @@ from mla_fx.match import NearestMiss
 from mla_fx.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined
 from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
 from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
+from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import Element, element_of, resolve
 from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.sizes import Size
-from mla_fx.readings.views import args_of, fresh_index, shape_of, written_slice
+from mla_fx.readings.views import fresh_index, shape_of, written_slice
 from mla_fx.replacement import ATTENTION, Replacement, replaced
 from mla_fx.rule import Rule
 

@@ -38,10 +38,11 @@ from mla_fx.operands import (
     replace_rows,
 )
 from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
+from mla_fx.readings.calls import named_argument
 from mla_fx.readings.element import Element, element_of
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import named_argument, shape_of
+from mla_fx.readings.views import shape_of
 from mla_fx.replacement import ATTENTION, Replacement
 from mla_fx.rule import Rule
 

@@ -34,19 +34,20 @@ from mla_fx.binding import Match
 from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, NoRotaryPart, S, T
 from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
+from mla_fx.factors import attention_factors
 from mla_fx.inline import inline
 from mla_fx.layout import Axes, axes, ordered, result, tensor
 from mla_fx.masks import check_is_causal, counts_from_first, emit_masks, known_causal
 from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
 from mla_fx.operands import check_weight
 from mla_fx.readings.axes import Axis
+from mla_fx.readings.calls import args_of
 from mla_fx.readings.contraction import Contraction, parted_at, segments
 from mla_fx.readings.element import Element, element_of
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.quantised import quantised_up_projection
 from mla_fx.readings.sizes import at_most, product
 from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
-from mla_fx.readings.views import args_of
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
@@ -238,7 +239,7 @@ class MlaAttention(Rule[Facts]):
         self._check_operands(match, b, s, n, t, d, dr, hckv)
         if rotary is None:
             _check_rank(match, n, (*d, *dv))
-        scale, factors = _factors(match, keys, dtype := _dtype(match))
+        scale, factors = attention_factors(match, keys, dtype := _dtype(match))
         return Facts(match, found, scale, factors, dtype, keys, values, b, s, n, t, d, dr, hckv, dv)
 
     def _check_operands(self, match: Match, b: Axes, s: Axes, n: Axes, t: Axes, d: Axes, dr: Axes, hckv: Axes) -> None:
@@ -347,35 +348,6 @@ def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
     if not is_latent or is_projected_from(match["q_nope"], latent):
         reason = "there is no rotary part, and keys and values are not expanded from latents that were projected down"
         raise NoMatch(reason, latent.origin)
-
-
-def _factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
-    """The softmax scale, and by which numbers operands and the result are multiplied besides: nope and rotary scores
-    have one scale, and what the program scales down before a product is not left larger in float16."""
-    found = match.reading(Attention, "attention")
-    nope, up, rotary, down = (match.get(Contraction, name) for name in ("nope", "up", "rope", "down"))
-    assert nope is not None, "every pattern has it"
-    # an absorbed query is taken as it is, and its factor is part of it
-    expanded = 1.0 if up is None or keys == "absorbed" else up.factor
-    values = found.value_factor * (1.0 if down is None else down.factor)
-    factors: dict[str, float] = {}
-    if dtype == torch.float16 and abs(expanded) < 1 and keys == "expanded":
-        factors["weight_uk"], expanded = expanded, 1.0
-    if dtype == torch.float16 and abs(values) < 1 and down is not None:
-        factors["weight_uv"], values = values, 1.0
-    factors["out"], query = values, "query" if keys == "absorbed" else "q_nope"
-    scale = own = nope.factor * expanded
-    if rotary is not None and rotary.factor != own:
-        # a query of float16 is only made smaller, of another type not much larger
-        most = 1.0 if dtype == torch.float16 else torch.finfo(dtype).max ** 0.25
-        if abs(own) > most * abs(rotary.factor):
-            factors["q_rope"] = rotary.factor / own
-        else:
-            scale, factors[query] = rotary.factor, own / rotary.factor
-    for name, factor in factors.items():
-        if not 16 * torch.finfo(dtype).tiny <= abs(factor) <= torch.finfo(dtype).max:
-            raise NoMatch(f"{name} would be multiplied by {factor:.6g}, and {dtype} has no room for that", found.node)
-    return scale, factors
 
 
 def _dtype(match: Match) -> torch.dtype:

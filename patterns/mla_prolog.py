@@ -59,11 +59,12 @@ from mla_fx.operands import (
     rotary,
 )
 from mla_fx.readings.cache_update import CacheUpdate
+from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import named_argument, shape_of
+from mla_fx.readings.views import shape_of
 from mla_fx.replacement import Replacement
 from mla_fx.rule import Rule
 

@@ -23,10 +23,10 @@ from mla_fx.layout import Axes, axes, tensor
 from mla_fx.match import CallPattern, NearestMiss, Operand, var
 from mla_fx.operands import emit_block_table, roles
 from mla_fx.readings.axes import axes_of, cuts
+from mla_fx.readings.calls import args_of, named_argument, operands_of, options_of
 from mla_fx.readings.element import element_of
 from mla_fx.readings.paged import GATHERS, Paged, paged
 from mla_fx.readings.reading import Reading, renamed
-from mla_fx.readings.views import args_of, named_argument, operands_of, options_of
 from mla_fx.replacement import ATTENTION, Replacement
 from mla_fx.rule import Rule
 

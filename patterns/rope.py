@@ -21,9 +21,9 @@ from mla_fx.layout import Axes, axes, result, tensor
 from mla_fx.match import OperandAxes, ValuePattern, rope, var
 from mla_fx.operands import emit_table, last_dimension, roles
 from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.calls import named_argument
 from mla_fx.readings.element import element_of
 from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import named_argument
 from mla_fx.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 

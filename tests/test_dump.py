@@ -73,17 +73,22 @@ def graph(
         text = graph_text(traced(lambda x: x.reshape(-1, 2, 4).sum(0), torch.randn(3, 5, 8), dynamic=True))
         # Which numbers the symbols get is PyTorch's business.
         names = {symbol: f"s{position}" for position, symbol in enumerate(dict.fromkeys(re.findall(r"\bs\d+", text)))}
-        self.assertExpectedInline(re.sub(r"\bs\d+", lambda found: names[found[0]], text), """\
+        self.assertExpectedInline(
+            re.sub(r"\bs\d+", lambda found: names[found[0]], text),
+            """\
 def graph(
     x_1,  # f32[s0, s1, s2]
 ):
     view = aten.view(x_1, [-1, 2, 4])  # f32[s0*s1, 2, (s2//2)]
     sum_1 = aten.sum.dim_IntList(view, [0])  # f32[2, (s2//2)]
     return sum_1
-""")
+""",
+        )
 
     def test_a_fused_operator_says_what_it_replaced(self):
-        self.assertExpectedInline(graph_text(fused_graph()), """\
+        self.assertExpectedInline(
+            graph_text(fused_graph()),
+            """\
 def graph(
     q_1,  # bf16[1, 1, 2, 4]
     q_rope_1,  # bf16[1, 1, 2, 2]
@@ -96,7 +101,8 @@ def graph(
     #   unknown source: aten.clone
     latent_attention = mla_fx.latent_attention(q_1, q_rope_1, kv_1, k_rope_1, None, scale=0.5)  # bf16[1, 1, 2, 4]
     return latent_attention
-""")
+""",
+        )
 
     def test_every_kind_of_node_and_argument(self):
         graph = Graph()
@@ -108,7 +114,9 @@ def graph(
         odd = ({"a": 1}, slice(None, x), ..., torch.strided, "two\nlines", object())
         value = graph.call_function(torch.sym_max, odd)
         graph.output((value,))
-        self.assertExpectedInline(graph_text(graph), """\
+        self.assertExpectedInline(
+            graph_text(graph),
+            """\
 def graph(
     x,
 ):
@@ -118,7 +126,8 @@ def graph(
     index_tensor = aten.index.Tensor(add, [None, x])
     sym_max = torch.sym_max({'a': 1}, slice(None, x, None), ..., torch.strided, 'two\\nlines', value('object'))
     return (sym_max,)
-""")
+""",
+        )
 
 
 @pytest.mark.parametrize("graph", [fused_graph(), traced(lambda x: x + 1, torch.ones(2))], ids=["fused", "plain"])
@@ -167,7 +176,9 @@ class TestIndex(TestCase):
             for name in ("captured", "recognise attention", "clean up"):
                 dump.stage(name, fused_graph())
             dump.finish(report())
-            self.assertExpectedInline((dump.folder / "index.md").read_text(), """\
+            self.assertExpectedInline(
+                (dump.folder / "index.md").read_text(),
+                """\
 # mla_fx on inductor
 
 | pass | ms | fired | nodes before -> after | graph |
@@ -188,7 +199,8 @@ class TestIndex(TestCase):
 ## Notes
 
 - caches written in place: 2/2, copies: 0 bytes
-""")
+""",
+            )
 
 
 def test_stages_are_numbered_files_that_parse(tmp_path):

@@ -18,7 +18,9 @@ class TestOneLayer(TestCase):
         return re.sub(r"#   \S*/(\w+\.py):\d+", r"#   \1", graphs[stage])
 
     def test_captured(self) -> None:
-        self.assertExpectedInline(self.graph("captured"), """\
+        self.assertExpectedInline(
+            self.graph("captured"),
+            """\
 def graph(
     arg0_1,  # f32[24, 32]
     arg1_1,  # f32[2, 3, 32]
@@ -130,10 +132,13 @@ def graph(
     copy_ = aten.copy_(arg8_1, index_copy)  # f32[2, 1, 16, 20]
     copy__1 = aten.copy_(arg10_1, index_copy_1)  # f32[2, 1, 16, 6]
     return (_unsafe_view_6,)
-""")
+""",
+        )
 
     def test_fused(self) -> None:
-        self.assertExpectedInline(self.graph("clean up"), """\
+        self.assertExpectedInline(
+            self.graph("clean up"),
+            """\
 def graph(
     arg0_1,  # f32[24, 32]
     arg1_1,  # f32[2, 3, 32]
@@ -213,4 +218,5 @@ def graph(
     copy_ = aten.copy_(arg8_1, getitem_12)  # f32[2, 1, 16, 20]
     copy__1 = aten.copy_(arg10_1, getitem_13)  # f32[2, 1, 16, 6]
     return (_unsafe_view_6,)
-""")
+""",
+        )

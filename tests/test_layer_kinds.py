@@ -66,9 +66,7 @@ class Parts(nn.Module):
         return hidden + residual
 
 
-@pytest.mark.parametrize(
-    "others", [{"width": 9}, {"factor": 2.0}, {"place": 7}], ids=["size", "attribute", "no place"]
-)
+@pytest.mark.parametrize("others", [{"width": 9}, {"factor": 2.0}, {"place": 7}], ids=["size", "attribute", "no place"])
 def test_what_differs_in_anything_is_of_another_kind(others):
     parts = [Part(**{"place": place, **(others if place == 1 else {})}) for place in range(4)]
     with one_of_each_kind(Parts(*parts).to("meta")) as layers:

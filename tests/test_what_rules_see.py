@@ -10,7 +10,7 @@ import pytest
 
 import mla_fx
 from mla_fx import discover, readings
-from mla_fx.readings import views
+from mla_fx.readings import calls as asked
 
 ROOT = Path(inspect.getfile(mla_fx)).parent
 RULES = [Path(inspect.getfile(type(rule))) for rule in discover.rules()]
@@ -23,6 +23,8 @@ NOTING = {"args_of", "options_of", "operands_of"}
 # Readers are looked for here alone, to find where to begin: what is found is then read as anything else is. Whatever
 # depends on who reads a value is decided where a replacement is applied.
 FINDING = {"anchors", "written_alike", "weighted_sum", "_guards", "_first_result", "products", "_rounded"}
+# A replay asks again whether an attribute is a literal. Names of sizes are for messages.
+FINDING |= {"_is_literal", "_names"}
 # A call's place in memory is asked for here, where a replacement is applied.
 LAYING_OUT = {"_is_whole", "_strides_and_offset"}
 
@@ -50,9 +52,9 @@ def test_what_is_asked_for_is_noted():
     graph = Graph()
     x = graph.placeholder("x")
     calls = [graph.call_function(max, (x,), {"key": None}) for _ in range(4)]
-    with views.noting() as noted:
-        views.args_of(calls[0])
-        assert views.options_of(calls[1]) == {"key": None}
-        assert views.operands_of(calls[2]) == [x]
-    views.args_of(calls[3])
+    with asked.noting() as noted:
+        asked.args_of(calls[0])
+        assert asked.options_of(calls[1]) == {"key": None}
+        assert asked.operands_of(calls[2]) == [x]
+    asked.args_of(calls[3])
     assert noted == set(calls[:3])

@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
+from .calls import args_of, argument, options_of
 from .element import CASTS, Element, constant, operand
-from .views import args_of, argument, options_of
 
 aten = torch.ops.aten
 

@@ -12,25 +12,13 @@ from torch.fx import Graph, Node
 from mla_fx.errors import NoMatch
 
 from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
+from .calls import args_of, argument, options_of
 from .counts import INTEGERS, whole_number
 from .element import Element, element_of, operand, resolve
 from .reading import Reading, renamed
 from .sizes import Size, at_most, product
 from .unproved import EQUAL, unproved
-from .views import (
-    args_of,
-    argument,
-    broadcast,
-    cat_dim,
-    fresh_index,
-    move,
-    name_of,
-    options_of,
-    pieces,
-    shape_of,
-    written_position,
-    written_slice,
-)
+from .views import broadcast, cat_dim, fresh_index, move, name_of, pieces, shape_of, written_position, written_slice
 
 aten = torch.ops.aten
 

@@ -13,11 +13,12 @@ from mla_fx.errors import NoMatch
 
 from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
+from .calls import args_of, argument
 from .element import Element, is_parameter, operand, resolve
 from .quantised import quantised_projection
 from .reading import Reading
 from .sizes import plain, product
-from .views import args_of, argument, cuts, name_of, pads_with_zero, shape_of
+from .views import cuts, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})

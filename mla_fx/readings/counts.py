@@ -13,9 +13,10 @@ from mla_fx.errors import NoMatch
 
 from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
+from .calls import args_of, argument, options_of
 from .element import CASTS, EXACT, Element, constant, operand
 from .sizes import Size, at_most, plain
-from .views import args_of, argument, integer, name_of, number, options_of
+from .views import integer, name_of, number
 
 aten = torch.ops.aten
 

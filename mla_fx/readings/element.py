@@ -18,8 +18,9 @@ from mla_fx.errors import NoMatch
 from mla_fx.torch_private import is_frozen, is_lifted, share_storage, unset_fake_temporarily
 
 from .axes import Axis, Index, speaks_of, substitute
+from .calls import args_of, argument, operands_of, options_of
 from .joins import rejoined
-from .views import Place, args_of, argument, broadcast, fresh_index, move, name_of, operands_of, options_of
+from .views import Place, broadcast, fresh_index, move, name_of
 
 aten = torch.ops.aten
 

@@ -8,8 +8,9 @@ import torch
 from torch.fx import Node
 
 from .axes import Index, combine, fresh
+from .calls import args_of, argument
 from .sizes import Size, plain, ratio
-from .views import Place, args_of, argument, cat_dim, move, pieces
+from .views import Place, cat_dim, move, pieces
 
 aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ import torch
 from mla_fx.errors import NoMatch
 
 from .cache_update import cache_update
+from .calls import args_of
 from .contraction import Contraction, contraction
 from .element import Element, element_of, is_parameter
 from .paged import GATHERS
 from .rms_norm import rms_norm
 from .sizes import Size, product
-from .views import args_of
 
 aten = torch.ops.aten
 

@@ -12,11 +12,12 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .axes import Axis, Index, combine, of_axis, whole
+from .calls import args_of
 from .counts import INTEGERS, Count, count
 from .element import Element, operand, resolve
 from .reading import Reading
 from .sizes import Size, at_most, ratio
-from .views import args_of, covers, name_of, shape_of
+from .views import covers, name_of, shape_of
 
 aten = torch.ops.aten
 

@@ -9,9 +9,10 @@ from torch.fx import Node
 
 from mla_fx.torch_private import OpOverload
 
+from .calls import args_of, operands_of
 from .element import is_parameter
 from .sizes import Size
-from .views import args_of, operands_of, shape_of
+from .views import shape_of
 
 # By name, for what multiplies stored weights differs from one library to the next.
 ADDING = frozenset({"addmm", "baddbmm"})

@@ -12,11 +12,12 @@ from mla_fx.errors import NoMatch
 
 from .algebra import as_product, as_sum
 from .axes import Axis, Digit, Index, combine, difference, digits_of, extent
+from .calls import args_of, argument, operands_of
 from .contraction import summed
 from .element import CASTS, Element, resolve
 from .reading import Reading
 from .sizes import product, ratio
-from .views import args_of, argument, name_of, operands_of
+from .views import name_of
 
 aten = torch.ops.aten
 LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}

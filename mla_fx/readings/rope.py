@@ -21,9 +21,10 @@ from mla_fx.errors import NoMatch
 
 from .algebra import as_sum
 from .axes import Axis, Index, combine, of_axis, whole
+from .calls import args_of
 from .element import Element, operand, resolve
 from .reading import Reading
-from .views import args_of, name_of
+from .views import name_of
 
 aten = torch.ops.aten
 

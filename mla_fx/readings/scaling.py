@@ -8,9 +8,10 @@ import torch
 
 from mla_fx.errors import NoMatch
 
+from .calls import args_of
 from .element import Element, operand
 from .reading import Reading
-from .views import args_of, name_of
+from .views import name_of
 
 aten = torch.ops.aten
 

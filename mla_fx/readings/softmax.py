@@ -16,12 +16,13 @@ from mla_fx.torch_private import OpOverload
 
 from .algebra import Budget, allowance, as_product, as_sum, spend
 from .axes import Digit, Index, combine, fresh, of_axis, shifted
+from .calls import args_of, argument
 from .contraction import Contraction, contraction, scaled_product
 from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
 from .probabilities import SOFTMAX, exponential, softmax
 from .reading import Reading
 from .sizes import Size, ratio
-from .views import MOVERS, args_of, argument, cuts, fresh_index, name_of, pads_with_zero, shape_of
+from .views import MOVERS, cuts, fresh_index, name_of, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 

@@ -6,10 +6,8 @@ in a single operand (a read that straddles the pieces of a cat). To teach the co
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,48 +17,13 @@ from mla_fx.errors import NoMatch
 from mla_fx.torch_private import OpOverload, has_symbolic_sizes
 
 from .axes import ZERO, Axis, Index, extent, fresh, reshape, shifted
+from .calls import args_of, argument
 from .sizes import Size, at_most, plain, size_of
 
 aten = torch.ops.aten
 
 Place = tuple[Node, tuple[Index, ...]]
 Mover = Callable[[Node, tuple[Index, ...]], "Place | None"]
-
-
-_looked_at: ContextVar[set[Node] | None] = ContextVar("nodes whose arguments were asked for", default=None)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[set[Node]]:
-    """Within it, every node whose arguments are asked for is noted: all that readings know of how a value is
-    computed."""
-    noted: set[Node] = set()
-    token = _looked_at.set(noted)
-    try:
-        yield noted
-    finally:
-        _looked_at.reset(token)
-
-
-def args_of(node: Node) -> tuple[Any, ...]:
-    """The arguments of a node; torch types them as anything that a graph may hold. Readings have no other way to them,
-    and to operands and options, than this and the two below."""
-    noted = _looked_at.get()
-    if noted is not None:
-        noted.add(node)
-    return node.args
-
-
-def options_of(node: Node) -> Mapping[str, Any]:
-    """The arguments of a node that are given by name."""
-    args_of(node)
-    return node.kwargs
-
-
-def operands_of(node: Node) -> list[Node]:
-    """The nodes among the arguments of a node."""
-    args_of(node)
-    return node.all_input_nodes
 
 
 INPUT_NAME = "mla_fx_input"  # in the meta of a graph input: what the user calls it
@@ -100,22 +63,6 @@ def number(value: Any) -> Size | None:
 def integer(value: Any) -> Size:
     """The same of one that is not left out."""
     return size_of(value.meta["val"] if isinstance(value, Node) else value)
-
-
-def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
-    """An argument by place or name; an operator's own schema knows the name."""
-    if len(args_of(node)) > position:
-        return args_of(node)[position]
-    if not name and isinstance(node.target, OpOverload):
-        name = node.target._schema.arguments[position].name
-    return options_of(node).get(name, default)
-
-
-def named_argument(call: Node, name: str) -> Any:
-    """An argument of an operator's call by the name that it has in the schema, given by place or by name."""
-    schema = call.target._schema  # type: ignore[union-attr]  # the call of an operator, so an overload
-    names = [argument.name for argument in schema.arguments]
-    return argument(call, names.index(name), name) if name in names else None
 
 
 def slice_bounds(node: Node, first: int, length: Size, size: Size) -> tuple[Size, Size, int] | None:

@@ -43,7 +43,9 @@ class TestGolden(expecttest.TestCase):
     maxDiff = None
 
     def test_decode(self) -> None:
-        self.assertExpectedInline(text(1, dynamic=False), """\
+        self.assertExpectedInline(
+            text(1, dynamic=False),
+            """\
 Data_0: bfloat16[1, 1, 1024]
 Data_1: int64[]
 Data_2: bfloat16[1536]
@@ -104,10 +106,13 @@ Transpose_1(x=Data_9, perm=[1, 0])
 Reshape_18(x=Reshape_17, shape=[1, 512])
 MatMul_0(x1=Reshape_18, x2=Transpose_1)
 Reshape_19(x=MatMul_0, shape=[1, 1, 1024])
-NetOutput_0(input0=Reshape_19, input1=Add_1)""")
+NetOutput_0(input0=Reshape_19, input1=Add_1)""",
+        )
 
     def test_prefill(self) -> None:
-        self.assertExpectedInline(text(20, dynamic=False), """\
+        self.assertExpectedInline(
+            text(20, dynamic=False),
+            """\
 Data_0: bfloat16[1, 20, 1024]
 Data_1: int64[]
 Data_2: bfloat16[1536, 1024]
@@ -200,10 +205,13 @@ Transpose_5(x=Data_12, perm=[1, 0])
 Reshape_33(x=Reshape_32, shape=[20, 512])
 MatMul_5(x1=Reshape_33, x2=Transpose_5)
 Reshape_34(x=MatMul_5, shape=[1, 20, 1024])
-NetOutput_0(input0=Reshape_34, input1=Add_1)""")
+NetOutput_0(input0=Reshape_34, input1=Add_1)""",
+        )
 
     def test_decode_dynamic(self) -> None:
-        self.assertExpectedInline(text(1, dynamic=True), """\
+        self.assertExpectedInline(
+            text(1, dynamic=True),
+            """\
 Data_0: bfloat16[1, 1, 1024]
 Data_1: int64[]
 Data_2: bfloat16[1536]
@@ -264,4 +272,5 @@ Transpose_1(x=Data_9, perm=[1, 0])
 Reshape_18(x=Reshape_17, shape=[1, 512])
 MatMul_0(x1=Reshape_18, x2=Transpose_1)
 Reshape_19(x=MatMul_0, shape=[1, 1, 1024])
-NetOutput_0(input0=Reshape_19, input1=Add_1)""")
+NetOutput_0(input0=Reshape_19, input1=Add_1)""",
+        )

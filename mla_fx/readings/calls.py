@@ -1,0 +1,63 @@
+"""A call's arguments, as readings ask for them: each call that is asked is noted, for a replay to compare."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch.fx import Node
+
+from mla_fx.torch_private import OpOverload
+
+_looked_at: ContextVar[set[Node] | None] = ContextVar("nodes whose arguments were asked for", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[set[Node]]:
+    """Within it, every node whose arguments are asked for is noted: all that readings know of how a value is
+    computed."""
+    noted: set[Node] = set()
+    token = _looked_at.set(noted)
+    try:
+        yield noted
+    finally:
+        _looked_at.reset(token)
+
+
+def args_of(node: Node) -> tuple[Any, ...]:
+    """The arguments of a node; torch types them as anything that a graph may hold. Readings have no other way to them,
+    and to operands and options, than this and the two below."""
+    noted = _looked_at.get()
+    if noted is not None:
+        noted.add(node)
+    return node.args
+
+
+def options_of(node: Node) -> Mapping[str, Any]:
+    """The arguments of a node that are given by name."""
+    args_of(node)
+    return node.kwargs
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The nodes among the arguments of a node."""
+    args_of(node)
+    return node.all_input_nodes
+
+
+def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
+    """An argument by place or name; an operator's own schema knows the name."""
+    if len(args_of(node)) > position:
+        return args_of(node)[position]
+    if not name and isinstance(node.target, OpOverload):
+        name = node.target._schema.arguments[position].name
+    return options_of(node).get(name, default)
+
+
+def named_argument(call: Node, name: str) -> Any:
+    """An argument of an operator's call by the name that it has in the schema, given by place or by name."""
+    schema = call.target._schema  # type: ignore[union-attr]  # the call of an operator, so an overload
+    names = [argument.name for argument in schema.arguments]
+    return argument(call, names.index(name), name) if name in names else None
