@@ -140,15 +140,14 @@ def _data(product: Node) -> Node | None:
 
 def _is_weight(node: Node) -> bool:
     """A graph input, perhaps through views and casts, which have one operand; activations have more dimensions."""
-    scaled = node
+    is_scaled = False
     while node.op not in ("placeholder", "get_attr"):
         operands = node.all_input_nodes
         if not operands or (len(operands) > 1 and called(node) not in SCALINGS):
             return False
-        node, scaled = operands[0], node if len(operands) > 1 else scaled
+        node, is_scaled = operands[0], is_scaled or len(operands) > 1
     held = _value(node)
-    is_as_multiplied = called(scaled) not in SCALINGS
-    return getattr(held, "ndim", 0) <= 3 and (is_as_multiplied or held.dtype.itemsize == 1)
+    return getattr(held, "ndim", 0) <= 3 and (not is_scaled or getattr(held, "itemsize", 0) == 1)
 
 
 def _width(node: Node) -> int:
