@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .aliasing import written
+from .errors import VerificationError
 from .readings.paged import GATHERS
 from .readings.views import MOVERS
 from .torch_private import OpOverload
@@ -80,7 +81,7 @@ class Dry(Interpreter):
             return super().run_node(node)
         target, source = node.all_input_nodes[0], node.all_input_nodes[-1]
         if node.target is not aten.copy_.default or target not in self.places:
-            raise NotImplementedError(f"{node.target} writes what is not an input of the graph")
+            raise VerificationError(f"{node.target} writes what is no input of the graph, which verify cannot undo")
         old, new = self.env[target], self.env[source]
         self.written[self.places[target]] = value = new if new.shape == old.shape else new.expand(old.shape)
         return value

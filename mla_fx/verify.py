@@ -5,10 +5,10 @@ and write the same numbers but for `SAME`. So a wrong factor, sign, epsilon or s
 beside the rounding of 16 bits, and the first value that differs names the rule and the layer.
 
 What was compiled is then held against the exact numbers so found. It may be no further from them than `TIMES` the error
-that the graph makes as it came, in its own precision, and `ULPS` of the dtype: the largest error, beside the largest
-element, as the root of the mean square, beside that of all elements. NaN and infinity are where they were; whole
-numbers and flags are the same. What hangs on a random number, or on a choice that rounding may turn over, such as of an
-expert by scores that are almost equal, is held by the first comparison alone."""
+that the graph makes as it came, in its own precision, and `ULPS` of the dtype and `SAME` on top: the largest error,
+beside the largest element, as the root of the mean square, beside that of all elements. NaN and infinity are where they
+were; whole numbers and flags are the same. What hangs on a random number, or on a choice that rounding may turn over,
+such as of an expert by scores that are almost equal, is held by the first comparison alone."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .graph_edit import STANDS_FOR
 from .readings.views import label_of
 
 TIMES = 2
-ULPS = 8
-SAME = {torch.float64: 1e-7, torch.float32: 1e-3}  # relative to the largest element
+ULPS = 4
+SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest element
 NO_FLOAT64 = {"mps", "npu"}
 MOST_NAMED = 4
 

@@ -238,3 +238,32 @@ def test_frozen_weights_are_marked():
     with enter_freezing():
         maybe_set_is_frozen_param(frozen)
     assert torch_private.is_frozen(frozen) and not torch_private.is_frozen(torch.ones(2))
+
+
+def test_inductor_tells_that_it_makes_a_package():
+    assert not torch_private.is_packaging()
+    with torch._inductor.virtualized.V.set_aot_compilation(True):
+        assert torch_private.is_packaging()
+
+
+def test_what_is_compiled_to_be_saved_is_told_from_what_is_cached():
+    told = [torch_private.is_saving()]
+
+    def backend(gm, inputs):
+        told.append(torch_private.is_saving())
+        raise NotImplementedError
+
+    run = torch.compile(torch.nn.Linear(2, 2), backend=backend, fullgraph=True)
+    with pytest.raises(NotImplementedError):
+        run.forward.aot_compile(((torch.ones(1, 2),), {}))
+    with torch._functorch.config.patch(bundled_autograd_cache=True):
+        told.append(torch_private.is_saving())
+    assert told == [False, True, False]
+
+
+def test_the_shape_of_a_pad_stays_a_symbol_in_python():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    value = mode.from_tensor(torch.ones(5, 3))
+    with mode, torch_private.python_dispatcher():
+        torch.nn.functional.pad(value, (0, 1))
+    assert mode.shape_env.guards == []
