@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import is_fake
 Traced = Callable[..., Tensor]
 
 
-def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor]) -> Tensor:
+def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Of two functions of the same tensors the first where `condition` holds: a conditional where they are traced, for
-    Inductor."""
+    Inductor. Both give a tensor of these sizes."""
     if isinstance(condition, Tensor) and not is_fake(condition):
         return one(*given) if condition else other(*given)
     importlib.import_module("torch._inductor.inductor_prims")  # registers the operator below, and is slow to import
@@ -21,7 +21,8 @@ def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor]) 
     # Inductor lays tensors out as it likes, and yet compiles branches for the strides that they have here.
     whole = [value.contiguous() for value in given]
     operands = tuple(torch.ops.prims.inductor_force_stride_order(value, value.stride()) for value in whole)
-    branches = (lambda *read: (one(*read),)), (lambda *read: (other(*read),))
+    # Flat: strides over sizes that were numbers of Python have a Max in them, which a conditional does not take.
+    branches = (lambda *read: (one(*read).flatten(),)), (lambda *read: (other(*read).flatten(),))
     (result,) = torch.ops.higher_order.cond(condition, *branches, operands)
     assert isinstance(result, Tensor)
-    return result
+    return result.view(sizes)

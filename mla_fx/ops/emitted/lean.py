@@ -54,7 +54,8 @@ def attend(
     def tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return _in_tiles(query, key, value, mask, scale, fill, None)
 
-    return either(_is_tame(query, key, scale), own, tiles, (query, key, value, mask))[..., :columns]
+    sizes = *query.shape[:3], value.shape[3]
+    return either(_is_tame(query, key, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
 
 
 def _in_tiles(

@@ -110,7 +110,8 @@ def _either(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
         return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
 
     few, many = form(lambda a: absorbed(a, latent_attention.in_parts)), form(expand)
-    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()))
+    sizes = *a.q_nope.shape[:3], a.weight_uv.shape[1]
+    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()), sizes)
 
 
 def _is_absorbed(a: Arguments) -> bool:
