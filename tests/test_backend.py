@@ -138,7 +138,7 @@ def test_explain_looks_at_a_model_that_wants_gradients(decode):
 BAD_OPTIONS = {
     "target": ({"target": "abacus"}, "unknown target 'abacus'; known targets are 'auto', .*'inductor'.*'reference'"),
     "option": ({"colour": "red"}, "unknown option 'colour' for target 'reference'; known options are 'absorb', 'dis"),
-    "inductor's": ({"target": "inductor", "colour": "red"}, "unknown option 'colour'.*those of the target: [0-9]+ of its own"),
+    "inductor's": ({"target": "inductor", "colour": "red"}, "unknown option 'colour'.*target: [0-9]+ of its own"),
     "pattern": ({"disable": ["mla_prologue"]}, "disable names 'mla_prologue'; known patterns are .*'mla_prolog'"),
     "verify": ({"verify": "sometimes"}, "verify is 'sometimes'; it takes 'off', 'first', 'always'"),
     "absorb": ({"absorb": True}, "absorb is True; it takes 'auto', 'always', 'never'"),
