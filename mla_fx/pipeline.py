@@ -177,10 +177,12 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
         return
     fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
     shape_env = getattr(fake_mode, "shape_env", None)
-    known = known_by(shape_env), equated(written_alike(run.graph)), equated(guarded_alike(shape_env))
     with contextlib.ExitStack() as until_done:
-        for context in (collector_paused(), python_dispatcher(), *known):
+        for context in (collector_paused(), python_dispatcher(), known_by(shape_env)):
             until_done.enter_context(context)
+        # Each of these is read with what is known by then.
+        until_done.enter_context(equated(written_alike(run.graph)))
+        until_done.enter_context(equated(guarded_alike(shape_env)))
         for step in passes:
             _run_pass(run, step)
     if run.report.fused and run.is_changed:
