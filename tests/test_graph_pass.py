@@ -101,10 +101,11 @@ def test_uuid_changes_with_the_sources(monkeypatch):
 @pytest.mark.parametrize("changed", ["mla_fx/ops/common/math.py", "mla_fx/readings/rope.py", "patterns/mla_prolog.py"])
 def test_uuid_knows_the_sources_in_every_folder(tmp_path, monkeypatch, changed):
     root, before = Path(mla_fx.__file__).parents[1], keeping.source_hash()
-    for folder in ("mla_fx", "patterns", "lowering"):
+    places = {"mla_fx": "mla_fx", discover.PATTERNS: "patterns", discover.LOWERING: "lowering"}
+    for package, folder in places.items():
         shutil.copytree(root / folder, tmp_path / folder)
-    places = {"mla_fx": "mla_fx", "mla_fx.patterns": "patterns", "mla_fx.lowering": "lowering"}
-    monkeypatch.setattr(discover, "folders", lambda package: [str(tmp_path / places[package])])
-    assert keeping.source_hash.__wrapped__() == before
+        monkeypatch.setattr(sys.modules[package], "__path__", [str(tmp_path / folder)])
+    rules = discover.found_rules()
+    assert keeping._hash_of.__wrapped__(rules) == before
     (tmp_path / changed).write_text("changed = True")
-    assert keeping.source_hash.__wrapped__() != before
+    assert keeping._hash_of.__wrapped__(rules) != before

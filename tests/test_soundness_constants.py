@@ -140,7 +140,7 @@ class Seen(mla_fx.MlaPass):
 
 def packaged(layer, **config):
     """What the pass makes of the graph that AOTInductor packages, and its report."""
-    program, graph_pass = torch.export.export(layer, inputs()), Seen(target="reference")
+    program, graph_pass = torch.export.export(layer, inputs()), Seen(target="inductor")
     patched = torch._inductor.config.patch(post_grad_custom_pre_pass=graph_pass, **config)
     with patched, pytest.raises(Exception, match="seen"):
         torch._inductor.aoti_compile_and_package(program)

@@ -122,12 +122,12 @@ class ZooCell:
         module, arguments = self.entry.build().to(dtype), converted(self.entry.arguments(step), dtype)
         name = f"{step.name}, {'dynamic' if dynamic else str(dtype).removeprefix('torch.')}"
         found = outcomes(module, arguments, {}, dynamic=dynamic)
-        whole = self.whole(step, dynamic=dynamic)
+        whole = self.whole(step, dtype, dynamic=dynamic)
         return [Found(name, target, outcome, whole) for target, outcome in found.items()]
 
-    def whole(self, step: Step, *, dynamic: bool = False) -> Fused:
+    def whole(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> Fused:
         """What all of it is fused to."""
-        return replace(self.entry, partial="", unfused="").fused(step, dynamic=dynamic)
+        return replace(self.entry, partial="", unfused="").fused(step, dtype=dtype, dynamic=dynamic)
 
 
 def _axis(spelling: Spelling) -> str:

@@ -49,15 +49,15 @@ class Entry:
     def arguments(self, step: Step) -> tuple[Any, ...]:
         return arguments(self.spelling, step)
 
-    def fused(self, step: Step, *, dynamic: bool = False) -> dict[str, int]:
+    def fused(self, step: Step, *, dynamic: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, int]:
         """How often each fused operator must appear. With `dynamic` sizes the number of tokens, if it is more than one,
-        is known at run time only."""
+        is known at run time only; in float16 an absorbed query may leave the range, and none is made."""
         if self.unfused:
             return {}
         cache = CACHES[self.spelling.cache]
         is_cold = step.tokens == cache.length(self.spelling.sizes, step) and step.tokens > SURELY_ABSORBED
         is_unknown = dynamic and step.tokens > 1
-        if (is_cold or is_unknown) and not self.is_absorbed:
+        if (is_cold or is_unknown or dtype == torch.float16) and not self.is_absorbed:
             is_cached = cache.is_read_from_memory or step.tokens < cache.length(self.spelling.sizes, step)
             rows = {"kv_rmsnorm_rope_cache": 1} if is_cached and not self.partial else {}
             return {**rows, "mla_attention": 1}
