@@ -42,7 +42,8 @@ class NpuZooCell(ZooCell):
         step = entry.steps[-1]
         arguments = converted(entry.arguments(step), torch.bfloat16)
         found = outcomes(entry.build().bfloat16(), arguments, {}, dynamic=False, causal_masks=True, **TARGET)
-        return [Found(step.name, target, outcome, self.whole(step, torch.bfloat16)) for target, outcome in found.items()]
+        whole = self.whole(step, torch.bfloat16)
+        return [Found(step.name, target, outcome, whole) for target, outcome in found.items()]
 
 
 def _family_line(family: str, steps: Results, notes: Notes) -> str:
