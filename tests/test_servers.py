@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from layers import QUIET, Reporting
 from zoo import servers
+from zoo.entries import DEFAULT, Entry
+from zoo.sizes import Step
 
 import mla_fx
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ALL, EXPANDED = {"mla_prolog": 1, "latent_attention": 1}, {"mla_attention": 3}
+KEY_SIDE = {"kv_rmsnorm_rope_cache": 1}
+BUT_QUERY = {**KEY_SIDE, "mla_attention": 1}
 UNLIKE = ((5, 7, 3), (3, 4, 2))
 PROMPTS = ((5, 9, 7), (4, 3, 11))
+PAGED = (4, (5, 3), (9, 7), (2, 4)), (3, (6, 4), (3, 2), (11, 5))
 LINES = (((5, 3), (9, 7), (2, 4)), ((6, 4), (3, 2), (11, 5)))
 SPELLINGS = {
     servers.Drafts: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], ALL),
@@ -27,9 +33,13 @@ SPELLINGS = {
     servers.TokensOfPositions: ([servers.tokens_of_positions(*sizes) for sizes in UNLIKE], ALL),
     servers.VarlenPrefill: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
     servers.VarlenSliced: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
+    servers.DraftsExpanded: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], BUT_QUERY),
+    servers.PagedDraftsDivided: ([servers.paged_drafts(*sizes) for sizes in UNLIKE], ALL),
+    servers.VarlenPaged: ([servers.paged(*lines) for lines in PAGED], {**KEY_SIDE, "latent_attention": 3}),
+    servers.OneSequence: ([servers.one_sequence(tokens) for tokens in (5, 7)], BUT_QUERY),
 }
-BEFORE = (servers.Drafts, servers.DraftsScattered, servers.DraftsFlat, servers.PagedDrafts, servers.PagedDraftsBatched)
-KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind in BEFORE else []) for kind in SPELLINGS]
+QUICK = (servers.TokensOfPositions, servers.OneSequence)
+KINDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in SPELLINGS]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +71,8 @@ def test_one_graph_for_all_sizes(kind):
     "kind, target",
     [
         (servers.VarlenPrefill, "reference"),
-        (servers.VarlenSliced, "reference"),
+        pytest.param(servers.VarlenPrefill, "inductor", marks=pytest.mark.slow),
+        pytest.param(servers.VarlenSliced, "reference", marks=pytest.mark.slow),
         pytest.param(servers.VarlenSliced, "inductor", marks=pytest.mark.slow),
     ],
 )
@@ -87,6 +98,15 @@ def test_a_refusal_names_its_symbols_and_the_remedy(kind, is_known):
     assert (report.fused == ALL) == is_known, str(report)
     remedy = "torch._check(caches[0].size()[0] == caches[1].size()[0]) in the model says so"
     assert (remedy in str(report)) != is_known
+
+
+@pytest.mark.slow
+def test_several_tokens_appended_on_inductor():
+    """The context is as long as old and new tokens together, and no tensor is as long as the old ones alone."""
+    entry = Entry(replace(DEFAULT, cache="appended"))
+    given = [entry.arguments(Step("", tokens, past, batch)) for tokens, past, batch in ((5, 6, 3), (4, 7, 4))]
+    report = compared(entry.build(), given, True, target="inductor")
+    assert report.fused == BUT_QUERY, str(report)
 
 
 def test_loops_over_lines_of_a_cache():

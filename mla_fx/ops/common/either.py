@@ -1,7 +1,7 @@
 """Two ways to compute the same, of which each call of a compiled graph takes one."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,3 +26,11 @@ def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor], 
     (result,) = torch.ops.higher_order.cond(condition, *branches, operands)
     assert isinstance(result, Tensor)
     return result.view(sizes)
+
+
+def can_choose(given: Iterable[Tensor]) -> bool:
+    """Whether Inductor compiles a conditional over these tensors: it finds the symbols of their sizes only in sizes that
+    are one symbol and nothing else."""
+    sizes = [size.node.expr for value in given for size in value.shape if isinstance(size, torch.SymInt)]
+    symbols = {size for size in sizes if size.is_Symbol}
+    return all(size.free_symbols <= symbols for size in sizes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
-from mla_fx.ops.common.either import either
+from mla_fx.ops.common.either import can_choose, either
 from mla_fx.ops.common.math import wide_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
@@ -22,6 +22,7 @@ from .pages import STAYS, check_contexts, context_of, gathered, in_one_piece
 EXPONENT = 0x7F800000  # the bits of a float32 that alone make a power of two
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 CHOOSES = "it chooses its form by the number of query tokens of each call"
+COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def portable(a: Arguments) -> Tensor:
     a = replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
     many = lean if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
     if _chooses(a):
-        return _either(a, many)
+        return _either(a, many) if can_choose(_tensors(a).values()) else expanded(a)
     return absorbed(a, latent_attention.in_parts) if _is_absorbed(a) else many(a)
 
 
@@ -104,7 +105,7 @@ def _chooses(a: Arguments) -> bool:
 
 def _either(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
     """A conditional on the S of the call."""
-    tensors = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
+    tensors = _tensors(a)
 
     def form(compute: Callable[[Arguments], Tensor]) -> Callable[..., Tensor]:
         return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
@@ -112,6 +113,10 @@ def _either(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
     few, many = form(lambda a: absorbed(a, latent_attention.in_parts)), form(expand)
     sizes = *a.q_nope.shape[:3], a.weight_uv.shape[1]
     return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()), sizes)
+
+
+def _tensors(a: Arguments) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
 
 
 def _is_absorbed(a: Arguments) -> bool:
@@ -279,6 +284,9 @@ def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
     if _chooses(a) and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
         return f"{CHOOSES}, and its caches do not lie in one piece"
     is_lean = _chooses(a) or not _is_absorbed(a)
+    is_masked = a.mask is not None or a.context_lens is not None
+    if (_chooses(a) or (is_lean and is_masked)) and not can_choose(_tensors(a).values()):
+        return COMPUTED
     context = context_of(a.kv_cache, a.block_table)
     fits = is_lean and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
     in_tiles = None if fits or not goes_by_tiles(a.q_nope, context) else IN_TILES
