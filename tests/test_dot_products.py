@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import math
 from unittest import mock
 
 import pytest
@@ -52,6 +54,28 @@ def test_small_products_are_as_exact_as_large_ones(dtype, is_transposed):
     slack = exact.abs().max() * 4 * torch.finfo(dtype).eps if dtype == torch.float32 else 0  # sums in another order
     assert error <= 2 * plain + slack
     assert small_products(rows, weight).dtype == dtype
+
+
+PRODUCTS = {
+    dot_products: ((1, 4096), (4096, 5)),
+    small_products: ((5, 12), (12, 7)),
+    sums_for_rows: ((3, 5, 8), (3, 8, 16)),
+    products_of_copies: ((3, 5, 8), (3, 8, 16)),
+}
+EXTREMES = (math.nan, math.inf, -math.inf, 6e4, -6e4, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", PRODUCTS)
+def test_extreme_numbers_meet_as_in_a_product(compute, dtype):
+    """Each pair of them, one in the rows and one in the weights: NaN and infinite where a product is."""
+    for left, right in itertools.product(EXTREMES, EXTREMES):
+        rows, weights = (torch.randn(shape).to(dtype) for shape in PRODUCTS[compute])
+        weights = weights.mT.contiguous().mT
+        rows[..., 0, 3], weights[..., 3, 2] = left, right
+        meant, found = (rows.float() @ weights.float()).to(dtype), compute(rows, weights)
+        assert torch.equal(found.isnan(), meant.isnan()) and torch.equal(found.isinf(), meant.isinf())
+        torch.testing.assert_close(found, meant, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
 def decoded(batch, *, is_traced=True, **options):

@@ -1,6 +1,7 @@
 """Of every operator and sample: schema, opcheck, fake kernel, in-place twin and host lengths."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -114,23 +115,49 @@ def test_functional_form_writes_nothing_and_takes_lists(operator, args, kwargs):
         torch.testing.assert_close(listed, results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("operator", "args", "kwargs"), [case for case in cases(DTYPES) if case.values[0].inplace])
-def test_twin_writes_what_the_functional_form_returns(operator, args, kwargs):
-    """Bit by bit; an output that only the twin takes keeps what it held where the operator writes nothing."""
+def twin_agrees(operator, args, kwargs):
     given = by_name(operator, args, kwargs)
     results = dict(zip(result_names(operator.overload), as_tuple(operator.overload(*args, **kwargs)), strict=True))
     returned, arguments = twin_call(operator, args, kwargs)
     written = {name.removesuffix("_out"): name for name in written_names(operator.inplace)}
     for name, wanted in results.items():
         if name in returned:
-            torch.testing.assert_close(returned[name], wanted, rtol=0, atol=0)
+            torch.testing.assert_close(returned[name], wanted, rtol=0, atol=0, equal_nan=True)
             continue
         argument = written[name.removesuffix("_out")]
         actual = arguments[argument]
         kept = (actual == 77) & (argument not in given)
-        torch.testing.assert_close(actual, torch.where(kept, actual, wanted), rtol=0, atol=0)
+        torch.testing.assert_close(actual, torch.where(kept, actual, wanted), rtol=0, atol=0, equal_nan=True)
     unwritten = [name for name in given if name not in written.values()]
     same_tensors([arguments[name] for name in unwritten], [given[name] for name in unwritten])
+
+
+@pytest.mark.parametrize(("operator", "args", "kwargs"), [case for case in cases(DTYPES) if case.values[0].inplace])
+def test_twin_writes_what_the_functional_form_returns(operator, args, kwargs):
+    """Bit by bit; an output that only the twin takes keeps what it held where the operator writes nothing."""
+    twin_agrees(operator, args, kwargs)
+
+
+def extremes(dtype):
+    known = torch.finfo(dtype)
+    return math.nan, math.inf, -math.inf, known.max, known.tiny / 4, -0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["kv_rmsnorm_rope_cache", "mla_prolog"])
+@pytest.mark.filterwarnings("ignore:npu_mla_prolog documents")
+def test_twin_writes_the_same_of_extreme_values(name, dtype):
+    """One number in the middle of each floating argument at a time, of the caches too."""
+    operator, tried = CATALOGUE[name], 0
+    for sample in operator.samples(dtype):
+        given = by_name(operator, sample.args, sample.kwargs)
+        floating = [key for key, value in given.items() if torch.is_tensor(value) and value.is_floating_point()]
+        for key, value in [(key, value) for key in floating for value in extremes(given[key].dtype)]:
+            changed = given[key].clone(memory_format=torch.contiguous_format)
+            changed.view(-1)[changed.numel() // 2 :][:1] = value
+            twin_agrees(operator, (), {**given, key: changed})
+            tried += 1
+    assert tried > 200
 
 
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(COMMON))
