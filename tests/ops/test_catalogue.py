@@ -152,7 +152,7 @@ def test_twin_writes_the_same_of_extreme_values(name, dtype):
     for sample in operator.samples(dtype):
         given = by_name(operator, sample.args, sample.kwargs)
         floating = [key for key, value in given.items() if torch.is_tensor(value) and value.is_floating_point()]
-        for key, value in [(key, value) for key in floating for value in extremes(given[key].dtype)]:
+        for key, value in [(name, number) for name in floating for number in extremes(given[name].dtype)]:
             changed = given[key].clone(memory_format=torch.contiguous_format)
             changed.view(-1)[changed.numel() // 2 :][:1] = value
             twin_agrees(operator, (), {**given, key: changed})
