@@ -31,9 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=1000, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--base", choices=sorted(BASES), help="mutants of this one only")
+    parser.add_argument("--base", choices=sorted(BASES), metavar="NAME", help="mutants of this one only")
     parser.add_argument("--scene", choices=sorted(SCENES), help="mutants of this kind only")
-    parser.add_argument("--everywhere", choices=sorted(INSERTIONS), help="instead: this at every use of every value")
+    parser.add_argument(
+        "--everywhere", choices=sorted(INSERTIONS), metavar="NAME", help="instead: this at every use of every value"
+    )
     parser.add_argument("--replay", help="judge one mutant again: the line that was printed for it")
     given = parser.parse_args(arguments)
     _start()
