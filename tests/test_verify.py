@@ -222,6 +222,22 @@ def test_nan_and_infinity_of_the_program_are_let_pass():
     assert report.verified == ["call 1: rules agree in float64 to 0.0e+00; output 0 error 0.0e+00 (unfused 0.0e+00)"]
 
 
+def test_a_row_that_attends_to_nothing_is_let_pass_and_said():
+    """NaN by a plain softmax, zeros by fused attention, as README.md says."""
+
+    class Blind(cases.Layer):
+        def attend(self, q_nope, q_rope, latent, k_rope, mask):
+            key, value = self.keys(latent, k_rope)
+            scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2)
+            hidden = torch.arange(q_nope.shape[2]).unsqueeze(-1) == 0
+            return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+    out = compiled(Blind(), verify="always")(*cases.inputs())
+    report = mla_fx.last_report()
+    assert report.fused and out.isfinite().all()
+    assert f"{cases.B * cases.HE} numbers of rows that attend to nothing: NaN unfused" in report.verified[0]
+
+
 def test_whole_numbers_and_flags_must_be_the_same():
     around, _ = held(lambda value: (value + 1, value > 2), torch.arange(4))
     around(lambda value: (value + 1, value > 2))(torch.arange(4))

@@ -240,6 +240,8 @@ def written_slice(node: Node) -> tuple[int, tuple[Size, Size, int] | None]:
     """The dimension along which a slice_scatter writes, and its (start, stop, step) where they are known."""
     base, source = args_of(node)[:2]
     dim = argument(node, 2, "dim", 0) % len(shape_of(base))
+    if len(shape_of(source)) != len(shape_of(base)):
+        return dim, None  # which raises when it runs
     return dim, slice_bounds(node, 3, shape_of(source)[dim], shape_of(base)[dim])
 
 

@@ -50,6 +50,10 @@ FOUND = (
     Mutant("two layers", (("scale", "index_copy_2", -1, 0.5, "mul"),)),
     # probabilities that are returned keep the NaN of a row that sees nothing, which fused attention has not
     Mutant("blind row", (("give_back", "view_10"),)),
+    # rows that see nothing, verified
+    Mutant("blind row (decomposed)", (("run_by", "verified", 2),)),
+    # a slice that is overwritten by what has fewer dimensions, which raises
+    Mutant("one buffer by layer (decomposed)", (("exchange", "index_put_1", 0, 1),)),
     # a mask that overflows between two factors of which one takes the other back
     Mutant("smallest number (decomposed)", (("double_and_halve", "sub", 0),)),
     Mutant("smallest number (decomposed)", (("scale", "exp", 0, 2.0, "mul"),)),
