@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .debug.report import Report
@@ -17,26 +16,23 @@ _listeners: ContextVar[tuple[list[Report], ...]] = ContextVar("listeners", defau
 
 
 class _Run:
-    """The graphs that were compiled since the last report was asked for, or since Dynamo was reset."""
+    """The graphs that Dynamo compiled since the last report was asked for, or since it was reset; one that was compiled
+    without Dynamo is alone."""
 
     def __init__(self, most: int = 256) -> None:
         self._lock = threading.Lock()
         self._reports: deque[Report] = deque(maxlen=most)
         self._is_told = False
-        self._frames = 0
-        self._frame: Callable[[], Any] = lambda: None
+        self._dynamo: object | None = None
 
     def add(self, report: Report) -> None:
-        from .torch_private import compiling
+        from .torch_private import dynamo_run
 
-        frame, frames = compiling()
+        dynamo = dynamo_run()
         with self._lock:
-            is_same = frame is not None and frame is self._frame()
-            was_reset = not is_same and frames <= self._frames
-            if self._is_told or was_reset:
+            if self._is_told or dynamo is None or dynamo is not self._dynamo:
                 self._reports.clear()
-            self._is_told, self._frames = False, frames
-            self._frame = (lambda: None) if frame is None else weakref.ref(frame)
+            self._is_told, self._dynamo = False, dynamo
             self._reports.append(report)
 
     def reports(self) -> list[Report]:

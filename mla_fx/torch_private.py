@@ -30,9 +30,9 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
-    "compiling",
     "detect_fake_mode",
     "dtype_abbrs",
+    "dynamo_run",
     "fake_tensor",
     "floor_division",
     "guards",
@@ -169,12 +169,23 @@ def passing_dynamo(error: Exception) -> Exception:
     return wrapped
 
 
-def compiling() -> tuple[object, int]:
-    """What Dynamo compiles at the moment, None where it does not, and the how manieth frame that is since its reset."""
+def dynamo_run() -> object | None:
+    """An object that is another one after each reset of Dynamo; None where Dynamo compiles nothing at the moment."""
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._guards import CompileContext
 
-    return CompileContext.try_get(), sum(FRAME_COMPILE_COUNTER.values())
+    if CompileContext.try_get() is None:
+        return None
+    marks: Any = FRAME_COMPILE_COUNTER  # which a reset empties; keys of ours meet no number of a frame
+    found: object = next((mark for mark in marks if isinstance(mark, _RunMark)), None)
+    if found is None:
+        found = _RunMark()
+        marks[found] = 0
+    return found
+
+
+class _RunMark:
+    """Stands for what is compiled between two resets of Dynamo."""
 
 
 def aot_autograd(

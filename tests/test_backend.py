@@ -95,6 +95,17 @@ def test_the_last_report_is_of_nothing_from_before_a_reset():
     assert mla_fx.last_report().parts == []
 
 
+def test_what_was_compiled_without_dynamo_is_alone_in_its_report():
+    """However many frames Dynamo compiles afterwards."""
+    graph = torch.fx.symbolic_trace(lambda x: (x.relu(),))
+    for _ in range(2):
+        mla_fx.get_backend(target="reference")(graph, [torch.ones(1)])
+    assert mla_fx.last_report().parts == []
+    mla_fx.get_backend(target="reference")(graph, [torch.ones(1)])
+    compiled(InTwo().eval())(*cases.inputs(1))
+    assert [part.fused for part in mla_fx.last_report().parts] == [ALL, {}]
+
+
 def test_the_last_report_is_of_so_many_graphs(monkeypatch):
     """A process that nobody asks does not hold the reports of all that it ever compiled."""
     monkeypatch.setattr(ledger, "_run", ledger._Run(most=3))

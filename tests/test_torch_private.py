@@ -151,20 +151,21 @@ def test_a_cache_keeps_what_it_was_given_a_key_for():
     assert notes == ["", "note 0", "note 0", "", "note 3"]
 
 
-def test_frames_are_counted_since_dynamo_was_reset():
+def test_a_run_of_dynamo_ends_with_its_reset():
     found = []
 
     def backend(gm, inputs):
-        found.append(torch_private.compiling())
+        found.append(torch_private.dynamo_run())
         return gm.forward
 
     for size in (1, 2):
         torch.compile(plus_one, backend=backend, dynamic=False)(torch.ones(size))
     torch._dynamo.reset()
-    torch.compile(plus_one, backend=backend)(torch.ones(1))
-    assert [count for _, count in found] == [1, 2, 1]
-    assert len({id(frame) for frame, _ in found} - {id(None)}) == 3
-    assert torch_private.compiling() == (None, 1)
+    for size in (1, 2, 3):
+        torch.compile(plus_one, backend=backend, dynamic=False)(torch.ones(size))
+    first, same, other, *more = found
+    assert first is same and other is not first and all(one is other for one in more)
+    assert torch_private.dynamo_run() is None
 
 
 def test_inductor_tells_of_itself():

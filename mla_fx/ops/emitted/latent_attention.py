@@ -148,7 +148,8 @@ def _products(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tenso
     if block_table is None:
         return wide_product(rows, cache.mT).view(*query.shape[:3], cache.shape[1])
     parts = [wide_product(rows, keys.mT) for keys, _, _ in tiles(cache, block_table)]
-    return torch.cat(parts, -1).view(*query.shape[:3], -1)
+    scores = torch.cat(parts, -1) if parts else rows.new_empty(*rows.shape[:2], 0)
+    return scores.view(*query.shape[:3], scores.shape[-1])
 
 
 def _weighted(weights: Tensor, a: Arguments) -> Tensor:

@@ -29,11 +29,10 @@ def in_one_piece(cache: Tensor, block_table: Tensor | None) -> Tensor:
 
 
 def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """The context a few pages at a time, or a part of a large one, with the tokens where each begins and ends. No pages
-    are one tile without rows."""
+    """The context a few pages at a time, or a part of a large one, with the tokens where each begins and ends."""
     columns, size = block_table.shape[1], cache.shape[1]
     many = max(1, TILE // max(1, size))
-    for column in range(0, max(1, columns), many):
+    for column in range(0, columns, many):
         table = block_table[:, column : column + many]
         for start in range(0, size, TILE):
             rows = gathered(cache[:, start : start + TILE], table)
