@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, nothing compiled before it, caches of its own; slow tests on request."""
+"""What every test starts from: one thread, nothing compiled before it, caches of its own; slower tiers on request."""
 
 import os
 
@@ -10,9 +10,12 @@ import torch._functorch.config
 from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE
 
+TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
+
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    for tier, what in TIERS.items():
+        parser.addoption(f"--{tier}", action="store_true", help=f"run tests marked {tier} too, each of which {what}")
     parser.addoption("--sweep", type=int, default=6, help="how many models test_sweep.py draws")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="fuzz with N mutants, not one of each layer")
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the seed from which mutants are drawn")
@@ -23,12 +26,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
-        return
-    skip = pytest.mark.skip(reason="takes minutes; runs with --slow")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+    for tier, what in TIERS.items():
+        if config.getoption(tier):
+            continue
+        skip = pytest.mark.skip(reason=f"{what}; runs with --{tier}")
+        for item in items:
+            if item.get_closest_marker(tier):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,6 +40,7 @@ def ahead(model, **options):
     return compiled.forward.aot_compile((cases.inputs(), {}))
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_is_saved_and_runs_elsewhere(tmp_path):
     layer, eager = cases.Layer(), cases.Layer()
     run = ahead(layer, target="inductor")

@@ -310,6 +310,7 @@ def as_it_is(graph):
     return [(node, node.name, node.op, node.target, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_come_out_node_for_node(name):
     torch.manual_seed(0)
@@ -322,6 +323,7 @@ def test_other_models_come_out_node_for_node(name):
     assert not any(miss.looks_like_mla for miss in run.report.misses), str(run.report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_cost_no_warning(name):
     torch.manual_seed(0)

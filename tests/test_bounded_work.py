@@ -147,6 +147,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_deep_graphs_are_read_in_bounded_work(name):
     module = torch.export.export(SPELLINGS[name]().eval(), inputs()).run_decompositions().module()

@@ -141,6 +141,7 @@ KINDS = [Combined, InTwo, KeysFirst, OfEachSequence, AtNumber, TwoPositions, Ove
 KINDS += [ReadBetween, OldRead, Turned, LatentsShifted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_near_twins_of_one_cache(kind):
     layer = kind()
@@ -150,8 +151,9 @@ def test_near_twins_of_one_cache(kind):
     assert report.fused == kind.fused and bool(report.misses) == (kind.fused != FUSED), str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "cache", [pytest.param("combined", marks=pytest.mark.slow), "combined_in_two", "combined_paged"]
+    "cache", [pytest.param("combined", marks=pytest.mark.campaign), "combined_in_two", "combined_paged"]
 )
 def test_inductor_copies_no_cache(cache):
     """Generated code allocates nothing as large as the cache."""

@@ -1,10 +1,10 @@
-"""The tables of what fuses, in README.md, are what the code gives: two lines always, all of them with --slow."""
+"""The tables of what fuses, in README.md, are what the code gives: one line always, two in CI, all with --campaign."""
 
 import pytest
 from coverage_table.command import committed, made
 from coverage_table.tables import PLAIN
 
-QUICK = ("youtu", "tables")
+MARKS = {"tables": (), "youtu": pytest.mark.slow}
 
 
 def test_every_line_is_there():
@@ -12,7 +12,7 @@ def test_every_line_is_there():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLAIN.names]
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.campaign)) for name in PLAIN.names]
 )
 def test_line_is_what_the_code_gives(name):
     """If it is not, `python -m mla_fx coverage` makes the table anew."""

@@ -89,6 +89,7 @@ def test_missing_dependency_is_a_sentence():
         demo.require("torch", "no_such_module")
 
 
+@pytest.mark.slow
 def test_unknown_model_type_lists_the_families(capsys):
     assert main(["explain", "deepseek_v99"]) == 2
     message = capsys.readouterr().err

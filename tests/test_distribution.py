@@ -49,6 +49,7 @@ def test_it_has_the_version_of_the_package(unpacked):
     assert f"## [{mla_fx.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.slow
 def test_its_tests_run_in_it(unpacked):
     """Without what is installed of the project: `-S` leaves out what an editable install adds to the path."""
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]

@@ -127,10 +127,12 @@ def test_for_many_rows_weights_of_heads_are_copied_along_their_memory(nothing_is
     assert decoded(9) == ["bmm is computed as products_of_copies"]
 
 
+@pytest.mark.slow
 def test_without_the_option_rows_are_left_to_products():
     assert decoded(1, dot_products=False) == decoded(2, dot_products=False) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 9])
 def test_compiled_steps_are_as_exact_as_eager_ones(batch, nothing_is_small):
     assert decoded(batch, is_traced=False) != []

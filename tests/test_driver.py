@@ -69,6 +69,7 @@ def moody_inductor(monkeypatch):
     monkeypatch.setattr(inductor, "compile_fx_inner", moody)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("moody_inductor")
 def test_a_graph_that_inductor_cannot_compile_once_it_is_fused_is_compiled_as_it_came(decode):
     module, arguments = decode
@@ -142,6 +143,7 @@ def test_a_pass_that_spoils_the_graph_is_caught(decode, monkeypatch, spoil, comp
     assert "pass 'spoil' failed with RuntimeError: " in message and complaint in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
     module, arguments = decode
@@ -214,6 +216,7 @@ class Spelled(cases.Layer):
         return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_lifted_floats_are_recovered_in_any_spelling(name):
     module = Spelled(PRODUCTS[name]).eval()
@@ -231,6 +234,7 @@ def with_pass(module, graph_pass):
     return torch.compile(module, options={"post_grad_custom_pre_pass": graph_pass})
 
 
+@pytest.mark.slow
 def test_the_report_is_that_of_the_users_own_pass(decode):
     """Inductor runs a copy of its configuration."""
     module, arguments = decode
@@ -246,6 +250,7 @@ def gradients(module, run):
     return [weight.grad for weight in module.parameters()]
 
 
+@pytest.mark.slow
 def test_a_pass_leaves_training_graphs_alone():
     module, other, graph_pass = Entry(DEFAULT).build(), Entry(DEFAULT).build(), mla_fx.MlaPass()
     with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="fuses inference only") as caught:

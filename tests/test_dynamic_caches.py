@@ -59,6 +59,7 @@ TWINS = {InTurn: "slots", OtherOffsets: "blocks_and_offsets", OtherBlocks: "bloc
 TWINS |= {Overlapping: "slots_of_table", WhereTrue: "index_put"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
 def test_near_twins_of_dynamic_caches(kind, no_gradients):
     cache, backend = kind(), Reporting()

@@ -31,18 +31,20 @@ def output_of(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
+@pytest.mark.slow
 def test_add_a_pattern_tries_its_cases():
     told = output_of(str(EXAMPLE))
     assert "plain: fused {'mla_prolog': 1, 'latent_attention': 1, 'latent_output': 1}, and answers as before" in told
     assert "scaled values: refused, because 'a matrix product is multiplied by another value'" in told
 
 
+@pytest.mark.slow
 def test_add_a_pattern_is_found_among_the_patterns(tmp_path):
     shutil.copy(EXAMPLE, tmp_path)
     assert output_of("-c", COPIED, str(tmp_path)) == "add_a_pattern 1 1\n"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_tensor_parallel_fuses_on_each_process():
     run = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     told = output_of(*run, str(ROOT / "examples" / "tensor_parallel.py"))

@@ -60,7 +60,7 @@ EXPECTED = {
 
 
 def at_each_family():
-    return [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+    return [pytest.param(family, marks=() if family in QUICK else pytest.mark.campaign) for family in FAMILIES]
 
 
 def prefilled(model, kind):

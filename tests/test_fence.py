@@ -25,6 +25,7 @@ def planted(request, monkeypatch):
     monkeypatch.setattr(compilation, "run_pipeline", lambda run, _: run_pipeline(run, passes))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planted")
 def test_failing_pass_breaks_no_model(decode):
     module, arguments = decode
@@ -36,6 +37,7 @@ def test_failing_pass_breaks_no_model(decode):
     assert "planted" in str(mla_fx.last_report())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planted")
 def test_failing_pass_is_an_error_when_strict(decode):
     module, arguments = decode

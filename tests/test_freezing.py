@@ -19,6 +19,7 @@ def freezing():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_frozen_models_fuse_and_answer_as_before(freezing, batch):
     model, token = tiny_model("deepseek_v3", num_hidden_layers=1), tokens(batch, 1)

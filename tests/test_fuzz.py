@@ -15,6 +15,7 @@ from fuzz.reduce import Mutant
 from fuzz.scenes import SCENES
 
 FAST = len(LAYERS)  # mutants of an ordinary test run: one of each layer, in one of its captures
+QUICK = 8  # one of so many is in the first tier
 
 
 def pytest_generate_tests(metafunc):
@@ -22,8 +23,10 @@ def pytest_generate_tests(metafunc):
         return
     total = metafunc.config.getoption("--fuzz") or FAST
     found = list(batches(total, 200))
-    names = [f"{base}-{numbers.start}" for base, numbers in found]
-    metafunc.parametrize("base, numbers", found, ids=names)
+    for place, (base, numbers) in enumerate(found):
+        marks = [] if place % QUICK == 0 or total > FAST else [pytest.mark.slow]
+        found[place] = pytest.param(base, numbers, id=f"{base}-{numbers.start}", marks=marks)
+    metafunc.parametrize("base, numbers", found)
 
 
 @pytest.mark.filterwarnings("ignore")

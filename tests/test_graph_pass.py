@@ -19,6 +19,7 @@ from mla_fx import absorb, cases, discover, keeping
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
+@pytest.mark.slow
 def test_pass_in_inductor():
     """A plain `torch.compile(model)`; nothing of this project stands before the pass."""
     model = tiny_model("deepseek_v3", num_hidden_layers=1)
@@ -42,7 +43,7 @@ assert "mla_fx" not in sys.modules
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
     """On numbers of query tokens for which it takes either form."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
@@ -74,6 +75,7 @@ def test_an_exported_program_is_to_be_decomposed(layer):
     assert graph_pass.report.fused == ALL
 
 
+@pytest.mark.slow
 def test_shapes_of_an_exported_program_stay_symbols(monkeypatch):
     """Outside of any compiler C++ would be asked for the shape of a pad, and make a number of the symbol."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)

@@ -36,6 +36,7 @@ def start(cache, *arguments):
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     """With other weights; and no longer once the source of a rule has changed, here one of the user's own. Inductor
     then compiles nothing all the same, because what it is given did not change."""
@@ -78,6 +79,7 @@ def anew(layer, *, dynamic=False, **options):
     return counted()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_expectations_and_reports_hold_for_what_comes_from_the_cache(layer):
     anew(layer)
@@ -89,6 +91,7 @@ def test_expectations_and_reports_hold_for_what_comes_from_the_cache(layer):
             anew(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_options_that_decide_are_part_of_the_key(layer):
     anew(layer)
@@ -117,6 +120,7 @@ def test_what_is_verified_is_fused_anew(layer):
     assert len(mla_fx.last_report().verified) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_what_failed_is_tried_again(layer, monkeypatch):
     def fail(run, passes):
@@ -141,6 +145,7 @@ def test_without_a_report_a_graph_is_compiled_anew(layer, monkeypatch):
     assert keeping.FROM_CACHE not in mla_fx.last_report().notes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_dynamic_sizes(layer):
     module = layer[0]

@@ -27,6 +27,7 @@ def compiled_to(backend):
     return len(re.findall(r"^\s+cpp_fused\w*\(", calls, re.MULTILINE)), len(re.findall(r"extern_kernels\.", calls))
 
 
+@pytest.mark.slow
 def test_a_decode_step_takes_few_kernels_and_library_calls():
     kernels, calls = compiled_to(mla_fx.mla_backend)
     stock_kernels, stock_calls = compiled_to("inductor")

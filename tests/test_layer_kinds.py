@@ -19,6 +19,7 @@ def decode(model):
     return (tokens(1, 1).to(model.device),), {"past_key_values": cache}
 
 
+@pytest.mark.slow
 def test_layers_are_counted_by_their_kind():
     model = tiny_model("deepseek_v3", torch.bfloat16, **LAYERS).to("meta")
     args, kwargs = decode(model)
@@ -31,6 +32,7 @@ def test_layers_are_counted_by_their_kind():
     assert not any("forward" in vars(layer) or layer._forward_hooks for layer in model.model.layers)
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_expected_of_every_layer():
     model = tiny_model("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=3).to("meta")
     args, kwargs = decode(model)

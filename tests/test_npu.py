@@ -6,6 +6,7 @@ import pytest
 from npu import environment
 
 FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_*.py"))
+QUICK = ("test_golden.py",)
 
 
 @pytest.fixture(scope="session")
@@ -16,10 +17,12 @@ def torch_npu():
         pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=() if file in QUICK else pytest.mark.slow) for file in FILES]
+)
 def test_in_a_process_with_torch_npu(torch_npu, file, request):
-    slow = ["--slow"] if request.config.getoption("--slow") else []
-    done = environment.pytest([f"tests/npu/{file}", *slow], capture_output=True)
+    more = ["--campaign"] if request.config.getoption("--campaign") else []
+    done = environment.pytest([f"tests/npu/{file}", *more], capture_output=True)
     if done.returncode:
         pytest.fail(done.stdout + done.stderr, pytrace=False)
 

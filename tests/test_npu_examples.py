@@ -15,6 +15,7 @@ def test_there_is_one_for_each_document():
     assert sorted(EXAMPLES) == sorted(f"npu_{name}.py" for name in DOCUMENTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_it_runs_without_torch_npu_and_says_so(example):
     command = [sys.executable, str(ROOT / "examples" / example)]

@@ -208,7 +208,7 @@ def test_one_expectation_for_every_prompt_length():
         run(*entry.arguments(PREFILL))
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("pass", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("pass", marks=pytest.mark.campaign)])
 def test_expecting_counts_over_all_graphs(backend):
     module = Broken().eval()
     if backend == "pass":
@@ -284,6 +284,7 @@ HINDERED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 @pytest.mark.parametrize("kind", HINDERED, ids=lambda kind: kind.__name__)
 def test_strict_refuses_what_could_not_be_looked_at(kind, target):
@@ -314,6 +315,7 @@ def test_a_graph_after_the_break_says_what_it_lacks():
     assert "no attention in this graph: there is nothing to fuse" in report.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_strict_and_expect_in_training(target):
     module = Entry(DEFAULT).build()

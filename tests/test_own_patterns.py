@@ -146,6 +146,7 @@ def installed(path, value):
     (info / "entry_points.txt").write_text(f"[mla_fx.patterns]\nmine = {value}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["own_rules", "own_rules.own_entry"])
 def test_an_entry_point_names_a_package_or_a_module(tmp_path, value):
     """In a process of its own, where the package is installed."""
@@ -182,6 +183,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("files", "cause"), FAULTS.values(), ids=FAULTS)
 def test_a_file_at_fault_is_named_once_and_the_others_go_on(tmp_path, files, cause):
 
@@ -259,6 +261,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_clone_that_is_not_installed_compiles(tmp_path):
     """As where a wheel is installed and the clone hides it: `-m` looks in the clone's root first, `-S` leaves out what
     an editable install adds to the path, and so the folders of all that is needed are given by hand."""

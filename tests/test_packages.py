@@ -136,7 +136,7 @@ for given, out, left in torch.load(saved):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_package_runs_where_this_project_cannot_be_imported(program, tmp_path, monkeypatch):
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)

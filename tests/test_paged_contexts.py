@@ -39,7 +39,7 @@ def gathered(graph, size):
     return [line for line in lines if f"[2, {size // 16}, 16, " in line or f"[{2 * size // 16}, 16, " in line]
 
 
-@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=["looked up", "selected"])
 def test_no_context_is_gathered(spelling, target, tmp_path):
     entry = Entry(spelling)
@@ -52,6 +52,7 @@ def test_no_context_is_gathered(spelling, target, tmp_path):
     assert not any("in place" in note for note in report.notes), report.notes
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_sizes():
     """Batch, tokens and blocks are symbols; the write is seen by what reads the pages, and made in place."""
     spelling = replace(DEFAULT, cache="paged")
@@ -209,6 +210,7 @@ TWINS = [Pages, OtherOrder, FromTheEnd, OldPages, ByRow, RowsTwice, OtherSize, L
 TWINS += [RowsFirst, TablesOfTheirOwn, Scaled, Rounded, WrittenBehind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [Layer, Absorbed], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
 def test_near_twins_of_pages(kind, base):

@@ -288,12 +288,14 @@ SPELLINGS += [BlocksAndOffsets, SlotOfEachToken, HeadsFirst, Padded, Scaled, ByL
 SPELLINGS += [Biases, Unmasked, Upcast]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("kind", SPELLINGS, ids=lambda kind: kind.__name__)
 def test_spellings(kind, tokens):
     assert fused(kind(Sizes(tokens=tokens))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Engine, Eager, Expanded, Gqa], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kv_heads, columns", [(4, 8), (1, 8), (2, 5), (2, 11)])
 def test_heads_and_widths(kind, kv_heads, columns):
@@ -304,6 +306,7 @@ def test_many_tokens_and_long_contexts():
     assert fused(Engine(Sizes(batch=2, tokens=70, blocks=40))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [Engine, ByLength, Filled, Grouped, OneFurther, Window, Slopes], ids=lambda k: k.__name__
 )
@@ -319,6 +322,7 @@ def test_causal_masks_become_lengths_and_others_stay(kind, tmp_path):
 # --- targets, sizes and types ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_no_context_is_gathered(target, tmp_path):
     module = Engine().float()
@@ -330,7 +334,8 @@ def test_no_context_is_gathered(target, tmp_path):
     assert gathered[0] and not gathered[1], lowered
 
 
-@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("kind", [Engine, Eager, Grouped, Slots, ByLength], ids=lambda kind: kind.__name__)
 def test_one_graph_for_all_sizes(kind, target):
     """Batch, tokens, blocks and those of a sequence are symbols."""
@@ -357,6 +362,7 @@ def fixed(module):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Engine, Eager, Grouped, Upcast], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_coarser_than_the_program(kind, dtype):
@@ -444,6 +450,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_near_twins_are_refused_with_a_reason(kind):
     report = check(kind())

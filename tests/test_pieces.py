@@ -119,6 +119,7 @@ class Shifted(QueryRotated):
 ROTATIONS = {Written: 1, OwnTables: 1, ByHead: 0, AlongTokens: 0, Mirrored: 0, Shifted: 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROTATIONS)
 def test_near_twins_of_a_rotation(kind):
     """Whatever becomes of them, the answers and the caches stay."""

@@ -101,11 +101,13 @@ def written_at_edges(name: str) -> tuple[nn.Module, dict[int, Any]]:
     return entry.build(), calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_positions_at_the_edges(name):
     assert compare(*written_at_edges(name)).fused == FUSED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scattered", "slots", "combined_slots_in_two"])
 def test_positions_at_the_edges_by_inductor(name):
     assert compare(*written_at_edges(name), target="inductor", leaves_caches=False).fused == FUSED
@@ -164,6 +166,7 @@ def in_blocks(*caches: Tensor) -> dict[Any, Any]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_blocks_and_offsets_at_the_edges(target):
     calls = in_blocks()
@@ -225,6 +228,7 @@ NUMBERED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "tokens"), NUMBERED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_numbers_at_the_edges(write, tokens):
     x, tables, _, caches = arguments(Sizes(tokens=tokens))
@@ -237,6 +241,7 @@ def test_numbers_at_the_edges(write, tokens):
 READ = ["paged", "blocks_selected", "blocks_embedded", "slots_of_table", "offsets_in_blocks", "slots_given"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_tables_at_the_edges(name):
     """An embedding and index_select count nothing from the end; an index does. Rows are written before that."""

@@ -118,6 +118,7 @@ def check(layer, run, given):
     torch.testing.assert_close((run(*ours), ours), (expected, theirs), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic, tokens", [(False, 3), (True, 1)])
 def test_weights_are_laid_out_once_and_caches_viewed(dynamic, tokens):
     layer = Layer(sizes := replace(SIZES, tokens=tokens))

@@ -70,6 +70,7 @@ class Lora(Projected):
 REASONS = {Bias: "has a bias", AddedBias: "has a bias", Lora: r"a second product is added .*\(a LoRA branch\?\)"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", PROJECTIONS)
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
 def test_something_added_to_a_projection(kind, changed):

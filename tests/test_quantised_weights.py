@@ -76,6 +76,7 @@ def report_of(layer):
     return mla_fx.last_report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("multiply", "reason"),
     [
@@ -126,6 +127,7 @@ MULTIPLIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [ALL, ("kv_b",)], ids=["all", "up alone"])
 @pytest.mark.parametrize("multiply", MULTIPLIES)
 def test_the_projection_from_latents_names_the_cause_and_the_remedy(multiply, names):
@@ -137,6 +139,7 @@ def test_the_projection_from_latents_names_the_cause_and_the_remedy(multiply, na
     assert not any("graph break" in note for note in report.notes), report.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiply", MULTIPLIES)
 def test_the_key_side_fuses_where_the_projection_from_latents_alone_is_plain(multiply):
     report = report_of(Stored(multiply, *ALL[:-1]))

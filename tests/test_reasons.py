@@ -93,6 +93,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
 def test_the_cause_is_named(kind):
     layer = kind()

@@ -75,6 +75,7 @@ def test_a_static_cache_is_decoded_with_one_graph():
     assert [report.fused for report in recorder.reports] == [DECODE]
 
 
+@pytest.mark.slow
 def test_batches_of_a_static_cache():
     def calls(run):
         helds = [prefilled("static", batch) for batch in (1, 4, 8)]
@@ -83,6 +84,7 @@ def test_batches_of_a_static_cache():
     assert check(calls) == [DECODE, DECODE]
 
 
+@pytest.mark.slow
 def test_a_dynamic_cache_grows_from_prompts_of_any_length():
     """One graph for prompts, since their length is marked, and one for steps."""
 
@@ -98,7 +100,8 @@ def test_a_dynamic_cache_grows_from_prompts_of_any_length():
     assert check(calls) == [COLD, DECODE]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.slow), "dynamic"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.campaign), "dynamic"])
 def test_chunks_and_drafts_share_a_decode_graph(kind):
     """Sixteen tokens at most are surely absorbed, so one graph, with the prolog, takes any number of them but one: a
     single token has a graph of its own with any backend."""

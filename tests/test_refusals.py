@@ -135,6 +135,7 @@ UNKNOWN = {  # of x [s0, s1], where s0 is 3 or more: what is not known to count 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 5), (4, 5)], ids=str)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_position_that_may_count_from_the_end(name, shape):

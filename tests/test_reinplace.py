@@ -267,9 +267,10 @@ def stages(module):
 
 
 # Inductor reinplaces by itself, and takes seconds for each.
-TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.slow)]
+TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_is_still_needed_is_kept(kind, target):
@@ -283,6 +284,7 @@ def test_what_is_still_needed_is_kept(kind, target):
 IN_PLACE = [Layer, Functional, Transposed, Gaps, Roomy, RoomyReturned]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", IN_PLACE, ids=lambda kind: kind.__name__)
 def test_a_cache_that_nobody_needs_is_written_in_place(kind):
     report = run_both(kind())
@@ -297,6 +299,7 @@ def test_a_cache_that_is_written_again_keeps_both_writes():
     run_both(WrittenTwice())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", [OneBuffer, LongSlice], ids=lambda kind: kind.__name__)

@@ -159,6 +159,7 @@ TWINS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.__name__)
 def test_near_twins_keep_their_own_answers(twin, order):
@@ -191,6 +192,7 @@ def test_operands_that_were_one_in_the_first_layer_are_one_in_the_next():
     assert report.fused["mla_prolog"] == 1
 
 
+@pytest.mark.slow
 def test_shapes_may_be_symbols(matched):
     report = check(Stack(Layer(), drawn_anew(Layer())), given(2), dynamic=True)
     assert report.fused == {"mla_attention": 2, "kv_rmsnorm_rope_cache": 2}

@@ -39,7 +39,7 @@ SPELLINGS = {
     servers.OneSequence: ([servers.one_sequence(tokens) for tokens in (5, 7)], BUT_QUERY),
 }
 QUICK = (servers.TokensOfPositions, servers.OneSequence)
-KINDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in SPELLINGS]
+KINDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.campaign]) for kind in SPELLINGS]
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,7 @@ def compared(module, given, dynamic, **options):
     return backend.reports[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_for_all_sizes(kind):
     given, fused = SPELLINGS[kind]
@@ -67,13 +68,14 @@ def test_one_graph_for_all_sizes(kind):
     assert report.fused == fused, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, target",
     [
         (servers.VarlenPrefill, "reference"),
-        pytest.param(servers.VarlenPrefill, "inductor", marks=pytest.mark.slow),
-        pytest.param(servers.VarlenSliced, "reference", marks=pytest.mark.slow),
-        pytest.param(servers.VarlenSliced, "inductor", marks=pytest.mark.slow),
+        pytest.param(servers.VarlenPrefill, "inductor", marks=pytest.mark.campaign),
+        pytest.param(servers.VarlenSliced, "reference", marks=pytest.mark.campaign),
+        pytest.param(servers.VarlenSliced, "inductor", marks=pytest.mark.campaign),
     ],
 )
 def test_sizes_that_become_symbols(kind, target):
@@ -91,6 +93,7 @@ class Checked(servers.PagedDraftsBatched):
         return super().forward(x, positions, caches, block_table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, is_known", [(servers.PagedDraftsBatched, False), (Checked, True)])
 def test_a_refusal_names_its_symbols_and_the_remedy(kind, is_known):
     """Two caches of as many pages, which are two symbols once they have changed: until the model says otherwise."""
@@ -100,7 +103,7 @@ def test_a_refusal_names_its_symbols_and_the_remedy(kind, is_known):
     assert (remedy in str(report)) != is_known
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_several_tokens_appended_on_inductor():
     """The context is as long as old and new tokens together, and no tensor is as long as the old ones alone."""
     entry = Entry(replace(DEFAULT, cache="appended"))
@@ -109,6 +112,7 @@ def test_several_tokens_appended_on_inductor():
     assert report.fused == BUT_QUERY, str(report)
 
 
+@pytest.mark.slow
 def test_loops_over_lines_of_a_cache():
     """Each line is a cache of its own: what does not fuse is refused, and no pass fails."""
     report = compared(servers.VarlenCached(), [servers.cached(*lines) for lines in LINES], None)

@@ -71,6 +71,7 @@ def run_steps(module, steps):
     return recorder.reports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [DeepSeekNaive, DeepSeekAbsorb])
 def test_growing_position(layer):
     """One token at a time: fused from the second graph on, and in place."""
@@ -78,7 +79,8 @@ def test_growing_position(layer):
     assert [(report.fused, report.notes) for report in reports] == [(ALL, [])] * 2
 
 
-@pytest.mark.parametrize("layer", [DeepSeekNaive, pytest.param(DeepSeekAbsorb, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [DeepSeekNaive, pytest.param(DeepSeekAbsorb, marks=pytest.mark.campaign)])
 def test_growing_position_and_number_of_tokens(layer):
     """A prompt in chunks: where it begins and how long it is are two symbols, and the cache is so short that any chunk
     is absorbed."""
@@ -87,9 +89,10 @@ def test_growing_position_and_number_of_tokens(layer):
     assert not any(report.notes for report in reports[1:])
 
 
-SLOW = [pytest.param(cache, marks=pytest.mark.slow) for cache in ("narrow_copy", "one_row")]
+SLOW = [pytest.param(cache, marks=pytest.mark.campaign) for cache in ("narrow_copy", "one_row")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["slice_scatter", "counted", *SLOW])
 def test_other_ways_to_write(cache):
     entry, recorder = Entry(replace(DEFAULT, cache=cache)), Recorder()
@@ -128,6 +131,7 @@ class BehindLayer(DeepSeekAbsorb):
         return (self.o_proj(torch.einsum("bshc,hdc->bshd", x, weight[:, -self.value :]).flatten(2)),)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 def test_two_positions_are_not_taken_for_one():
     *_, report = run_steps(Behind(), [(1, start) for start in range(5, 8)])

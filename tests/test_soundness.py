@@ -68,6 +68,7 @@ class RegroupedValues(Regrouped):
         return super().combine(scores, regrouped(value, 1, *self.groupings[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groupings", GROUPS, ids=str)
 @pytest.mark.parametrize("dim", [1, 2], ids=["heads", "tokens"])
 @pytest.mark.parametrize("kind", [Regrouped, RegroupedResult])
@@ -294,6 +295,7 @@ def test_columns_of_the_latent_in_one_order(orders):
     assert check(ColumnsApart(Sizes(), *orders)).fused == FUSED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 20])
 @pytest.mark.parametrize("orders", OTHER_COLUMNS, ids=named)
 def test_columns_of_the_latent_in_other_orders(orders, rank):
@@ -337,6 +339,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORS)
 def test_factor_on_complex_tables(name):
     report = check(Times(FACTORS[name]))
@@ -382,6 +385,7 @@ REAL_FACTORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL_FACTORS)
 def test_factor_on_tables(name):
     class Scaled(Layer):

@@ -64,6 +64,7 @@ class AssignedToTheEnd(Layer):
         return kv_cache, kr_cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [-3, -1, -5, 4, 13])
 @pytest.mark.parametrize("kind", [Put, PutBySequence, PutFlat])
 def test_positions_from_the_end(kind, first):
@@ -99,6 +100,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POSITIONS)
 def test_positions_computed(name):
     check(PositionsTurned(POSITIONS[name]))
@@ -115,6 +117,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_sequences_computed(name):
     class Twin(PutBySequence):
@@ -227,6 +230,7 @@ class CopiedScaled(CopiedBack):
 COPIES = [CopiedBack, CopiedBackReadBefore, NotCopiedBack, HalfCopiedBack, CopiedAcross, CopiedScaled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COPIES)
 def test_copies_of_a_cache(kind):
     check(kind())
@@ -271,6 +275,7 @@ class ReadLate(Layer):
         return new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATE)
 def test_late_reads_of_the_old_cache(name):
     assert check(ReadLate(LATE[name])).fused.get(ATTENTION)

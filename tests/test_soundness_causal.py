@@ -71,6 +71,7 @@ class CausalGroups(Causal):
 CAUSAL = [Causal, CausalNarrow, CausalExpanded, CausalRows, CausalRowsOfTokens, CausalRowsNarrow, CausalGroups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [6, 16])
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_causal_over_shared_keys(kind, context):
@@ -171,6 +172,7 @@ def check_exported(module):
     return fuse.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [3, 16])
 @pytest.mark.parametrize("kind", [*CAUSAL, CausalKeys])
 def test_causal_in_a_graph_that_keeps_the_operator(kind, context):
@@ -228,6 +230,7 @@ def test_grouped_keys(kind):
     check(kind(sizes), arguments(sizes, first=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GROUPED)
 def test_grouped_keys_in_a_graph_that_keeps_the_operator(kind):
     check_exported(kind())

@@ -160,6 +160,7 @@ CHANGING = [Rewritten, Passing, Misnamed, Named, Lifted, Scaled, Copied, Learnt]
 NAMES = ("scale", "_tensor_constant0", "lifted_tensor_0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGING)
 def test_what_a_user_can_write_is_no_constant_of_an_exported_program(kind):
     theirs = kind().eval()
@@ -181,6 +182,7 @@ def test_a_literal_is_a_constant_of_an_exported_program():
     torch.testing.assert_close(ours(*inputs()), theirs(*inputs()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Rewritten, Misnamed, TwoNames, Named])
 def test_what_may_change_is_no_constant_of_a_package(kind):
     theirs = kind().eval()
@@ -258,6 +260,7 @@ def known_and_held(spelling, number, dtype):
     return constant(graph.graph.output_node().args[0]), graph().flatten()[0].item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @settings(max_examples=150, deadline=None)
 @given(number=st.one_of(WHOLE_NUMBERS, FRACTIONS), dtype=st.sampled_from(WHOLE + FLOATING))

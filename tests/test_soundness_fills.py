@@ -63,6 +63,7 @@ def test_fill_that_is_infinite_on_its_way():
     assert any("which is infinite before it is scaled back" in miss.reason for miss in report.misses), str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [-1.5, -1e4])
 @pytest.mark.parametrize("kind", [Both, OnlyNope, OnlyRope, EachOfThem, Enlarged])
 def test_what_is_filled(kind, fill):

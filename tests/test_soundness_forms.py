@@ -68,6 +68,7 @@ FUSED_SINKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUSED_SINKS)
 def test_sink(name):
     assert check(Sink(FUSED_SINKS[name])).fused.get(ATTENTION)
@@ -119,6 +120,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_near_twin_of_a_sink(name):
     twin, reason = OTHERS[name]
@@ -238,6 +240,7 @@ def test_near_twins_of_values_that_are_columns_of_the_keys():
     check(KeysOfHeads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: Sink(FUSED_SINKS["less the largest"]), Unrotated, OneKey])
 def test_sizes_known_at_run_time(make):
     fused = check(make(), dynamic=True).fused

@@ -116,6 +116,7 @@ def stacked(given):
     return x, tables, position, tuple(torch.stack((cache, -cache, cache * 2)) for cache in caches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ReadFarther, ReadPastTheEnd, NoScale, NoScaleOfKeys, Conjugated, TwoSteps])
 def test_one_odd_layer_costs_no_other_its_fusion(kind):
     check_beside(kind())
@@ -189,6 +190,7 @@ class CombinedStacked(Combined):
 COMBINED = [Combined, CombinedSlices, CombinedPut, CombinedByRow, CombinedInOne, CombinedStacked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COMBINED)
 def test_combined_cache(kind):
     x, tables, position, caches = arguments()
@@ -262,6 +264,7 @@ class Squared(DoubledMask):
 DOUBLED = [DoubledMask, DoubledScores, DoubledLatent, DoubledKey, Squared]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [20, 60])
 @pytest.mark.parametrize("kind", DOUBLED)
 def test_doubling(kind, times):

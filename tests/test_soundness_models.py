@@ -46,7 +46,8 @@ def check_all_fused(backend):
         assert sum(report.fused.get(name, 0) for name in ("mla_attention", "latent_attention")) == LAYERS, str(report)
 
 
-@pytest.mark.parametrize("family", [pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [pytest.param("deepseek_v2", marks=pytest.mark.campaign), "deepseek_v3"])
 def test_prompts_of_other_lengths(family):
     """A growing cache is empty at first; the second prompt's length is a symbol."""
     *models, backend = pair(family)
@@ -57,7 +58,8 @@ def test_prompts_of_other_lengths(family):
     check_all_fused(backend)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("static", marks=pytest.mark.campaign)])
 def test_everything_dynamic(kind):
     *models, backend = pair(dynamic=True)
     caches = [empty_cache(models[0], kind) for _ in models]
@@ -66,6 +68,7 @@ def test_everything_dynamic(kind):
     check_all_fused(backend)
 
 
+@pytest.mark.slow
 def test_chunks_on_a_growing_cache():
     *models, backend = pair()
     caches = [empty_cache(models[0], "dynamic") for _ in models]
@@ -78,6 +81,7 @@ def generated(model, prompt, **options):
     return model.generate(prompt, min_new_tokens=8, max_new_tokens=8, do_sample=False, **options)
 
 
+@pytest.mark.slow
 def test_generate_by_default():
     model, other, backend = pair()
     for prompt in (tokens(2, 5), tokens(2, 8)):
@@ -91,7 +95,8 @@ ASSISTED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("lookup", marks=pytest.mark.slow), "assistant"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("lookup", marks=pytest.mark.campaign), "assistant"])
 def test_assisted_generation(name):
     """Candidates are judged several at a time, on a cache that is cropped where they are refused."""
     model, other, _ = pair()
@@ -100,6 +105,7 @@ def test_assisted_generation(name):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_left_padded_generation():
     model, other, _ = pair()
     mask = torch.ones(3, 9, dtype=torch.long)

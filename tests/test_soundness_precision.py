@@ -60,6 +60,7 @@ NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name):
     """Tokens, sequences and latent columns are equally many."""
@@ -176,6 +177,7 @@ NARROW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NARROW)
 def test_roundings_the_program_asks_for(kind):
     """Whatever fuses around a rounding, it is done."""
@@ -259,6 +261,7 @@ def test_narrow_caches_of_a_double_model():
     assert check_no_further(NarrowCaches(), given).fused.get(ATTENTION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WideNorms, WideGamma, WideRotation, WideSoftmax, AllWide])
 def test_wide_parts_of_a_narrow_model(kind):
     given = in_type(arguments(), torch.bfloat16)

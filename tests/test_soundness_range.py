@@ -11,7 +11,7 @@ from layers import QUIET, Absorbed, Layer, Reporting, arguments, in_type
 from torch.utils._pytree import tree_leaves
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.slow)]
+TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 
 
 def check_range(module, given, target="reference"):
@@ -59,6 +59,7 @@ class FilledByAnyMask(Filled):
         return super().mask(position) | (torch.arange(self.sizes.context) == 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("kind", [Filled, FilledAndBiased, FilledByAnyMask])
 @pytest.mark.parametrize("target", TARGETS)
@@ -117,6 +118,7 @@ class FactorsApart(Layer):
         return self.combine(scores + mask, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nope", "rope"), [(1.0, 1e-6), (1e-6, 1.0), (30.0, 0.1), (0.1, 30.0), (1e-3, 300.0)])
 def test_factors_of_nope_and_rotary_scores_in_float16(nope, rope):
     module = FactorsApart(nope, rope).half()

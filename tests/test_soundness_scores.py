@@ -59,6 +59,7 @@ FILLS = {"1e4": -1e4, "1e9": -1e9, "2e4": -2e4, "1e30": -1e30}
 EXTREMES = {str(dtype)[6:]: torch.finfo(dtype).min for dtype in (torch.float64, torch.float32, torch.bfloat16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [*FILLS, *EXTREMES])
 @pytest.mark.parametrize("kind", [Filled, Chosen, Added])
 def test_rows_wholly_filled(kind, fill):
@@ -70,6 +71,7 @@ def test_filled_twice():
     check(Narrowed(-1e4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, fill", [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")], ids=str)
 @pytest.mark.parametrize("kind", [Filled, Chosen, Added])
 def test_rows_wholly_filled_in_the_type_of_the_model(kind, dtype, fill):
@@ -108,6 +110,7 @@ SIGNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNS)
 @pytest.mark.parametrize("kind", [Filled, Chosen, Added])
 def test_factor_on_filled_scores(kind, name):
@@ -118,6 +121,7 @@ def test_factor_on_filled_scores(kind, name):
     check(Twin(-1e4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNS)
 def test_factor_on_a_filled_mask(name):
     class Twin(Filled):
@@ -148,6 +152,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_flags_as_numbers(name):
     class Twin(Filled):
@@ -166,6 +171,7 @@ class BoolBias(Layer):
         return F.scaled_dot_product_attention(torch.cat((q_nope, q_rope), -1), key, value, attn_mask=bias)
 
 
+@pytest.mark.slow
 def test_flags_in_a_bias():
     check(BoolBias())
 
@@ -196,6 +202,7 @@ WRITTEN_OUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_softmax_written_out(name):
     sizes = Sizes(batch=5, tokens=5, heads=5, context=5)
@@ -218,6 +225,7 @@ PEAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEAKS)
 def test_exponential_written_out(name):
     sizes = Sizes(tokens=5, context=5)
@@ -242,6 +250,7 @@ PROBABILITIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBABILITIES)
 def test_probabilities_changed(name):
     class Twin(Layer):

@@ -65,6 +65,7 @@ def sized(sizes, **spelling):
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(name):
     sizes, step = SIZES[name]
@@ -72,12 +73,14 @@ def test_sizes(name):
     check(entry.build(), entry.arguments(step), ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["rotate_half", "complex", "stack_flatten", "rotate_every_two", "none"])
 def test_one_pair_in_every_spelling(rope):
     entry = sized({"rope": 2}, rope=rope)
     check(entry.build(), entry.arguments(FEW), ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["appended", "batched", "slots", "combined", "combined_in_two"])
 def test_ones_in_other_caches(cache):
     entry = sized({"kv_rank": 1, "rope": 2}, cache=cache)
@@ -96,6 +99,7 @@ def test_ones_in_a_prefill(sizes):
     check(entry.build(), entry.arguments(replace(PREFILL, start=4)), ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["index_copy", "appended", "batched", "slice"])
 @pytest.mark.parametrize("query", ["low", "direct"])
 def test_no_rotary_part(cache, query):
@@ -156,6 +160,7 @@ class AtRunTime(nn.Module):
         return self.layer(x[:, :count], tables, positions, mask[:, :, :count], caches, place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, cache, step, given, fused",
     [
@@ -199,6 +204,7 @@ class FusedNumbers(Numbers):
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Numbers, FusedNumbers])
 def test_numbers_that_were_made_inputs(layer):
     check(layer().eval(), cases.inputs(), ALL, dynamic=True)
@@ -241,6 +247,7 @@ class Cast(cases.Layer):
         return self.cast(scores.softmax(-1), HALF) @ value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASTS)
 def test_casts(name):
     x, cos, sin, position = cases.inputs()
@@ -286,6 +293,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_dimensions_from_the_end(name):
     check(FromTheEnd(VIEWS[name]).eval(), cases.inputs(), ALL)

@@ -250,14 +250,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed", range(metafunc.config.getoption("--sweep")))
 
 
+@pytest.mark.slow
 def test_draw(seed):
     check(drawn(seed))
 
 
-TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.slow)]
+TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 STEADY = Draw(0, "deepseek_v2", "default", "all different", "sdpa", "static", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("rope", ["yarn", "longrope"])

@@ -83,6 +83,7 @@ def test_the_core_names_no_target(file):
     assert strings.isdisjoint(discover.targets())
 
 
+@pytest.mark.slow
 def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
     """Absorbed up to four tokens, expanded beyond: nothing is compiled for the other form, and no call is left."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)

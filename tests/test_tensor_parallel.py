@@ -34,11 +34,12 @@ def by_transformers(model):
     model.maybe_distribute_model(model, config, meshes)
 
 
+@pytest.mark.slow
 def test_reference(tmp_path):
     mp.spawn(on_each_rank, (tmp_path, "reference"), RANKS)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_inductor(tmp_path):
     mp.spawn(on_each_rank, (tmp_path, "inductor"), RANKS)
 

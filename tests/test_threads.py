@@ -59,6 +59,7 @@ def test_two_models_compiled_at_once():
     assert found == [("", [ALL])] * len(LAYERS)
 
 
+@pytest.mark.slow
 def test_one_compiled_model_called_from_several_threads():
     """The first call of each step compiles, whichever thread makes it."""
     layer, arguments = LAYERS[0].build(), [LAYERS[0].arguments(step) for step in (FEW, DECODE)]
@@ -72,6 +73,7 @@ def first_layer_compiled_anew():
     return compiled_anew(LAYERS[0].build(), LAYERS[0].arguments(FEW))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 def test_worker_processes(way):
     """A worker compiles for itself, forked from a process that has compiled before or not."""

@@ -83,7 +83,7 @@ def test_explain_decode():
     assert report.misses == []
 
 
-@pytest.mark.parametrize("name", ["v3", pytest.param("v2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["v3", pytest.param("v2", marks=pytest.mark.campaign)])
 def test_sixteen_steps(name):
     model, recorder = tiny(name), Recorder()
     theirs = prefilled(model)
@@ -97,6 +97,7 @@ def test_sixteen_steps(name):
     assert recorder.fused == DECODE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["v3", "v2-direct"])
 def test_no_copy_of_a_cache(name):
     model, recorder = tiny(name), Recorder()
@@ -111,9 +112,10 @@ def test_no_copy_of_a_cache(name):
         assert not (is_copy and held_sizes & sizes), operator
 
 
-V3, V2 = pytest.param("mla", "v3", id="v3"), pytest.param(mla_fx.mla_backend, "v2", id="v2", marks=pytest.mark.slow)
+V3, V2 = pytest.param("mla", "v3", id="v3"), pytest.param(mla_fx.mla_backend, "v2", id="v2", marks=pytest.mark.campaign)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, name", [V3, V2])
 def test_inductor(backend, name):
     """Sixteen steps, and generated code that allocates nothing as long as a cache but the attention scores."""
@@ -145,12 +147,13 @@ def allocations(code):
 # --- low precision ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, target",
     [
         pytest.param(torch.bfloat16, "reference", id="bf16"),
         pytest.param(torch.float16, "reference", id="fp16"),
-        pytest.param(torch.bfloat16, "inductor", id="bf16-inductor", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "inductor", id="bf16-inductor", marks=pytest.mark.campaign),
     ],
 )
 def test_low_precision_is_no_further_from_exact_than_eager(dtype, target):
@@ -238,7 +241,11 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("scene", GRID, ids=str)
+def in_tiers(scenes):
+    return [pytest.param(one, id=str(one), marks=[] if one.name == "v3" else [pytest.mark.slow]) for one in scenes]
+
+
+@pytest.mark.parametrize("scene", in_tiers(GRID))
 def test_scene(scene):
     model, recorder = tiny(scene.name, scene.attention), Recorder()
     count = {"prefill": PROMPT, "decode": 1, "chunk": 4}[scene.phase]
@@ -273,6 +280,7 @@ def no_recompile():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_recompile")
 def test_dynamic_batch():
     model, recorder = tiny(), Recorder()
@@ -287,6 +295,7 @@ def test_dynamic_batch():
     assert recorder.fused == DECODE, str(recorder.report)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_recompile")
 def test_dynamic_context():
     model, recorder = tiny(), Recorder()
@@ -301,6 +310,7 @@ def test_dynamic_context():
     assert recorder.fused == DECODE, str(recorder.report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "none"])
 @pytest.mark.usefixtures("no_recompile")
 def test_dynamic_tokens(kind):
@@ -317,6 +327,7 @@ def test_dynamic_tokens(kind):
     assert recorder.fused == (COLD if kind == "none" else COLD_STATIC), str(recorder.report)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_recompile")
 def test_everything_dynamic():
     """`dynamic=True` makes inputs even of the norms' epsilons."""
@@ -329,6 +340,7 @@ def test_everything_dynamic():
     assert recorder.fused == DECODE, str(recorder.report)
 
 
+@pytest.mark.slow
 def test_growing_cache_compiles_twice():
     model, recorder = tiny(), Recorder()
     compiled = torch.compile(model, backend=recorder, fullgraph=True)
@@ -355,7 +367,8 @@ def generated(model, prompt, count, **options):
     return model.generate(prompt, min_new_tokens=count, max_new_tokens=count, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("name", ["v3", pytest.param("v2-direct", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v3", pytest.param("v2-direct", marks=pytest.mark.campaign)])
 @pytest.mark.usefixtures("no_recompile")
 def test_generate(name):
     model, recorder = tiny_model(MODELS[name][0], **MODELS[name][1]), Recorder()
@@ -366,7 +379,7 @@ def test_generate(name):
     assert [report.fused for report in recorder.reports] == [DECODE]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("no_recompile")
 def test_generate_on_inductor_as_transformers_asks_for_it():
     model, prompt = tiny_model("deepseek_v3"), tokens(1, 7)
@@ -376,6 +389,7 @@ def test_generate_on_inductor_as_transformers_asks_for_it():
     assert mla_fx.last_report().fused == DECODE
 
 
+@pytest.mark.slow
 def test_generate_with_a_cache_that_starts_empty():
     """transformers' default; the prompts differ in length, so that the second one's is a symbol, as is the context."""
     model, recorder = tiny_model("deepseek_v3"), Recorder()

@@ -62,6 +62,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, sample", CALLS)
 def test_every_mode_writes_and_returns_what_it_did(entry, sample):
     def call(*args):

@@ -125,6 +125,7 @@ def given(kinds):
     return x, tables, position, caches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["plain first", "odd first"])
 @pytest.mark.parametrize("kind, place", CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_one_more_reader(kind, place, order):
@@ -168,6 +169,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["first", "second"])
 @pytest.mark.parametrize(
     "kind", [Watched, InHalves, lambda: Watched("written latents", USES["strides"])], ids=["plain", "halves", "strides"]
@@ -196,6 +198,7 @@ def in_one_storage(layer):
 WEIGHTS = [transposed, in_one_storage]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["first", "second"])
 def test_weights_in_other_layouts(order):
     layers = [Watched(), *(Watched() for _ in WEIGHTS)]

@@ -42,6 +42,7 @@ class Model(nn.Module):
         return self.attention(*given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["first", "always"])
 @pytest.mark.parametrize("step", [PREFILL, DECODE], ids=lambda step: step.name)
 def test_verify_takes_a_good_graph(verify, step):
@@ -55,6 +56,7 @@ def test_verify_takes_a_good_graph(verify, step):
     assert len(report.verified) == (1 if verify == "first" else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_report_says_what_was_measured(dtype, target):
@@ -89,6 +91,7 @@ def test_a_wrong_rule_is_named_with_its_layer(monkeypatch, fault, named):
         compiled(Model(), verify="first")(*cases.inputs())
 
 
+@pytest.mark.slow
 def test_verify_finds_a_wrong_lowering(monkeypatch):
     """What the rules made is right, and what the target makes of it is not."""
 

@@ -11,7 +11,7 @@ import torch
 from mla_fx.patterns.mla_attention import CACHED_EXPANDED
 from zoo import oracle
 from zoo.caches import CACHES
-from zoo.entries import CLASSICS, DEFAULT, ENTRIES, MIXED, Entry
+from zoo.entries import CLASSICS, COMPOSED, DEFAULT, ENTRIES, MIXED, Entry
 from zoo.factors import FACTORS
 from zoo.mla import Spelling
 from zoo.negatives import NEGATIVES, OTHERS, RIGHT_WHATEVER_FUSES, expanded_cache, other_arguments
@@ -30,8 +30,12 @@ def forget_compilations():
         yield
 
 
-def at_every_step(entries):
-    return [pytest.param(entry, step, id=f"{entry.name}-{step.name}") for entry in entries for step in entry.steps]
+def at_every_step(entries, slow=()):
+    return [
+        pytest.param(entry, step, id=f"{entry.name}-{step.name}", marks=[pytest.mark.slow] if entry in slow else [])
+        for entry in entries
+        for step in entry.steps
+    ]
 
 
 def compiled(module, *, dynamic=None, **options):
@@ -58,6 +62,7 @@ def check_fused(entry, step, report, *, dynamic=False):
 # --- the zoo itself --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, step", at_every_step(ENTRIES))
 def test_spelling_means_latent_attention(entry, step):
     spelling, sizes = entry.spelling, entry.spelling.sizes
@@ -88,7 +93,7 @@ def test_spelling_means_latent_attention(entry, step):
 # --- what fuses ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry, step", at_every_step(ENTRIES))
+@pytest.mark.parametrize("entry, step", at_every_step(ENTRIES, slow=COMPOSED))
 def test_entry(entry, step):
     with warnings.catch_warnings():
         if not entry.partial:
@@ -97,6 +102,7 @@ def test_entry(entry, step):
     check_fused(entry, step, report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", [Entry(DEFAULT), *MIXED[:4]], ids=lambda entry: entry.name)
 def test_batch_of_one(entry):
     for step in entry.steps:
@@ -105,6 +111,7 @@ def test_batch_of_one(entry):
         check_fused(entry, step, check_same(entry.build(), entry.arguments(step)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absorb", ["always", "never"])
 @pytest.mark.parametrize("step", [PREFILL, DECODE], ids=lambda step: step.name)
 def test_absorb_option(absorb, step):
@@ -117,6 +124,7 @@ def test_absorb_option(absorb, step):
 # --- what does not ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 @pytest.mark.parametrize("entry, step", at_every_step(NEGATIVES))
 def test_near_miss(entry, step):
@@ -125,6 +133,7 @@ def test_near_miss(entry, step):
     assert any(re.search(entry.because, miss.reason) for miss in report.misses), str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 @pytest.mark.parametrize("entry, step", at_every_step(RIGHT_WHATEVER_FUSES))
 def test_right_whatever_fuses(entry, step):
@@ -149,6 +158,7 @@ def operators(function, arguments):
     return [event.name for event in profile.events() if event.name.startswith(("aten::", "mla_fx::"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("step", [PREFILL, DECODE], ids=lambda step: step.name)
 def test_other_modules_run_as_they_came(name, step):
@@ -188,17 +198,19 @@ def check_bfloat16(entry, step, **options):
     assert all(error <= 2 * limit + 1e-6 for error, limit in zip(found, allowed, strict=True)), (found, allowed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, step", at_every_step(HANDFUL))
 def test_bfloat16(entry, step):
     check_bfloat16(entry, step)
 
 
+@pytest.mark.slow
 def test_inductor():
     entry = Entry(DEFAULT)
     check_fused(entry, FEW, check_same(entry.build(), entry.arguments(FEW), target="inductor"))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_inductor_bfloat16():
     check_bfloat16(Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")), PREFILL, target="inductor")
 
@@ -208,10 +220,11 @@ FAST = ("cache=blocks_embedded", "cache=slots_of_table", "DeepSeekAbsorb")
 
 def with_symbols(entries):
     """Each entry at its last step; all but a few are slow."""
-    marks = {entry: () if entry.name in FAST else pytest.mark.slow for entry in entries}
+    marks = {entry: () if entry.name in FAST else pytest.mark.campaign for entry in entries}
     return [pytest.param(entry, unequal(entry.steps[-1]), id=entry.name, marks=marks[entry]) for entry in entries]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, step", with_symbols(ENTRIES))
 def test_entry_dynamic(entry, step):
     """The same fusions where every size is a symbol, but for those of the weights."""
@@ -234,6 +247,7 @@ WRITTEN = {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}
 ALL = {"mla_prolog": 1, "latent_attention": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spelling, fused",
     [
@@ -241,7 +255,7 @@ ALL = {"mla_prolog": 1, "latent_attention": 1}
         (replace(DEFAULT, cache="appended"), WRITTEN),
         (replace(DEFAULT, cache="none", attend="sdpa_causal"), {"mla_attention": 1}),
         (replace(DEFAULT, query="direct", layout="bshd", rope="complex", attend="eager"), WRITTEN),
-        pytest.param(replace(DEFAULT, cache="batched", keys="new_empty"), WRITTEN, marks=pytest.mark.slow),
+        pytest.param(replace(DEFAULT, cache="batched", keys="new_empty"), WRITTEN, marks=pytest.mark.campaign),
         (Spelling(keys="absorbed_einsum", attend="einsum", cache="scattered"), ALL),
     ],
     ids=["transformers", "appended", "none", "bshd", "batched", "absorbed"],
@@ -270,6 +284,7 @@ def marked(arguments):
     return arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["index_copy", "appended", "index_put"])
 def test_dynamic_decode(cache):
     """One token at a time, batch and context marked dynamic: all of it fuses, once."""

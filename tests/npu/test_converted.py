@@ -108,7 +108,7 @@ def test_views_are_right_unless_torchair_optimises_them(converted, is_optimised)
 
 @pytest.mark.parametrize(
     ("dynamic", "dtype", "layers"),
-    [(False, torch.float32, 2), pytest.param(True, torch.bfloat16, 1, marks=pytest.mark.slow)],
+    [(False, torch.float32, 2), pytest.param(True, torch.bfloat16, 1, marks=pytest.mark.campaign)],
 )
 def test_a_deepseek_v3_model_step_by_step(converted, dynamic, dtype, layers):
     """The second layer has experts; of the ways to run them torchair converts this one."""

@@ -1,4 +1,4 @@
-"""What fuses on NPUs: the tables in README.md are what the code gives, a line always, all of them with --slow."""
+"""What fuses on NPUs: the tables in README.md are what the code gives, a line always, all of them with --campaign."""
 
 import pytest
 from coverage_table.command import committed, made
@@ -10,7 +10,7 @@ def test_every_line_is_there():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "tables" else pytest.mark.slow) for name in NPU.names]
+    "name", [pytest.param(name, marks=() if name == "tables" else pytest.mark.campaign) for name in NPU.names]
 )
 def test_line_is_what_the_code_gives(name):
     """If it is not, `python -m mla_fx coverage` makes the tables anew."""

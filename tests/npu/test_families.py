@@ -43,7 +43,7 @@ EXPECTED = {
 
 def at_each_family():
     known = (family for family in FAMILIES if family not in WITHOUT_CONVERTER)
-    return [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in known]
+    return [pytest.param(family, marks=() if family in QUICK else pytest.mark.campaign) for family in known]
 
 
 def step(model, cache, ids):
@@ -76,7 +76,7 @@ def test_decode_step(converted, family):
     assert [operators.count(name) for name in OPERATORS] == EXPECTED[family], str(mla_fx.last_report())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("family", WITHOUT_CONVERTER)
 def test_families_that_torchair_does_not_convert(converted, family):
     model = tiny_model(family)

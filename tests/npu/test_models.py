@@ -9,7 +9,7 @@ from npu.converted import types
 
 
 def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.campaign)
 
 
 def compiled(model, *, dynamic=False, **options):
@@ -72,7 +72,7 @@ def test_growing_cache(converted):
     assert [count(graph, "MlaPrologV3", "FusedInferAttentionScore") for graph in converted.graphs] == [[0, 2], [2, 2]]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_query_of_full_rank(converted):
     """The key side is one operator; the query is made and rotated by the model's own."""
     model = models.model(layers=2, q_lora_rank=None)
@@ -90,7 +90,7 @@ def test_halves_are_rotated_through_reordered_weights(converted):
     assert count(converted.graphs[0], "MlaPrologV3", "FusedInferAttentionScore") == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_rotation_of_complex_numbers(converted):
     """It leaves neighbours in the cache, where the kernels leave halves."""
     model = models.model("deepseek_v2", 2)

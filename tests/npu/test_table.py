@@ -1,6 +1,6 @@
 """README's table of GE operators for each layer, torchair alone against mla_fx, counted anew.
 
-`MLA_FX_ACCEPT=1 python -m tests.npu tests/npu/test_table.py --slow` writes it into README.md."""
+`MLA_FX_ACCEPT=1 python -m tests.npu tests/npu/test_table.py --campaign` writes it into README.md."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CASES = [
 
 
 def test_table_in_readme(request: pytest.FixtureRequest) -> None:
-    """Its first row, and with --slow all of it."""
-    rows = rows_of(CASES if request.config.getoption("--slow") else CASES[:1])
+    """Its first row, and with --campaign all of it."""
+    rows = rows_of(CASES if request.config.getoption("--campaign") else CASES[:1])
     text = README.read_text(encoding="utf-8")
     if len(rows) < len(CASES):
         assert HEAD + rows[0] in text

@@ -14,7 +14,7 @@ from mla_fx.ops.mla_prolog.arguments import Arguments
 from mla_fx.ops.mla_prolog_v3.samples import integers, scale
 from npu.lowered import Call
 
-pytestmark = pytest.mark.slow  # every mode at full size; tests/npu/test_user_calls.py has each call once
+pytestmark = pytest.mark.campaign  # every mode at full size; tests/npu/test_user_calls.py has each call once
 BF16 = torch.bfloat16
 HE, HCQ, N, D, HCKV, DR = 7168, 1536, 128, 128, 512, 64
 B, S, BLOCKS, PAGE = 2, 3, 4, 128

@@ -82,9 +82,9 @@ def test_none_for_a_required_tensor_is_refused_by_name(name):
 
 
 def first(count, operators):
-    """The first samples of each operator; with --slow, all."""
+    """The first samples of each operator; with --campaign, all."""
     each = [(number, case) for name in operators for number, case in enumerate(cases(COMMON, (name,)))]
-    slow = pytest.mark.slow
+    slow = pytest.mark.campaign
     return [case if number < count else pytest.param(*case.values, id=case.id, marks=slow) for number, case in each]
 
 
@@ -98,12 +98,14 @@ def test_opcheck(operator, args, kwargs):
 WITH_TWIN = [name for name in CATALOGUE if CATALOGUE[name].inplace is not None]  # which takes the same arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), first(2, WITH_TWIN))
 def test_opcheck_in_place(operator, args, kwargs):
     _, arguments = twin_call(operator, args, kwargs)
     torch.library.opcheck(operator.inplace, (), arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES))
 def test_functional_form_writes_nothing_and_takes_lists(operator, args, kwargs):
     arguments = by_name(operator, args, kwargs)
@@ -132,6 +134,7 @@ def twin_agrees(operator, args, kwargs):
     same_tensors([arguments[name] for name in unwritten], [given[name] for name in unwritten])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), [case for case in cases(DTYPES) if case.values[0].inplace])
 def test_twin_writes_what_the_functional_form_returns(operator, args, kwargs):
     """Bit by bit; an output that only the twin takes keeps what it held where the operator writes nothing."""

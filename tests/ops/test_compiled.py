@@ -64,11 +64,13 @@ def expect_eager(operator, arguments, backend):
     same_tensors(tensors.values(), [arguments[name] for name in tensors])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "arguments"), one_of_each_mode(OPERATORS))
 def test_aot_eager_answers_as_eager(operator, arguments):
     expect_eager(operator, arguments, "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "arguments"), first_and_last_mode(OPERATORS))
 def test_inductor_answers_as_eager(operator, arguments):
     expect_eager(operator, arguments, "inductor")
@@ -80,6 +82,7 @@ def allocated(code):
     return [math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "arguments"), first_and_last_mode(TWINS))
 def test_inductor_runs_the_twin_on_the_very_caches(operator, arguments):
     """It is functionalised and put back in place: the code calls it on graph inputs, and copies nothing."""
@@ -139,6 +142,7 @@ def computes(graph):
     return [target for target in calls if target is not python_operator.getitem]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "arguments"), list(one_of_each_mode(UPDATES)))
 def test_copying_results_back_becomes_the_twin(operator, arguments, final_graphs):
     returned, after = twin_call(operator, (), arguments)
@@ -174,6 +178,7 @@ def is_quantised(arguments):
 TRACEABLE = tuple(case for operator in OPERATORS if operator.traceable for case in one_of_each_mode([operator]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "arguments"), [case for case in TRACEABLE if is_quantised(case.values[1])])
 def test_quantised_calls_are_not_traced(operator, arguments, final_graphs):
     """A compiler would not keep the roundings in between, on which an int8 value can depend."""

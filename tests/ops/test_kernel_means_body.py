@@ -160,6 +160,7 @@ def narrowed(monkeypatch):
     return narrow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_kernel_means_body(narrowed, path, dtype):

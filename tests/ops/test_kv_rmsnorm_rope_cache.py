@@ -15,11 +15,13 @@ from ops.kv_oracle import FORMS, MODES, OPERATOR, build, byte_offset, matches_or
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ("kv_rmsnorm_rope_cache",)))
 def test_sample_against_oracle(operator, args, kwargs):
     matches_oracle(args, kwargs)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 @pytest.mark.parametrize("mode", MODES)
@@ -54,6 +56,7 @@ def of_many_sizes(mode, **options):
     return [build(mode, batch=b, steps=s, block_size=size, spare=extra, **options)[0] for b, s, size, extra in sizes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "heads", "quantize"), FORMS)
 def test_compiles_once_for_all_sizes(mode, heads, quantize):
     def layer(*args):
@@ -62,6 +65,7 @@ def test_compiles_once_for_all_sizes(mode, heads, quantize):
     compiles_once(layer, of_many_sizes(mode, heads=heads, quantize=quantize))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["Norm", "PA", "PA_BLK_BNSD"])
 def test_body_is_traced_once_for_all_sizes(mode):
     compiles_once(lambda *args: OPERATOR.body(*args, cache_mode=mode), of_many_sizes(mode))
@@ -246,6 +250,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "heads", "quantize"), FORMS)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_at_the_edge(mode, heads, quantize, size):

@@ -91,6 +91,7 @@ def has_few_scores(request, monkeypatch):
     return request.param == "few scores"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED])
 def test_prompts_answer_as_the_body(name, has_few_scores):
     """Which is plain: scores of all queries and keys, and their softmax."""
@@ -114,6 +115,7 @@ def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
         assert stays is module.operator.kernel if is_own else stays == IN_TILES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED, "mask of each sequence"])
 def test_few_queries_answer_as_the_body(monkeypatch, name, batch):

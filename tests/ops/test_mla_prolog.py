@@ -167,6 +167,7 @@ def test_documented_for_rank_3_and_16_steps_but_takes_any(tokens):
     expect_as_v3(call(1, 2, "PA_BSND", tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "caches", "mode"), MODES)
 def test_documented_for_graphs_of_pytorch_2_1_but_compiles_once(weights, caches, mode):
     """3: npu_mla_prolog's page allows graph mode with PyTorch 2.1 alone; here there is one graph for all sizes."""

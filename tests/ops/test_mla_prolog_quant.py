@@ -170,6 +170,7 @@ def test_asymmetric_codes_of_a_constant_token_still_give_its_value_back():
         torch.testing.assert_close(results[name], wanted[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_compiles_once_for_all_sizes(mode):
     # Without the epsilons: as floats of a closure they would be inputs of the graph, and compile it twice.
@@ -241,6 +242,7 @@ def drawn(mode, tokens, hidden, compressed, heads, nope, quarter, half, blocks, 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @given(sizes=st.fixed_dictionaries(SIZES))
 @settings(max_examples=15, deadline=None, derandomize=True)

@@ -24,6 +24,7 @@ def test_sample_against_oracle(operator, args, kwargs):
         same_tensors((*plain[:3], *plain[5:]), (*asked[:3], *asked[5:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "caches", "cache_mode"), MODES)
 def test_every_mode_against_oracle(weights, caches, cache_mode):
     """Two sequences of more than one block, in the vendor's dtype."""

@@ -232,6 +232,7 @@ def compiled_call(first, names):
     return layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "caches", "cache_mode"), MODES)
 def test_compiles_once_for_all_sizes(weights, caches, cache_mode):
     calls = [call(weights, caches, cache_mode, sizes[:2], blocks=blocks) for *sizes, blocks in SIZES]

@@ -35,6 +35,7 @@ def alone(a, row, count):
     return operator.overload(**(a | lone | options))[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ("multi_latent_attention",)))
 def test_sample_against_oracle(operator, args, kwargs):
     arguments = by_name(operator, args, kwargs)

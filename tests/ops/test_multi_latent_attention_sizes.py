@@ -62,6 +62,7 @@ def compiles(sets, call):
         compiles_once(layer, [[a[name] for name in tensors] for a in sets])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", COMPILED, ids=lambda options: "-".join(map(str, options.values())))
 def test_compiles_once_for_all_sizes(options):
     compiles([sized(options, size) for size in (2, 3, 5)], torch.ops.mla_fx.multi_latent_attention)
@@ -130,7 +131,7 @@ def test_any_contexts_under_the_corner_mask(steps, extra):
     torch.testing.assert_close(out, run(a, mask=spec, mask_type="mask_type_spec")[0])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_large_decode_batch():
     """64 sequences of 4096 keys and 128 heads in bfloat16: a few rows against float64."""
     batch, heads, columns = 64, 128, 32

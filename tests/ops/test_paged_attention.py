@@ -25,6 +25,7 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ["paged_attention"]))
 def test_sample_against_oracle(operator, args, kwargs):
     """Both forms; the tensors that are read keep their bytes, and so do rows that the in-place form does not make."""

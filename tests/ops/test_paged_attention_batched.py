@@ -34,6 +34,7 @@ def oracle(query, key_cache, value_cache, block_table, context_lens=None, mask=N
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, [OPERATOR.name]))
 def test_sample_against_oracle(operator, args, kwargs):
     few = by_name(operator, double(args), kwargs)

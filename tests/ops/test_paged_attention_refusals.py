@@ -123,6 +123,7 @@ REFUSALS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "changes", "message"), REFUSALS, ids=lambda value: value if isinstance(value, str) else ""
 )

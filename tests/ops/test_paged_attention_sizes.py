@@ -49,6 +49,7 @@ def tensors_of(arguments):
     return {name: value for name, value in arguments.items() if torch.is_tensor(value)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_one_graph_serves_every_batch_and_number_of_blocks(mode):
     dtype = torch.float16 if "qkv" in mode else torch.float32
@@ -118,7 +119,7 @@ def test_parallel_decoding_of_any_size_equals_the_oracle(steps, behind, mode, se
     close_to_oracle(run(arguments), arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_large_decode_batch():
     """64 sequences of 4096 tokens, 128 heads of 128 over 8 key heads, in bfloat16: a few rows against float64."""
     draw = torch.Generator().manual_seed(0)

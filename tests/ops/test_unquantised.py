@@ -374,6 +374,7 @@ def random_prolog(mode, batch, steps, room):
     return [args[0], args[7], args[8], index, *caches], [*args[1:7]], {"cache_mode": mode}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PA_BSND", "Norm"])
 @pytest.mark.parametrize("form", [CATALOGUE["mla_prolog"].body, torch.ops.mla_fx.mla_prolog])
 def test_prolog_compiles_once_for_all_sizes(mode, form):
@@ -385,6 +386,7 @@ def test_prolog_compiles_once_for_all_sizes(mode, form):
     compiles_once(layer, [random_prolog(mode, *sizes)[0] for sizes in ((2, 7, 19), (5, 9, 23), (6, 11, 30))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("form", [mla_attention.absorbed, mla_attention.expanded, None])
 def test_attention_compiles_once_for_all_sizes(form, is_causal):

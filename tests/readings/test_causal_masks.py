@@ -121,6 +121,7 @@ ADDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, 1])
 @pytest.mark.parametrize("name", SEEN)
 def test_conditions(name, tokens):
@@ -185,7 +186,7 @@ def test_rows_before_the_first_key_to_which_the_lowest_number_is_added():
     assert lens(ADDED["where it is later"], by_adding, starts=torch.tensor([-2, -7])) == [1, -4]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_by_inductor(dynamic):
     lens(SEEN["keys up to rows"], target="inductor", dynamic=dynamic)
@@ -221,6 +222,7 @@ TWINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
 def test_near_twins_stay_masks(name):
     assert lens(TWINS[name]) is None
@@ -279,12 +281,13 @@ def read_in(dtype):
 # --- a real model -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "implementation, dynamic",
     [
         ("eager", False),
         ("sdpa", False),
-        *(pytest.param(implementation, True, marks=pytest.mark.slow) for implementation in ("eager", "sdpa")),
+        *(pytest.param(implementation, True, marks=pytest.mark.campaign) for implementation in ("eager", "sdpa")),
     ],
 )
 @torch.no_grad()

@@ -130,12 +130,14 @@ def programs(draw):
 RANDOM = settings(max_examples=100, deadline=None, database=None, derandomize=True)
 
 
+@pytest.mark.slow
 @RANDOM
 @given(programs())
 def test_an_element_is_where_it_is_computed(program):
     assert_resolves(Traced(*program, decompose=False))
 
 
+@pytest.mark.slow
 @RANDOM
 @given(programs(), st.randoms(use_true_random=False))
 def test_a_tensor_built_from_an_element_is_the_value(program, random):
@@ -196,6 +198,7 @@ NO_VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_an_element_of_a_symbolic_shape(name, shape):
@@ -214,6 +217,7 @@ def symbolic(name):
     return Traced(SYMBOLIC[name], torch.arange(1.0, 16.0).view(3, 5), dynamic=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SYMBOLIC if name not in NO_VIEWS])
 def test_a_tensor_built_for_a_symbolic_shape(name):
     traced = symbolic(name)
