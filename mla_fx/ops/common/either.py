@@ -31,6 +31,7 @@ def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor], 
 def can_choose(given: Iterable[Tensor]) -> bool:
     """Whether Inductor compiles a conditional over these tensors: it finds the symbols of their sizes in sizes that are
     one symbol, and nowhere else."""
-    sizes = [size.node.expr for value in given for size in value.shape if isinstance(size, torch.SymInt)]
-    symbols = {size for size in sizes if size.is_Symbol}
-    return all(size.free_symbols <= symbols for size in sizes)
+    sizes: list[Any] = [size for value in given for size in value.shape]
+    expressions = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    symbols = {expression for expression in expressions if expression.is_Symbol}
+    return all(expression.free_symbols <= symbols for expression in expressions)
