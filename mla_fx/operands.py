@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -257,22 +259,29 @@ def _check_apart(cache: CacheRoles, position: Element) -> None:
 def _given_positions(emit: Emitter, cache: CacheRoles, position: Element, is_skipped: bool) -> Node:
     """Positions that the program computes, or the slots at offsets within blocks. One side is the new write's own to
     look at: where it refuses rows that is the end of the cache, and where it skips them its start."""
-    update, slots = cache.update, product(axis.size for axis in cache.slot)
+    update = cache.update
+    sizes = shape_of(update.old)[update.dim : update.behind]
     given = tensor(emit, position, cache.row, dtype=torch.int64)
     if update.offset is not None:
-        blocks, size = shape_of(update.old)[update.dim : update.behind]
-        offset = tensor(emit, update.offset, cache.row, dtype=torch.int64)
-        block, offset = (_counted_from_start(emit, *pair) for pair in ((given, blocks), (offset, size)))
+        (blocks, size), places = sizes, (given, tensor(emit, update.offset, cache.row, dtype=torch.int64))
+        block, offset = (_counted_from_start(emit, *pair) for pair in zip(places, ((blocks,), (size,)), strict=True))
         given = emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, block, emit.size(size)), offset)
-        sides = [_is_below(emit, *pair) for pair in ((block, blocks), (offset, size))]
+        sides = [_is_below(emit, block, (blocks,)), _is_below(emit, offset, (size,))]
         sides += [_is_from_start(emit, place) for place in (block, offset)]
-        return _or_else(emit, sides, given, -1 if is_skipped else slots)
-    is_counted, is_below = _proved(count(position), slots)
+        return _or_else(emit, sides, given, -1 if is_skipped else _count(emit, sizes))
+    is_counted, is_below = _proved(count(position), product(sizes))
     if update.wraps and not is_counted:
-        given = _counted_from_start(emit, given, slots)
+        given = _counted_from_start(emit, given, sizes)
     if is_skipped:
-        return given if is_below else _or_else(emit, [_is_below(emit, given, slots)], given, -1)
-    return given if is_counted else _or_else(emit, [_is_from_start(emit, given)], given, slots)
+        return given if is_below else _or_else(emit, [_is_below(emit, given, sizes)], given, -1)
+    return given if is_counted else _or_else(emit, [_is_from_start(emit, given)], given, _count(emit, sizes))
+
+
+def _count(emit: Emitter, sizes: Sequence[Size]) -> Any:
+    """The number of slots, by the sizes that the cache has: the graph need not know what these are made of."""
+    if all(isinstance(size, int) for size in sizes):
+        return product(sizes)
+    return functools.reduce(lambda *both: emit.call(operator.mul, *both), map(emit.size, sizes))
 
 
 def _proved(position: Count, slots: Size) -> tuple[bool, bool]:
@@ -282,25 +291,25 @@ def _proved(position: Count, slots: Size) -> tuple[bool, bool]:
     return is_counted, is_below
 
 
-def _counted_from_start(emit: Emitter, given: Node, slots: Size) -> Node:
+def _counted_from_start(emit: Emitter, given: Node, sizes: Sequence[Size]) -> Node:
     """Positions below zero count from the end, in an indexed assignment."""
     is_negative = emit.call(aten.lt.Scalar, given, 0)
-    return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, emit.size(slots)), given)
+    return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, _count(emit, sizes)), given)
 
 
-def _is_below(emit: Emitter, place: Node, slots: Size) -> Node:
-    return emit.call(aten.lt.Scalar, place, emit.size(slots))
+def _is_below(emit: Emitter, place: Node, sizes: Sequence[Size]) -> Node:
+    return emit.call(aten.lt.Scalar, place, _count(emit, sizes))
 
 
 def _is_from_start(emit: Emitter, place: Node) -> Node:
     return emit.call(aten.ge.Scalar, place, 0)
 
 
-def _or_else(emit: Emitter, conditions: Sequence[Node], given: Node, other: Size) -> Node:
+def _or_else(emit: Emitter, conditions: Sequence[Node], given: Node, other: Any) -> Node:
     """Positions where all conditions hold, and `other` in the place of the rest."""
     holds = functools.reduce(lambda *both: emit.call(aten.logical_and.default, *both), conditions)
     options = {"dtype": given.meta["val"].dtype, "device": given.meta["val"].device, "pin_memory": False}
-    return emit.call(aten.where.self, holds, given, emit.call(aten.full.default, [], emit.size(other), **options))
+    return emit.call(aten.where.self, holds, given, emit.call(aten.full.default, [], other, **options))
 
 
 def emit_block_table(emit: Emitter, rows: Axes, pages: Axes, found: Paged, other: Paged) -> Node:
@@ -309,7 +318,7 @@ def emit_block_table(emit: Emitter, rows: Axes, pages: Axes, found: Paged, other
     table = tensor(emit, found.table, (rows, pages), expand=True)
     if (found.wraps and other.wraps) or not emit.refuses_positions:
         return table
-    return _or_else(emit, [_is_from_start(emit, table)], table, extent(found.block))
+    return _or_else(emit, [_is_from_start(emit, table)], table, emit.size(extent(found.block)))
 
 
 def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
