@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from .errors import NoMatch
 from .readings.sizes import size_of
 from .torch_private import (
+    OpOverload,
     detect_fake_mode,
     fake_tensor,
     has_symbolic_sizes,
@@ -24,26 +25,37 @@ aten = torch.ops.aten
 
 VIEWS = frozenset({aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default})
 
+DEPENDS_ON_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
 
 class KnownValues:
-    """Results of calls in one graph. Fused operators check a lot, so equal calls of them are computed once; each
-    result still is a tensor of its own, since compilers ask by storage what aliases what."""
+    """Results of calls in one graph. Fused operators check a lot, and dispatching fake tensors is slow, so equal calls
+    are computed once. Each result still is a tensor of its own: compilers ask by storage what aliases what."""
 
     def __init__(self, graph: Graph) -> None:
         self.fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
         self._values: dict[Any, Any] = {}
         self._views: dict[Any, _View | None] = {}
+        self._signatures: dict[Node, tuple[Any, Any]] = {}
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call whose arguments are nodes. Raises NoMatch if an operator refuses them."""
-        if getattr(target, "namespace", "") != "mla_fx":
+        if not _makes_new_tensors(target):
             return self._computed(target, args, kwargs)
-        key = (target, described(args), described(tuple(sorted(kwargs.items()))))
+        key = (target, self._described(args), self._described(tuple(sorted(kwargs.items()))))
         if key not in self._values:
             self._values[key] = self._computed(target, args, kwargs)
             return self._values[key]
-        with self.faking():
-            return tree_map_only(torch.Tensor, self._another, self._values[key])
+        return tree_map_only(torch.Tensor, self._another, self._values[key])
+
+    def signature(self, node: Node) -> Any:
+        """The signature of a node's value, which several rules ask for."""
+        value = node.meta.get("val")
+        asked, known = self._signatures.get(node, (None, None))
+        if asked is None or asked is not value:
+            known = signature(value)
+            self._signatures[node] = value, known
+        return known
 
     def faking(self) -> contextlib.AbstractContextManager[Any]:
         """Where tensors that are made are fake ones, if those of the graph are."""
@@ -65,7 +77,7 @@ class KnownValues:
         fake one is five times quicker than dispatching through fake tensors; what the same view of such a tensor was
         before need not even be asked."""
         source = args[0].meta["val"]
-        key = (target, source.shape, source.stride(), source.dtype, described(args[1:]))
+        key = (target, source.shape, source.stride(), source.dtype, self._described(args[1:]))
         known = self._views.get(key)
         with in_kernel_invocation_manager(self.fake_mode):
             if known is not None:
@@ -75,10 +87,17 @@ class KnownValues:
                 self._views[key] = _view(source, view)
         return fake_tensor(self.fake_mode, view, source.device)
 
+    def _described(self, value: Any) -> Any:
+        """An argument as a key, with nodes replaced by the shape and type of their values."""
+        if isinstance(value, Node):
+            return self.signature(value)
+        return tuple(map(self._described, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
     def _another(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor of which the same is known."""
         if self.fake_mode is None or not is_fake(value) or has_symbolic_sizes(value):
-            return unshared(value)
+            with self.faking():
+                return unshared(value)
         with in_kernel_invocation_manager(self.fake_mode):
             plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return fake_tensor(self.fake_mode, plain, value.device)
@@ -99,6 +118,13 @@ def _view(source: torch.Tensor, result: torch.Tensor) -> _View | None:
     return _View(result.shape, result.stride(), int(result.storage_offset() - source.storage_offset()))
 
 
+def _makes_new_tensors(target: Any) -> bool:
+    """An operator's results are no views of its operands, and their sizes follow from what is known of these."""
+    if not isinstance(target, OpOverload) or not DEPENDS_ON_DATA.isdisjoint(target.tags):
+        return False
+    return not any(result.alias_info for result in target._schema.returns)
+
+
 def unshared(value: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, strides and type with a storage of its own."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -109,13 +135,6 @@ def _known(value: Any) -> Any:
     if isinstance(value, Node):
         return value.meta["val"]
     return [_known(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def described(value: Any) -> Any:
-    """An argument as a key, with nodes replaced by the shape and type of their values."""
-    if isinstance(value, Node):
-        return signature(value.meta["val"])
-    return tuple(map(described, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 def signature(value: Any) -> Any:

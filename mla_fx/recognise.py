@@ -61,7 +61,7 @@ def _miss(rule: Rule[Any], anchor: Node, miss: NoMatch, depth: int) -> Miss:
 def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) -> bool:
     """Does what was found at an earlier anchor, if everything is the same here."""
     for found in recipes:
-        images = found.images(anchor)
+        images = found.images(anchor, run.emit.known)
         if images is None:
             continue
         with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):

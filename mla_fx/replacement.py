@@ -174,10 +174,10 @@ def _keeps(node: Node, dtype: torch.dtype) -> bool:
 
 def _needed_operands(node: Node) -> list[Node]:
     """The operands of a node but what it writes over, unless that was put together by writes itself."""
-    base, *others = node.all_input_nodes or [node]
-    if node.target not in OVERWRITES or base.target in OVERWRITES:
+    if node.target not in OVERWRITES:
         return node.all_input_nodes
-    return others
+    base, *others = node.all_input_nodes
+    return [base, *others] if base.target in OVERWRITES else others
 
 
 def _has_elements(value: object) -> bool:

@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .emitter import Emitter
-from .known import signature
+from .known import KnownValues
 from .readings.element import constant, is_parameter
 from .replacement import Replacement
 
@@ -69,7 +69,7 @@ class Recipe:
     added: tuple[_Call, ...]
     replacements: tuple[Replacement, ...]
 
-    def images(self, anchor: Node) -> Images | None:
+    def images(self, anchor: Node, known: KnownValues) -> Images | None:
         """The nodes at `anchor` that stand for those of the recipe; None if anything is not the same there."""
         ends = [(end, way.end(anchor)) for end, way in self.ends]
         pending = [(end, there) for end, there in ends if there is not None]
@@ -84,7 +84,7 @@ class Recipe:
                 continue
             images[one] = other
             call = self.calls[one]
-            if other.op != one.op or _known(other) != call.known:
+            if other.op != one.op or known.signature(other) != call.known:
                 return None
             if one in self.inputs:
                 if not _may_stand_for(one, other):
@@ -103,11 +103,11 @@ def _may_stand_for(one: Node, other: Node) -> bool:
 def recipe(emit: Emitter, anchor: Node, looked_into: Set[Node], replacements: Sequence[Replacement]) -> Recipe | None:
     """What was just found at `anchor`, before it is applied; None if it cannot be done again elsewhere."""
     ends = [(one.old, way) for one in replacements if (way := _way(anchor, one.old)) is not None]
-    calls = _behind([end for end, _ in ends], looked_into)
+    calls = _behind([end for end, _ in ends], looked_into, emit.known)
     if calls is None or len(ends) < len(replacements) or any(_is_input(one.old, looked_into) for one in replacements):
         return None
     inputs = {node for node in calls if _is_input(node, looked_into)}
-    added = _ordered(emit.added, calls)
+    added = _ordered(emit.added, calls, emit.known)
     if added is None:
         return None
     return Recipe(tuple(ends), calls, inputs, emit.sources & calls.keys(), added, tuple(replacements))
@@ -123,7 +123,7 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> list[Replacement]:
     return [Replacement(there[one.old], there[one.new]) for one in found.replacements]
 
 
-def _behind(ends: list[Node], looked_into: Set[Node]) -> dict[Node, _Call] | None:
+def _behind(ends: list[Node], looked_into: Set[Node], known: KnownValues) -> dict[Node, _Call] | None:
     """The calls looked into behind the ends, and their operands; None if these are too many."""
     calls: dict[Node, _Call] = {}
     pending = list(ends)
@@ -133,7 +133,7 @@ def _behind(ends: list[Node], looked_into: Set[Node]) -> dict[Node, _Call] | Non
             continue
         if len(calls) == MOST_NODES:
             return None
-        calls[node] = _call(node)
+        calls[node] = _call(node, known)
         if not _is_input(node, looked_into):
             pending += node.all_input_nodes
     return calls
@@ -143,15 +143,11 @@ def _is_input(node: Node, looked_into: Set[Node]) -> bool:
     return node not in looked_into or is_parameter(node)
 
 
-def _call(node: Node) -> _Call:
-    return _Call(node, node.target, node.args, node.kwargs, _known(node))
+def _call(node: Node, known: KnownValues) -> _Call:
+    return _Call(node, node.target, node.args, node.kwargs, known.signature(node))
 
 
-def _known(node: Node) -> Any:
-    return signature(node.meta.get("val"))
-
-
-def _ordered(added: Iterable[Node], calls: Mapping[Node, _Call]) -> tuple[_Call, ...] | None:
+def _ordered(added: Iterable[Node], calls: Mapping[Node, _Call], known: KnownValues) -> tuple[_Call, ...] | None:
     """The added calls and those that were added before and used again, operands first; None if one reads what is
     neither known nor a size."""
     ordered: dict[Node, _Call] = {}
@@ -161,7 +157,7 @@ def _ordered(added: Iterable[Node], calls: Mapping[Node, _Call]) -> tuple[_Call,
             return True
         if node.op != "call_function" or not all(map(visit, node.all_input_nodes)):
             return False
-        ordered[node] = _call(node)
+        ordered[node] = _call(node, known)
         return True
 
     return tuple(ordered.values()) if all(map(visit, added)) else None
@@ -198,13 +194,15 @@ def _is_same_call(call: _Call, other: Node, pending: list[tuple[Node, Node]]) ->
 
 
 def _is_same(one: Any, other: Any, pending: list[tuple[Node, Node]]) -> bool:
-    if isinstance(one, Node) and isinstance(other, Node):
-        pending.append((one, other))
-        return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(_is_same(*pair, pending) for pair in zip(one, other, strict=True))
+    if isinstance(one, Node):
+        pending.append((one, other))
+        return True
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[name], other[name], pending) for name in one)
-    return bool(one == other)
+        return one.keys() == other.keys() and _is_same([*one.values()], [other[name] for name in one], pending)
+    if not isinstance(one, (list, tuple)):
+        return bool(one == other)
+    if len(one) != len(other):
+        return False
+    return all(_is_same(mine, theirs, pending) for mine, theirs in zip(one, other, strict=True))

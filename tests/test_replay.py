@@ -227,7 +227,7 @@ X, Y = torch.randn(3, 4), torch.randn(3, 4)
 def test_a_recipe_is_done_again():
     graph, (first, second) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
     emit, found = recorded(graph, first)
-    images = found.images(second)
+    images = found.images(second, emit.known)
     assert {one.name: other.name for one, other in images.items()} == {"sin": "sin_1", "relu": "relu_1", "x_1": "y_1"}
     with emit.at(graph.output_node(), "test"):
         (replacement,) = replay(emit, found, images)
@@ -251,8 +251,8 @@ OTHERS = {
 def test_what_is_not_the_same_is_not_taken_for_it(name):
     function, other = OTHERS[name]
     graph, (first, second) = sines(function, X, other)
-    _, found = recorded(graph, first)
-    assert found.images(second) is None
+    emit, found = recorded(graph, first)
+    assert found.images(second, emit.known) is None
 
 
 @pytest.mark.parametrize("looks", [True, False])
@@ -261,8 +261,8 @@ def test_what_was_looked_into_is_compared_though_it_is_an_operand(looks):
     graph, (first, second) = sines(lambda x, y: ((x * x.relu()).sin(), (y * y.abs()).sin()), X, Y)
     (product,) = first.all_input_nodes
     looked_into = {first, product, *(product.all_input_nodes if looks else ())}
-    _, found = recorded(graph, first, looked_into=looked_into)
-    assert (found.images(second) is None) == looks
+    emit, found = recorded(graph, first, looked_into=looked_into)
+    assert (found.images(second, emit.known) is None) == looks
 
 
 def test_what_nobody_looked_into_is_not_replaced_elsewhere():
@@ -273,10 +273,10 @@ def test_what_nobody_looked_into_is_not_replaced_elsewhere():
 def test_a_result_of_another_kind_is_not_the_same():
     """Each call is compared with what it gives: as many numbers as are not zero, which nothing says beforehand."""
     graph, (first, second) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
-    _, found = recorded(graph, first)
+    emit, found = recorded(graph, first)
     relu = second.all_input_nodes[0]
     relu.meta["val"] = relu.meta["val"].T.contiguous().T
-    assert found.images(second) is None
+    assert found.images(second, emit.known) is None
 
 
 def test_conjugated_numbers_are_of_another_kind():
@@ -286,9 +286,9 @@ def test_conjugated_numbers_are_of_another_kind():
 
 def test_a_way_that_ends_early_leads_nowhere():
     graph, (first, second) = sines(lambda x, y: (x.sin().neg(), y.sin()), X, Y)
-    _, found = recorded(graph, first, old=next(iter(first.users)))
+    emit, found = recorded(graph, first, old=next(iter(first.users)))
     second.graph.output_node().args = ((second.graph.output_node().args[0][0],),)  # nobody uses the second sine
-    assert found.images(second) is None
+    assert found.images(second, emit.known) is None
 
 
 def test_what_cannot_be_reached_from_the_anchor_makes_no_recipe():
