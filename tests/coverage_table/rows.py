@@ -127,7 +127,8 @@ class ZooCell:
 
     def whole(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> Fused:
         """What all of it is fused to."""
-        return replace(self.entry, partial="", unfused="").fused(step, dtype=dtype, dynamic=dynamic)
+        entry = replace(self.entry, partial="", partial_with_symbols="", unfused="")
+        return entry.fused(step, dtype=dtype, dynamic=dynamic)
 
 
 def _axis(spelling: Spelling) -> str:

@@ -24,12 +24,13 @@ SURELY_ABSORBED = 8  # query tokens up to which attention is absorbed whatever t
 class Entry:
     """A module, its arguments at each step, and what it becomes.
 
-    `partial` says why no mla_prolog can be had; the key side may then still be one kv_rmsnorm_rope_cache. `unfused`
-    says why nothing can be fused at all."""
+    `partial` says why no mla_prolog can be had; the key side may then still be one kv_rmsnorm_rope_cache.
+    `partial_with_symbols` says why there is neither where sizes are symbols, `unfused` why nothing can be fused."""
 
     spelling: Spelling
     make: Callable[..., nn.Module] = LatentAttention
     partial: str = ""
+    partial_with_symbols: str = ""
     unfused: str = ""
     only: tuple[str, ...] = ()
 
@@ -57,11 +58,12 @@ class Entry:
         cache = CACHES[self.spelling.cache]
         is_cold = step.tokens == cache.length(self.spelling.sizes, step) and step.tokens > SURELY_ABSORBED
         is_unknown = dynamic and step.tokens > 1
+        is_partial = bool(self.partial or (dynamic and self.partial_with_symbols))
         if (is_cold or is_unknown or dtype == torch.float16) and not self.is_absorbed:
             is_cached = cache.is_read_from_memory or step.tokens < cache.length(self.spelling.sizes, step)
-            rows = {"kv_rmsnorm_rope_cache": 1} if is_cached and not self.partial else {}
+            rows = {"kv_rmsnorm_rope_cache": 1} if is_cached and not is_partial else {}
             return {**rows, "mla_attention": 1}
-        return {"latent_attention": 1} if self.partial else {"mla_prolog": 1, "latent_attention": 1}
+        return {"latent_attention": 1} if is_partial else {"mla_prolog": 1, "latent_attention": 1}
 
     @property
     def is_absorbed(self) -> bool:
@@ -108,6 +110,7 @@ def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
 
 
 TWO_WEIGHTS = "latent and rotary key are projected by two parameters, the operator takes one matrix"
+NO_SIGN = {"slice_scatter": "PyTorch does not ask for the sign of the first position, as where a slice is assigned"}
 OF_SERVERS = tuple(name for name, cache in CACHES.items() if isinstance(cache, (Combined, Paged)))
 EVEN = replace(SMALL, nope=8, rope=8, value=8)
 
@@ -128,7 +131,11 @@ COMPOSED = [
     ),
     *along(DEFAULT, "rope", *(rope for rope in ROPES if rope != "stride_two")),
     *along(DEFAULT, "tables", "indexed"),
-    *along(DEFAULT, "cache", *(cache for cache in CACHES if cache not in ("none", "index_copy", *OF_SERVERS))),
+    *(
+        Entry(replace(DEFAULT, cache=cache), partial_with_symbols=NO_SIGN.get(cache, ""))
+        for cache in CACHES
+        if cache not in ("none", "index_copy", *OF_SERVERS)
+    ),
     *along(DEFAULT, "cache", *OF_SERVERS, only=("few",)),
     Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")),
     Entry(replace(DEFAULT, cache="none", attend="eager")),
