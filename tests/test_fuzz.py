@@ -7,10 +7,12 @@ import pytest
 import torch
 from fuzz.bases import LAYERS, captured, may_stay_unfused
 from fuzz.campaign import batches, campaign
+from fuzz.compare import corrupted
 from fuzz.draw import draw_scene, mutate
+from fuzz.excused import excuse
 from fuzz.found import FOUND
 from fuzz.outside import LENIENT
-from fuzz.program import plainly
+from fuzz.program import Seen, plainly
 from fuzz.reduce import Mutant
 from fuzz.scenes import SCENES
 
@@ -49,6 +51,40 @@ def test_mutants(base, numbers, request):
 def test_found(mutant):
     outcome = mutant.judge()
     assert outcome.verdict in ("fused", "unfused"), f"{outcome.verdict}: {outcome.detail}"
+
+
+EXCUSED = [
+    (Mutant("absorbed causal (float16)", (("nested", "_unsafe_view_3", -1, 1, 0.5, "fill"),)), "is no number"),
+    (Mutant("B=S (float32)", (("garbage", "arg10_1", 2, 9, 10, "3e38"),)), "garbage is not hidden"),
+    (
+        Mutant("S=N-combined_slots_in_two-split_again-gamma_in_float32 (float32)", (("loud", "arg3_1", -3, False),)),
+        "edge",
+    ),
+    (Mutant("blind row (bfloat16)", (("loud", "arg10_1", -8, False),)), "a rounding of the inputs decides"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mutant, why", EXCUSED, ids=str)
+def test_what_says_nothing_of_the_rewrite_is_no_failure(mutant, why):
+    outcome = mutant.judge()
+    assert outcome.verdict == "invalid"
+    assert why in outcome.detail
+
+
+def test_a_program_in_range_that_rounding_does_not_move_is_not_excused():
+    for base in ("plain level (float16)", "B=S (float32)", "blind row (bfloat16)"):
+        assert not excuse(captured(base), [])
+    assert not excuse(captured("B=S (float32)"), [("garbage", "arg10_1", 2, 9, 10, "1")])
+
+
+def test_what_an_error_leaves_may_be_rounded_otherwise_but_is_in_its_row():
+    before = torch.zeros(4, 3, dtype=torch.bfloat16)
+    row = torch.tensor([1.0, -0.5, 0.125], dtype=torch.bfloat16)
+    written, rounded, elsewhere = before.clone(), before.clone(), before.clone()
+    written[1], rounded[1], elsewhere[2] = row, row * (1 + 2**-7), row
+    assert not corrupted((before,), [written], Seen((), (rounded,)))
+    assert corrupted((before,), [written], Seen((), (elsewhere,)))
 
 
 @pytest.mark.parametrize("scene", SCENES)

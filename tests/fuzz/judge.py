@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from . import outside
+from . import excused, outside
 from .bench import InvalidError
-from .capture import Captured, copies, reals_of
+from .capture import Captured, reals_of
 from .compare import compare, corrupted, farther
 from .draw import Mutation, mutate
 from .program import Program, Seen, observe, plainly, widened
@@ -81,10 +81,10 @@ def _judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
             outcome = _rewritten(program, expected)
     except Hang:
         return Outcome("hang", f"no answer within {SECONDS} seconds of computing")
-    is_plain = expected.exact is None and not program.way.has_garbage and not expected.references[0].error
-    if outcome.verdict == "wrong" and is_plain and _leaves_the_numbers(captured, mutations):
-        return Outcome("invalid", "what is computed with is no number")
-    return outcome
+    if outcome.verdict != "wrong" or expected.references[0].error:
+        return outcome
+    excuse = excused.excuse(captured, mutations)
+    return Outcome("invalid", excuse) if excuse else outcome
 
 
 def _expected(program: Program) -> Expected:
@@ -126,39 +126,6 @@ BLIND_GIVES_ZEROS = {
     aten.sub.Tensor: _difference,
     aten.div.Tensor: _quotient,
 }
-
-OWN_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
-
-# A softmax, written as one or by hand, may make NaN of a row that sees nothing; that is judged.
-MAY_BLIND = frozenset({aten._softmax.default, aten._safe_softmax.default, aten.sub.Tensor, aten.div.Tensor})
-
-
-class _Numbers(torch.fx.Interpreter):
-    """Runs a graph, and refuses one that multiplies infinities or makes NaN of numbers: what becomes of these hangs on
-    the order of additions, and on kernels. So does what PyTorch's own attention for CPUs, called by its name, reads of
-    columns that do not lie one behind another."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        given = [value for value in args if isinstance(value, Tensor)]
-        if target is OWN_ATTENTION and any(value.stride(-1) != 1 for value in given):
-            raise InvalidError("PyTorch's own attention reads other columns than it is given")
-        result = super().call_function(target, args, kwargs)
-        is_product = target in (aten.mm.default, aten.bmm.default)
-        makes_nan = isinstance(result, Tensor) and result.isnan().any() and not any(v.isnan().any() for v in given)
-        if (is_product and any(value.isinf().any() for value in given)) or (makes_nan and target not in MAY_BLIND):
-            raise InvalidError("what is computed with is no number")
-        return result
-
-
-def _leaves_the_numbers(captured: Captured, mutations: list[Mutation]) -> bool:
-    try:
-        with torch.no_grad():
-            program = mutate(captured, mutations)
-            _Numbers(program.gm).run(*copies(program.inputs))
-    except InvalidError:
-        return True
-    return False
-
 
 def _check_written(program: Program, reference: Seen) -> None:
     """What is read from memory that nothing wrote is no answer: filled with NaN, it must not show."""
