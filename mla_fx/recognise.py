@@ -65,7 +65,10 @@ def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) 
         if images is None:
             continue
         with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):
-            _apply(run, rule, replay(run.emit, found, images))
+            replacements = replay(run.emit, found, images)
+            if not found.is_closed:
+                _check_loss(run, replacements)
+            _apply(run, rule, replacements)
             return True
     return False
 
@@ -95,7 +98,8 @@ def _rewrite(
         facts = rule.check(match.settled())
         with run.emit.at(anchor, rule.name):
             replacements = list(rule.rewrite(run.emit, facts))
-            found = recipe(run.emit, anchor, looked_into, replacements)
+            checked = _check_loss(run, replacements)
+            found = recipe(run.emit, anchor, looked_into, replacements, checked)
             _apply(run, rule, replacements)
     except NoMatch as miss:
         nearest.fail(match, miss)
@@ -106,25 +110,29 @@ def _rewrite(
 
 
 def _apply(run: Run, rule: Rule[Any], replacements: Sequence[Replacement]) -> None:
-    _check(run, rule, replacements)
+    if rule.yields_to_target:
+        for node in _fused(run.emit):
+            _ask_target(run, node)
     _note_origins(run.emit, apply(run.emit, replacements))
 
 
 def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
     """A fused operator says what it stands for."""
     origins = [(node.name, name_of(node), source_of(node)) for node in erased]
-    for node in emit.added:
-        if fused_name(node) is not None:
-            node.meta["mla_fx_replaced"] = origins
+    for node in _fused(emit):
+        node.meta["mla_fx_replaced"] = origins
 
 
-def _check(run: Run, rule: Rule[Any], replacements: Sequence[Replacement]) -> None:
-    for node in run.emit.added:
-        if fused_name(node) is None:
-            continue
-        check_nothing_is_lost(replacements, run.emit.sources, _first_dtype(node.meta["val"]))
-        if rule.yields_to_target:
-            _ask_target(run, node)
+def _fused(emit: Emitter) -> list[Node]:
+    return [node for node in emit.added if fused_name(node) is not None]
+
+
+def _check_loss(run: Run, replacements: Sequence[Replacement]) -> set[Node]:
+    """Refuses a rewrite that loses an input; returns the nodes that it looked at."""
+    checked: set[Node] = set()
+    for node in _fused(run.emit):
+        checked |= check_nothing_is_lost(replacements, run.emit.sources, _first_dtype(node.meta["val"]))
+    return checked
 
 
 def _ask_target(run: Run, node: Node) -> None:

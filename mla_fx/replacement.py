@@ -133,15 +133,17 @@ def _erased(unused: Iterable[Node]) -> list[Node]:
     return sorted(erased)
 
 
-def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node], dtype: torch.dtype) -> None:
+def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node], dtype: torch.dtype) -> set[Node]:
     """All that the old values are computed from enters the new ones, and nothing on the way is rounded coarser than
-    the operator rounds, which computes in `dtype`. Raises NoMatch.
+    the operator rounds, which computes in `dtype`. Raises NoMatch; returns the nodes that it looked at.
 
     `sources` are the operations from which the operator's operands are read. Between them and the old values lies what
     the patterns have read; this holds whatever they may have overlooked."""
-    lost = _lost([replacement.old for replacement in replacements], set(sources), dtype)
+    seen = set(sources)
+    lost = _lost([replacement.old for replacement in replacements], seen, dtype)
     if lost is not None:
         raise NoMatch(f"{name_of(lost)} enters the result, and would not enter the operator", lost)
+    return seen - sources
 
 
 def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | None:

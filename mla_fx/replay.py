@@ -5,8 +5,8 @@ the same calls lead to the values that are replaced, call for call and each with
 would find the same; so the same calls replace them, and nothing need be read again. Of what lies behind calls that
 nobody looked into it knows no more than kind, shape and type. What is not surely the same is matched anew.
 
-Whatever else decides is asked at each place: the layout of what is replaced, which its readers decide, whether all that
-enters a value still does, and what the target says."""
+Whatever else decides is asked at each place: the layout of what is replaced, which its readers decide, what the target
+says, and whether all that enters a value still does, where that was found by looking further than the rule did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from .emitter import Emitter
 from .known import KnownValues
@@ -60,7 +60,8 @@ class Recipe:
     """What a rewrite read, and what it added in its place.
 
     `ends` are the values that are replaced, and the ways to them from the anchor. `calls` lie behind them: those that
-    were looked into, and the `inputs` of these. `sources` are the operations from which operands were read."""
+    were looked into, and the `inputs` of these. `sources` are the operations from which operands were read.
+    `is_closed` says that nothing is lost wherever these calls are the same."""
 
     ends: tuple[tuple[Node, _Way], ...]
     calls: Mapping[Node, _Call]
@@ -68,6 +69,7 @@ class Recipe:
     sources: Set[Node]
     added: tuple[_Call, ...]
     replacements: tuple[Replacement, ...]
+    is_closed: bool
 
     def images(self, anchor: Node, known: KnownValues) -> Images | None:
         """The nodes at `anchor` that stand for those of the recipe; None if anything is not the same there."""
@@ -100,8 +102,11 @@ def _may_stand_for(one: Node, other: Node) -> bool:
     return constant(one) == constant(other)
 
 
-def recipe(emit: Emitter, anchor: Node, looked_into: Set[Node], replacements: Sequence[Replacement]) -> Recipe | None:
-    """What was just found at `anchor`, before it is applied; None if it cannot be done again elsewhere."""
+def recipe(
+    emit: Emitter, anchor: Node, looked_into: Set[Node], replacements: Sequence[Replacement], checked: Set[Node]
+) -> Recipe | None:
+    """What was just found at `anchor`, before it is applied; None if it cannot be done again elsewhere. That nothing is
+    lost was found by looking at the `checked` nodes."""
     ends = [(one.old, way) for one in replacements if (way := _way(anchor, one.old)) is not None]
     calls = _behind([end for end, _ in ends], looked_into, emit.known)
     if calls is None or len(ends) < len(replacements) or any(_is_input(one.old, looked_into) for one in replacements):
@@ -110,7 +115,8 @@ def recipe(emit: Emitter, anchor: Node, looked_into: Set[Node], replacements: Se
     added = _ordered(emit.added, calls, emit.known)
     if added is None:
         return None
-    return Recipe(tuple(ends), calls, inputs, emit.sources & calls.keys(), added, tuple(replacements))
+    sources, is_closed = emit.sources & calls.keys(), checked <= calls.keys() - inputs
+    return Recipe(tuple(ends), calls, inputs, sources, added, tuple(replacements), is_closed)
 
 
 def replay(emit: Emitter, found: Recipe, images: Images) -> list[Replacement]:
@@ -190,19 +196,16 @@ def _is_same_call(call: _Call, other: Node, pending: list[tuple[Node, Node]]) ->
     """Both call the same with the same arguments, provided that the `pending` pairs of operands are the same."""
     if call.target is not other.target:
         return False
-    return _is_same(call.args, other.args, pending) and _is_same(call.kwargs, other.kwargs, pending)
-
-
-def _is_same(one: Any, other: Any, pending: list[tuple[Node, Node]]) -> bool:
-    if type(one) is not type(other):
+    mine: list[Any] = []
+    theirs: list[Any] = []
+    nesting = map_aggregate((call.args, call.kwargs), mine.append)
+    if nesting != map_aggregate((other.args, other.kwargs), theirs.append):
         return False
-    if isinstance(one, Node):
-        pending.append((one, other))
-        return True
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and _is_same([*one.values()], [other[name] for name in one], pending)
-    if not isinstance(one, (list, tuple)):
-        return bool(one == other)
-    if len(one) != len(other):
-        return False
-    return all(_is_same(mine, theirs, pending) for mine, theirs in zip(one, other, strict=True))
+    for one, another in zip(mine, theirs, strict=True):
+        if type(one) is not type(another):
+            return False
+        if isinstance(one, Node):
+            pending.append((one, another))
+        elif one != another:
+            return False
+    return True

@@ -208,7 +208,7 @@ def sines(function, *inputs):
     return graph, graph.find_nodes(op="call_function", target=aten.sin.default)
 
 
-def recorded(graph, anchor, old=None, reads=None, looked_into=None):
+def recorded(graph, anchor, old=None, reads=None, looked_into=None, checked=()):
     """The recipe that replaces `old` by the cosine of the first graph input behind it, or of what `reads` says."""
     emit = Emitter(graph)
     source = anchor
@@ -218,7 +218,7 @@ def recorded(graph, anchor, old=None, reads=None, looked_into=None):
         emit.sources.add(source)
         new = emit.call(aten.cos.default, reads or source)
         looked_into = set(graph.nodes) if looked_into is None else looked_into
-        return emit, recipe(emit, anchor, looked_into, [Replacement(old or anchor, new)])
+        return emit, recipe(emit, anchor, looked_into, [Replacement(old or anchor, new)], set(checked))
 
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
@@ -263,6 +263,19 @@ def test_what_was_looked_into_is_compared_though_it_is_an_operand(looks):
     looked_into = {first, product, *(product.all_input_nodes if looks else ())}
     emit, found = recorded(graph, first, looked_into=looked_into)
     assert (found.images(second, emit.known) is None) == looks
+
+
+def test_nothing_is_lost_elsewhere_if_what_was_checked_is_compared():
+    graph, (first, _) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
+    (relu,) = first.all_input_nodes
+    for looked_into, checked, is_closed in (
+        ({first, relu}, {first, relu}, True),
+        ({first, relu}, {first, relu, *relu.all_input_nodes}, False),
+        ({first}, {first}, True),
+        ({first}, {first, relu}, False),
+    ):
+        _, found = recorded(graph, first, reads=relu, looked_into=looked_into, checked=checked)
+        assert found.is_closed == is_closed
 
 
 def test_what_nobody_looked_into_is_not_replaced_elsewhere():
