@@ -60,7 +60,6 @@ EXCUSED = [
         Mutant("S=N-combined_slots_in_two-split_again-gamma_in_float32 (float32)", (("loud", "arg3_1", -3, False),)),
         "edge",
     ),
-    (Mutant("blind row (bfloat16)", (("loud", "arg10_1", -8, False),)), "a rounding of the inputs decides"),
 ]
 
 

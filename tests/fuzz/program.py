@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.fx.node import map_aggregate
 from .capture import copies, copy_of, run
 
 WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+
+ROUNDED = 8  # times
 
 Call = Callable[..., Any]
 
@@ -116,3 +118,26 @@ def _wide(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return WIDE.get(value, value)
     return value.to(WIDE[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDE else value
+
+
+def rounded_once(exact: Program, like: Seen) -> Iterator[Seen]:
+    """What a program in float64 makes of inputs that move by up to half a digit of their types in `like`, at random."""
+    random = torch.Generator().manual_seed(0)
+
+    def moved(value: Any, other: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        half = torch.finfo(other.dtype).eps * (torch.rand(value.shape, generator=random) - 0.5)
+        result = value.detach() * (1 + half.to(value.dtype))
+        return torch.nn.Parameter(result, requires_grad=False) if isinstance(value, torch.nn.Parameter) else result
+
+    for _ in range(ROUNDED):
+        inputs = tuple(map(moved, exact.inputs, like.inputs))
+        seen = plainly(replace(exact, inputs=inputs))
+        held = {name: _as(value, like.held[name]) for name, value in seen.held.items()}
+        outputs, left = (tuple(map(_as, *pair)) for pair in ((seen.outputs, like.outputs), (seen.inputs, like.inputs)))
+        yield Seen(outputs, left, seen.error, held)
+
+
+def _as(value: Any, other: Any) -> Any:
+    return value.to(other.dtype) if isinstance(value, Tensor) and isinstance(other, Tensor) else value
