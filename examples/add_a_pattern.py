@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_fx.binding import Match
 from mla_fx.cases import DV, Case, Layer
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import OperandAxes, ValuePattern, contract, var
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import OperandAxes, ValuePattern, contract, var
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import is_parameter
-from mla_fx.replacement import Replacement, replaced
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import Axes, axes, result, tensor
+from mla_fx.rewriting.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ class LatentOutput(Rule[Facts]):
 
 
 if __name__ == "__main__":
-    from mla_fx.trial import check_accepted, check_refused
+    from mla_fx.driver.try_cases import check_accepted, check_refused
 
     rule = LatentOutput()
     for case in rule.accepts:

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
-from mla_fx.ops import catalogue
-from mla_fx.target import Compiled, Fusing, Lowering, Target
-from mla_fx.torch_private import (
+from mla_fx.graph.torch_private import (
     OpOverload,
     compile_fx,
     compile_fx_frozen,
@@ -29,6 +27,8 @@ from mla_fx.torch_private import (
     note_of,
     with_note,
 )
+from mla_fx.ops import catalogue
+from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"

@@ -8,8 +8,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
+from mla_fx.graph.torch_private import aot_autograd
 from mla_fx.target import Compiled, Compiler, Target
-from mla_fx.torch_private import aot_autograd
 
 
 class Reference(Target):

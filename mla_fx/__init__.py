@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops
 from .backend import explain, get_backend, mla_backend
+from .driver.expectations import expecting
+from .driver.report_log import last_report
 from .errors import FusionError, MlaWarning, NoMatch, OptionError, VerificationError
-from .expect import expecting
-from .ledger import last_report
 
 if TYPE_CHECKING:
     from .cases import Case
     from .debug.report import Miss, Report
-    from .discover import register_patterns
+    from .driver.discovery import register_patterns
     from .graph_pass import MlaPass
-    from .prepare import refresh
+    from .passes.hoist import refresh
     from .rule import Rule
     from .target import Target
 
@@ -56,8 +56,8 @@ _LAZY = {
     "Report": "debug.report",
     "Rule": "rule",
     "Target": "target",
-    "refresh": "prepare",
-    "register_patterns": "discover",
+    "refresh": "passes.hoist",
+    "register_patterns": "driver.discovery",
 }
 
 

@@ -32,7 +32,7 @@ def get_backend(**options: Any) -> Backend:
     """A backend with options bound: `torch.compile(model, backend=get_backend(target="reference"))`.
 
     Raises OptionError at once for options that no graph could make good."""
-    from .compilation import checked
+    from .driver.compilation import checked
 
     checked(options)
     return Backend(options)
@@ -65,8 +65,8 @@ def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Repor
     def explained(*args: Any, **kwargs: Any) -> Report:
         import torch
 
+        from .debug.layer_kinds import one_of_each_kind
         from .debug.report import Report
-        from .layer_kinds import one_of_each_kind
 
         reports: list[Report] = []
 
@@ -97,7 +97,7 @@ def _compile(
     bound: Mapping[str, Any] | None = None,
     sink: Callable[[Report], None] | None = None,
 ) -> Callable[..., Any]:
-    from .compilation import Compilation, through_dynamo
+    from .driver.compilation import Compilation, through_dynamo
     from .options import MODE, by_name
 
     try:

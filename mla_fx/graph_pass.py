@@ -6,14 +6,14 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from . import keeping, ledger
-from .compilation import Compilation, checked, through_dynamo
 from .debug.report import Report
+from .driver import cache_key, report_log
+from .driver.compilation import Compilation, checked, through_dynamo
 from .errors import FusionError, OptionError
-from .lower import lowered
+from .graph.torch_private import GraphPass, OpOverload, is_packaging
 from .ops import catalogue
 from .options import MODE, OWN
-from .torch_private import GraphPass, OpOverload, is_packaging
+from .passes.lower import lowered
 
 
 class MlaPass(GraphPass):
@@ -57,9 +57,9 @@ class MlaPass(GraphPass):
 
         Since `strict` and `expect` are among the options, a graph from the cache has met them. None, which keeps
         Inductor from its cache, where a graph from there would not be dumped, or not be counted."""
-        if self._options.dump or ledger.is_anyone_listening():
+        if self._options.dump or report_log.is_anyone_listening():
             return None
-        return keeping.key(self._options)
+        return cache_key.key(self._options)
 
     def __deepcopy__(self, memo: Any) -> MlaPass:
         """Itself: Inductor runs copies of its configuration, and the user reads the report of the pass at hand."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from .driver.expectations import Expectation, expectation
 from .errors import OptionError
-from .expect import Expectation, expectation
 
 if TYPE_CHECKING:
     from .target import Target

@@ -13,12 +13,12 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from torch.fx import Graph, Node
 
-from .binding import Match
 from .cases import Case
-from .emitter import Emitter
-from .match import NearestMiss
-from .replacement import Replacement
-from .torch_private import OpOverload
+from .graph.torch_private import OpOverload
+from .matching.match import Match
+from .matching.pattern import NearestMiss
+from .rewriting.emitter import Emitter
+from .rewriting.replacement import Replacement
 
 Facts = TypeVar("Facts")
 

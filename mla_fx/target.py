@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 from torch.fx import GraphModule
 
 from .errors import OptionError
-from .torch_private import OpOverload
+from .graph.torch_private import OpOverload
 
 Compiled = Callable[..., Any]
 

@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.binding import Match
 from mla_fx.cases import HCKV, Case, Layer
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import result, tensor
-from mla_fx.match import NearestMiss
-from mla_fx.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import NearestMiss
 from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
 from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
 from mla_fx.readings.calls import args_of
@@ -30,7 +27,10 @@ from mla_fx.readings.element import Element, element_of, resolve
 from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.sizes import Size
 from mla_fx.readings.views import fresh_index, shape_of, written_slice
-from mla_fx.replacement import ATTENTION, Replacement, replaced
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import result, tensor
+from mla_fx.rewriting.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined
+from mla_fx.rewriting.replacement import ATTENTION, Replacement, replaced
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten

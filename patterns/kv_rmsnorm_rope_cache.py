@@ -16,13 +16,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.binding import Match
 from mla_fx.cases import HCKV, Appended, Case, NoRotaryPart, WeightedQuery
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import CallPattern, NearestMiss, Operand, either, rms_norm, rope, stored, var
-from mla_fx.operands import (
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import CallPattern, NearestMiss, Operand, either, rms_norm, rope, stored, var
+from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
+from mla_fx.readings.calls import named_argument
+from mla_fx.readings.element import Element, element_of
+from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.readings.rope import Rope
+from mla_fx.readings.views import shape_of
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import Axes, axes, result, tensor
+from mla_fx.rewriting.operands import (
     CacheRoles,
     Joined,
     cache_roles,
@@ -37,13 +43,7 @@ from mla_fx.operands import (
     replace_cache,
     replace_rows,
 )
-from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
-from mla_fx.readings.calls import named_argument
-from mla_fx.readings.element import Element, element_of
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import shape_of
-from mla_fx.replacement import ATTENTION, Replacement
+from mla_fx.rewriting.replacement import ATTENTION, Replacement
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten

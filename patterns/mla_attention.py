@@ -29,17 +29,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.absorb import absorb_query, expand_output
-from mla_fx.binding import Match
 from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, NoRotaryPart, S, T
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.factors import attention_factors
-from mla_fx.inline import inline
-from mla_fx.layout import Axes, axes, ordered, result, tensor
-from mla_fx.masks import check_is_causal, counts_from_first, emit_masks, known_causal
-from mla_fx.match import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
-from mla_fx.operands import check_weight
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
+from mla_fx.passes.absorb import absorb_query, expand_output
+from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.contraction import Contraction, parted_at, segments
@@ -47,8 +42,13 @@ from mla_fx.readings.element import Element, element_of
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.quantised import quantised_up_projection
 from mla_fx.readings.sizes import at_most, product
-from mla_fx.readings.softmax import Attention, anchors, attention, weighted_sum
-from mla_fx.replacement import Replacement, replaced
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.factors import attention_factors
+from mla_fx.rewriting.inline import inline
+from mla_fx.rewriting.masks import check_is_causal, counts_from_first, emit_masks, known_causal
+from mla_fx.rewriting.materialize import Axes, axes, ordered, result, tensor
+from mla_fx.rewriting.operands import check_weight
+from mla_fx.rewriting.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten

@@ -19,13 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from mla_fx.binding import Match
 from mla_fx.cases import DR, HCKV, HE, Appended, B, Case, D, Layer, N, NoRotaryPart, S
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.factors import query_factor, query_scale
-from mla_fx.layout import Axes, result, tensor
-from mla_fx.match import (
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import (
     CallPattern,
     NearestMiss,
     Operand,
@@ -41,7 +38,17 @@ from mla_fx.match import (
     twin,
     var,
 )
-from mla_fx.operands import (
+from mla_fx.readings.cache_update import CacheUpdate
+from mla_fx.readings.calls import named_argument
+from mla_fx.readings.contraction import Contraction
+from mla_fx.readings.element import Element
+from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.readings.rope import Rope
+from mla_fx.readings.views import shape_of
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.factors import query_factor, query_scale
+from mla_fx.rewriting.materialize import Axes, result, tensor
+from mla_fx.rewriting.operands import (
     CacheRoles,
     cache_roles,
     check_norm_of_rows,
@@ -58,14 +65,7 @@ from mla_fx.operands import (
     roles,
     rotary,
 )
-from mla_fx.readings.cache_update import CacheUpdate
-from mla_fx.readings.calls import named_argument
-from mla_fx.readings.contraction import Contraction
-from mla_fx.readings.element import Element
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import shape_of
-from mla_fx.replacement import Replacement
+from mla_fx.rewriting.replacement import Replacement
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten

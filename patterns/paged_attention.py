@@ -25,24 +25,24 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.nn.functional import scaled_dot_product_attention
 
-from mla_fx.binding import Match
 from mla_fx.cases import HE, B, Case, S, T
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, axes, ordered, result, tensor
-from mla_fx.masks import check_is_causal, emit_masks, known_causal
-from mla_fx.match import AttentionPattern, NearestMiss, contract, gathered, var
-from mla_fx.operands import emit_block_table
+from mla_fx.graph.torch_private import share_storage
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import AttentionPattern, NearestMiss, contract, gathered, var
 from mla_fx.ops.common.check import FLOATS
+from mla_fx.readings.attention import Attention, anchors, attention
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import is_coarser
 from mla_fx.readings.paged import GATHERS, Paged
 from mla_fx.readings.sizes import product
-from mla_fx.readings.softmax import Attention, anchors, attention
-from mla_fx.replacement import Replacement, replaced
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.masks import check_is_causal, emit_masks, known_causal
+from mla_fx.rewriting.materialize import Axes, axes, ordered, result, tensor
+from mla_fx.rewriting.operands import emit_block_table
+from mla_fx.rewriting.replacement import Replacement, replaced
 from mla_fx.rule import Rule
-from mla_fx.torch_private import share_storage
 
 aten = torch.ops.aten
 

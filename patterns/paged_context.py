@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.binding import Match
 from mla_fx.cases import B, Case, Layer, T
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, axes, tensor
-from mla_fx.match import CallPattern, NearestMiss, Operand, var
-from mla_fx.operands import emit_block_table, roles
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import CallPattern, NearestMiss, Operand, var
 from mla_fx.readings.axes import axes_of, cuts
 from mla_fx.readings.calls import args_of, named_argument, operands_of, options_of
 from mla_fx.readings.element import element_of
 from mla_fx.readings.paged import GATHERS, Paged, paged
 from mla_fx.readings.reading import Reading, renamed
-from mla_fx.replacement import ATTENTION, Replacement
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import Axes, axes, tensor
+from mla_fx.rewriting.operands import emit_block_table, roles
+from mla_fx.rewriting.replacement import ATTENTION, Replacement
 from mla_fx.rule import Rule
 
 # b and t: batch and context, c latent and r rotary columns

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.binding import Match
 from mla_fx.cases import HCQ, Case, WeightedQuery
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, result, tensor
-from mla_fx.match import NearestMiss, OperandAxes, ValuePattern, rms_norm, var
-from mla_fx.operands import check_norm_of_rows, roles
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import NearestMiss, OperandAxes, ValuePattern, rms_norm, var
 from mla_fx.readings.element import CASTS, Element, is_coarser
 from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.replacement import Replacement, replaced
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import Axes, result, tensor
+from mla_fx.rewriting.operands import check_norm_of_rows, roles
+from mla_fx.rewriting.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
 aten = torch.ops.aten

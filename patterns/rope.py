@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.binding import Match
 from mla_fx.cases import DR, Appended, Case, WeightedQuery
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import Axes, axes, result, tensor
-from mla_fx.match import OperandAxes, ValuePattern, rope, var
-from mla_fx.operands import emit_table, last_dimension, roles
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import OperandAxes, ValuePattern, rope, var
 from mla_fx.readings.cache_update import cache_update
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.element import element_of
 from mla_fx.readings.rope import Rope
-from mla_fx.replacement import Replacement, replaced
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import Axes, axes, result, tensor
+from mla_fx.rewriting.operands import emit_table, last_dimension, roles
+from mla_fx.rewriting.replacement import Replacement, replaced
 from mla_fx.rule import Rule
 
 # An attention's operands that are rotated.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -100,13 +102,19 @@ def calls():
     }
 
 
+def arguments_of(operator):
+    """The record of an operator's arguments, which lies in its file or, where it is long, in a file of its folder."""
+    for room, file in itertools.product(("vendor", "emitted"), (f"{operator}.arguments", operator)):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"mla_fx.ops.{room}.{file}").Arguments
+    raise LookupError(operator)
+
+
 def lower(operator, surface=A2, **changes):
     module = importlib.import_module(f"mla_fx.lowering.ascend.{operator}")
     assert operator == module.OPERATOR
     call = calls()[operator] | changes
-    is_emitted = operator in ("latent_attention", "mla_attention", "rms_norm", "rope")
-    path = f"mla_fx.ops.emitted.{operator}" if is_emitted else f"mla_fx.ops.{operator}.arguments"
-    record = importlib.import_module(path).Arguments
+    record = arguments_of(operator)
     fields = [field for field in dataclasses.fields(record) if not field.kw_only]
     args = [call.pop(field.name, None) for field in fields]
     return module.lower(surface, *args, **call)

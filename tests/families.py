@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 import mla_fx
-from mla_fx.ledger import listening
+from mla_fx.driver.report_log import listening
 
 # Small values for the fields that decide a model's size; a family takes those it knows.
 SIZES = {

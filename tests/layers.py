@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mla_fx
-from mla_fx.ledger import listening
+from mla_fx.driver.report_log import listening
 
 FUSED = {"mla_prolog": 1, "latent_attention": 1}
 CLOSE = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}  # of float64: a value that went through bfloat16 is not

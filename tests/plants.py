@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_fx.emitter import Emitter
+from mla_fx.rewriting.emitter import Emitter
 
 aten, ops = torch.ops.aten, torch.ops.mla_fx
 

@@ -11,7 +11,7 @@ from ascend_calls import A2, DR, HCKV, HE, B, S, T, caches, fakes, index, lower,
 from mla_fx.lowering.ascend.surface import Surface
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from mla_fx.torch_private import unset_fake_temporarily
+from mla_fx.graph.torch_private import unset_fake_temporarily
 
 # Where each kernel exists.
 CHIPS = {

@@ -19,9 +19,10 @@ from zoo.negatives import expanded_cache
 from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
-from mla_fx import cases, discover, ledger
+from mla_fx import cases
+from mla_fx.driver import discovery, report_log
 from mla_fx.options import Options
-from mla_fx.pipeline import Run, run_pipeline
+from mla_fx.passes.pipeline import Run, run_pipeline
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -108,7 +109,7 @@ def test_what_was_compiled_without_dynamo_is_alone_in_its_report():
 
 def test_the_last_report_is_of_so_many_graphs(monkeypatch):
     """A process that nobody asks does not hold the reports of all that it ever compiled."""
-    monkeypatch.setattr(ledger, "_run", ledger._Run(most=3))
+    monkeypatch.setattr(report_log, "_run", report_log._Run(most=3))
     for size in range(1, 6):
         torch.compile(nn.ReLU(), backend=mla_fx.get_backend(target="reference"), dynamic=False)(torch.ones(size))
     assert len(mla_fx.last_report().parts) == 3
@@ -316,7 +317,7 @@ def test_other_models_come_out_node_for_node(name):
     torch.manual_seed(0)
     gm = captured(OTHERS[name]().eval(), (torch.randint(64, (2, 9)),))
     before = as_it_is(gm.graph)
-    run = Run(gm.graph, Options(target="reference"), discover.rules(), mla_fx.Report())
+    run = Run(gm.graph, Options(target="reference"), discovery.rules(), mla_fx.Report())
     run_pipeline(run)
     assert as_it_is(gm.graph) == before
     assert not run.is_changed
@@ -340,7 +341,7 @@ def test_graph_in_which_nothing_fuses_comes_out_node_for_node():
     module, arguments = expanded_cache(DECODE)
     gm = captured(module, arguments)
     before = as_it_is(gm.graph)
-    run = Run(gm.graph, Options(target="reference"), discover.rules(), mla_fx.Report())
+    run = Run(gm.graph, Options(target="reference"), discovery.rules(), mla_fx.Report())
     run_pipeline(run)
     assert as_it_is(gm.graph) == before
 

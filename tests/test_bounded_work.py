@@ -12,9 +12,9 @@ import torch
 
 import mla_fx
 from mla_fx.cases import DR, HCKV, D, Layer, T, inputs
+from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings.counts import count
 from mla_fx.readings.element import element_of
-from mla_fx.torch_private import make_fx
 
 pytestmark = [pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning"), pytest.mark.usefixtures("no_gradients")]
 DEPTH = 24

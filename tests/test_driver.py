@@ -13,10 +13,11 @@ from zoo.entries import DEFAULT, Entry
 from zoo.sizes import PREFILL
 
 import mla_fx
-from mla_fx import cases, compilation, discover
+from mla_fx import cases
 from mla_fx.debug.recorder import Recorder
+from mla_fx.driver import compilation, discovery
 from mla_fx.options import Options
-from mla_fx.pipeline import PIPELINE, Pass, Run, run_pipeline
+from mla_fx.passes.pipeline import PIPELINE, Pass, Run, run_pipeline
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -271,7 +272,7 @@ def test_a_pass_called_without_a_word_knows_training_graphs_by_their_inputs():
 
 def test_a_pass_that_fails_in_inductor_breaks_no_model(decode, monkeypatch):
     module, arguments = decode
-    monkeypatch.setattr("mla_fx.pipeline.erase_orphans", fail)
+    monkeypatch.setattr("mla_fx.passes.pipeline.erase_orphans", fail)
     graph_pass = mla_fx.MlaPass(dump=None, absorb="never")
     (message,) = told(module, arguments, with_pass(module, graph_pass))
     assert "pass 'clean up' failed with ZeroDivisionError" in message
@@ -291,6 +292,6 @@ def test_nothing_comes_from_a_cache_that_is_to_be_counted_or_dumped(tmp_path):
 
 def test_a_graph_without_softmax_or_calls_of_ours_goes_through_no_pass():
     graph = torch.fx.symbolic_trace(nn.Linear(3, 3)).graph
-    run = Run(graph, Options(), discover.rules(), mla_fx.Report())
+    run = Run(graph, Options(), discovery.rules(), mla_fx.Report())
     run_pipeline(run)
     assert run.report.passes == [] and run.report.notes == ["no attention in this graph: there is nothing to fuse"]

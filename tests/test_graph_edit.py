@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_fx.emitter import Emitter
-from mla_fx.graph_edit import drop_round_trips
-from mla_fx.torch_private import make_fx
+from mla_fx.graph.torch_private import make_fx
+from mla_fx.rewriting.cleanup import drop_round_trips
+from mla_fx.rewriting.emitter import Emitter
 
 prims = torch.ops.prims
 CAST = prims.convert_element_type.default

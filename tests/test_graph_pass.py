@@ -14,7 +14,9 @@ from families import cache_tensors, empty_cache, tiny_model, tokens
 from stepping import ALL, EXACT
 
 import mla_fx
-from mla_fx import absorb, cases, discover, keeping
+from mla_fx import cases
+from mla_fx.driver import cache_key, discovery
+from mla_fx.passes import absorb
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -96,18 +98,18 @@ def test_uuid_tells_passes_apart():
 
 def test_uuid_changes_with_the_sources(monkeypatch):
     before = mla_fx.MlaPass().uuid()
-    monkeypatch.setattr(keeping, "source_hash", lambda: "other sources")
+    monkeypatch.setattr(cache_key, "source_hash", lambda: "other sources")
     assert mla_fx.MlaPass().uuid() != before
 
 
 @pytest.mark.parametrize("changed", ["mla_fx/ops/common/math.py", "mla_fx/readings/rope.py", "patterns/mla_prolog.py"])
 def test_uuid_knows_the_sources_in_every_folder(tmp_path, monkeypatch, changed):
-    root, before = Path(mla_fx.__file__).parents[1], keeping.source_hash()
-    places = {"mla_fx": "mla_fx", discover.PATTERNS: "patterns", discover.LOWERING: "lowering"}
+    root, before = Path(mla_fx.__file__).parents[1], cache_key.source_hash()
+    places = {"mla_fx": "mla_fx", discovery.PATTERNS: "patterns", discovery.LOWERING: "lowering"}
     for package, folder in places.items():
         shutil.copytree(root / folder, tmp_path / folder)
         monkeypatch.setattr(sys.modules[package], "__path__", [str(tmp_path / folder)])
-    rules = discover.found_rules()
-    assert keeping._hash_of.__wrapped__(rules) == before
+    rules = discovery.found_rules()
+    assert cache_key._hash_of.__wrapped__(rules) == before
     (tmp_path / changed).write_text("changed = True")
-    assert keeping._hash_of.__wrapped__(rules) != before
+    assert cache_key._hash_of.__wrapped__(rules) != before

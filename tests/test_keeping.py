@@ -21,9 +21,9 @@ from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE
 
 import mla_fx
-from mla_fx import compilation, keeping
 from mla_fx.debug.memory import Memory
 from mla_fx.debug.report import Miss, PassRecord, Report
+from mla_fx.driver import cache_key, compilation
 
 ROOT = Path(__file__).parents[1]
 HIT = {"autograd_cache_hit": 1, "fxgraph_cache_hit": 1}
@@ -47,11 +47,11 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     assert (first["counted"], second["counted"]) == (MISS, HIT)
     assert first["fused"] == second["fused"] == {**ALL, "latent_output": 1}
     *before, note = first["told"].splitlines()
-    assert second["told"].splitlines() == [*before, f"  {keeping.FROM_CACHE}", note]
+    assert second["told"].splitlines() == [*before, f"  {cache_key.FROM_CACHE}", note]
     rule.write_text(f"# Changed.\n{rule.read_text()}")
     changed = start(cache, 3, rule.parent)
     assert (changed["counted"], changed["fused"]) == ({**MISS, "fxgraph_cache_hit": 1}, first["fused"])
-    assert keeping.FROM_CACHE not in changed["told"]
+    assert cache_key.FROM_CACHE not in changed["told"]
 
 
 # --- in one process, which forgets ------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_what_failed_is_tried_again(layer, monkeypatch):
     def fail(run, passes):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(keeping, "source_hash", lambda: "of this test")
+    monkeypatch.setattr(cache_key, "source_hash", lambda: "of this test")
     with monkeypatch.context() as planted, pytest.warns(mla_fx.MlaWarning, match="ZeroDivisionError: a bug"):
         planted.setattr(compilation, "run_pipeline", fail)
         assert "autograd_cache_miss" in anew(layer)
@@ -142,7 +142,7 @@ def test_without_a_report_a_graph_is_compiled_anew(layer, monkeypatch):
     monkeypatch.setattr("mla_fx.lowering.inductor.note_of", lambda compiled: "")
     assert anew(layer) == {"autograd_cache_hit": 1, "fxgraph_cache_hit": 2}
     assert mla_fx.last_report().fused == ALL
-    assert keeping.FROM_CACHE not in mla_fx.last_report().notes
+    assert cache_key.FROM_CACHE not in mla_fx.last_report().notes
 
 
 @pytest.mark.slow
@@ -194,6 +194,6 @@ def test_reports_are_kept_whole():
         memory = Memory(1, None, 2, 3, 4, 0)
         return Report({"mla_prolog": 1}, {"rope": 2}, [miss], [record], target="inductor", memory=[memory], **parts)
 
-    kept = keeping.from_text(keeping.as_text(reported(hindrances=["training"], is_training=True)))
-    assert kept == reported(notes=[keeping.FROM_CACHE], hindrances=["training"], is_training=True)
+    kept = cache_key.from_text(cache_key.as_text(reported(hindrances=["training"], is_training=True)))
+    assert kept == reported(notes=[cache_key.FROM_CACHE], hindrances=["training"], is_training=True)
     assert str(kept.passes[0].fired) == "Counter({'mla_prolog': 1})"

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import StaticCache
 
 import mla_fx
-from mla_fx.layer_kinds import one_of_each_kind
+from mla_fx.debug.layer_kinds import one_of_each_kind
 
 LAYERS = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}
 

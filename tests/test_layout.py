@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_fx import discover
+from mla_fx.driver import discovery
 
 ROOT = Path(__file__).parent.parent
 CORE = sorted((ROOT / "mla_fx").rglob("*.py"))
@@ -68,7 +68,7 @@ def test_a_file_can_be_read_in_one_sitting(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
 
 
-@pytest.mark.parametrize("rule", discover.rules(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", discovery.rules(), ids=lambda rule: rule.name)
 def test_a_rule_brings_its_cases(rule):
     assert rule.accepts, "a rule says what it must fuse"
     # one that tells of no misses has no reasons to be read: what it leaves alone stands in its tests
@@ -79,12 +79,12 @@ def test_a_rule_brings_its_cases(rule):
 
 def test_every_file_in_patterns_holds_one_rule():
     files = {path.stem for path in (ROOT / "patterns").glob("*.py")} - {"__init__"}
-    assert {rule.name for rule in discover.rules()} == files
+    assert {rule.name for rule in discovery.rules()} == files
 
 
 def test_every_file_in_lowering_holds_one_target():
     files = {path.stem for path in (ROOT / "lowering").glob("*.py")} - {"__init__"}
-    assert set(discover.targets()) == files
+    assert set(discovery.targets()) == files
 
 
 HEAVY = ("transformers", "rich", "torch._inductor", "torchair", "triton")

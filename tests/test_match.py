@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.binding import Match
 from mla_fx.errors import NoMatch
-from mla_fx.match import (
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import (
     AttentionPattern,
     CallPattern,
     NearestMiss,
@@ -22,8 +22,8 @@ from mla_fx.match import (
     stored,
     var,
 )
+from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.reading import Reading
-from mla_fx.readings.softmax import anchors, attention
 
 A, X, W, U, G = var("a"), var("x"), var("w"), var("u"), var("g")
 

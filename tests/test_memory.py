@@ -12,11 +12,11 @@ from transformers import DeepseekV3Config, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from mla_fx.commands import demo
-from mla_fx.compilation import Compilation
 from mla_fx.debug.memory import Memory, peak_of_temporaries
 from mla_fx.debug.report import Report
+from mla_fx.driver.compilation import Compilation
+from mla_fx.graph.torch_private import aot_autograd, make_fx
 from mla_fx.options import Options
-from mla_fx.torch_private import aot_autograd, make_fx
 
 MIB = 2**20
 

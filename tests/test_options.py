@@ -18,10 +18,11 @@ from zoo.negatives import expanded_cache
 from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
-from mla_fx import cases, discover
-from mla_fx.compilation import checked
-from mla_fx.expect import expectation
-from mla_fx.torch_private import inductor_options
+from mla_fx import cases
+from mla_fx.driver import discovery
+from mla_fx.driver.compilation import checked
+from mla_fx.driver.expectations import expectation
+from mla_fx.graph.torch_private import inductor_options
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -106,7 +107,7 @@ def test_a_mode_is_an_option_too():
 def test_what_inductor_has_by_default_it_takes():
     """All but what it holds none of, where a type cannot be told."""
     defaults = torch._inductor.config.get_config_copy()
-    discover.targets()["inductor"].check({name: defaults[name] for name in inductor_options()})
+    discovery.targets()["inductor"].check({name: defaults[name] for name in inductor_options()})
 
 
 def test_a_path_is_a_folder(decode, tmp_path):

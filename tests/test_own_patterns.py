@@ -17,8 +17,8 @@ from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE
 
 import mla_fx
-from mla_fx import discover, keeping
-from mla_fx.pipeline import PIPELINE
+from mla_fx.driver import cache_key, discovery
+from mla_fx.passes.pipeline import PIPELINE
 from mla_fx.rule import STAGES, Rule
 
 ROOT = Path(__file__).parents[1]
@@ -38,13 +38,13 @@ class Own(Rule):
 
 @pytest.fixture(autouse=True)
 def forget_what_a_test_registers(monkeypatch):
-    monkeypatch.setattr(discover, "_registered", [])
+    monkeypatch.setattr(discovery, "_registered", [])
     yield
     forget()
 
 
 def forget():
-    for known in (discover.found_rules, discover.found_targets, discover.targets, discover.packages):
+    for known in (discovery.found_rules, discovery.found_targets, discovery.targets, discovery.packages):
         known.cache_clear()
 
 
@@ -56,7 +56,7 @@ def folder_of(path, **files):
 
 
 def names():
-    return [rule.name for rule in discover.rules()]
+    return [rule.name for rule in discovery.rules()]
 
 
 def fused(**options):
@@ -79,12 +79,12 @@ def told_while(compile):
 
 
 def test_the_rules_of_a_registered_folder_are_applied_and_can_be_disabled(tmp_path):
-    before, plain = keeping.source_hash(), names()
+    before, plain = cache_key.source_hash(), names()
     mla_fx.register_patterns(folder_of(tmp_path / "mine", stages="STAGE = 'cache'", own_rule=RULE))
     assert names() == sorted([*plain, "own_rule"])
-    mine = keeping.source_hash()
+    mine = cache_key.source_hash()
     mla_fx.register_patterns(str(tmp_path / "mine"))
-    assert (names(), keeping.source_hash()) == (sorted([*plain, "own_rule"]), mine)
+    assert (names(), cache_key.source_hash()) == (sorted([*plain, "own_rule"]), mine)
     assert mine != before
     mla_fx.get_backend(disable="own_rule")
 
@@ -108,11 +108,11 @@ def test_a_registered_rule_fuses(tmp_path):
 def test_files_that_are_added_are_found_when_the_folder_is_registered_again(tmp_path):
     folder = folder_of(tmp_path / "mine", stages="STAGE = 'cache'")
     mla_fx.register_patterns(folder)
-    before = keeping.source_hash()
+    before = cache_key.source_hash()
     folder_of(folder, own_rule=RULE)
     mla_fx.register_patterns(folder)
     assert "own_rule" in names()
-    assert keeping.source_hash() != before
+    assert cache_key.source_hash() != before
 
 
 def test_two_folders_may_each_have_a_file_of_that_name_to_share(tmp_path):
@@ -120,7 +120,7 @@ def test_two_folders_may_each_have_a_file_of_that_name_to_share(tmp_path):
     for stage in ("cache", "prolog"):
         rule = {f"own_{stage}": RULE}
         mla_fx.register_patterns(folder_of(tmp_path / stage, stages=f"STAGE = {stage!r}", **rule))
-    found = {rule.name: rule.stage for rule in discover.rules() if rule.name.startswith("own_")}
+    found = {rule.name: rule.stage for rule in discovery.rules() if rule.name.startswith("own_")}
     assert found == {"own_cache": "cache", "own_prolog": "prolog"}
 
 
@@ -228,14 +228,14 @@ def test_what_is_kept_is_not_what_was_compiled_with_a_file_at_fault(tmp_path):
     """The file is the same; what it wants is there the next time."""
     folder = folder_of(tmp_path / "mine", stages="STAGE = 'cache'", own_rule=f"import own_dependency\n{RULE}")
     mla_fx.register_patterns(folder)
-    before = keeping.source_hash()
+    before = cache_key.source_hash()
     sys.modules["own_dependency"] = warnings
     try:
         mla_fx.register_patterns(folder)
         assert "own_rule" in names()
     finally:
         del sys.modules["own_dependency"]
-    assert keeping.source_hash() != before
+    assert cache_key.source_hash() != before
 
 
 def test_a_rule_is_refused_where_it_is_made():

@@ -14,8 +14,9 @@ from torch import nn
 from torch._inductor.virtualized import V
 
 import mla_fx
-from mla_fx import absorb, cases
+from mla_fx import cases
 from mla_fx.ops import catalogue
+from mla_fx.passes import absorb
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 EXACT = {"rtol": 1e-4, "atol": 1e-5}

@@ -6,13 +6,13 @@ import pytest
 import torch
 from traced import Traced, dense
 
-from mla_fx import discover
 from mla_fx.cases import DR, Case, N, WeightedQuery
+from mla_fx.driver import discovery
+from mla_fx.driver.try_cases import run_case
 from mla_fx.errors import NoMatch
-from mla_fx.match import NearestMiss
-from mla_fx.trial import run_case
+from mla_fx.matching.pattern import NearestMiss
 
-RULES = {rule.name: rule for rule in discover.rules()}
+RULES = {rule.name: rule for rule in discovery.rules()}
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 # --- norms -----------------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from layers import CLOSE, Layer, Sizes
 from mla_fx.lowering.reference import Reference
 
 import mla_fx
-from mla_fx import prepare
-from mla_fx.compilation import Compilation
 from mla_fx.debug.report import Report
+from mla_fx.driver.compilation import Compilation
 from mla_fx.options import Options
-from mla_fx.prepare import LaidOut
+from mla_fx.passes import hoist
+from mla_fx.passes.hoist import LaidOut
 
 PAGE = 16
 SIZES = Sizes(context=2 * PAGE)
@@ -258,7 +258,7 @@ def test_each_call_behind_what_is_laid_out_is_described_once():
         ends.append(value)
     other = graph.call_function(torch.ops.aten.sub.Tensor, (value, value))
     keys, calls = {}, {}
-    first, second, third = (prepare._key(node, keys, calls) for node in (*ends, other))
+    first, second, third = (hoist._key(node, keys, calls) for node in (*ends, other))
     assert first == second != third and len(calls) == 62
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import mla_fx
 from mla_fx.cases import DR, DV, HCKV, B, D, Layer, N, T, inputs
+from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings.quantised import quantised_up_projection
-from mla_fx.torch_private import make_fx
 
 pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 KEY_SIDE = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}

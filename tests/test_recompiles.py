@@ -11,7 +11,7 @@ import torch
 from families import Recorder, cache_tensors, empty_cache, tiny_model, tokens
 from torch._dynamo import lookup_backend
 
-from mla_fx.torch_private import detect_fake_mode, guards
+from mla_fx.graph.torch_private import detect_fake_mode, guards
 
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 DECODE = {"mla_prolog": 1, "latent_attention": 1}

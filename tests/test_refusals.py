@@ -17,14 +17,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 from traced import B, D, N, S, T, Traced, assert_resolves, dense
 
-from mla_fx.aliasing import may_share, surely_shares
-from mla_fx.binding import Match
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import axes, tensor
-from mla_fx.masks import emit_mask
-from mla_fx.match import NearestMiss, stored, var
+from mla_fx.graph.aliasing import may_share, surely_shares
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import NearestMiss, stored, var
+from mla_fx.passes.reinplace import reinplace
 from mla_fx.readings.algebra import as_product, as_sum
+from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.axes import (
     Axis,
     Digit,
@@ -45,9 +44,10 @@ from mla_fx.readings.element import Element, constant, element_of, resolve
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.rms_norm import rms_norm
 from mla_fx.readings.sizes import at_most, ratio
-from mla_fx.readings.softmax import anchors, attention
-from mla_fx.reinplace import reinplace
-from mla_fx.replacement import Replacement, check_nothing_is_lost
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.masks import emit_mask
+from mla_fx.rewriting.materialize import axes, tensor
+from mla_fx.rewriting.replacement import Replacement, check_nothing_is_lost
 
 aten = torch.ops.aten
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

@@ -11,10 +11,10 @@ from torch import nn
 
 import mla_fx
 from mla_fx import cases
-from mla_fx.aliasing import may_share, owner, readers, surely_shares, written
 from mla_fx.cases import DR, HCKV, B, D, Layer, N, S, T
-from mla_fx.check import check, held_values
-from mla_fx.torch_private import make_fx
+from mla_fx.graph.aliasing import may_share, owner, readers, surely_shares, written
+from mla_fx.graph.torch_private import make_fx
+from mla_fx.passes.invariants import check, held_values
 
 aten = torch.ops.aten
 
@@ -327,7 +327,7 @@ def test_a_reading_that_fails_costs_one_operator_its_place(monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("mla_fx.reinplace.resolve", fail)
+    monkeypatch.setattr("mla_fx.passes.reinplace.resolve", fail)
     report = run_both(Layer())
     assert report.fused == {"mla_prolog": 1, "latent_attention": 1}
     assert report.notes == ["mla_prolog does not write its caches in place: ZeroDivisionError: a bug"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.inline import inline
-from mla_fx.replacement import Replacement, apply, check_nothing_is_lost
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.inline import inline
+from mla_fx.rewriting.replacement import Replacement, apply, check_nothing_is_lost
 
 aten = torch.ops.aten
 

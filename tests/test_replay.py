@@ -6,11 +6,11 @@ from layers import QUIET, Layer, Sizes, arguments, check
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx import discover
-from mla_fx.emitter import Emitter
-from mla_fx.known import signature
-from mla_fx.replacement import Replacement
-from mla_fx.replay import MOST_NODES, recipe, replay
+from mla_fx.driver import discovery
+from mla_fx.passes.repeat import MOST_NODES, recipe, replay
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.fake_values import signature
+from mla_fx.rewriting.replacement import Replacement
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def drawn_anew(layer):
 def matched(monkeypatch):
     """How often each rule was asked for matches."""
     counts = {}
-    for rule in discover.rules():
+    for rule in discovery.rules():
         kind, bindings = type(rule), type(rule).bindings
 
         def counting(self, anchor, nearest, bindings=bindings):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mla_fx import discover
-from mla_fx.trial import check_accepted, check_refused, run_case
+from mla_fx.driver import discovery
+from mla_fx.driver.try_cases import check_accepted, check_refused, run_case
 
-RULES = discover.rules()
+RULES = discovery.rules()
 ACCEPTS = [pytest.param(case, id=f"{rule.name}: {case.name}") for rule in RULES for case in rule.accepts]
 REJECTS = [pytest.param(rule, case, id=f"{rule.name}: {case.name}") for rule in RULES for case in rule.rejects]
 

@@ -12,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mla_fx
-from mla_fx import absorb, cases, discover
-from mla_fx.compilation import automatic_target
+from mla_fx import cases
+from mla_fx.driver import discovery
+from mla_fx.driver.compilation import automatic_target
 from mla_fx.ops import catalogue
+from mla_fx.passes import absorb
 from mla_fx.target import Target
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +45,7 @@ class Absent(Narrow):
 
 
 def test_auto_takes_the_target_that_serves_the_inputs():
-    targets = {**discover.targets(), "absent": Absent(), "narrow": Narrow()}
+    targets = {**discovery.targets(), "absent": Absent(), "narrow": Narrow()}
     assert automatic_target(targets, [torch.empty(1, device="meta")]).name == "narrow"
     assert automatic_target(targets, [torch.empty(1)]).name == "inductor"
     assert automatic_target(targets, []).name == "inductor"
@@ -80,7 +82,7 @@ def test_without_torch_npu_its_targets_say_at_once_what_to_install(monkeypatch, 
 def test_the_core_names_no_target(file):
     tree = ast.parse((ROOT / "mla_fx" / f"{file}.py").read_text(encoding="utf-8"))
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert strings.isdisjoint(discover.targets())
+    assert strings.isdisjoint(discovery.targets())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mla_fx import torch_private
+from mla_fx.graph import torch_private
 
 aten = torch.ops.aten
 FakeTensorMode = torch._subclasses.FakeTensorMode

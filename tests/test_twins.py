@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 from mla_fx.ops import catalogue
-from mla_fx.twins import WRAPPER, as_functional
+from mla_fx.passes.functionalize import WRAPPER, as_functional
 
 TWINS = [entry for entry in catalogue().values() if entry.inplace is not None]
 CACHED = [entry for entry in TWINS if entry.inplace._schema.returns]  # others return nothing

@@ -16,9 +16,10 @@ from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
-from mla_fx import cases, lower
+from mla_fx import cases
 from mla_fx.debug.report import Report
-from mla_fx.verify import Verification
+from mla_fx.debug.verify import Verification
+from mla_fx.passes import lower
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 HALVES = torch.bfloat16, torch.float16

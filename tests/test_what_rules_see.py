@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import mla_fx
-from mla_fx import discover, readings
+from mla_fx import readings
+from mla_fx.driver import discovery
 from mla_fx.readings import calls as asked
 
 ROOT = Path(inspect.getfile(mla_fx)).parent
-RULES = [Path(inspect.getfile(type(rule))) for rule in discover.rules()]
+RULES = [Path(inspect.getfile(type(rule))) for rule in discovery.rules()]
 READINGS = [path for path in Path(readings.__path__[0]).glob("*.py") if path.stem != "sizes"]  # which sees no nodes
 OTHERS = [ROOT / f"{name}.py" for name in ("binding", "factors", "layout", "masks", "match", "operands")]
 FILES = sorted({*RULES, *READINGS, *OTHERS})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.mla_prolog.arguments import Arguments
+from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 
 from . import limits
 from .converters import copied

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.common.sizes import statically_known_true
-from mla_fx.ops.kv_rmsnorm_rope_cache.arguments import Arguments
-from mla_fx.ops.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLAIN_MODES, is_quantised
-from mla_fx.ops.kv_rmsnorm_rope_cache.operator import body
+from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.arguments import Arguments
+from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLAIN_MODES, is_quantised
+from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
 
 from . import limits
 from .surface import A2, A3, A5, Surface

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.mla_prolog import check
-from mla_fx.ops.mla_prolog.arguments import Arguments
-from mla_fx.ops.mla_prolog_v3 import arguments as v3
+from mla_fx.ops.emitted.mla_prolog import check
+from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
+from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
 
 from . import first_prologs, limits, mla_prolog_v3
 from .mla_prolog_v3 import KERNEL

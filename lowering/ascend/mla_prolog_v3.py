@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.mla_prolog_v3.arguments import Arguments
+from mla_fx.ops.vendor.mla_prolog_v3.arguments import Arguments
 
 from . import limits
 from .lengths import as_tensor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.paged import TILE
-from mla_fx.ops.multi_latent_attention.arguments import (
+from mla_fx.ops.vendor.multi_latent_attention.arguments import (
     DECODE,
     INT8,
     MERGED,

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mla_fx.ops.paged_attention.arguments import Arguments
-from mla_fx.ops.paged_attention.options import (
+from mla_fx.ops.vendor.paged_attention.arguments import Arguments
+from mla_fx.ops.vendor.paged_attention.options import (
     BSND,
     DECODING,
     PLAIN_SCALE,

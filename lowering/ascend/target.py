@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
+from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Compiler, Lowering, Target
-from mla_fx.torch_private import OpOverload
 
 from . import toolchain
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.torch_private import OpOverload, dtype_abbrs
+from mla_fx.graph.torch_private import OpOverload, dtype_abbrs
 
 from .report import Report, fused_name
 

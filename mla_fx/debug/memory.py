@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.aliasing import may_share, readers
-from mla_fx.torch_private import OpOverload
+from mla_fx.graph.aliasing import may_share, readers
+from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
 CACHES = frozenset({"kv_cache", "kr_cache", "key_cache", "value_cache"})

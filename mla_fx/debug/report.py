@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from mla_fx.torch_private import OpOverload
+from mla_fx.graph.torch_private import OpOverload
 
 from .memory import Memory
 

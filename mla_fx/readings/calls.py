@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from mla_fx.torch_private import OpOverload
+from mla_fx.graph.torch_private import OpOverload
 
 _looked_at: ContextVar[set[Node] | None] = ContextVar("nodes whose arguments were asked for", default=None)
 

@@ -18,13 +18,13 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .algebra import complemented
+from .attention import MASKED_FILL, Attention, Mask
 from .axes import Axis, Index, composite, difference, shifted
 from .calls import args_of, argument
 from .counts import COMPARISONS, Count, excess, opposite
 from .element import CASTS, Element, constant, operand, rounded
-from .probabilities import NOT
 from .sizes import Size, at_most, plain, product
-from .softmax import MASKED_FILL, Attention, Mask
+from .softmax import NOT
 from .views import integer, name_of
 
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fx.aliasing import writers
 from mla_fx.errors import NoMatch
-from mla_fx.torch_private import is_frozen, is_lifted, share_storage, unset_fake_temporarily
+from mla_fx.graph.aliasing import writers
+from mla_fx.graph.torch_private import is_frozen, is_lifted, share_storage, unset_fake_temporarily
 
 from .axes import Axis, Index, speaks_of, substitute
 from .calls import args_of, argument, operands_of, options_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from mla_fx.torch_private import OpOverload
+from mla_fx.graph.torch_private import OpOverload
 
 from .calls import args_of, operands_of
 from .element import is_parameter

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from mla_fx.torch_private import floor_division, guards, is_known, remainders
+from mla_fx.graph.torch_private import floor_division, guards, is_known, remainders
 
 Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symbols of a dynamic shape
 

@@ -1,336 +1,209 @@
-"""Scaled dot-product attention in any spelling."""
+"""Softmax in any spelling, with or without a sink: the probabilities that enter a product, and what they are of."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.torch_private import OpOverload
 
-from .algebra import Budget, allowance, as_product, as_sum, spend
-from .axes import Digit, Index, combine, fresh, of_axis, shifted
+from .axes import Axis, Index, fresh, of_axis, shifted
 from .calls import args_of, argument
-from .contraction import Contraction, contraction, scaled_product
-from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
-from .probabilities import SOFTMAX, exponential, softmax
-from .reading import Reading
-from .sizes import Size, ratio
-from .views import MOVERS, cuts, fresh_index, name_of, pads_with_zero, shape_of
+from .contraction import reduced, summed
+from .element import CASTS, Element, constant, operand
+from .sizes import Size, plain
+from .views import MOVERS, name_of, shape_of
 
 aten = torch.ops.aten
 
-FUSED_ATTENTION = frozenset(
-    {
-        aten.scaled_dot_product_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-
-ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor})
-MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
-PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
-STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
+SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
+NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 
 
 @dataclass(frozen=True)
-class Mask(Reading):
-    """A term of the logits that no query or key enters: a number that is added, or, with `fill`, a condition: where it
-    is not `keep_where` the logits *are* `fill`, whatever stood there."""
+class Softmax:
+    """Probabilities along `axis` of `logits`; `sink` is the logit of one more column, whose probability is not read."""
 
-    element: Element
-    fill: float | None = None
-    keep_where: bool = True
-
-
-@dataclass(frozen=True)
-class Causal(Reading):
-    """Row number `rows` attends to the keys up to its own number."""
-
-    rows: Index
+    logits: Element
+    axis: Axis
+    sink: Element | None = None
 
 
 @dataclass(frozen=True)
-class Attention(Reading):
-    """`sum over keys of softmax(logits) * value`, read at `index` of `node`; the logits are the sum of `scores` and
-    added masks, then filled by the others. Behind `index` the output has `padding` zeros, as padded values leave it.
-    `sink` is one more logit in each row, which has no value, neither scaled nor masked: a value of the graph, or a
-    number."""
+class _Columns:
+    """The columns of a softmax, `whole`, and those of them that are read, from `start` on."""
 
-    index: tuple[Index, ...]
-    scores: tuple[Contraction, ...]
-    masks: tuple[Mask, ...]
-    causal: Causal | None
-    value: Element
-    value_factor: float
-    keys: Index
-    padding: int = 0
-    sink: Element | float | None = None
+    whole: Axis
+    read: Axis
+    start: Size
 
-    @property
-    def scope(self) -> Iterator[Index]:
-        yield from (*self.index, self.keys, *self.value.index)
-        yield from (part for mask in self.masks for part in mask.element.index)
-
-    @property
-    def fill(self) -> float | None:
-        """The number that the logits are where a condition masks them; None if that is minus infinity."""
-        return next((mask.fill for mask in self.masks if mask.fill not in (None, -math.inf)), None)
+    def of(self, logits: Element) -> Softmax:
+        logits = _without_peak(logits, self.whole)
+        if self.read is self.whole:
+            return Softmax(logits, self.read)
+        left_out = Index(0 if self.start else self.read.size)
+        keys = logits.at({self.whole: of_axis(self.read, offset=self.start)})
+        return Softmax(keys, self.read, logits.at({self.whole: left_out}))
 
 
-def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
-    """The nodes at which attention may begin to be read: each softmax whose result enters a product."""
-    for node in graph.nodes:
-        if node.target in ANCHORS and _begins_attention(node):
-            yield node
+def softmax(element: Element) -> Softmax:
+    """Raises NoMatch if `element` is no softmax, or if more than one of its probabilities is left out."""
+    node, index = element.node, element.index
+    if node.target in SOFTMAX:
+        value, dim = args_of(node)[:2]
+        dim %= len(index)
+        columns = _columns(index, dim, node)
+        return columns.of(operand(value, _along(index, dim, columns.whole)))
+    if node.target is aten.where.self:
+        return _guarded(element)
+    if node.target is aten.div.Tensor and (exp := exponential(args_of(node)[0])) is not None:
+        return _divided(element, exp)
+    raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
 
 
-def _begins_attention(node: Node) -> bool:
-    if node.target in FUSED_ATTENTION:
-        return True
-    is_softmax = node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
-    return is_softmax and weighted_sum(node) is not None
+def _columns(index: tuple[Index, ...], dim: int, node: Node) -> _Columns:
+    part, size = index[dim], shape_of(node)[dim]
+    if size == 1:
+        raise NoMatch("attention over a single key", node)
+    read = shifted(part, -part.offset).axis
+    if read is None or sum(read in other.axes for other in index) != 1:
+        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
+    left_out = plain(size - read.size)
+    if left_out == 0:
+        return _Columns(read, read, 0)
+    if left_out != 1 or part.offset not in (0, 1):
+        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
+    whole = fresh(size).axis
+    assert whole is not None, "a softmax with more columns than one"
+    return _Columns(whole, read, part.offset)
 
 
-def attention(node: Node) -> Attention:
-    """Reads the attention that begins at anchor `node`. Raises NoMatch if there is none."""
-    if node.target in FUSED_ATTENTION:
-        return _fused(node)
-    output = weighted_sum(node)
-    assert output is not None, "an anchor enters a product"
-    index = fresh_index(output)
-    weighted = contraction(resolve(output, index))
-    is_left = weighted.left.origin in (node, *_guards(node))
-    probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
-    found = softmax(probability)
-    keys = of_axis(found.axis)
-    if weighted.over != (keys,):
-        raise NoMatch("the values are not summed over the softmax axis alone", output)
-    scores, masks = _logits(found.logits, allowance())
-    sink = None if found.sink is None else _sink(found.sink)
-    return _unpadded(Attention(output, index, scores, masks, None, value, weighted.factor, keys, sink=sink))
+def _along(index: tuple[Index, ...], dim: int, axis: Axis) -> tuple[Index, ...]:
+    return (*index[:dim], of_axis(axis), *index[dim + 1 :])
 
 
-def _sink(logit: Element) -> Element | float:
-    """The logit of the column without value as one value, to which at most zeros are added, or as a number."""
-    total = as_sum(logit)
-    number, values = total.constant, list[Element]()
-    for term in total.terms:
-        known = 0.0 if pads_with_zero(term.origin, term.index) else constant(term.origin)
-        if known is None:
-            values.append(term)
-        else:
-            number += term.factor * known
-    if not values:
-        return number
-    return values[0] if len(values) == 1 and number == 0 else logit
+def exponential(value: object) -> Node | None:
+    """The exp whose result `value` is, through views and casts."""
+    for _ in range(6):
+        if not isinstance(value, Node):
+            return None
+        if value.target is aten.exp.default:
+            return value
+        if value.target not in MOVERS and value.target not in CASTS:
+            return None
+        value = next(iter(args_of(value)), None)
+    return None
 
 
-def _unpadded(found: Attention) -> Attention:
-    """Attention over the values without the zeros that were put behind them to make them as wide as the keys."""
-    value, last = found.value, found.index[-1]
-    for axis, cut in cuts(value.node, value.index):
-        if value.node.target is not aten.constant_pad_nd.default or last.axis is not axis:
-            continue
-        kept = fresh(cut)
-        narrow, rest = value.at({axis: kept}), value.at({axis: shifted(fresh(axis.size - cut), cut)})
-        if pads_with_zero(rest.node, rest.index):
-            factor, narrow = narrow.apart()
-            factor *= found.value_factor
-            index = (*found.index[:-1], kept)
-            return replace(found, index=index, value=narrow, value_factor=factor, padding=axis.size - cut)
+def _divided(element: Element, exp: Node) -> Softmax:
+    """`exp(x - max) / sum(exp(x - max))`."""
+    node = element.node
+    numerator, denominator = (operand(value, element.index) for value in args_of(node)[:2])
+    if denominator.origin.target is not aten.sum.dim_IntList or numerator.origin is not exp:
+        raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
+    summand, over = summed(denominator)
+    dims = [dim for dim, part in enumerate(summand.index) if part in over]
+    if summand.node is not numerator.node or len(over) != 1 or len(dims) != 1:
+        raise NoMatch("what divides the exponentials is not their sum", node)
+    columns = _columns(numerator.index, dims[0], exp)
+    is_whole = over[0].axis is not None and over[0].axis.size == columns.whole.size
+    if not is_whole or [dim for dim, part in enumerate(summand.index) if part != numerator.index[dim]] != dims:
+        raise NoMatch("what divides the exponentials is the sum of others", node)
+    inner = operand(args_of(exp)[0], _along(numerator.index, dims[0], columns.whole))
+    if inner.origin.target not in (aten.sub.Tensor, aten.where.self):
+        raise NoMatch("the exponentials are of scores as they are, and may overflow where a softmax does not", node)
+    logits = _less_peak(inner, columns.whole)
+    if logits is None:
+        raise NoMatch("what is subtracted before the exponential is not the largest of the scores", node)
+    return columns.of(logits)
+
+
+def _without_peak(logits: Element, axis: Axis) -> Element:
+    """Logits from which the largest of them was subtracted, as it is once more within a softmax, before that."""
+    before = _less_peak(logits, axis)
+    return logits if before is None else before
+
+
+def _less_peak(raised: Element, axis: Axis) -> Element | None:
+    """The logits, if `raised` is they less the largest of them along the softmax axis. Inductor takes that before a
+    factor or behind it, as a condition has it: if both ways give it, the condition is of no matter."""
+    node = raised.origin
+    if node.target is not aten.where.self:
+        return _difference(raised, axis)
+    one, other = (_difference(operand(way, raised.index, raised.factor), axis) for way in args_of(node)[1:3])
+    return one if one == other else None
+
+
+def _difference(raised: Element, axis: Axis) -> Element | None:
+    node = raised.origin
+    if node.target is not aten.sub.Tensor or argument(node, 2, "alpha", 1) != 1 or raised.factor < 0:
+        return None
+    if not all(isinstance(value, Node) for value in args_of(node)[:2]):
+        return None
+    if raised.factor > 1:  # of equal scores the difference stays zero, and the scores may become minus infinity
+        what = f"differences of scores are multiplied by {raised.factor:.6g}"
+        raise NoMatch(f"{what}, by which the scores themselves may leave their range", node)
+    logits, peak = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
+    return logits if _is_peak(peak, logits, axis) else None
+
+
+def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
+    """`peak` is the maximum of the logits along the softmax axis: any other number may take them out of range."""
+    factor, peak = peak.apart()
+    largest = _largest(peak.node)
+    if largest is None:
+        return False
+    source, along = _reduced_along(largest, peak.index, axis)
+    return source is not None and operand(source, along, factor) == logits
+
+
+def _reduced_along(node: Node, index: tuple[Index, ...], axis: Axis) -> tuple[Node | None, tuple[Index, ...]]:
+    """What a reduction reduces, read along `axis`, if it does so over as many elements as that counts."""
+    source, index, over = reduced(node, index)
+    if len(over) != 1 or over[0].axis is None or over[0].axis.size != axis.size:
+        return None, index
+    return source, tuple(of_axis(axis) if part == over[0] else part for part in index)
+
+
+def _largest(node: Node) -> Node | None:
+    """The call of which a node holds the maxima."""
+    if node.target is aten.amax.default:
+        return node
+    is_first = node.target is operator.getitem and args_of(node)[1] == 0
+    return args_of(node)[0] if is_first and args_of(node)[0].target is aten.max.dim else None
+
+
+def _guarded(element: Element) -> Softmax:
+    """A softmax whose fully masked rows are zeroed, as scaled_dot_product_attention does."""
+    condition, zero, probability = args_of(element.node)
+    if constant(zero) != 0:
+        raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
+    found = softmax(operand(probability, element.index))
+    is_guard = _tests_for_masked_rows(operand(condition, element.index), found.logits, found.axis)
+    if found.sink is not None or not is_guard:
+        raise NoMatch("the attention probabilities are masked after the softmax", element.node)
     return found
 
 
-def _guards(node: Node) -> list[Node]:
-    return [user for user in node.users if user.target is aten.where.self]
-
-
-def weighted_sum(node: Node) -> Node | None:
-    """The product that consumes the probabilities of a softmax, through the views between; None if there is none."""
-    pending, seen = list(node.users), set()
-    while pending:
-        user = pending.pop(0)
-        if user in seen:
-            continue
-        seen.add(user)
-        if user.target in PRODUCTS:
-            return user
-        if user.target in STEPS:
-            pending += user.users
-    return None
-
-
-def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
-    """The logits as products of queries and keys and masks: first all numbers that are added, then the fills."""
-    total = as_sum(element, budget)
-    if total.constant:
-        raise NoMatch("a number is added to the attention scores", element.origin)
-    scores: list[Contraction] = []
-    masks: list[Mask] = []
-    for term in total.terms:
-        filled = _filled(term)
-        inner = None if filled is None else _masked_scores(filled[0], budget)
-        if filled is not None and inner is not None:
-            scores += inner[0]
-            masks += [*inner[1], filled[1]]
-            continue
-        try:
-            scores.append(contraction(term))
-        except NoMatch:
-            masks.append(_added(term))
-    if not scores:
-        raise NoMatch(_why_no_score(masks), masks[0].node if masks else element.origin)
-    ordered = _in_order(masks)
-    if len(total.terms) > 1 and any(mask.fill not in (None, -math.inf) for mask in ordered):
-        raise NoMatch("only a part of the attention scores is filled with a number", element.origin)
-    return tuple(scores), ordered
-
-
-def _why_no_score(masks: list[Mask]) -> str:
-    """What stands between the products of query and key and the softmax."""
-    for logits in (_unfilled(mask.element) for mask in masks):
-        factors = [factor.origin for factor, _ in as_product(logits).factors]
-        others = [name_of(factor) for factor in factors if factor.target not in PRODUCTS]
-        if len(others) < len(factors):
-            by = ", ".join(dict.fromkeys(others)) or "themselves"
-            return f"the attention scores are multiplied by {by}, expected a number"
-        if any(node.target in PRODUCTS for node in computed_from(logits.origin)):
-            return f"the attention scores go through {name_of(logits.origin)} before the softmax, expected a product"
-    return "no product of query and key enters the softmax"
-
-
-def _masked_scores(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
-    """The logits under a fill; None if it is a mask, with no scores in it, that is filled."""
-    try:
-        return _logits(element, budget)
-    except NoMatch:
-        spend(budget, element.origin)  # raises what it was, if they are too long
-        return None
-
-
-def _added(term: Element) -> Mask:
-    return Mask(term.origin, term)
-
-
-def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
-    """Where logits are filled with minus infinity nothing that is added changes them; where they are filled with a
-    number they are that number, and everything else would have to come before."""
-    fills = {mask.fill for mask in masks if mask.fill is not None}
-    if fills <= {-math.inf}:
-        return tuple(masks)
-    node = next(mask.node for mask in masks if mask.fill is not None)
-    if len(fills) > 1:
-        raise NoMatch("the attention scores are filled with different numbers", node)
-    if any(mask.fill is None for mask in masks):
-        raise NoMatch("the attention scores are filled with a number, and a mask is added to them as well", node)
-    return tuple(masks)
-
-
-def _unfilled(logits: Element) -> Element:
-    """Logits as they were before they were filled where a condition holds, if they were."""
-    filled = _filled(logits)
-    return logits if filled is None else _unfilled(filled[0])
-
-
-def _filled(element: Element) -> tuple[Element, Mask] | None:
-    """`where(condition, scores, fill)` either way around, as masked_fill leaves it: the scores and the mask."""
-    dtype, peak = element.dtype, element.peak
-    factor, element = element.apart()
-    node = element.node
-    if node.target in MASKED_FILL:
-        kept, condition, fill = args_of(node)
-        ways = [(kept, constant(fill), False)]
-    elif node.target is aten.where.self:
-        condition, chosen, other = args_of(node)
-        ways = [(chosen, constant(other), True), (other, constant(chosen), False)]
-    else:
-        return None
-    for kept, number, keep_where in ways:
-        if number is None or constant(kept) is not None:
-            continue
-        fill = rounded(number * factor, dtype)
-        if -math.inf <= fill < math.inf:
-            at_peak = [rounded(number * peak, each) for each in (dtype, node.meta["val"].dtype)]
-            if math.isfinite(fill) and not all(map(math.isfinite, at_peak)):
-                raise NoMatch(f"scores are filled with {fill:.6g}, which is infinite before it is scaled back", node)
-            return operand(kept, element.index, factor), Mask(node, operand(condition, element.index), fill, keep_where)
-    return None
-
-
-def _fused(node: Node) -> Attention:
-    """One of PyTorch's fused attention operators, whose first result is the output."""
-    query, key, value = args_of(node)[:3]
-    named = {argument.name: position for position, argument in enumerate(_schema(node).arguments)}
-
-    def option(name: str, default: Any = None) -> Any:
-        return argument(node, named[name], name, default) if name in named else default
-
-    if option("dropout_p", 0.0):
-        raise NoMatch("attention with dropout is left alone", node)
-    output = node if isinstance(node.meta["val"], torch.Tensor) else _first_result(node)
-    index = fresh_index(output)
-    *batch, row, column = index
-    keys, inner = fresh(shape_of(key)[-2]), fresh(shape_of(query)[-1])
-    if keys.axis is None:
-        raise NoMatch("attention over a single key", node)
-    key_batch, value_batch = (_shared(node, name, given, batch) for name, given in (("key", key), ("value", value)))
-    scale = _scale(node, option("scale"), shape_of(query)[-1])
-    left, right = operand(query, (*batch, row, inner)), operand(key, (*key_batch, keys, inner))
-    score = scaled_product(node, scale, left, right, (inner,))
-    mask = option("attn_mask") if "attn_mask" in named else option("attn_bias")
-    masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
-    causal = Causal(node, row) if option("is_causal", False) else None
-    factor, values = operand(value, (*value_batch, keys, column)).apart()
-    return _unpadded(Attention(output, index, (score,), masks, causal, values, factor, keys))
-
-
-def _shared(node: Node, name: str, given: Node, batch: list[Index]) -> list[Index]:
-    """Where keys or values are read: several heads of the query, one behind another, may share one of theirs."""
-    query = args_of(node)[0]
-    sizes, wanted = shape_of(given)[:-2], shape_of(query)[:-2]
-    if len(sizes) != len(wanted) or any(
-        size not in (1, own) for size, own in zip(sizes[:-1], wanted[:-1], strict=True)
-    ):
-        raise NoMatch(f"the {name} is of other sequences than the query", node)
-    if not sizes or sizes[-1] in (1, wanted[-1]):
-        return batch
-    group, head = ratio(wanted[-1], sizes[-1]), batch[-1].axis
-    if group is None or head is None:
-        raise NoMatch(f"the query has {wanted[-1]} heads, the {name} {sizes[-1]}", node)
-    return [*batch[:-1], combine(0, [(Digit(head, group, sizes[-1]), 1)])]
-
-
-def _scale(node: Node, given: Any, width: Size) -> float:
-    if given is None and isinstance(width, int):
-        return float(width**-0.5)
-    scale = constant(given)
-    if scale is None:
-        raise NoMatch("the softmax scale is not a compile-time number", node)
-    return scale
-
-
-def _schema(node: Node) -> Any:
-    assert isinstance(node.target, OpOverload), "a fused attention operator has a schema"
-    return node.target._schema
-
-
-def _given_mask(mask: Node, index: tuple[Index, ...]) -> Mask:
-    element = operand(mask, index)
-    return Mask(mask, element, -math.inf) if mask.meta["val"].dtype is torch.bool else _added(element)
-
-
-def _first_result(node: Node) -> Node:
-    for user in node.users:
-        if user.target is operator.getitem and args_of(user)[1] == 0:
-            return user
-    raise NoMatch("the attention's output is not used", node)
+def _tests_for_masked_rows(condition: Element, logits: Element, axis: Axis) -> bool:
+    """The condition is `not any(logits != -inf)` along the softmax axis."""
+    if condition.node.target not in NOT:
+        return False
+    some = operand(args_of(condition.node)[0], condition.index)
+    if some.node.target not in (aten.any.dim, aten.any.dims):
+        return False
+    source, along = _reduced_along(some.node, some.index, axis)
+    if source is None:
+        return False
+    tested = operand(source, along)
+    is_negated = False
+    while tested.node.target in NOT:
+        tested, is_negated = operand(args_of(tested.node)[0], tested.index), not is_negated
+    if tested.node.target is not (aten.eq.Scalar if is_negated else aten.ne.Scalar):
+        return False
+    value, number = args_of(tested.node)[:2]
+    return number == -math.inf and operand(value, tested.index) == logits

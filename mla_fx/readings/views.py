@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.torch_private import OpOverload, has_symbolic_sizes
+from mla_fx.graph.torch_private import OpOverload, has_symbolic_sizes
 
 from .axes import ZERO, Axis, Index, extent, fresh, reshape, shifted
 from .calls import args_of, argument

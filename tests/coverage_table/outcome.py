@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 import mla_fx
-from mla_fx.ledger import listening
+from mla_fx.driver.report_log import listening
 
 TARGETS = ("reference", "inductor")
 WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"

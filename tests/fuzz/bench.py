@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
-from mla_fx.torch_private import share_storage
+from mla_fx.graph.torch_private import share_storage
 
 from .capture import Captured, copy_of, evaluate
 from .program import Program, Way

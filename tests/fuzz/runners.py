@@ -9,8 +9,8 @@ import torch
 from mla_fx.lowering.reference import Reference
 
 import mla_fx
-from mla_fx.compilation import Compilation
 from mla_fx.debug.report import Report
+from mla_fx.driver.compilation import Compilation
 from mla_fx.options import Options
 
 from .capture import copies, run

@@ -11,8 +11,8 @@ from mla_fx.lowering.ascend.surface import Surface
 from torch import Tensor
 from torch.func import functionalize
 
+from mla_fx.graph.torch_private import make_fx
 from mla_fx.ops import catalogue
-from mla_fx.torch_private import make_fx
 
 A2 = Surface("Ascend910B3", "ge", hoists=False)
 NZ = 29

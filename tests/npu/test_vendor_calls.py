@@ -10,8 +10,8 @@ import torch
 from mla_fx.lowering.ascend import mla_prolog
 
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.ops.mla_prolog.arguments import Arguments
-from mla_fx.ops.mla_prolog_v3.samples import integers, scale
+from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
+from mla_fx.ops.vendor.mla_prolog_v3.samples import integers, scale
 from npu.lowered import Call
 
 pytestmark = pytest.mark.campaign  # every mode at full size; tests/npu/test_user_calls.py has each call once

@@ -9,7 +9,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import mla_fx
-from mla_fx.compilation import Compilation
+from mla_fx.driver.compilation import Compilation
 from ops.harness import CATALOGUE, as_tuple, by_name, result_names, same_tensors, twin_call, written_names
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fx.ops.kv_rmsnorm_rope_cache import samples as _samples
+from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import samples as _samples
 from ops.harness import change, drop, element_at, nz_offset, option, refuses
 from ops.kv_oracle import FORMS, MODES, OPERATOR, build, matches_oracle
 

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx import discover
 from mla_fx.debug.memory import peak_of_temporaries
+from mla_fx.driver import discovery
 from mla_fx.ops.emitted import latent_attention, lean, mla_attention
 from mla_fx.ops.emitted.lean import IN_TILES
 
@@ -197,7 +197,7 @@ def long_prompt(**given):
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_a_long_prompt_keeps_no_scores(target, given):
     """Its temporaries are less than three times query, keys, values and result together."""
-    table = dict(discover.targets()[target].decompositions())
+    table = dict(discovery.targets()[target].decompositions())
     steps, heads = 8192, 128
     with FakeTensorMode():
         values = {

@@ -6,7 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 from traced import B, D, N, S, T, Traced, agree, dense, sum_of
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.softmax import anchors, attention
+from mla_fx.readings.attention import anchors, attention
 
 
 def softmax_by_hand(scores, compared=slice(None)):

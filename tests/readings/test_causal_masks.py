@@ -12,9 +12,9 @@ from layers import CLOSE, QUIET, Layer, Sizes, arguments
 from traced import D, S, T, Traced, dense
 
 from mla_fx.errors import NoMatch
+from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.axes import axes_of
 from mla_fx.readings.causal import causal_by_position
-from mla_fx.readings.softmax import anchors, attention
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

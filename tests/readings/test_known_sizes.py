@@ -9,11 +9,11 @@ import sympy
 import torch
 from torch.fx import Graph
 
+from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings import sizes
 from mla_fx.readings.sizes import at_most, equated, guarded_alike, known_by, ratio, remainders, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
-from mla_fx.torch_private import make_fx
 
 
 class Environment:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 from traced import D, S, Traced, agree, assert_resolves, dense
 
-from mla_fx.emitter import Emitter
 from mla_fx.errors import NoMatch
-from mla_fx.layout import tensor
 from mla_fx.readings.element import resolve
 from mla_fx.readings.views import fresh_index
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import tensor
 
 # --- views: any chain of them -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,76 @@
+"""Compiled graphs that outlive their process: the key under which one is kept, and the report kept beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mla_fx.debug.memory import Memory
+from mla_fx.debug.report import Miss, PassRecord, Report
+from mla_fx.options import Options
+
+from . import discovery
+
+FROM_CACHE = "compiled before and taken from PyTorch's cache: this is what was reported then, with the lines of then"
+
+
+def key(options: Options, inputs: Sequence[Any] = ()) -> str:
+    """Changes with the options, with the source of every rule, operator and lowering, and with which of a graph's
+    inputs lie in one memory, of which PyTorch's own key knows nothing.
+
+    A target's own options are not among them: what compiles the graph keys its cache by those itself."""
+    decides = source_hash(), dataclasses.replace(options, extra={}), _memories(inputs)
+    return hashlib.sha256(repr(decides).encode()).hexdigest()
+
+
+def _memories(inputs: Sequence[Any]) -> list[int]:
+    """For each input that is a tensor, the number of the first that lies in the same memory."""
+    first: dict[int, int] = {}
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    return [first.setdefault(value.untyped_storage()._cdata, place) for place, value in enumerate(tensors)]
+
+
+def are_plain(inputs: Sequence[Any]) -> bool:
+    """Whether it can be told of all tensors in which memory they lie."""
+    tensors = (value for value in inputs if isinstance(value, Tensor))
+    return all(value.layout is torch.strided and not is_traceable_wrapper_subclass(value) for value in tensors)
+
+
+def source_hash() -> str:
+    """A hash of the sources that decide what a graph is rewritten to; not of what these import from elsewhere."""
+    return _hash_of(discovery.found_rules())
+
+
+@functools.lru_cache(maxsize=1)
+def _hash_of(rules: discovery.Found) -> str:
+    """The hash as long as these are the rules; one that cannot be used is none, whatever its source says."""
+    digest = hashlib.sha256(repr([str(fault) for fault in rules.faults]).encode())
+    for package in ("mla_fx", discovery.LOWERING, *discovery.packages()):
+        for name, path in discovery.sources(package):
+            digest.update(name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def as_text(report: Report) -> str:
+    """The report of one graph as JSON."""
+    return json.dumps(report.to_dict())
+
+
+def from_text(text: str) -> Report:
+    """The report that was kept, with a note that says so. Raises ValueError for anything else."""
+    parts = json.loads(text)
+    parts["misses"] = [Miss(**miss) for miss in parts["misses"]]
+    parts["passes"] = [PassRecord(**{**record, "fired": Counter(record["fired"])}) for record in parts["passes"]]
+    parts["memory"] = [Memory(**memory) for memory in parts["memory"]]
+    parts["notes"] = [FROM_CACHE, *parts["notes"]]
+    return Report(**parts)

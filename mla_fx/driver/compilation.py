@@ -1,0 +1,247 @@
+"""The driver of one compilation: options, target, passes, judgement, and the fence around all that is ours."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fx.debug.recorder import Recorder
+from mla_fx.debug.report import Report
+from mla_fx.debug.verify import Verification
+from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
+from mla_fx.graph.torch_private import is_saving, passing_dynamo, static_inputs
+from mla_fx.options import AUTO, Options, parse
+from mla_fx.passes.pipeline import PIPELINE, Pass, Run, run_pipeline
+from mla_fx.passes.triage import survey, tell_undecomposed
+from mla_fx.rule import Rule
+from mla_fx.target import Compiled, Compiler, Target
+
+from . import cache_key, discovery, report_log
+from .dynamo_inputs import input_names, name_inputs, recover_floats
+
+
+def checked(given: Mapping[str, Any]) -> Options:
+    """Options as far as they can be known before there is a graph. Raises OptionError."""
+    for fault in discovery.found_targets().faults:
+        if fault.name == given.get("target"):
+            raise OptionError(str(fault)) from fault.error
+    patterns = {rule.name for rule in discovery.rules()} | {fault.name for fault in discovery.found_rules().faults}
+    options = parse(given, discovery.targets(), frozenset(patterns))
+    if options.target != AUTO:
+        _require(discovery.targets()[options.target])
+    return options
+
+
+@dataclass
+class Compilation:
+    """What is known about one call of the backend; nothing of it outlives the call but the report."""
+
+    options: Options
+    target: Target
+    report: Report
+    keep_text: bool = False
+    passes: tuple[Pass, ...] = PIPELINE
+    rules: tuple[Rule[Any], ...] = field(default_factory=discovery.rules)
+    is_broken: bool = False
+    input_names: tuple[str, ...] = ()
+    key: str | None = None
+
+    @classmethod
+    def prepare(
+        cls, example_inputs: Sequence[Any], given: Mapping[str, Any], *, keep_text: bool = False
+    ) -> Compilation:
+        """Checks the options and chooses the target. Raises OptionError."""
+        targets, given = discovery.targets(), dict(given)
+        if given.get("target", AUTO) == AUTO:
+            given["target"] = automatic_target(targets, example_inputs).name
+        options = checked(given)
+        target = targets[options.target]
+        compilation = cls(options, target, Report(target=target.name), keep_text)
+        report_log.remember(compilation.report)
+        compilation._tell_faults()
+        return compilation
+
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        try:
+            recover_floats(gm)
+            self.input_names = input_names(gm.graph)
+        except Exception as error:
+            self._fail("reading Dynamo's graph", error)
+        self.key = self._key(example_inputs)
+        self._check_saved()
+        return self.target.compile(gm, example_inputs, self, self.options.extra)
+
+    def __call__(self, compiler: Compiler) -> Compiler:
+        """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
+
+        def compile_fused(gm: GraphModule, inputs: Sequence[Any], *, is_inference: bool, **given: Any) -> Compiled:
+            compile_graph = functools.partial(compiler, gm, is_inference=is_inference, **given)
+            if not is_inference:
+                self.leave_alone(gm.graph)
+                return compile_graph(inputs)
+            prepares = self.target.prepares and self.options.lay_out
+            run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
+            try:
+                compiled = run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
+                return self._verified(run, gm).around(compiled) if run.fused is not None else compiled
+            except Exception as error:
+                if not run.is_changed:
+                    raise
+                run.restore(gm)
+                self._fail(f"compiling the fused graph for {self.target.name}", error)
+                self._judge()
+            return compile_graph(inputs)
+
+        return compile_fused
+
+    def rewrite(self, gm: GraphModule, *, weights: Set[Node] | None = None) -> Run:
+        """Runs the passes over an operator graph. Whatever fails in them, the user gets a graph that runs.
+
+        With `weights`, the graph may want other inputs than it came with: those of `Run.prepared`."""
+        recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
+        run = Run(gm.graph, self.options, self.rules, self.report, self.target, weights, on_stage=recorder.stage)
+        try:
+            name_inputs(gm.graph, self.input_names)
+            with torch.no_grad():
+                run_pipeline(run, () if self.is_broken else self.passes)
+        except Exception as error:
+            run.restore(gm)
+            self._fail(f"pass {run.record.name!r}", error)
+        if not self.report.fused:
+            run.restore(gm)  # nothing that is used was fused, so the graph leaves as it came
+            tell_undecomposed(gm.graph, self.report)
+        if run.is_changed:
+            gm.recompile()
+        recorder.finish()
+        self._judge()
+        return run
+
+    def _verified(self, run: Run, gm: GraphModule) -> Verification:
+        assert run.original is not None and run.fused is not None, "a graph that was fused is kept as it came"
+        unfused, fused = (GraphModule(gm, graph.restore()) for graph in (run.original, run.fused))
+        return Verification(unfused, fused, self.report, once=self.options.verify == "first")
+
+    def leave_alone(self, graph: Graph) -> None:
+        """What is said of a forward graph that needs gradients."""
+        self.report.is_training = True
+        try:
+            survey(graph, self.report, is_inference=False)
+        except Exception as error:
+            self._fail("looking at a training graph", error)
+        self._judge()
+
+    def keeps(self, size: int) -> None:
+        self.report.memory = [replace(told, weights=told.weights + size) for told in self.report.memory]
+
+    def _check_saved(self) -> None:
+        """Raises OptionError where `aot_compile` asks for what cannot be saved."""
+        if is_saving() and not self.target.is_saved:
+            raise OptionError(f"what target {self.target.name!r} compiles cannot be saved, as aot_compile does")
+        if is_saving() and self.options.verify != "off":
+            raise OptionError("option verify compares with a graph that cannot be saved, and aot_compile saves")
+
+    # --- graphs that are kept for later processes --------------------------------------------------------------------
+
+    def _key(self, inputs: Sequence[Any]) -> str | None:
+        """None too where the passes are to be seen at work, or are not those that the sources say."""
+        is_usual = self.passes is PIPELINE and self.rules is discovery.rules() and not self.is_broken
+        is_watched = self.keep_text or self.options.dump is not None or self.options.verify != "off"
+        is_keepable = is_usual and not is_watched and cache_key.are_plain(inputs)
+        return cache_key.key(self.options, inputs) if is_keepable else None
+
+    def told(self) -> str | None:
+        """The report, unless something failed: that may go well the next time."""
+        return None if self.is_broken else cache_key.as_text(self.report)
+
+    def recall(self, told: str) -> bool:
+        """The report of the graph that was kept becomes that of this compilation, and is judged as it was then."""
+        try:
+            kept = cache_key.from_text(told)
+        except ValueError:
+            return False
+        vars(self.report).update(vars(kept))
+        self._judge()
+        return True
+
+    # --- the fence ---------------------------------------------------------------------------------------------------
+
+    def _tell_faults(self) -> None:
+        """One warning for each file that cannot be used, unless it is disabled; the others go on."""
+        for fault in (*discovery.found_rules().faults, *discovery.found_targets().faults):
+            if fault.name in self.options.disable:
+                continue
+            self.report.notes.append(str(fault))
+            if self.options.strict:
+                raise FusionError(str(fault)) from fault.error
+            self._warn(f"mla_fx: {fault}")
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Something of ours failed: one warning, and nothing more is tried."""
+        cause = f"{type(error).__name__}: {error}"
+        self.is_broken = True
+        for told in (self.report.fused, self.report.pieces, self.report.modules, self.report.memory):
+            told.clear()
+        self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
+        if self.options.strict:
+            raise FusionError(f"{what} failed: {cause}") from error
+        self._warn(f"mla_fx: {what} failed with {cause}; the model runs unfused")
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, MlaWarning, stacklevel=3)
+
+    # --- judgement ---------------------------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        """Holds the result against `expect` and `strict`, and tells the user of what stands in the way."""
+        expected = self.options.expect
+        if expected is not None and self.report.has_attention and not expected.is_met(self.report.fused):
+            raise FusionError(f"expected {expected}, fused {self.report.fused}\n{self.report}")
+        reason = self._looks_unfused()
+        if reason and self.options.strict:
+            raise FusionError(f"attention that looks like MLA stays unfused: {reason}")
+        if self.is_broken:
+            return  # the failure itself was already warned of
+        if self.report.is_training:
+            self._warn("mla_fx fuses inference only; a graph that needs gradients is left alone")
+        elif reason:
+            self._warn(f"mla_fx: attention that looks like MLA stays unfused: {reason}")
+
+    def _looks_unfused(self) -> str:
+        """Why a layer that looks like MLA stays unfused, or an empty string. What kept a graph from being looked at
+        comes first: where it did not, the nearest miss is but a symptom."""
+        near = [miss for miss in self.report.misses if miss.looks_like_mla]
+        if self.report.hindrances or not near:
+            return "; ".join(self.report.hindrances)
+        return str(max(near, key=lambda miss: miss.depth))
+
+
+def automatic_target(targets: Mapping[str, Target], example_inputs: Sequence[Any]) -> Target:
+    """The target that serves such inputs; one that serves any only where there is no other."""
+    able = [target for target in targets.values() if target.serves(example_inputs) and target.missing() is None]
+    if not able:
+        raise OptionError(f"no target serves these inputs; known targets are {', '.join(map(repr, targets))}")
+    return min(able, key=lambda target: target.is_fallback)
+
+
+def _require(target: Target) -> None:
+    reason = target.missing()
+    if reason is not None:
+        raise OptionError(f"target {target.name!r} cannot be used here: {reason}")
+
+
+def through_dynamo(error: Exception) -> Exception:
+    """Our own errors reach the user as what they are, not wrapped in BackendCompilerFailed."""
+    is_ours = isinstance(error, (OptionError, FusionError, VerificationError))
+    return passing_dynamo(error) if is_ours else error
+
+
+def _weights(gm: GraphModule) -> Set[Node]:
+    places = static_inputs()
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return {node for position, node in enumerate(inputs) if position in places}

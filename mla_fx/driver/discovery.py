@@ -1,0 +1,164 @@
+"""Finds patterns and targets by walking their folders; a file dropped there is used, and nothing else names it.
+
+Patterns of one's own lie elsewhere: in a module or package that an entry point of the group `mla_fx.patterns` names, or
+in a folder that `register_patterns` was given."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from mla_fx.errors import OptionError
+from mla_fx.rule import Rule
+from mla_fx.target import Target
+
+PATTERNS, LOWERING = "mla_fx.patterns", "mla_fx.lowering"
+ENTRY_POINTS = "mla_fx.patterns"
+
+_registered: list[str] = []  # the packages of registered folders; they are the process's, as its modules are
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A file that cannot be used, by the name that its rule or target would have, and why."""
+
+    name: str
+    place: str
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"{self.place} cannot be used, and is left out: {type(self.error).__name__}: {self.error}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One instance of each class, sorted by name, and the files that hold none because they cannot be used."""
+
+    values: tuple[Any, ...]
+    faults: tuple[Fault, ...]
+
+
+def rules() -> tuple[Rule[Any], ...]:
+    """One instance of every rule, sorted by name."""
+    return found_rules().values
+
+
+@functools.cache
+def targets() -> Mapping[str, Target]:
+    """One instance of every target in `lowering/`, by name."""
+    return MappingProxyType({target.name: target for target in found_targets().values})
+
+
+@functools.cache
+def found_rules() -> Found:
+    return _found(packages(), Rule)
+
+
+@functools.cache
+def found_targets() -> Found:
+    return _found((LOWERING,), Target)
+
+
+@functools.cache
+def packages() -> tuple[str, ...]:
+    """The modules and packages that hold rules: the project's own, those of entry points, and registered folders."""
+    named = sorted(entry.module for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
+    return tuple(dict.fromkeys((PATTERNS, *named, *_registered)))
+
+
+def register_patterns(folder: str | Path) -> None:
+    """Has the rules in a folder's files applied from now on, in this process, beside those in `patterns/`.
+
+    Each file is imported as a module of a package that stands for the folder, so that one may import another by
+    `from .other import ...`. A rule is called by its file's name, also in the option `disable`. A folder that is given
+    again is read again for new files. Raises OptionError for a folder that does not exist."""
+    path = Path(folder).resolve()
+    if not path.is_dir():
+        raise OptionError(f"there is no folder {str(path)!r} to register patterns from")
+    name = f"mla_fx_patterns_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name not in _registered:
+        _make_package(name, path)
+        _registered.append(name)
+    importlib.invalidate_caches()
+    for known in (found_rules, packages):
+        known.cache_clear()
+
+
+def _make_package(name: str, folder: Path) -> None:
+    """Has the files of a folder imported as modules of a package."""
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+
+
+def _find_beside(package: str) -> None:
+    """In a clone that is not installed, or that hides an installed one, the folder lies beside that of `mla_fx`."""
+    folder = Path(__file__).parents[2] / package.rpartition(".")[2]
+    if importlib.util.find_spec(package) is None and folder.is_dir():
+        _make_package(package, folder)
+
+
+def _found(packages: Sequence[str], base: type) -> Found:
+    values: dict[str, list[Any]] = {}
+    faults = []
+    for name, place, load in (file for package in packages for file in _files(package)):
+        try:
+            made = [kind() for kind in _own_classes(load(), base)]
+            if made and values.get(name):
+                raise NameError(f"there is another file called {name!r}, and no two may have the same name")
+        except Exception as error:
+            faults.append(Fault(name, place, error))
+        else:
+            values.setdefault(name, []).extend(made)
+    return Found(tuple(value for name in sorted(values) for value in values[name]), tuple(faults))
+
+
+def _own_classes(module: ModuleType, base: type) -> Iterator[type]:
+    for _, value in sorted(vars(module).items()):
+        is_own = inspect.isclass(value) and value.__module__ == module.__name__
+        if is_own and issubclass(value, base) and not value.__name__.startswith("_"):
+            yield value
+
+
+def _files(package: str) -> Iterator[tuple[str, str, Callable[[], ModuleType]]]:
+    """For a module, and for each in it if it is a package: its last name, its file, and what imports it."""
+    load = functools.partial(importlib.import_module, package)
+    yield package.rpartition(".")[2], f"module {package!r}", load
+    try:
+        root = load()
+    except Exception:
+        return  # which is told when it is imported for what is in it
+    for found in sorted(pkgutil.iter_modules(getattr(root, "__path__", ())), key=lambda module: module.name):
+        name = f"{package}.{found.name}"
+        spec = found.module_finder.find_spec(name, None)
+        place = str(spec.origin) if spec is not None else name
+        yield found.name, place, functools.partial(importlib.import_module, name)
+
+
+def sources(package: str) -> Iterator[tuple[str, Path]]:
+    """The files of a module or package by name, also in an editable install, and where else its user has it look."""
+    try:
+        root = importlib.import_module(package)
+    except Exception:
+        return
+    if not hasattr(root, "__path__"):
+        yield package, Path(str(root.__file__))
+    for folder in map(Path, getattr(root, "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            yield f"{package}/{file.relative_to(folder)}", file
+
+
+for _package in (PATTERNS, LOWERING):
+    _find_beside(_package)

@@ -1,0 +1,50 @@
+"""What must be done on Dynamo's graph, before AOTAutograd: floats that `dynamic=True` turned into inputs are made
+numbers again, and the names of inputs are kept, which AOTAutograd only counts."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fx.debug.report import plain_path
+from mla_fx.graph.torch_private import input_path
+from mla_fx.passes.triage import joins_cut_products
+from mla_fx.readings.views import INPUT_NAME
+
+FROM_BEFORE = "from before a graph break"
+
+
+def recover_floats(gm: GraphModule) -> None:
+    """Makes epsilons and softmax scales numbers again where Dynamo lifted them to 0-d inputs, under a guard.
+
+    Only where the graph may hold MLA: a piece cut out of one product that enters another. A shape change then
+    recompiles nothing, a changed number exactly once. If anything fails, the graph is as it was."""
+    items = [node for node in gm.graph.nodes if _is_lifted_float(node)]
+    if not items or not joins_cut_products(gm.graph):
+        return
+    numbers = {node: node.meta["example_value"].node.guard_float(__file__, 0) for node in items}
+    for node, number in numbers.items():
+        node.replace_all_uses_with(number)
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _is_lifted_float(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return node.op == "call_method" and node.target == "item" and isinstance(value, torch.SymFloat)
+
+
+def input_names(graph: Graph) -> tuple[str, ...]:
+    """The names of Dynamo's inputs as the user writes them, `layers.3.self_attn.o_proj.weight`; empty where unknown."""
+    paths = (plain_path(input_path(node)) for node in graph.find_nodes(op="placeholder"))
+    return tuple(FROM_BEFORE if path.startswith("___stack") else path for path in paths)
+
+
+def name_inputs(graph: Graph, names: tuple[str, ...]) -> None:
+    """Has messages call the inputs of an operator graph by those names, if there is one for each of them."""
+    inputs = graph.find_nodes(op="placeholder")
+    if len(inputs) != len(names):
+        return
+    for node, name in zip(inputs, names, strict=True):
+        if name:
+            node.meta[INPUT_NAME] = name

@@ -1,0 +1,54 @@
+"""Trying a rule on its cases: what the tests of every pattern are generated from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from mla_fx.cases import Case, inputs
+from mla_fx.debug.report import Report
+from mla_fx.rule import Rule
+from mla_fx.target import Compiled
+
+from .compilation import Compilation
+
+
+def run_case(case: Case, *more: Rule[Any]) -> Report:
+    """Runs a case as it is and fused, by the rules in `patterns/` and `more`, and reports what happened.
+
+    Raises AssertionError if an output or a buffer differs."""
+    eager = case.build().eval()
+    fused = copy.deepcopy(eager)
+    reports: list[Report] = []
+    options = {"target": "reference", "pieces": case.pieces}
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        compilation = Compilation.prepare(example_inputs, options, keep_text=True)
+        compilation.rules += more
+        reports.append(compilation.report)
+        return compilation.compile(gm, example_inputs)
+
+    with torch.no_grad():
+        expected = eager(*inputs())
+        found = torch.compile(fused, backend=backend)(*inputs())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(fused.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
+    return Report.merged(reports)
+
+
+def check_accepted(case: Case, *more: Rule[Any]) -> None:
+    """The case fuses just as often as it says, and answers as before. Raises AssertionError."""
+    report = run_case(case, *more)
+    assert {**report.fused, **report.pieces} == case.fused, f"{case.name}: expected {dict(case.fused)}, {report}"
+
+
+def check_refused(rule: Rule[Any], case: Case, *more: Rule[Any]) -> None:
+    """The rule refuses the case for the reason that it gives, and does not fire. Raises AssertionError."""
+    report = run_case(case, *more)
+    reasons = [miss.reason for miss in report.misses if miss.pattern == rule.name]
+    assert any(case.because in reason for reason in reasons), f"{case.name}: expected {case.because!r} in {reasons}"
+    assert not any(record.fired[rule.name] for record in report.passes), f"{case.name}: the rule fired"

@@ -1,0 +1,1 @@
+"""What torch knows of a graph: memory, and all private names."""

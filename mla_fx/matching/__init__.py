@@ -1,0 +1,1 @@
+"""Patterns over readings, and what a match binds."""

@@ -1,0 +1,175 @@
+"""What a pattern bound, and which axes turned out to be the same on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.readings.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
+from mla_fx.readings.element import Element
+from mla_fx.readings.reading import Reading, renamed
+from mla_fx.readings.sizes import product
+from mla_fx.readings.views import label_of
+
+Same = Mapping[Axis, Index]
+Kind = TypeVar("Kind", bound=Reading)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Elements by variable, readings by name, alternatives by tag.
+
+    A name that is bound twice is one tensor, read index for index alike: an axis of one reading may stand for an axis
+    of the other, as the two that two products are summed over do, but one of the `fixed` axes is never another.
+    `same` says which axis stands for what."""
+
+    elements: Mapping[str, Element] = field(default_factory=dict)
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+    same: Same = field(default_factory=dict)
+    fixed: frozenset[Axis] = frozenset()
+
+    @property
+    def depth(self) -> int:
+        return len(self.elements) + len(self.readings)
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The operations that compute what was bound or read, and those that the program reads them from."""
+        parts = (element for reading in self.readings.values() for element in reading.elements)
+        found = {node for element in (*self.elements.values(), *parts) for node in (element.origin, element.seen[0])}
+        return found | {reading.node for reading in self.readings.values()}
+
+    def bind(self, name: str, element: Element) -> Match:
+        before = self.elements.get(name)
+        if before is None:
+            return Match({**self.elements, name: element}, self.readings, self.choices, self.same, self.fixed)
+        if before.origin is not element.origin:
+            places = f"{label_of(before.origin)} in one place, {label_of(element.origin)} in the other"
+            raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
+        is_alike = (before.factor, before.roundings) == (element.factor, element.roundings)
+        same = self._unified(before, element) if is_alike else None
+        if same is None:
+            raise NoMatch(f"{name} is read in two different ways", element.origin)
+        return replace(self, same=same)
+
+    def read(self, name: str, reading: Reading) -> Match:
+        """Keeps a reading; a pattern that occurs twice keeps its first, with which the second must agree."""
+        before = self.readings.get(name)
+        if before is None:
+            return Match(self.elements, {**self.readings, name: reading}, self.choices, self.same, self.fixed)
+        if before.constants != reading.constants:
+            raise NoMatch(f"{name} is computed in two different ways", reading.node)
+        return self
+
+    def choose(self, tag: str, choice: str) -> Match:
+        return replace(self, choices={**self.choices, tag: choice})
+
+    def reading(self, kind: type[Kind], name: str) -> Kind:
+        found = self.readings[name]
+        assert isinstance(found, kind), f"{name} names a {kind.__name__} in every pattern that has it"
+        return found
+
+    def get(self, kind: type[Kind], name: str) -> Kind | None:
+        """The reading of a name, if what the pattern chose has it."""
+        return self.reading(kind, name) if name in self.readings else None
+
+    def __getitem__(self, name: str) -> Element:
+        return self.elements[name]
+
+    def settled(self) -> Match:
+        """The match with one name for each axis, and every axis parted wherever something reads only a part of it.
+
+        Raises NoMatch if two axes of one reading became one, as the dimension a product is summed over and one that it
+        keeps, or if two readings part one axis at places that do not go together."""
+        for reading in self.readings.values():
+            if not _keep_apart(_axes_of(reading.scope), self.same):
+                raise NoMatch("one dimension stands for two", reading.node)
+        elements = (index for element in self.elements.values() for index in (*element.index, *element.seen[1]))
+        readings = (index for reading in self.readings.values() for index in reading.indices)
+        read = dict.fromkeys((*elements, *readings))  # most are read more than once
+        parted = cuts(index for index in (substitute(part, self.same) for part in read) if index)
+        if parted is None:
+            raise NoMatch("two readings part one dimension in ways that do not go together")
+        names = {**parted, **{axis: substitute(place, parted) or place for axis, place in self.same.items()}}
+        if not names:
+            return self
+        return replace(
+            self,
+            elements={name: renamed(element, names) for name, element in self.elements.items()},
+            readings={name: renamed(reading, names) for name, reading in self.readings.items()},
+        )
+
+    # --- one element twice ---------------------------------------------------------------------------------------
+
+    def _unified(self, one: Element, other: Element) -> Same | None:
+        """What axes must be the same for two elements to be one; None if they are not."""
+        same = self._parted(one, other)
+        for mine, theirs in zip(one.index, other.index, strict=True):
+            same = None if same is None else self._equated(mine, theirs, same)
+        is_kept = same is not None and all(_keep_apart(element.axes, same) for element in (one, other))
+        return same if is_kept else None
+
+    def _parted(self, one: Element, other: Element) -> Same | None:
+        """`same`, with every axis that may be another parted where either element reads only a part of it."""
+        indices = [substitute(part, self.same) for part in (*one.index, *other.index)]
+        found = cuts(index for index in indices if index is not None)
+        if found is None:
+            return None
+        same = self.same
+        for axis, composite in found.items():
+            same = same if axis in self.fixed else _extended(same, axis, composite)
+        return same
+
+    def _equated(self, mine: Index, theirs: Index, same: Same) -> Same | None:
+        left, right = substitute(mine, same), substitute(theirs, same)
+        if left is None or right is None or left == right:
+            return same if left == right and left is not None else None
+        for axis, stands_for in ((right.axis, left), (left.axis, right)):
+            if axis is not None and self._may_stand_for(axis, stands_for):
+                return _extended(same, axis, stands_for)
+        return self._equated_by_term(left, right, same)
+
+    def _equated_by_term(self, left: Index, right: Index, same: Same) -> Same | None:
+        """Both read several axes: those with equal strides are the same, one by one."""
+        mine, theirs = slowest_first(left.terms), slowest_first(right.terms)
+        if mine is None or theirs is None or left.offset != right.offset or len(mine) != len(theirs):
+            return None
+        for (digit, _), (other, _) in zip(mine, theirs, strict=True):
+            if digit.axis is other.axis:
+                continue
+            pairs = ((other.axis, digit.axis), (digit.axis, other.axis))
+            pair = next((pair for pair in pairs if self._may_stand_for(pair[0], of_axis(pair[1]))), None)
+            if pair is None:
+                return None
+            same = _extended(same, pair[0], of_axis(pair[1]))
+            left, right = substitute(left, same) or left, substitute(right, same) or right
+        return same if left == right else None
+
+    def _may_stand_for(self, axis: Axis, index: Index) -> bool:
+        digits = digits_of(index)
+        if axis in self.fixed or axis in index.axes or digits is None:
+            return False
+        return bool(product(digit.size for digit in digits) == axis.size)
+
+
+def _extended(same: Same, axis: Axis, index: Index) -> Same:
+    earlier = {other: substitute(place, {axis: index}) or place for other, place in same.items()}
+    return {**earlier, axis: index}
+
+
+def _axes_of(indices: Iterable[Index]) -> set[Axis]:
+    return {digit.axis for index in indices for digit, _ in index.terms}
+
+
+def _keep_apart(axes: Iterable[Axis], same: Same) -> bool:
+    """No two of these axes became one."""
+    images = [substitute(of_axis(axis), same) for axis in axes]
+    digits = [digit for image in images if image is not None for digit in image.digits]
+    if len({digit.axis for digit in digits}) == len(digits):
+        return True
+    return not any(one.overlaps(other) for place, one in enumerate(digits) for other in digits[:place])

@@ -1,0 +1,357 @@
+"""The pattern language: dataflow over readings, matched with backtracking.
+
+A pattern is a value built from the words below and says what an element must be computed from. Matching yields *every*
+way to satisfy it, so a choice that fails later is taken back; what fails deepest is kept as the nearest miss.
+
+    var("x")                         any element, bound to a name; the same name again means the same tensor
+    bound("q", pattern)              the same, for an element that must also satisfy a pattern; one that was bound
+                                     before need not be read again
+    contract(a, b, name="uq")        a matrix product of a and b, in either order
+    rms_norm(value, gamma, name=..)  a weighted RMSNorm
+    scaled(value, scale, name=..)    a value multiplied by a smaller tensor
+    gathered(pages, table, name=..)  rows of pages that a table names, in the type of the pages or a wider one
+    rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
+    stored(row, name=..)             rows that enter a cache, or rows that are used as they are; with `beside` they are
+                                     the same rows as those of another cache, token for token
+    either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
+    having(pattern)                  a tensor put together of several, one of which satisfies a pattern
+    twin(pattern, because)           what is near and yet no match, for a reason that is told before all others
+
+A match starts from a root, which gives the words their first elements:
+
+    AttentionPattern(scores, value)  softmax attention whose logits are a sum of products, and its values
+    CallPattern({name: Operand(letters, pattern)})
+                                     an operator's operands, with a letter for each dimension: one letter, one axis
+    ValuePattern(pattern, rank)      what a node computes
+
+`name` keeps a reading for the rule: `match.reading(RmsNorm, "norm")`. A new word is a reader of a `Reading` and a call
+of `_Reads`, which matches the reading's parts in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.readings.attention import Attention
+from mla_fx.readings.axes import Axis, Index, extent, fresh, shifted
+from mla_fx.readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
+from mla_fx.readings.calls import named_argument
+from mla_fx.readings.contraction import Contraction, contraction
+from mla_fx.readings.element import Element, resolve
+from mla_fx.readings.paged import paged
+from mla_fx.readings.reading import Reading
+from mla_fx.readings.rms_norm import rms_norm as read_rms_norm
+from mla_fx.readings.rope import rope as read_rope
+from mla_fx.readings.scaling import scaling
+from mla_fx.readings.unproved import EQUAL, unproved
+from mla_fx.readings.views import cuts, fresh_index, name_of, shape_of
+
+from .match import Match
+
+
+@dataclass
+class NearestMiss:
+    """The deepest point at which one attempt at a pattern failed, or the deepest whose reason is known for certain."""
+
+    depth: int = -1
+    miss: NoMatch | None = None
+    is_certain: bool = False
+
+    def fail(self, match: Match, miss: NoMatch, *, is_certain: bool = False) -> None:
+        if (is_certain, match.depth) > (self.is_certain, self.depth):
+            self.depth, self.miss, self.is_certain = match.depth, miss, is_certain
+
+
+class Pattern:
+    """What an element must be computed from."""
+
+    def bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        """Every way in which `element` satisfies the pattern, extending `match`."""
+        try:
+            yield from self._bindings(element, match, nearest)
+        except NoMatch as miss:
+            nearest.fail(match, miss)
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Var(Pattern):
+    name: str
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        yield match.bind(self.name, element)
+
+
+@dataclass(frozen=True)
+class _Bound(Pattern):
+    name: str
+    pattern: Pattern
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        before = match.elements.get(self.name)
+        if before is not None and before.origin is element.origin:
+            yield match.bind(self.name, element)
+        elif before is not None:
+            yield from self.pattern.bindings(element, match, nearest)  # computed a second time: matched a second time
+        else:
+            yield from self.pattern.bindings(element, match.bind(self.name, element), nearest)
+
+
+@dataclass(frozen=True)
+class _Either(Pattern):
+    tag: str
+    alternatives: Mapping[str, Pattern]
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        for pattern, chosen in self.chosen(match):
+            yield from pattern.bindings(element, chosen, nearest)
+
+    def chosen(self, match: Match) -> Iterator[tuple[Pattern, Match]]:
+        """The alternatives, each with the match that has chosen it; one chosen before is the same in both places."""
+        taken = match.choices.get(self.tag)
+        for choice, pattern in self.alternatives.items():
+            if taken in (None, choice):
+                yield pattern, match.choose(self.tag, choice)
+
+
+@dataclass(frozen=True)
+class _Twin(Pattern):
+    pattern: Pattern
+    because: str
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        for found in self.pattern.bindings(element, match, nearest):
+            nearest.fail(found, NoMatch(self.because, element.origin), is_certain=True)
+        yield from ()
+
+
+@dataclass(frozen=True)
+class _Having(Pattern):
+    part: Pattern
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        seams = cuts(element.origin, element.index)
+        for axis in dict.fromkeys(axis for axis, _ in seams):
+            bounds = [0, *sorted(cut for at, cut in seams if at is axis), axis.size]
+            for start, stop in itertools.pairwise(bounds):
+                part = element.at({axis: shifted(fresh(stop - start), start)})
+                yield from self.part.bindings(part, match, nearest)
+
+
+@dataclass(frozen=True)
+class _Reads(Pattern):
+    """An element that `reader` reads, in each way that it offers; the parts of the reading satisfy patterns in turn."""
+
+    name: str
+    reader: Callable[[Element, Match], Iterable[Reading]]
+    parts: Mapping[str, Pattern]
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        for reading in self.reader(element, match):
+            yield from self.within(reading, match, nearest)
+
+    def within(self, reading: Reading, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        """The same for what was read already."""
+        try:
+            partial: Iterator[Match] = iter((match.read(self.name, reading),))
+        except NoMatch as miss:
+            return nearest.fail(match, miss)
+        for part, pattern in self.parts.items():
+            partial = _each(pattern, getattr(reading, part), partial, nearest)
+        yield from partial
+
+
+def _each(pattern: Pattern, element: Element, before: Iterator[Match], nearest: NearestMiss) -> Iterator[Match]:
+    for match in before:
+        yield from pattern.bindings(element, match, nearest)
+
+
+@dataclass(frozen=True)
+class _Stored(Pattern):
+    row: Pattern
+    name: str
+    beside: str
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        try:
+            update = cache_update(element)
+        except NoMatch as miss:
+            if element.origin.target in POSITIONED or is_written_where(element.origin):
+                raise  # a cache write in an unknown spelling is no plain row
+            if element.origin.target in WRITES:
+                nearest.fail(match, miss)  # a slice may be put into something else than a cache
+            yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
+            return
+        other = match.readings.get(self.beside)
+        if isinstance(other, CacheUpdate):
+            update = update.beside(other)
+        written = match.choose(self.name, "append" if update.position is None else "write").read(self.name, update)
+        yield from self.row.bindings(update.row, written, nearest)
+
+
+def var(name: str) -> Pattern:
+    return _Var(name)
+
+
+def bound(name: str, pattern: Pattern) -> Pattern:
+    return _Bound(name, pattern)
+
+
+def either(tag: str, **alternatives: Pattern) -> Pattern:
+    return _Either(tag, alternatives)
+
+
+def having(part: Pattern) -> Pattern:
+    return _Having(part)
+
+
+def twin(pattern: Pattern, because: str) -> Pattern:
+    return _Twin(pattern, because)
+
+
+def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: _both_ways(contraction(element)), {"left": left, "right": right})
+
+
+def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: (read_rms_norm(element),), {"gamma": gamma, "value": value})
+
+
+def scaled(value: Pattern, scale: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: (scaling(element),), {"value": value, "scale": scale})
+
+
+def gathered(pages: Pattern, table: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: (paged(element, is_widened=True),), {"pages": pages, "table": table})
+
+
+def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
+    return _Reads(name, lambda element, match: read_rope(element, along(match)), {"value": value})
+
+
+def stored(row: Pattern, name: str, beside: str = "") -> Pattern:
+    return _Stored(row, name, beside)
+
+
+def _both_ways(found: Contraction) -> Iterator[Contraction]:
+    yield found
+    yield found.swapped
+
+
+# --- roots: what a rule starts from ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """Softmax attention whose scores are a sum of products, each matched by one pattern."""
+
+    scores: tuple[Pattern, ...]
+    value: Pattern
+
+    def bindings(self, found: Attention, products: tuple[Contraction, ...], nearest: NearestMiss) -> Iterator[Match]:
+        fixed = frozenset(axis for part in (*found.index, found.keys) for axis in part.axes)
+        match = Match(fixed=fixed).read("attention", found)
+        if len(products) != len(self.scores):
+            what = (
+                "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
+            )
+            wanted = "one" if len(self.scores) == 1 else "a nope and a rope part"
+            nearest.fail(match, NoMatch(f"the scores are {what}, not {wanted}", found.node))
+            return
+        for order in itertools.permutations(products):
+            partial: Iterator[Match] = iter((match,))
+            for pattern, product in zip(self.scores, order, strict=True):
+                partial = _each_score(pattern, product, partial, nearest)
+            yield from _each(self.value, found.value, partial, nearest)
+
+
+def _each_score(
+    pattern: Pattern, product: Contraction, before: Iterator[Match], nearest: NearestMiss
+) -> Iterator[Match]:
+    for match in before:
+        if isinstance(pattern, _Either):
+            for alternative, chosen in pattern.chosen(match):
+                yield from _each_score(alternative, product, iter((chosen,)), nearest)
+            continue
+        assert isinstance(pattern, _Reads), "a score is a product"
+        for way in _both_ways(product):
+            yield from pattern.within(way, match, nearest)
+
+
+@dataclass(frozen=True)
+class OperandAxes(Reading):
+    """The axes of an operand, one index for each of its dimensions."""
+
+    dims: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of an operator call: a letter for each dimension, and what it must be computed from."""
+
+    letters: str
+    pattern: Pattern
+
+
+@dataclass(frozen=True)
+class CallPattern:
+    """The operands of an operator call, by argument name; one letter is one axis, wherever it stands.
+
+    Each operand's axes are bound as `<name>.axes`. Axes named in `fixed` are no other axes of the match."""
+
+    operands: Mapping[str, Operand] = field(default_factory=dict)
+    fixed: str = ""
+
+    def at(self, call: Node, nearest: NearestMiss) -> Iterator[Match]:
+        """Every way in which the operands of a call, by the names in its schema, satisfy their patterns."""
+        arguments = {name: value for name in self.operands if isinstance(value := named_argument(call, name), Node)}
+        if len(arguments) < len(self.operands):
+            missing = next(name for name in self.operands if name not in arguments)
+            return nearest.fail(Match(), NoMatch(f"{name_of(call)} is called without {missing}", call))
+        yield from self.bindings(call, arguments, nearest)
+
+    def bindings(self, node: Node, arguments: Mapping[str, Node], nearest: NearestMiss) -> Iterator[Match]:
+        letters: dict[str, Index] = {}
+        for name, operand in self.operands.items():
+            for letter, size in zip(operand.letters, shape_of(arguments[name]), strict=True):
+                found = extent(letters.setdefault(letter, fresh(size)))
+                if found != size:  # the same number all the same, but what is proved of one is not of the other
+                    because = f"the operands of {name_of(node)} have sizes of which too little is known"
+                    miss = NoMatch(because + unproved(node.graph, found, EQUAL, size), node)
+                    nearest.fail(Match(), miss, is_certain=True)
+        fixed = frozenset(axis for letter in self.fixed for axis in letters[letter].axes)
+        partial: Iterator[Match] = iter((Match(fixed=fixed),))
+        for name, operand in self.operands.items():
+            dims = tuple(letters[letter] for letter in operand.letters)
+            axes = OperandAxes(arguments[name], dims)
+            partial = _each_read(f"{name}.axes", axes, partial)
+            partial = _each(operand.pattern, resolve(arguments[name], dims), partial, nearest)
+        return partial
+
+
+@dataclass(frozen=True)
+class ValuePattern:
+    """What a node of so many dimensions computes. Its own axes are bound as `value.axes`, and are no others."""
+
+    pattern: Pattern
+    rank: int
+
+    def at(self, node: Node, nearest: NearestMiss) -> Iterator[Match]:
+        """Every way in which the value of a node satisfies the pattern."""
+        dims = fresh_index(node)
+        if len(dims) != self.rank:
+            return nearest.fail(Match(), NoMatch(f"expected {self.rank} dimensions, found {len(dims)}", node))
+        fixed = frozenset(axis for dim in dims for axis in dim.axes)
+        match = Match(fixed=fixed).read("value.axes", OperandAxes(node, dims))
+        yield from self.pattern.bindings(resolve(node, dims), match, nearest)
+
+
+def _each_read(name: str, reading: Reading, before: Iterator[Match]) -> Iterator[Match]:
+    return (match.read(name, reading) for match in before)

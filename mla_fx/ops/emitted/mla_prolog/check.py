@@ -1,0 +1,113 @@
+"""What mla_prolog refuses."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from mla_fx.ops.common.check import check_choice, check_optional, check_rank, check_shape, check_tensors
+from mla_fx.ops.common.math import check_rope
+from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
+from mla_fx.ops.vendor.mla_prolog_v3 import check as check_v3
+
+from .arguments import Arguments
+
+# For each cache mode the axes of token_x, and those of the caches before the last.
+CACHE_MODES = {
+    "PA_BSND": check_v3.PAGES,
+    "PA_NZ": check_v3.PAGES,
+    "Norm": ("B, S, He", "B, 1, T"),
+    "BSND": ("B, S, He", "B, S, 1"),
+    "TND": ("T, He", "T, 1"),
+}
+QUANTIZED_MODES = ("PA_BSND", "PA_NZ", "BSND", "TND")
+
+# The scales that the page of npu_mla_prolog calls reserved: those that its kernel reads all the same, and the others.
+RESERVED_BUT_READ = ("dequant_scale_w_uq_qr", "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")
+RESERVED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
+READ_WARNING = (
+    f"npu_mla_prolog documents {', '.join(RESERVED_BUT_READ)} as reserved; they are used here as its kernel uses them."
+)
+
+
+def check(a: Arguments) -> None:
+    for name in RESERVED:
+        check_optional(name, getattr(a, name), False, "this interface; mla_prolog_v3 takes it in weight_quant_mode 2")
+    if a.weight_uq_qr.dtype == torch.int8:
+        check_quantized(a)
+    else:
+        check_unquantized(a)
+    if not is_fake(a.token_x) and any(getattr(a, name) is not None for name in RESERVED_BUT_READ):
+        warnings.warn(READ_WARNING, stacklevel=2)
+
+
+def check_quantized(a: Arguments) -> None:
+    when = "an int8 weight_uq_qr"
+    for name in ("weight_dq", "rmsnorm_gamma_cq", "rope_sin", "rope_cos"):
+        check_optional(name, getattr(a, name), True, when)
+    check_choice("cache_mode", a.cache_mode, QUANTIZED_MODES)
+    check_choice("rope_layout", a.rope_layout, ("interleave_half",))
+    if a.gamma_after_cast:
+        raise ValueError(f"gamma_after_cast is True; it must be False with {when}.")
+    check_v3.check(as_v3(a))
+
+
+def as_v3(a: Arguments) -> v3.Arguments:
+    """The arguments of mla_prolog_v3 that mean the same where weight_uq_qr is int8."""
+    own = ("rope_layout", "gamma_after_cast")
+    shared: dict[str, Any] = {name: value for name, value in vars(a).items() if name not in own}
+    per_channel = a.kv_cache.dtype == torch.int8
+    return v3.Arguments(**shared, weight_quant_mode=1, kv_cache_quant_mode=2 if per_channel else 0)
+
+
+def check_unquantized(a: Arguments) -> None:
+    for name in RESERVED_BUT_READ:
+        check_optional(name, getattr(a, name), False, f"a weight_uq_qr of {a.weight_uq_qr.dtype}")
+    free = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
+    check_tensors(vars(a), free=free, skip=("cache_index",))
+    check_choice("cache_mode", a.cache_mode, tuple(CACHE_MODES))
+    check_rank("token_x", a.token_x, CACHE_MODES[a.cache_mode][0])
+    check_rank("weight_uk", a.weight_uk, "N, D, Hckv")
+    *tokens, hidden = a.token_x.shape
+    heads, nope, rank = a.weight_uk.shape
+    check_shape("weight_dkv_kr", a.weight_dkv_kr, "He, Hckv+Dr", (hidden, None))
+    width = a.weight_dkv_kr.shape[1] - rank
+    check_shape("rmsnorm_gamma_ckv", a.rmsnorm_gamma_ckv, "Hckv", (rank,))
+    letters = "B, S, Dr" if len(tokens) == 2 else "T, Dr"
+    check_rope(width, a.rope_layout, letters, (*tokens, width), rope_sin=a.rope_sin, rope_cos=a.rope_cos)
+    compressed = check_compression(a.weight_dq, a.rmsnorm_gamma_cq, hidden)
+    check_shape("weight_uq_qr", a.weight_uq_qr, "Hcq, N*(D+Dr)", (compressed, heads * (nope + width)))
+    check_caches(a, tokens, rank, width)
+
+
+def check_compression(weight_dq: Tensor | None, gamma: Tensor | None, hidden: int) -> int:
+    """The width of the compressed query."""
+    if weight_dq is None and gamma is None:
+        return hidden
+    if weight_dq is None or gamma is None:
+        raise ValueError("Only one of weight_dq and rmsnorm_gamma_cq is given; both must be tensors or both None.")
+    check_shape("weight_dq", weight_dq, "He, Hcq", (hidden, None))
+    check_shape("rmsnorm_gamma_cq", gamma, "Hcq", (weight_dq.shape[1],))
+    return weight_dq.shape[1]
+
+
+def check_caches(a: Arguments, tokens: list[int], rank: int, width: int) -> None:
+    """The caches and cache_index fit cache_mode."""
+    letters = CACHE_MODES[a.cache_mode][1]
+    pages = (None, None, 1)
+    lead = {"PA_BSND": pages, "PA_NZ": pages, "Norm": (tokens[0], 1, None)}.get(a.cache_mode, (*tokens, 1))
+    check_shape("kv_cache", a.kv_cache, f"{letters}, Hckv", (*lead, rank))
+    check_shape("kr_cache", a.kr_cache, f"{letters}, Dr", (*a.kv_cache.shape[:-1], width))
+    if a.cache_mode == "PA_NZ":
+        check_v3.check_layout("kv_cache", a.kv_cache, a.cache_mode)
+        check_v3.check_layout("kr_cache", a.kr_cache, a.cache_mode)
+    indexed = a.cache_mode in ("PA_BSND", "PA_NZ", "Norm")
+    check_optional("cache_index", a.cache_index, indexed, f"cache_mode {a.cache_mode!r}")
+    if a.cache_index is None:
+        return
+    norm = a.cache_mode == "Norm"
+    slots = a.kv_cache.shape[2] if norm else a.kv_cache.shape[0] * a.kv_cache.shape[1]
+    check_shape("cache_index", a.cache_index, "B, S" if len(tokens) == 2 else "T", tokens, broadcast=norm)
+    check_v3.check_slots(a.cache_index, slots)

@@ -1,0 +1,1 @@
+"""Operators of the vendor that the compiler never emits."""

@@ -1,0 +1,93 @@
+"""Absorbed or expanded: equal algebra, `q . (W_uk c) = (W_uk^T q) . c`, decided by the number of query tokens.
+
+Per head and batch element, with R the latent rank and d = Dn + Dv, expanding T context tokens costs T R d once and
+S T (d + Dr) for the scores and values; absorbed costs S R d and S T (2R + Dr). Absorbed wins while
+
+    S < R d / (R d / T + 2R - d)
+
+which is 164 for DeepSeek-V3 at T = 4096 and hardly depends on T. Measured, the crossing comes later or earlier, so each
+kind of device has its own threshold; S <= 8 is always absorbed and a cold prefill (S = T) never.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fx.readings.calls import args_of
+from mla_fx.readings.sizes import Size, at_most
+from mla_fx.readings.views import shape_of
+from mla_fx.rewriting.cleanup import stand_in
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.inline import inline
+from mla_fx.target import Target
+
+ALWAYS = 2**62
+MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
+SURELY_ABSORBED = 8
+
+
+def absorb_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
+    """[B,S,N,D], [N,D,Hckv] -> [B,S,N,Hckv]."""
+    return _per_head(q_nope, weight_uk)
+
+
+def expand_output(out: Tensor, weight_uv: Tensor) -> Tensor:
+    """[B,S,N,Hckv], [N,Dv,Hckv] -> [B,S,N,Dv]."""
+    return _per_head(out, weight_uv.permute(0, 2, 1)).contiguous()
+
+
+def _per_head(value: Tensor, weight: Tensor) -> Tensor:
+    """[B,S,N,I], [N,I,O] -> [B,S,N,O]."""
+    batch, tokens, heads, width = value.shape
+    by_head = value.permute(2, 0, 1, 3).reshape(heads, batch * tokens, width)
+    return torch.bmm(by_head, weight).reshape(heads, batch, tokens, weight.shape[2]).permute(1, 2, 0, 3)
+
+
+def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> int:
+    """The largest S that is absorbed under the option `absorb`; `given` is what the target says of itself."""
+    if policy == "always":
+        return ALWAYS
+    if policy == "never":
+        return 0
+    return MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"]) if given is None else given
+
+
+def absorb(graph: Graph, emit: Emitter, policy: str, target: Target) -> None:
+    """Rewrites every mla_attention whose S is small, provably, to latent_attention; one whose S is a symbol that may be
+    large gets the limit at which it decides at run time, or stays expanded where the target could not run it.
+
+    An absorbed query of float16 may leave the range in which the program stays: the operator makes it in float32."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
+        q_nope, _, kv_cache, *_ = args_of(node)
+        limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
+        tokens = shape_of(q_nope)[1]
+        if _is_absorbed(tokens, shape_of(kv_cache)[1], limit):
+            if q_nope.meta["val"].dtype == torch.float16 and target.runs_operators:
+                node.update_kwarg("max_absorbed_tokens", ALWAYS)
+                continue
+            with emit.at(node, "absorb"):
+                _absorb(node, emit, *args_of(node))
+        elif not isinstance(tokens, int):
+            node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
+
+
+def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
+    if limit == ALWAYS:
+        return True
+    is_cold_prefill = tokens == context and not at_most(tokens, SURELY_ABSORBED)
+    return at_most(tokens, limit) and not is_cold_prefill
+
+
+def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
+    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
+    options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
+    query = inline(emit, absorb_query, q_nope, weight_uk)
+    target = torch.ops.mla_fx.latent_attention.default
+    out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
+    out.meta["mla_fx_replaced"] = node.meta.get("mla_fx_replaced", [])
+    expanded = inline(emit, expand_output, out, weight_uv)
+    stand_in(expanded, node)
+    node.replace_all_uses_with(expanded)
+    node.graph.erase_node(node)

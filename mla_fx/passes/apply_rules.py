@@ -1,0 +1,150 @@
+"""Applying the rules: every rule of a stage at every anchor, and the nearest miss where it does not fire."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from mla_fx.debug.report import Miss, fused_name, module_of, source_of
+from mla_fx.errors import NoMatch
+from mla_fx.graph.torch_private import OpOverload
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import NearestMiss
+from mla_fx.readings.calls import noting
+from mla_fx.readings.views import name_of
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.replacement import Replacement, apply, check_nothing_is_lost
+from mla_fx.rule import Rule
+
+from .lower import lowered
+from .repeat import Recipe, recipe, replay
+
+if TYPE_CHECKING:
+    from .pipeline import Run
+
+MOST_RECIPES = 3  # kept for each rule: models alternate between a few kinds of layers
+
+
+def recognise(stage: str) -> Callable[[Run], None]:
+    """Applies the rules of one stage at all their anchors."""
+
+    def apply_rules(run: Run) -> None:
+        for rule in run.rules:
+            if rule.stage == stage and rule.name not in run.options.disable:
+                _apply_rule(run, rule)
+
+    return apply_rules
+
+
+def _apply_rule(run: Run, rule: Rule[Any]) -> None:
+    recipes: deque[Recipe] = deque(maxlen=MOST_RECIPES)
+    for anchor in list(rule.anchors(run.graph)):
+        nearest = NearestMiss()
+        if anchor._erased:
+            continue
+        if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, nearest, recipes):
+            run.record.fired[rule.name] += 1
+        elif nearest.miss is not None and rule.tells_misses:
+            run.report.misses.append(_miss(rule, anchor, nearest.miss, nearest.depth))
+
+
+def _miss(rule: Rule[Any], anchor: Node, miss: NoMatch, depth: int) -> Miss:
+    node = miss.node if miss.node is not None else anchor
+    place = node.name, source_of(node), module_of(node)
+    return Miss(rule.name, miss.reason, *place, depth, rule.looks_like_mla(anchor))
+
+
+def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) -> bool:
+    """Does what was found at an earlier anchor, if everything is the same here."""
+    for found in recipes:
+        images = found.images(anchor, run.emit.known)
+        if images is None:
+            continue
+        with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):
+            replacements = replay(run.emit, found, images)
+            if not found.is_closed:
+                _check_loss(run, replacements)
+            _apply(run, rule, replacements)
+            return True
+    return False
+
+
+def _try_at(run: Run, rule: Rule[Any], anchor: Node, nearest: NearestMiss, recipes: deque[Recipe]) -> bool:
+    with noting() as looked_into:
+        try:
+            for match in rule.bindings(anchor, nearest):
+                if _rewrite(run, rule, anchor, match, nearest, recipes, looked_into):
+                    return True
+        except NoMatch as miss:
+            nearest.fail(Match(), miss)
+    return False
+
+
+def _rewrite(
+    run: Run,
+    rule: Rule[Any],
+    anchor: Node,
+    match: Match,
+    nearest: NearestMiss,
+    recipes: deque[Recipe],
+    looked_into: Set[Node],
+) -> bool:
+    """Adds the new nodes and puts them in the place of the old ones; a refusal on the way takes all of it back."""
+    try:
+        facts = rule.check(match.settled())
+        with run.emit.at(anchor, rule.name):
+            replacements = list(rule.rewrite(run.emit, facts))
+            checked = _check_loss(run, replacements)
+            found = recipe(run.emit, anchor, looked_into, replacements, checked)
+            _apply(run, rule, replacements)
+    except NoMatch as miss:
+        nearest.fail(match, miss)
+        return False
+    if found is not None:
+        recipes.appendleft(found)
+    return True
+
+
+def _apply(run: Run, rule: Rule[Any], replacements: Sequence[Replacement]) -> None:
+    if rule.yields_to_target:
+        for node in _fused(run.emit):
+            _ask_target(run, node)
+    _note_origins(run.emit, apply(run.emit, replacements))
+
+
+def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
+    """A fused operator says what it stands for."""
+    origins = [(node.name, name_of(node), source_of(node)) for node in erased]
+    for node in _fused(emit):
+        node.meta["mla_fx_replaced"] = origins
+
+
+def _fused(emit: Emitter) -> list[Node]:
+    return [node for node in emit.added if fused_name(node) is not None]
+
+
+def _check_loss(run: Run, replacements: Sequence[Replacement]) -> set[Node]:
+    """Refuses a rewrite that loses an input; returns the nodes that it looked at."""
+    checked: set[Node] = set()
+    for node in _fused(run.emit):
+        checked |= check_nothing_is_lost(replacements, run.emit.sources, _first_dtype(node.meta["val"]))
+    return checked
+
+
+def _ask_target(run: Run, node: Node) -> None:
+    assert isinstance(node.target, OpOverload), "only calls of fused operators are asked for"
+    lowering = run.lowerings.get(node.target)
+    answer = None if lowering is None else lowered(node, lowering)
+    if isinstance(answer, str) and not run.target.runs_operators:
+        raise NoMatch(f"target {run.target.name!r}: {answer}", node)
+
+
+def _first_dtype(value: Any) -> torch.dtype:
+    dtype = value.dtype if isinstance(value, torch.Tensor) else value[0].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype

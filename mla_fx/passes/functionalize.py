@@ -1,0 +1,146 @@
+"""The user's own calls of operators that write caches or outputs in place, taken back to the functional operators.
+
+AOTAutograd keeps a graph functional by wrapping such a call: `auto_functionalized_v2(twin, ..., _all_bases=[...])`
+returns the results of the twin and then what each base, a tensor that it wrote to, has become. After this pass a
+target meets one form of each operator, whoever called it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fx.graph.torch_private import OpOverload
+from mla_fx.ops import catalogue
+from mla_fx.ops.common.sizes import statically_known_true
+from mla_fx.readings.calls import args_of
+from mla_fx.rewriting.emitter import Emitter
+
+aten = torch.ops.aten
+WRAPPER = torch.ops.higher_order.auto_functionalized_v2
+
+# The parts of a view in the wrapper's arguments, with what makes that view of a base, and what writes through it.
+VIEWS: dict[tuple[str, ...], tuple[OpOverload, OpOverload]] = {
+    ("slice_dim", "slice_start", "slice_end"): (aten.slice.Tensor, aten.slice_scatter.default),
+    ("size", "stride", "storage_offset"): (aten.as_strided.default, aten.as_strided_scatter.default),
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A written argument: a view of a base, or all of it."""
+
+    base: int
+    view: tuple[OpOverload, OpOverload] | None
+    parts: tuple[Any, ...]
+
+    def read(self, emit: Emitter, base: Node) -> Node:
+        return base if self.view is None else emit.call(self.view[0], base, *self.parts)
+
+    def write(self, emit: Emitter, base: Node, value: Node) -> Node:
+        return value if self.view is None else emit.call(self.view[1], base, value, *self.parts)
+
+
+def wraps_twins(graph: Graph) -> bool:
+    """Whether there is a call of a twin; most graphs wrap nothing."""
+    return any(args_of(node)[0] in _functional() for node in graph.find_nodes(op="call_function", target=WRAPPER))
+
+
+def as_functional(graph: Graph) -> int:
+    """Takes back all calls of twins whose writes are results of the functional operator; returns how many."""
+    emit, functional = Emitter(graph), _functional()
+    wrapped = graph.find_nodes(op="call_function", target=WRAPPER)
+    calls = [(node, functional[twin]) for node in wrapped if (twin := args_of(node)[0]) in functional]
+    calls = [(node, plain) for node, plain in calls if _writes_caches(node, plain) or _writes_all_rows(node)]
+    for node, plain in calls:
+        with emit.at(node, "twins"):
+            _replace(emit, node, plain)
+    return len(calls)
+
+
+@functools.cache
+def _functional() -> dict[OpOverload, OpOverload]:
+    """The functional operator of each twin."""
+    found = {}
+    for entry in catalogue().values():
+        for twin, plain in ((entry.inplace, entry.overload), (entry.inplace_host, entry.host)):
+            if twin is not None and plain is not None:
+                found[twin] = plain
+    return found
+
+
+def _writes_caches(node: Node, plain: OpOverload) -> bool:
+    return set(_written(args_of(node)[0])) <= set(_arguments(plain))
+
+
+def _writes_all_rows(node: Node) -> bool:
+    """Of an attention that writes an output: it leaves rows as they are where a sequence has no context.
+
+    That none is without one is known of numbers alone. Each sequence then has one row, or as many as are given."""
+    options: dict[str, Any] = dict(node.kwargs)
+    lengths, counts = options["context_lens"], options.get("q_seqlen", options.get("q_seq_lens"))
+    if isinstance(lengths, Node) or not all(isinstance(length, int) and length > 0 for length in lengths):
+        return False
+    rows = next(iter(options.values())).meta["val"].shape[0]
+    return counts is not None or statically_known_true(rows == len(lengths))
+
+
+def _arguments(overload: OpOverload) -> list[str]:
+    return [argument.name for argument in overload._schema.arguments]
+
+
+def _written(twin: OpOverload) -> list[str]:
+    return [argument.name for argument in twin._schema.arguments if argument.is_write]
+
+
+def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
+    twin: OpOverload = args_of(node)[0]
+    options = dict(node.kwargs)
+    bases: list[Node] = list(options.pop("_all_bases"))  # type: ignore[arg-type]  # a list of nodes, here
+    found = {name: _place(options, name) for name in _written(twin)}
+    places = {name: place for name, place in found.items() if place is not None}
+    written = {name: place.read(emit, bases[place.base]) for name, place in places.items()}
+    results = _results(emit, plain, options | written)
+    for name, place in places.items():
+        updated = results.get(f"{name}_out", results.get(name))
+        assert updated is not None, "all that is written is among the functional results"
+        bases[place.base] = place.write(emit, bases[place.base], updated)
+    kept = [results[result.name] for result in twin._schema.returns]
+    _hand_over(node, [*kept, *bases] if kept else [None, *bases])
+
+
+def _place(options: dict[str, Any], name: str) -> Written | None:
+    """Takes from the wrapper's arguments those that say where the written argument `name` lies, if it is given."""
+    prefix = f"_{name}_"
+    parts = {key.removeprefix(prefix): options.pop(key) for key in list(options) if key.startswith(prefix)}
+    base = parts.pop("base_index")
+    if base is None:
+        return None
+    if not parts or "alias" in parts:
+        return Written(base, None, ())
+    return Written(base, VIEWS[tuple(parts)], tuple(parts.values()))
+
+
+def _results(emit: Emitter, plain: OpOverload, values: dict[str, Any]) -> dict[str, Node]:
+    """Those of the functional operator by name; an output, which it does not take, is not among its arguments."""
+    arguments, names = plain._schema.arguments, [result.name for result in plain._schema.returns]
+    positional = [values[entry.name] for entry in arguments if not entry.kwarg_only]
+    options = {entry.name: values[entry.name] for entry in arguments if entry.kwarg_only}
+    call = emit.call(plain, *positional, **options)
+    if len(names) == 1:
+        return {names[0]: call}
+    return {name: emit.call(operator.getitem, call, place) for place, name in enumerate(names)}
+
+
+def _hand_over(node: Node, values: Sequence[Node | None]) -> None:
+    for user in list(node.users):
+        value = values[args_of(user)[1]]
+        assert value is not None, "nobody reads the result of a twin that has none"
+        user.replace_all_uses_with(value)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)

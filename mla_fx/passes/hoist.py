@@ -1,0 +1,329 @@
+"""What a compiled graph need not do at each step: lay out weights, and view caches as an operator takes them.
+
+weights    what is computed from weights alone, or from nothing, for the operators that were put in is computed once
+           and becomes an input of the graph. It follows the weight, as `_State` says: who loads another state gets it
+           from the next call on
+caches     a graph input that an operator is given through a reshape, and that is written back through one, becomes
+           an input of that shape, so that a compiler sees one buffer that is read and written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fx.graph.aliasing import owner, written
+from mla_fx.graph.torch_private import OpOverload, StorageWeakRef, detect_fake_mode, has_symbolic_sizes, share_storage
+from mla_fx.readings.calls import args_of
+from mla_fx.readings.sizes import Size, size_of
+from mla_fx.readings.views import shape_of
+from mla_fx.rewriting.emitter import hashable
+
+aten = torch.ops.aten
+RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+
+
+class LaidOut:
+    """A value made from some of the graph's inputs, kept until one of them is another tensor or has been written."""
+
+    def __init__(self, make: Callable[..., Tensor], sources: Sequence[int], bytes: int) -> None:
+        self.make, self.sources, self.bytes = make, sources, bytes
+        self.made: Tensor | None = None
+        self.made_from: list[_State] = []
+
+    def __call__(self, inputs: Sequence[Any]) -> Tensor:
+        sources = [inputs[position] for position in self.sources]
+        if self.made is None or not all(map(_State.is_of, self.made_from, sources)):
+            fresh = _own(self.make, sources)
+            # in the same memory, to which a captured graph may point
+            is_alike = self.made is not None and self.made.shape == fresh.shape
+            self.made = self.made.copy_(fresh) if self.made is not None and is_alike else fresh
+            self.made_from = [_State(source) for source in sources]
+        return self.made
+
+
+def _own(make: Callable[..., Tensor], sources: Sequence[Tensor | int]) -> Tensor:
+    """What is made, without gaps, and never the memory of a weight: that would be written when the weight changes."""
+    with torch.no_grad():
+        made = make(*sources).contiguous()
+        tensors = (source for source in sources if isinstance(source, Tensor))
+        return made.clone() if any(share_storage(made, source) for source in tensors) else made
+
+
+class _State:
+    """The contents of a graph input at one time: a size, or a tensor, whose memory no later one can be taken for.
+
+    A tensor is the same as long as it lies in the same memory and PyTorch has counted no write. What is written past
+    the counter, through `.data` or `.numpy()`, shows in a sample of the elements, on a CPU. Another device would have
+    to be waited for at each call, and a sample may miss single elements: there `refresh` has to be called."""
+
+    def __init__(self, source: Tensor | int) -> None:
+        self.storage = StorageWeakRef(source.untyped_storage()) if isinstance(source, Tensor) else None  # type: ignore[no-untyped-call]  # torch left it so
+        self.place = _place(source)
+        self.sample = _sample(source)
+
+    def is_of(self, source: Tensor | int) -> bool:
+        if self.storage is None or not isinstance(source, Tensor):
+            return self.place == _place(source)
+        is_same = bool(self.storage.cdata == source.untyped_storage()._cdata)
+        is_counted = is_same and None not in self.place and self.place == _place(source)
+        return is_counted and torch.equal(self.sample, _sample(source))
+
+
+def _place(source: Tensor | int) -> tuple[int | None, ...]:
+    """A size, or where a tensor begins and how often it was written; None where nobody counts."""
+    if not isinstance(source, Tensor):
+        return (source,)
+    return source.data_ptr(), None if source.is_inference() else source._version
+
+
+SAMPLES = 8  # or some more along each dimension: microseconds a call, however large the weight is
+
+
+def _sample(source: Tensor | int) -> Tensor:
+    """The bytes of some elements all over a tensor on a CPU, of all of them where they are few; of others none."""
+    if not isinstance(source, Tensor) or source.device.type != "cpu":
+        return torch.empty(0)
+    steps = tuple(slice(None, None, max(1, size // SAMPLES)) for size in source.shape)
+    return source.detach()[steps].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def refresh(*sources: torch.nn.Module | Tensor) -> None:
+    """Has all that is kept beside the weights of models, or beside single tensors, made anew at the next call.
+
+    Needed after a write that PyTorch does not count: through `.data`, as adapters are merged into weights, through
+    `.numpy()`, or through a pointer. `load_state_dict`, `copy_` and whatever else writes in place is counted, and
+    another tensor in the place of a weight is noticed. What is kept is made anew in its own memory, so a captured
+    graph goes on with it; nothing is compiled again."""
+    for source in sources:
+        tensors = [source] if isinstance(source, Tensor) else [*source.parameters(), *source.buffers()]
+        for tensor in tensors:
+            if not tensor.is_inference():  # of these nothing is kept from one call to the next
+                torch.autograd.graph.increment_version(tensor)
+
+
+@dataclass
+class Prepared:
+    """What is done to the inputs of a compiled graph before each call: some are viewed, then laid-out ones added."""
+
+    views: dict[int, list[int]] = field(default_factory=dict)
+    laid_out: list[LaidOut] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """What was prepared, for the report; empty if nothing was."""
+        weights = [value for value in self.laid_out if value.sources]
+        size = sum(value.bytes for value in weights) / 2**20
+        parts = {
+            f"{len(weights)} weights laid out anew, once, {size:.1f} MiB": len(weights),
+            f"{len(self.laid_out) - len(weights)} constants computed once": len(self.laid_out) - len(weights),
+            f"{len(self.views)} caches handed over as views": len(self.views),
+        }
+        return "; ".join(part for part, count in parts.items() if count)
+
+    def inputs(self, given: Sequence[Any]) -> list[Any]:
+        ready = list(given)
+        for position, sizes in self.views.items():
+            ready[position] = given[position].view(sizes)
+        return ready + [value(given) for value in self.laid_out]
+
+    def known(self, graph: Graph, given: Sequence[Any]) -> Sequence[Any]:
+        """What is known of the prepared inputs, given what is known of those that the graph came with."""
+        if not self.views and not self.laid_out:
+            return given
+        return [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, which takes the prepared inputs, as a function of those that the graph came with."""
+        if not self.views and not self.laid_out:
+            return compiled
+        return lambda *given: compiled(*self.inputs(given))
+
+
+def prepare(graph: Graph, weights: Set[Node]) -> Prepared:
+    """Takes out of the graph what can be done before it is called. `weights` are graph inputs that seldom change."""
+    prepared = Prepared()
+    places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
+    for source in written_inputs & places.keys():
+        sizes = _take_viewed(graph, source)
+        if sizes is not None:
+            prepared.views[places[source]] = sizes
+    if not places:
+        return prepared
+    last = max(places)
+    inputs: dict[int, Node] = {}
+    keys: dict[Node, int] = {}
+    calls: dict[Any, int] = {}
+    for node, users in _laid_out_values(graph, weights - written_inputs).items():
+        key = _key(node, keys, calls)
+        if key not in inputs:
+            make, sources = _function_of(node)
+            value = node.meta["val"]
+            size = value.numel() * value.element_size() if not has_symbolic_sizes(value) else 0
+            prepared.laid_out.append(LaidOut(make, [places[source] for source in sources], size))
+            with graph.inserting_after(last):
+                last = inputs[key] = graph.placeholder(f"laid_out_{len(inputs)}")
+            last.meta = {**node.meta, "val": _of_shape(value, value.shape), "mla_fx_laid_out": True}
+        for user in users:
+            user.replace_input_with(node, inputs[key])
+    return prepared
+
+
+def inputs_of(graph: Graph, operators: Set[str]) -> set[Node]:
+    """The graph inputs behind calls of operators, which are named."""
+    calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
+    return {node for call in calls for node in _behind(call) if node.op == "placeholder"}
+
+
+def is_laid_out(node: Node) -> bool:
+    """Whether a graph input is one of those that were added."""
+    return "mla_fx_laid_out" in node.meta
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]:
+    """What is computed from weights alone, or from nothing, and the new operators that read it."""
+    still = set(weights)
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if _is_fixed(node) and still.issuperset(node.all_input_nodes):
+            still.add(node)
+        elif "mla_fx_rule" in node.meta:
+            for operand in node.all_input_nodes:
+                if operand in still and _is_worth_it(operand):
+                    found.setdefault(operand, []).append(node)
+    return found
+
+
+def _is_fixed(node: Node) -> bool:
+    """Whether a call gives the same for the same operands, and touches nothing. What is empty may hold anything."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    return torch.Tag.nondeterministic_seeded not in node.target.tags and not written(node)
+
+
+def _is_worth_it(value: Node) -> bool:
+    """A weight that is only reshaped costs nothing at a step."""
+    is_computed = isinstance(value.meta["val"], Tensor) and _before_reshapes(value).op == "call_function"
+    return is_computed and value.op == "call_function"
+
+
+def _function_of(value: Node) -> tuple[GraphModule, list[Node]]:
+    """The computation of a value as a function of the graph inputs behind it, and these."""
+    nodes = sorted(_behind(value))
+    graph = Graph()
+    sources = [node for node in nodes if node.op == "placeholder"]
+    copies = {node: graph.placeholder(node.name) for node in sources}
+    for node in nodes:
+        if node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[value])
+    return GraphModule({}, graph), sources
+
+
+def _behind(value: Node) -> Set[Node]:
+    found, pending = set[Node](), [value]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _key(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
+    """A number for a value, the same for values that are computed alike. Each call behind it is looked at once."""
+
+    def described(given: Any) -> Any:
+        if isinstance(given, Node):
+            return Node, keys[given]
+        if isinstance(given, (list, tuple)):
+            return tuple(map(described, given))
+        if isinstance(given, dict):
+            return tuple((name, described(item)) for name, item in sorted(given.items()))
+        return hashable(given)
+
+    for node in sorted(_behind(value) - keys.keys()):
+        call = node if node.op == "placeholder" else (node.target, described(args_of(node)), described(node.kwargs))
+        keys[node] = calls.setdefault(call, len(calls))
+    return keys[value]
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------
+
+
+def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
+    """Makes an input take the shape in which an operator is given it; returns that shape, or None where there is none.
+
+    Otherwise a compiler would see a view that is copied, written, and copied back through another view."""
+    copies = [user for user in source.users if user.target is aten.copy_.default and args_of(user)[0] is source]
+    if len(copies) != 1 or not source.meta["val"].is_contiguous():
+        return None
+    result = _before_reshapes(args_of(copies[0])[1])
+    view = next((view for view in _views(source) if _is_given(view, result)), None)
+    if view is None or view is source:
+        return None
+    before, asked = shape_of(source), args_of(view)[1]
+    sizes = [size if isinstance(size, int) else -1 for size in asked]
+    others = [user for user in source.users if user is not copies[0] and user.target not in RESHAPES]
+    known = [_known_size(graph, before[args_of(user)[1]]) for user in others if user.target is aten.sym_size.int]
+    if sizes.count(-1) > 1 or len(known) < len(others) or None in known:
+        return None
+    for user, size in zip(others, known, strict=True):
+        user.replace_all_uses_with(size)
+    alike = [node for node in _views(source) if node is not source and args_of(node)[1] == asked]
+    source.meta["val"] = _of_shape(source.meta["val"], sizes)
+    for node in alike:
+        node.replace_all_uses_with(source)
+    copies[0].args = (source, result, *copies[0].args[2:])
+    return sizes
+
+
+def _known_size(graph: Graph, size: Size) -> Any:
+    """A size without asking a tensor: a number, or the graph input that is this symbol; None if there is none."""
+    inputs = graph.find_nodes(op="placeholder")
+    symbols = (node for node in inputs if isinstance(node.meta["val"], torch.SymInt))
+    return (
+        size if isinstance(size, int) else next((node for node in symbols if size_of(node.meta["val"]) == size), None)
+    )
+
+
+def _of_shape(value: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A new tensor like one of as many elements; a view would name a symbolic size by quotients of quotients."""
+    rest = math.prod(size for size in sizes if size != -1)
+    with detect_fake_mode([value]) or contextlib.nullcontext():
+        return value.new_empty([value.numel() // rest if size == -1 else size for size in sizes])
+
+
+def _before_reshapes(value: Node) -> Node:
+    while value.target in RESHAPES:
+        value = value.all_input_nodes[0]
+    return value
+
+
+def _views(source: Node) -> Iterator[Node]:
+    """A value, and what is reshaped from it."""
+    yield source
+    for user in source.users:
+        if user.target in RESHAPES:
+            yield from _views(user)
+
+
+def _is_given(view: Node, result: Node) -> bool:
+    """Whether an operator that was put in takes the view and returns what it became, in one shape."""
+    if result.target is not operator.getitem or shape_of(view) != shape_of(result):
+        return False
+    call = result.all_input_nodes[0]
+    return "mla_fx_rule" in call.meta and view in call.all_input_nodes

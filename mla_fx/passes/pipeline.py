@@ -1,0 +1,226 @@
+"""The passes, in order, on one screen; after each, one hook checks, times, records and dumps the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
+from mla_fx.debug.report import PassRecord, Report, count_fused, fused_name, module_of
+from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
+from mla_fx.ops.common.collector import collector_paused
+from mla_fx.options import Options
+from mla_fx.readings.cache_update import written_alike
+from mla_fx.readings.sizes import equated, guarded_alike, known_by
+from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rule import Rule
+from mla_fx.target import Lowering, Target
+
+from .absorb import absorb
+from .apply_rules import recognise
+from .functionalize import as_functional, wraps_twins
+from .hoist import Prepared, inputs_of, prepare
+from .invariants import Held, check, held_values
+from .lower import lower
+from .reinplace import reinplace
+from .triage import survey
+
+
+@dataclass
+class Run:
+    """One graph on its way through the pipeline.
+
+    `weights` are its inputs that seldom change, None where what compiles it takes no other inputs than it came with.
+    `fused` is the graph as the rules leave it, before it is lowered; kept for `verify`."""
+
+    graph: Graph
+    options: Options
+    rules: tuple[Rule[Any], ...]
+    report: Report
+    target: Target = field(default_factory=Target)
+    weights: Set[Node] | None = None
+    prepared: Prepared = field(default_factory=Prepared)
+    record: PassRecord = field(default_factory=lambda: PassRecord("survey"))
+    original: Snapshot | None = None
+    fused: Snapshot | None = None
+    on_stage: Callable[[str, Graph], None] = lambda name, graph: None
+    held: Held = field(default_factory=dict)
+    unfused: int | None = None
+    caches: int | None = None
+    _emit: Emitter | None = None
+
+    @property
+    def emit(self) -> Emitter:
+        """What adds nodes. The untouched graph is kept from the moment the first one is added."""
+        if self._emit is None:
+            self.keep_original()
+            self._emit = Emitter(self.graph, refuses_positions=self.target.refuses_positions)
+        return self._emit
+
+    @functools.cached_property
+    def lowerings(self) -> Mapping[OpOverload, Lowering]:
+        return self.target.lowerings(self.options.extra, prepares=self.weights is not None)
+
+    def keep_original(self) -> None:
+        """Has the untouched graph kept, before anything else is changed."""
+        if self.original is None:
+            self.original = Snapshot(self.graph)
+            self.held = held_values(self.graph)
+            self.unfused = peak_of_temporaries(self.graph, is_fused=self.target.fuses_loops)
+
+    @property
+    def is_changed(self) -> bool:
+        return self.original is not None
+
+    def restore(self, gm: GraphModule) -> None:
+        """Gives a module the untouched graph back."""
+        if self.original is not None:
+            self.graph = gm.graph = self.original.restore()
+            self.original = self.fused = self._emit = None
+            self.prepared = Prepared()
+            gm.recompile()
+
+
+@dataclass(frozen=True)
+class Pass:
+    name: str
+    apply: Callable[[Run], None]
+
+
+def choose_absorbed(run: Run) -> None:
+    if run.is_changed:
+        absorb(run.graph, run.emit, run.options.absorb, run.target)
+
+
+def recognise_pieces(run: Run) -> None:
+    """Norms and rotations that are left over, if the target wants them, in graphs in which something fused."""
+    has_fused = any(record.fired for record in run.report.passes)
+    if has_fused and run.target.takes_pieces(run.options.extra):
+        recognise(PIECE)(run)
+
+
+def clean_up(run: Run) -> None:
+    """Removes what the fusions left unused. What is fused now is what counts, whatever the target makes of it."""
+    if run.is_changed:
+        drop_round_trips(run.emit)
+        drop_empty_parts(run.emit)
+    _erase_orphans(run)
+    rules = {rule.name for rule in run.rules if rule.stage == PIECE}
+    for node in run.graph.nodes:
+        rule, name = node.meta.get("mla_fx_rule"), fused_name(node)
+        if name is not None and rule in rules:
+            run.report.pieces[rule] = run.report.pieces.get(rule, 0) + 1
+        elif name is not None:
+            run.report.modules.setdefault(name, []).append(module_of(node))
+    run.report.fused.update({name: len(paths) for name, paths in run.report.modules.items()})
+    run.caches = bytes_of_caches(run.graph)
+    if run.report.fused and run.options.verify != "off":
+        run.keep_original()
+        run.fused = Snapshot(run.graph)
+
+
+def reinplace_caches(run: Run) -> None:
+    if run.report.fused and run.target.writes_in_place:
+        run.keep_original()
+        _note(run.report, reinplace(run.graph))
+
+
+def lower_fused(run: Run) -> None:
+    """Hands the fused operators, be they the user's own calls, to the target."""
+    if run.report.fused:
+        _lower(run, run.lowerings, keeps_calls=run.target.runs_operators)
+
+
+def lower_plain(run: Run) -> None:
+    """Has the target compute the rest of a graph in which something fused in ways of its own."""
+    if run.report.fused:
+        _lower(run, run.target.plain_lowerings(run.options.extra), keeps_calls=True)
+
+
+def prepare_inputs(run: Run) -> None:
+    if run.report.fused and run.weights is not None:
+        run.keep_original()
+        run.prepared = prepare(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
+        _erase_orphans(run)
+        _note(run.report, {run.prepared.summary(): 1} if run.prepared.summary() else {})
+
+
+PIECE = "piece"
+PIPELINE = (
+    Pass("recognise attention", recognise("attention")),
+    Pass("choose absorbed or expanded", choose_absorbed),
+    Pass("recognise context", recognise("context")),
+    Pass("recognise prolog", recognise("prolog")),
+    Pass("recognise cache", recognise("cache")),
+    Pass("recognise pieces", recognise_pieces),
+    Pass("clean up", clean_up),
+    Pass("reinplace", reinplace_caches),
+    Pass("lower", lower_fused),
+    Pass("lower the rest", lower_plain),
+    Pass("prepare", prepare_inputs),
+)
+
+
+def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
+    """Takes a graph through the passes, if there is anything in it that they look at."""
+    run.on_stage("captured", run.graph)
+    if not run.target.runs_operators and wraps_twins(run.graph):
+        run.keep_original()
+        as_functional(run.graph)
+    if not survey(run.graph, run.report):
+        return
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
+    shape_env = getattr(fake_mode, "shape_env", None)
+    with contextlib.ExitStack() as until_done:
+        for context in (collector_paused(), python_dispatcher(), known_by(shape_env)):
+            until_done.enter_context(context)
+        # Each of these is read with what is known by then.
+        until_done.enter_context(equated(written_alike(run.graph)))
+        until_done.enter_context(equated(guarded_alike(shape_env)))
+        for step in passes:
+            _run_pass(run, step)
+    if run.report.fused and run.is_changed:
+        run.report.memory = [_memory(run)]
+
+
+def _run_pass(run: Run, step: Pass) -> None:
+    run.record = PassRecord(step.name, nodes_before=len(run.graph.nodes))
+    start = time.perf_counter()
+    step.apply(run)
+    if run.original is not None:
+        check(run.graph, run.original.known, run.held)
+        run.held = held_values(run.graph)
+    run.record.milliseconds = (time.perf_counter() - start) * 1e3
+    run.record.nodes_after = len(run.graph.nodes)
+    run.report.passes.append(run.record)
+    run.on_stage(step.name, run.graph)
+
+
+def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: bool) -> None:
+    if lowerings:
+        run.keep_original()
+        _note(run.report, lower(run.graph, lowerings, run.target.decompositions(), keeps_calls=keeps_calls))
+        _erase_orphans(run)
+
+
+def _memory(run: Run) -> Memory:
+    weights = sum(value.bytes for value in run.prepared.laid_out if value.sources)
+    calls = sum(count_fused(run.graph).values())
+    peak = peak_of_temporaries(run.graph, is_fused=run.target.fuses_loops)
+    return Memory(max(run.report.fused.values()), run.caches, weights, peak, run.unfused, calls)
+
+
+def _erase_orphans(run: Run) -> None:
+    if run.original is not None:
+        erase_orphans(run.graph, run.original)
+
+
+def _note(report: Report, reasons: Mapping[str, int]) -> None:
+    report.notes += [reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons.items()]

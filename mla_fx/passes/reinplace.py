@@ -1,0 +1,248 @@
+"""Cache updates in place, where nobody reads the old cache afterwards."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.aliasing import may_share, owner, readers, stride_readers, surely_shares, writers, written
+from mla_fx.ops import Operator, catalogue
+from mla_fx.readings.axes import Index, fresh, shifted, substitute
+from mla_fx.readings.calls import args_of, named_argument
+from mla_fx.readings.element import Element, resolve
+from mla_fx.readings.sizes import product, size_of
+from mla_fx.readings.views import fresh_index, shape_of, written_slice
+from mla_fx.rewriting.materialize import fill_memory_alike
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Update:
+    """One cache of a fused operator: the view it is given, the graph input behind it, the result and its copy back."""
+
+    given: Node
+    source: Node
+    results: tuple[Node, ...]
+    copy_back: Node
+
+    @property
+    def value(self) -> Node:
+        """What is copied back."""
+        return args_of(self.copy_back)[1]  # type: ignore[no-any-return]  # the operand of a copy is a node
+
+    @property
+    def instead(self) -> list[tuple[Node, Node]]:
+        """What is read no more, and what is read in its place."""
+        return [*((result, self.given) for result in self.results), (self.value, self.source)]
+
+
+def reinplace(graph: Graph) -> Counter[str]:
+    """Turns fused operators that update caches into their in-place twins; returns why others stay, and how many.
+
+    An update qualifies if each cache it is given is a view of a graph input, the updated cache is copied back into
+    just that view's place, beside which the input stays what it was, and nothing behind the operator reads the old
+    cache. The copy is then dropped."""
+    refusals: Counter[str] = Counter()
+    if not graph.find_nodes(op="call_function", target=aten.copy_.default):
+        return refusals
+    twins = {entry.overload: entry for entry in catalogue().values() if entry.inplace is not None}
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for node in [node for node in graph.nodes if node.target in twins]:
+        twin = twins[node.target]
+        try:
+            updates = _updates(node, twin, order)
+        except NoMatch as refusal:
+            refusals[f"{twin.name} does not write its caches in place: {refusal.reason}"] += 1
+        except Exception as error:  # nothing was changed yet, so a reading that fails costs this operator's copy only
+            refusals[f"{twin.name} does not write its caches in place: {type(error).__name__}: {error}"] += 1
+        else:
+            order[_write_in_place(node, twin, updates)] = order[node]
+    return refusals
+
+
+# --- may it? ---------------------------------------------------------------------------------------------------------
+
+
+def _updates(node: Node, twin: Operator, order: dict[Node, int]) -> list[Update]:
+    """What is written, each into a graph input of its own: one view of it is given, and one result copied back."""
+    results = _written_results(twin).items()
+    return [_update(node, position, name, order) for position, name in results if _is_used(node, position, name)]
+
+
+def _is_used(node: Node, position: int, name: str) -> bool:
+    """Not so a cache without columns, of which nobody reads what became of it."""
+    given = named_argument(node, name)
+    return not isinstance(given, Node) or 0 not in shape_of(given) or bool(_results(node, position))
+
+
+def _written_results(twin: Operator) -> dict[int, str]:
+    """Which result is the updated form of which argument."""
+    arguments = {argument.name for argument in twin.overload._schema.arguments}
+    names = [result.name.removesuffix("_out") for result in twin.overload._schema.returns]
+    return {place: name for place, name in enumerate(names) if name in arguments}
+
+
+def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Update:
+    given = named_argument(node, name)
+    source = _viewed_input(given) if isinstance(given, Node) else None
+    if source is None:
+        raise NoMatch(f"{name} is no view of a graph input")
+    if any(owner(operand) is source for operand in node.all_input_nodes if operand is not given):
+        raise NoMatch(f"another operand lies in the same graph input as {name}")
+    copies = list(writers(source))
+    is_one_copy = len(copies) == 1 and copies[0].target is aten.copy_.default and not copies[0].users
+    if not is_one_copy or args_of(copies[0])[0] is not source:
+        raise NoMatch(f"the graph input of {name} is not written once and whole")
+    update = Update(given, source, tuple(_results(node, position)), copies[0])
+    if not _written_back(_Part(update.value, *[fresh_index(source)] * 2), update):
+        raise NoMatch(f"the updated {name} is not what the graph input becomes, element for element")
+    if any(reader.op == "output" for part in (*update.results, update.value) for reader in readers(part)):
+        raise NoMatch(f"the updated {name} is an output")
+    if any(_is_read_elsewhere(result, cache) for result, cache in update.instead):
+        raise NoMatch(f"the updated {name} is read by its strides, which are others in the graph input")
+    spared = {node, *_made_for(update)}
+    for reader in readers(source):
+        if reader not in spared and order.get(reader, len(order)) > order[node]:
+            raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
+    return update
+
+
+def _is_read_elsewhere(result: Node, cache: Node) -> bool:
+    """Whether what reads a result by its strides would read other elements of the cache."""
+    return next(stride_readers(result), None) is not None and not fill_memory_alike(result, cache)
+
+
+def _results(node: Node, position: int) -> list[Node]:
+    return [user for user in node.users if user.target is operator.getitem and args_of(user)[1] == position]
+
+
+def _viewed_input(node: Node) -> Node | None:
+    """The graph input of which `node` is a view, or None."""
+    while node.op == "call_function":
+        source = surely_shares(node)
+        if source is None:
+            return None
+        node = source
+    return node if node.op == "placeholder" else None
+
+
+class _Part(NamedTuple):
+    """A value read at some indices, which is copied to the graph input at `place`."""
+
+    value: Node
+    read: tuple[Index, ...]
+    place: tuple[Index, ...]
+
+
+def _written_back(part: _Part, update: Update) -> bool | None:
+    """Whether a part is what the in-place operator leaves there: all of its result where that was given, and what was
+    there before beside it. False if it is nothing but what was there before, None if it is anything else."""
+    element, there = resolve(part.value, part.read), Element(update.source, part.place)
+    if element == there:
+        return False
+    if element.factor != 1.0 or element.roundings:
+        return None
+    if element.origin in update.results:
+        is_whole = product(axis.size for axis in element.axes) == product(shape_of(element.origin))
+        return True if is_whole and resolve(update.given, element.index) == there else None
+    parts = _scattered(element, part.place)
+    # what was there before may lie beside the result, and not above it
+    return None if parts is None or _written_back(parts[0], update) is None else _written_back(parts[1], update) or None
+
+
+def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part] | None:
+    """What a slice_scatter writes over, and what it writes; None if it is none of neighbouring positions."""
+    node = element.origin
+    if node.target is not aten.slice_scatter.default:
+        return None
+    dim, bounds = written_slice(node)
+    axis = element.index[dim].axis
+    if bounds is None or bounds[2] != 1 or axis is None:
+        return None
+    base, rows = args_of(node)[:2]
+    row = fresh(shape_of(rows)[dim])
+    moved = [substitute(index, {axis: shifted(row, bounds[0])}) for index in place]
+    if None in moved:
+        return None
+    index = (*element.index[:dim], row, *element.index[dim + 1 :])
+    return _Part(base, element.index, place), _Part(rows, index, tuple(index for index in moved if index is not None))
+
+
+def _made_for(update: Update) -> set[Node]:
+    """The nodes that nobody needs once the copy back is dropped, what is copied back among them."""
+    made: set[Node] = set()
+    pending = [update.value]
+    while pending:
+        node = pending.pop()
+        is_unread = node is update.value or all(user in made or user is update.copy_back for user in node.users)
+        if is_unread and not written(node):
+            made.add(node)
+            pending += node.all_input_nodes
+    return made
+
+
+# --- do it -----------------------------------------------------------------------------------------------------------
+
+
+def _write_in_place(node: Node, twin: Operator, updates: list[Update]) -> Node:
+    assert twin.inplace is not None, "only operators with a twin are looked at"
+    graph, updated = node.graph, _written_results(twin)
+    kept = [position for position in range(len(twin.overload._schema.returns)) if position not in updated]
+    with graph.inserting_before(node):
+        call = graph.call_function(twin.inplace, args_of(node), node.kwargs)
+        call.meta = {**node.meta, "val": tuple(node.meta["val"][position] for position in kept)}
+        for place, position in enumerate(kept):
+            for result in _results(node, position):
+                new = graph.call_function(operator.getitem, (call, place))
+                new.meta = dict(result.meta)
+                result.replace_all_uses_with(new)
+    for update in updates:
+        _read_the_cache_itself(update)
+    for unused in (*node.users, node):
+        if not unused._erased:
+            graph.erase_node(unused)
+    return call
+
+
+def _read_the_cache_itself(update: Update) -> None:
+    """Drops the copy back, and has what read the operator's result, or what was copied back, read the cache itself."""
+    value, instead = update.value, update.instead
+    update.copy_back.graph.erase_node(update.copy_back)
+    for result, cache in instead:
+        if not _lie_alike(cache, result):
+            _view_in_any_layout(result)
+        result.replace_all_uses_with(cache)
+    _erase_unread(value)
+
+
+def _lie_alike(one: Node, other: Node) -> bool:
+    left, right = one.meta["val"], other.meta["val"]
+    strides = zip(left.shape, left.stride(), right.stride(), strict=True)
+    return all(size_of(size) == 1 or size_of(mine) == size_of(theirs) for size, mine, theirs in strides)
+
+
+def _view_in_any_layout(value: Node) -> None:
+    """Views were traced for the result's own layout; a cache between gaps needs a reshape, which copies if it must."""
+    for user in value.users:
+        if value in may_share(user):
+            _view_in_any_layout(user)
+        if user.target is aten.view.default:
+            user.target = aten.reshape.default
+
+
+def _erase_unread(node: Node) -> None:
+    """Erases a value, and what led to it, as far as nobody reads it."""
+    if node.users or node.op != "call_function" or written(node):
+        return
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        if not operand._erased:
+            _erase_unread(operand)

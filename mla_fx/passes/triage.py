@@ -1,0 +1,192 @@
+"""What a graph holds, before any pattern is tried: attention, and projections as Multi-head Latent Attention has them.
+
+Cheap, by the names of what is called, so that it reads Dynamo's graphs and operator graphs alike. It decides nothing
+but what is said of a graph, and whether one in which nothing could be recognised may hold MLA all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fx.debug.report import Report, count_fused
+from mla_fx.graph.torch_private import OpOverload
+from mla_fx.readings.attention import anchors
+
+aten = torch.ops.aten
+
+PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "_int_mm"})
+PRODUCTS = PROJECTIONS | {"scaled_dot_product_attention"}
+CUTS = frozenset({"getitem", "__getitem__", "narrow", "slice", "select", "index_select"})
+NORMS = frozenset({"rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_norm", "rsqrt", "pow"})
+SCALINGS = frozenset({"mul", "div"})  # by which a weight that is stored in 8 bits becomes what it stands for
+ADDITIONS = frozenset({"add", "__add__", "iadd", "add_"})
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+RANDOM = frozenset({"native_dropout", "dropout", "bernoulli", "rand", "rand_like", "inductor_random"})
+# What is left in no graph that AOTAutograd traced, and in one of torch.export that was not decomposed.
+WHOLE = frozenset({aten.matmul.default, aten.numpy_T.default, aten.scaled_dot_product_attention.default})
+STEPS_BACK = 48
+
+TRAINING = "training graph: left alone, mla_fx fuses inference only"
+NO_ATTENTION = "no attention in this graph: there is nothing to fuse"
+FLEX = "attention by flex_attention is not read"
+DROPOUT = "attention with dropout is left alone; model.eval() turns it off"
+UNDECOMPOSED = "the operators of this graph are not decomposed; take run_decompositions() of the exported program"
+CUT_BEHIND = (
+    "latents are projected down and up again, but no softmax follows: attention of another kind is not read, "
+    "and a graph break may have cut the layer"
+)
+CUT_BEFORE = "attention without the projections that feed it; a graph break may cut the layer"
+
+
+def survey(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
+    """Notes in the report what there is, and what keeps a graph that may hold MLA from being looked at.
+
+    Returns whether there is anything that patterns, or a target, can be tried on."""
+    first = next(anchors(graph), None)
+    has_own_calls = bool(count_fused(graph))
+    hindrances = [] if is_inference else [TRAINING]
+    calls = [(called(node), node) for node in graph.nodes]
+    hindrances += [FLEX] if any(name == "flex_attention" for name, _ in calls) else []
+    hindrances += [DROPOUT] if any(name in RANDOM and _is_dropped(node) for name, node in calls) else []
+    report.has_attention = bool(first or has_own_calls or {FLEX, DROPOUT} & set(hindrances))
+    if not report.has_attention and not hindrances:
+        hindrances += [CUT_BEHIND] if has_bottleneck(graph) else []
+        report.notes += hindrances or [NO_ATTENTION]
+        report.hindrances += hindrances
+        return False
+    report.notes += hindrances
+    if hindrances and has_bottleneck(graph):
+        report.hindrances += hindrances
+    if first is not None and not _is_fed(graph, first):
+        report.notes.append(CUT_BEFORE)
+    return is_inference and (first is not None or has_own_calls)
+
+
+def tell_undecomposed(graph: Graph, report: Report) -> None:
+    """Says of an unfused graph why its operators are of another kind than patterns read."""
+    if report.has_attention and any(node.target in WHOLE for node in graph.nodes):
+        report.notes.append(UNDECOMPOSED)
+        report.hindrances.append(UNDECOMPOSED)
+
+
+def called(node: Node) -> str:
+    """The bare name of what a node calls, however it is called."""
+    if isinstance(node.target, OpOverload):
+        return str(node.target._opname)
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def joins_cut_products(graph: Graph) -> bool:
+    """Whether a piece cut out of the result of one product enters another, through a few operations."""
+    products = (node for node in graph.nodes if called(node) in PRODUCTS)
+    return any(way.is_cut for product in products for way in _ways(product, PRODUCTS))
+
+
+def has_bottleneck(graph: Graph) -> bool:
+    """Whether latents are projected up: what a projection makes narrow, or is cut out of its result, normalised."""
+    ups = (node for node in graph.nodes if called(node) in PROJECTIONS and _projects_up(node))
+    ways = (way for up in ups for way in _ways(up, PROJECTIONS))
+    return any(way.is_normed and (way.is_cut or _projects_down(way.node)) for way in ways)
+
+
+class _Way(NamedTuple):
+    """A node from which a product was reached, and what happened to its result in between."""
+
+    node: Node
+    is_cut: bool = False
+    is_normed: bool = False
+
+
+def _ways(product: Node, products: frozenset[str]) -> Iterator[_Way]:
+    """The products whose results enter another."""
+    pending, seen = [_Way(product)], set[_Way]()
+    while pending and len(seen) < STEPS_BACK:
+        node, is_cut, is_normed = pending.pop()
+        for operand in node.all_input_nodes:
+            name = called(operand)
+            way = _Way(operand, is_cut or name in CUTS, is_normed or name in NORMS)
+            if operand.op in ("placeholder", "get_attr") or way in seen or _is_residual(operand):
+                continue
+            seen.add(way)
+            if name in products:
+                yield way
+            else:
+                pending.append(way)
+
+
+def _is_residual(node: Node) -> bool:
+    return called(node) in ADDITIONS and len(node.all_input_nodes) == 2
+
+
+def _projects_up(product: Node) -> bool:
+    data = _data(product)
+    return data is not None and _width(product) > _width(data)
+
+
+def _projects_down(product: Node) -> bool:
+    data = _data(product)
+    return data is not None and _width(product) < _width(data)
+
+
+def _data(product: Node) -> Node | None:
+    """What a weight is multiplied with; None in a product without a weight."""
+    weights = [operand for operand in product.all_input_nodes if _is_weight(operand)]
+    rest = [operand for operand in product.all_input_nodes if operand not in weights]
+    return next(iter(rest or weights), None) if weights else None
+
+
+def _is_weight(node: Node) -> bool:
+    """A graph input, perhaps through views and casts, which have one operand; activations have more dimensions."""
+    is_scaled = False
+    while node.op not in ("placeholder", "get_attr"):
+        operands = node.all_input_nodes
+        if not operands or (len(operands) > 1 and called(node) not in SCALINGS):
+            return False
+        node, is_scaled = operands[0], is_scaled or len(operands) > 1
+    held = _value(node)
+    return getattr(held, "ndim", 0) <= 3 and (not is_scaled or getattr(held, "itemsize", 0) == 1)
+
+
+def _width(node: Node) -> int:
+    value = _value(node)
+    width = value.shape[-1] if getattr(value, "ndim", 0) else 0
+    return width if isinstance(width, int) else 0
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _is_dropped(random: Node) -> bool:
+    """Probabilities are multiplied with something random."""
+    reached = [random]
+    for _ in range(5):
+        reached = [user for node in reached for user in node.users]
+        if any(_is_softmax(operand) for node in reached for operand in (node, *node.all_input_nodes)):
+            return True
+    return False
+
+
+def _is_softmax(node: Node) -> bool:
+    """A softmax or a quotient of an exponential, perhaps cast, expanded, or guarded for rows that see nothing."""
+    for _ in range(4):
+        operands = node.all_input_nodes[-1:] if called(node) == "where" else node.all_input_nodes
+        if called(node) in SOFTMAX or (called(node) == "div" and operands and called(operands[0]) == "exp"):
+            return True
+        if len(operands) != 1:
+            return False
+        node = operands[0]
+    return False
+
+
+def _is_fed(graph: Graph, attention: Node) -> bool:
+    """A weight has entered a product before the attention."""
+    for node in graph.nodes:
+        if node is attention:
+            return False
+        if called(node) in PROJECTIONS and _data(node) is not None:
+            return True
+    return False

@@ -1,0 +1,336 @@
+"""Scaled dot-product attention in any spelling."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.torch_private import OpOverload
+
+from .algebra import Budget, allowance, as_product, as_sum, spend
+from .axes import Digit, Index, combine, fresh, of_axis, shifted
+from .calls import args_of, argument
+from .contraction import Contraction, contraction, scaled_product
+from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
+from .reading import Reading
+from .sizes import Size, ratio
+from .softmax import SOFTMAX, exponential, softmax
+from .views import MOVERS, cuts, fresh_index, name_of, pads_with_zero, shape_of
+
+aten = torch.ops.aten
+
+FUSED_ATTENTION = frozenset(
+    {
+        aten.scaled_dot_product_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor})
+MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
+PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
+STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
+
+
+@dataclass(frozen=True)
+class Mask(Reading):
+    """A term of the logits that no query or key enters: a number that is added, or, with `fill`, a condition: where it
+    is not `keep_where` the logits *are* `fill`, whatever stood there."""
+
+    element: Element
+    fill: float | None = None
+    keep_where: bool = True
+
+
+@dataclass(frozen=True)
+class Causal(Reading):
+    """Row number `rows` attends to the keys up to its own number."""
+
+    rows: Index
+
+
+@dataclass(frozen=True)
+class Attention(Reading):
+    """`sum over keys of softmax(logits) * value`, read at `index` of `node`; the logits are the sum of `scores` and
+    added masks, then filled by the others. Behind `index` the output has `padding` zeros, as padded values leave it.
+    `sink` is one more logit in each row, which has no value, neither scaled nor masked: a value of the graph, or a
+    number."""
+
+    index: tuple[Index, ...]
+    scores: tuple[Contraction, ...]
+    masks: tuple[Mask, ...]
+    causal: Causal | None
+    value: Element
+    value_factor: float
+    keys: Index
+    padding: int = 0
+    sink: Element | float | None = None
+
+    @property
+    def scope(self) -> Iterator[Index]:
+        yield from (*self.index, self.keys, *self.value.index)
+        yield from (part for mask in self.masks for part in mask.element.index)
+
+    @property
+    def fill(self) -> float | None:
+        """The number that the logits are where a condition masks them; None if that is minus infinity."""
+        return next((mask.fill for mask in self.masks if mask.fill not in (None, -math.inf)), None)
+
+
+def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
+    """The nodes at which attention may begin to be read: each softmax whose result enters a product."""
+    for node in graph.nodes:
+        if node.target in ANCHORS and _begins_attention(node):
+            yield node
+
+
+def _begins_attention(node: Node) -> bool:
+    if node.target in FUSED_ATTENTION:
+        return True
+    is_softmax = node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
+    return is_softmax and weighted_sum(node) is not None
+
+
+def attention(node: Node) -> Attention:
+    """Reads the attention that begins at anchor `node`. Raises NoMatch if there is none."""
+    if node.target in FUSED_ATTENTION:
+        return _fused(node)
+    output = weighted_sum(node)
+    assert output is not None, "an anchor enters a product"
+    index = fresh_index(output)
+    weighted = contraction(resolve(output, index))
+    is_left = weighted.left.origin in (node, *_guards(node))
+    probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
+    found = softmax(probability)
+    keys = of_axis(found.axis)
+    if weighted.over != (keys,):
+        raise NoMatch("the values are not summed over the softmax axis alone", output)
+    scores, masks = _logits(found.logits, allowance())
+    sink = None if found.sink is None else _sink(found.sink)
+    return _unpadded(Attention(output, index, scores, masks, None, value, weighted.factor, keys, sink=sink))
+
+
+def _sink(logit: Element) -> Element | float:
+    """The logit of the column without value as one value, to which at most zeros are added, or as a number."""
+    total = as_sum(logit)
+    number, values = total.constant, list[Element]()
+    for term in total.terms:
+        known = 0.0 if pads_with_zero(term.origin, term.index) else constant(term.origin)
+        if known is None:
+            values.append(term)
+        else:
+            number += term.factor * known
+    if not values:
+        return number
+    return values[0] if len(values) == 1 and number == 0 else logit
+
+
+def _unpadded(found: Attention) -> Attention:
+    """Attention over the values without the zeros that were put behind them to make them as wide as the keys."""
+    value, last = found.value, found.index[-1]
+    for axis, cut in cuts(value.node, value.index):
+        if value.node.target is not aten.constant_pad_nd.default or last.axis is not axis:
+            continue
+        kept = fresh(cut)
+        narrow, rest = value.at({axis: kept}), value.at({axis: shifted(fresh(axis.size - cut), cut)})
+        if pads_with_zero(rest.node, rest.index):
+            factor, narrow = narrow.apart()
+            factor *= found.value_factor
+            index = (*found.index[:-1], kept)
+            return replace(found, index=index, value=narrow, value_factor=factor, padding=axis.size - cut)
+    return found
+
+
+def _guards(node: Node) -> list[Node]:
+    return [user for user in node.users if user.target is aten.where.self]
+
+
+def weighted_sum(node: Node) -> Node | None:
+    """The product that consumes the probabilities of a softmax, through the views between; None if there is none."""
+    pending, seen = list(node.users), set()
+    while pending:
+        user = pending.pop(0)
+        if user in seen:
+            continue
+        seen.add(user)
+        if user.target in PRODUCTS:
+            return user
+        if user.target in STEPS:
+            pending += user.users
+    return None
+
+
+def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
+    """The logits as products of queries and keys and masks: first all numbers that are added, then the fills."""
+    total = as_sum(element, budget)
+    if total.constant:
+        raise NoMatch("a number is added to the attention scores", element.origin)
+    scores: list[Contraction] = []
+    masks: list[Mask] = []
+    for term in total.terms:
+        filled = _filled(term)
+        inner = None if filled is None else _masked_scores(filled[0], budget)
+        if filled is not None and inner is not None:
+            scores += inner[0]
+            masks += [*inner[1], filled[1]]
+            continue
+        try:
+            scores.append(contraction(term))
+        except NoMatch:
+            masks.append(_added(term))
+    if not scores:
+        raise NoMatch(_why_no_score(masks), masks[0].node if masks else element.origin)
+    ordered = _in_order(masks)
+    if len(total.terms) > 1 and any(mask.fill not in (None, -math.inf) for mask in ordered):
+        raise NoMatch("only a part of the attention scores is filled with a number", element.origin)
+    return tuple(scores), ordered
+
+
+def _why_no_score(masks: list[Mask]) -> str:
+    """What stands between the products of query and key and the softmax."""
+    for logits in (_unfilled(mask.element) for mask in masks):
+        factors = [factor.origin for factor, _ in as_product(logits).factors]
+        others = [name_of(factor) for factor in factors if factor.target not in PRODUCTS]
+        if len(others) < len(factors):
+            by = ", ".join(dict.fromkeys(others)) or "themselves"
+            return f"the attention scores are multiplied by {by}, expected a number"
+        if any(node.target in PRODUCTS for node in computed_from(logits.origin)):
+            return f"the attention scores go through {name_of(logits.origin)} before the softmax, expected a product"
+    return "no product of query and key enters the softmax"
+
+
+def _masked_scores(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
+    """The logits under a fill; None if it is a mask, with no scores in it, that is filled."""
+    try:
+        return _logits(element, budget)
+    except NoMatch:
+        spend(budget, element.origin)  # raises what it was, if they are too long
+        return None
+
+
+def _added(term: Element) -> Mask:
+    return Mask(term.origin, term)
+
+
+def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
+    """Where logits are filled with minus infinity nothing that is added changes them; where they are filled with a
+    number they are that number, and everything else would have to come before."""
+    fills = {mask.fill for mask in masks if mask.fill is not None}
+    if fills <= {-math.inf}:
+        return tuple(masks)
+    node = next(mask.node for mask in masks if mask.fill is not None)
+    if len(fills) > 1:
+        raise NoMatch("the attention scores are filled with different numbers", node)
+    if any(mask.fill is None for mask in masks):
+        raise NoMatch("the attention scores are filled with a number, and a mask is added to them as well", node)
+    return tuple(masks)
+
+
+def _unfilled(logits: Element) -> Element:
+    """Logits as they were before they were filled where a condition holds, if they were."""
+    filled = _filled(logits)
+    return logits if filled is None else _unfilled(filled[0])
+
+
+def _filled(element: Element) -> tuple[Element, Mask] | None:
+    """`where(condition, scores, fill)` either way around, as masked_fill leaves it: the scores and the mask."""
+    dtype, peak = element.dtype, element.peak
+    factor, element = element.apart()
+    node = element.node
+    if node.target in MASKED_FILL:
+        kept, condition, fill = args_of(node)
+        ways = [(kept, constant(fill), False)]
+    elif node.target is aten.where.self:
+        condition, chosen, other = args_of(node)
+        ways = [(chosen, constant(other), True), (other, constant(chosen), False)]
+    else:
+        return None
+    for kept, number, keep_where in ways:
+        if number is None or constant(kept) is not None:
+            continue
+        fill = rounded(number * factor, dtype)
+        if -math.inf <= fill < math.inf:
+            at_peak = [rounded(number * peak, each) for each in (dtype, node.meta["val"].dtype)]
+            if math.isfinite(fill) and not all(map(math.isfinite, at_peak)):
+                raise NoMatch(f"scores are filled with {fill:.6g}, which is infinite before it is scaled back", node)
+            return operand(kept, element.index, factor), Mask(node, operand(condition, element.index), fill, keep_where)
+    return None
+
+
+def _fused(node: Node) -> Attention:
+    """One of PyTorch's fused attention operators, whose first result is the output."""
+    query, key, value = args_of(node)[:3]
+    named = {argument.name: position for position, argument in enumerate(_schema(node).arguments)}
+
+    def option(name: str, default: Any = None) -> Any:
+        return argument(node, named[name], name, default) if name in named else default
+
+    if option("dropout_p", 0.0):
+        raise NoMatch("attention with dropout is left alone", node)
+    output = node if isinstance(node.meta["val"], torch.Tensor) else _first_result(node)
+    index = fresh_index(output)
+    *batch, row, column = index
+    keys, inner = fresh(shape_of(key)[-2]), fresh(shape_of(query)[-1])
+    if keys.axis is None:
+        raise NoMatch("attention over a single key", node)
+    key_batch, value_batch = (_shared(node, name, given, batch) for name, given in (("key", key), ("value", value)))
+    scale = _scale(node, option("scale"), shape_of(query)[-1])
+    left, right = operand(query, (*batch, row, inner)), operand(key, (*key_batch, keys, inner))
+    score = scaled_product(node, scale, left, right, (inner,))
+    mask = option("attn_mask") if "attn_mask" in named else option("attn_bias")
+    masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
+    causal = Causal(node, row) if option("is_causal", False) else None
+    factor, values = operand(value, (*value_batch, keys, column)).apart()
+    return _unpadded(Attention(output, index, (score,), masks, causal, values, factor, keys))
+
+
+def _shared(node: Node, name: str, given: Node, batch: list[Index]) -> list[Index]:
+    """Where keys or values are read: several heads of the query, one behind another, may share one of theirs."""
+    query = args_of(node)[0]
+    sizes, wanted = shape_of(given)[:-2], shape_of(query)[:-2]
+    if len(sizes) != len(wanted) or any(
+        size not in (1, own) for size, own in zip(sizes[:-1], wanted[:-1], strict=True)
+    ):
+        raise NoMatch(f"the {name} is of other sequences than the query", node)
+    if not sizes or sizes[-1] in (1, wanted[-1]):
+        return batch
+    group, head = ratio(wanted[-1], sizes[-1]), batch[-1].axis
+    if group is None or head is None:
+        raise NoMatch(f"the query has {wanted[-1]} heads, the {name} {sizes[-1]}", node)
+    return [*batch[:-1], combine(0, [(Digit(head, group, sizes[-1]), 1)])]
+
+
+def _scale(node: Node, given: Any, width: Size) -> float:
+    if given is None and isinstance(width, int):
+        return float(width**-0.5)
+    scale = constant(given)
+    if scale is None:
+        raise NoMatch("the softmax scale is not a compile-time number", node)
+    return scale
+
+
+def _schema(node: Node) -> Any:
+    assert isinstance(node.target, OpOverload), "a fused attention operator has a schema"
+    return node.target._schema
+
+
+def _given_mask(mask: Node, index: tuple[Index, ...]) -> Mask:
+    element = operand(mask, index)
+    return Mask(mask, element, -math.inf) if mask.meta["val"].dtype is torch.bool else _added(element)
+
+
+def _first_result(node: Node) -> Node:
+    for user in node.users:
+        if user.target is operator.getitem and args_of(user)[1] == 0:
+            return user
+    raise NoMatch("the attention's output is not used", node)

@@ -1,0 +1,1 @@
+"""From a match to nodes of a graph."""

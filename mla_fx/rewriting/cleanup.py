@@ -1,0 +1,104 @@
+"""Taking a graph back to what it was, and clearing away what a rewrite left."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fx.graph.aliasing import written
+from mla_fx.readings.element import CASTS, is_coarser
+from mla_fx.readings.sizes import Size, size_of
+from mla_fx.readings.views import shape_of
+
+from .emitter import Emitter
+from .fake_values import signature
+
+aten = torch.ops.aten
+MOVES = frozenset(
+    {
+        aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default,
+        aten.clone.default,
+    }
+)  # fmt: skip
+
+STANDS_FOR = "mla_fx_stands_for"  # in the meta of a node that was put in the place of another: the name of that
+
+
+def stand_in(new: Node, old: Node) -> None:
+    """Notes of which value of the untouched graph a node has the place."""
+    new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.name))
+
+
+class Snapshot:
+    """A graph as it is now, to be rebuilt if a pass fails; taking one costs next to nothing."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
+        self.known = {node for node, *_ in self.nodes}
+        self.unused = {node for node in self.known if not node.users}
+        self.owner = graph.owning_module
+        self.signature = graph._codegen  # how it is called: an exported graph takes its arguments as the module did
+
+    def restore(self) -> Graph:
+        """A new graph, node for node what was there."""
+        graph = Graph(owning_module=self.owner)
+        graph.set_codegen(self.signature)
+        copies: dict[Node, Node] = {}
+        for node, args, kwargs, meta in self.nodes:
+            args, kwargs = (torch.fx.map_arg(value, copies.__getitem__) for value in (args, kwargs))
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+            copies[node].meta = dict(meta)
+        return graph
+
+
+def erase_orphans(graph: Graph, before: Snapshot) -> None:
+    """Removes what lost its last user since `before`, or was added and has none. What never had a user was there for
+    its effect, or for nothing, and is the user's."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op == "call_function" and node not in before.unused and not written(node):
+            graph.erase_node(node)
+
+
+def drop_empty_parts(emit: Emitter) -> None:
+    """Makes parts without elements anew, so that what they were cut from is not computed for them alone."""
+    for target in (operator.getitem, aten.slice.Tensor):
+        for node in emit.graph.find_nodes(op="call_function", target=target):
+            value = node.meta["val"]
+            if not isinstance(value, torch.Tensor) or 0 not in shape_of(node):
+                continue
+            with emit.graph.inserting_before(node):
+                sizes = list(map(emit.size, shape_of(node)))
+                empty = emit.call(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+            node.replace_all_uses_with(empty)
+
+
+def drop_round_trips(emit: Emitter) -> None:
+    """Reads a value itself where what was put in widens it, only moves it, and the program rounds it back."""
+    for wide in emit.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        narrow = wide.args[0]
+        is_lossless = is_coarser(_dtype(narrow), _dtype(wide)) and _strides(narrow) == _strides(wide)
+        if "mla_fx_rule" in wide.meta and is_lossless:
+            _drop_round_trips(emit, wide, narrow)
+
+
+def _drop_round_trips(emit: Emitter, wide: Node, narrow: Node) -> None:
+    for user in list(wide.users):
+        if user.target in CASTS and signature(user.meta["val"]) == signature(narrow.meta["val"]):
+            stand_in(narrow, user)
+            user.replace_all_uses_with(narrow)
+        elif user.target in MOVES and user.all_input_nodes == [wide]:
+            with emit.graph.inserting_before(user):
+                view = emit.call(user.target, narrow, *user.args[1:], **user.kwargs)
+            _drop_round_trips(emit, user, view)
+
+
+def _strides(node: Node) -> list[Size]:
+    return [size_of(stride) for stride in node.meta["val"].stride()]
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype = node.meta["val"].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype

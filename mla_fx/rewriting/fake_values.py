@@ -1,0 +1,151 @@
+"""What is known about the result of a call before it runs: its shape, strides and type, as a fake tensor."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.torch_private import (
+    OpOverload,
+    detect_fake_mode,
+    fake_tensor,
+    has_symbolic_sizes,
+    in_kernel_invocation_manager,
+    is_fake,
+    share_storage,
+)
+from mla_fx.readings.sizes import size_of
+
+aten = torch.ops.aten
+
+VIEWS = frozenset({aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default})
+
+DEPENDS_ON_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+
+class KnownValues:
+    """Results of calls in one graph. Fused operators check a lot, and dispatching fake tensors is slow, so equal calls
+    are computed once. Each result still is a tensor of its own: compilers ask by storage what aliases what."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
+        self._values: dict[Any, Any] = {}
+        self._views: dict[Any, _View | None] = {}
+        self._signatures: dict[Node, tuple[Any, Any]] = {}
+
+    def of_call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call whose arguments are nodes. Raises NoMatch if an operator refuses them."""
+        if not _makes_new_tensors(target):
+            return self._computed(target, args, kwargs)
+        key = (target, self._described(args), self._described(tuple(sorted(kwargs.items()))))
+        if key not in self._values:
+            self._values[key] = self._computed(target, args, kwargs)
+            return self._values[key]
+        return tree_map_only(torch.Tensor, self._another, self._values[key])
+
+    def signature(self, node: Node) -> Any:
+        """The signature of a node's value, which several rules ask for."""
+        value = node.meta.get("val")
+        asked, known = self._signatures.get(node, (None, None))
+        if asked is None or asked is not value:
+            known = signature(value)
+            self._signatures[node] = value, known
+        return known
+
+    def faking(self) -> contextlib.AbstractContextManager[Any]:
+        """Where tensors that are made are fake ones, if those of the graph are."""
+        return self.fake_mode or contextlib.nullcontext()
+
+    def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self.fake_mode is not None and target in VIEWS and not has_symbolic_sizes(args[0].meta["val"]):
+            return self._viewed(target, args)
+        args = _known(args)
+        kwargs = {name: _known(value) for name, value in kwargs.items()}
+        try:
+            with self.faking():
+                return target(*args, **kwargs)
+        except ValueError as refusal:
+            raise NoMatch(f"the operator refuses: {refusal}") from refusal
+
+    def _viewed(self, target: Any, args: Any) -> Any:
+        """A view of a tensor of known sizes. Rewriting makes a dozen for each layer, and asking the tensor behind the
+        fake one is five times quicker than dispatching through fake tensors; what the same view of such a tensor was
+        before need not even be asked."""
+        source = args[0].meta["val"]
+        key = (target, source.shape, source.stride(), source.dtype, self._described(args[1:]))
+        known = self._views.get(key)
+        with in_kernel_invocation_manager(self.fake_mode):
+            if known is not None:
+                view = source.as_strided(known.sizes, known.strides, source.storage_offset() + known.offset)
+            else:
+                view = target(*_known(args))
+                self._views[key] = _view(source, view)
+        return fake_tensor(self.fake_mode, view, source.device)
+
+    def _described(self, value: Any) -> Any:
+        """An argument as a key, with nodes replaced by the shape and type of their values."""
+        if isinstance(value, Node):
+            return self.signature(value)
+        return tuple(map(self._described, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+    def _another(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of which the same is known."""
+        if self.fake_mode is None or not is_fake(value) or has_symbolic_sizes(value):
+            with self.faking():
+                return unshared(value)
+        with in_kernel_invocation_manager(self.fake_mode):
+            plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return fake_tensor(self.fake_mode, plain, value.device)
+
+
+class _View(NamedTuple):
+    """How a view lies in the memory of its source, counted from where that begins."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def _view(source: torch.Tensor, result: torch.Tensor) -> _View | None:
+    """None for a copy, as a reshape may make one, and for what cannot be said in numbers."""
+    if has_symbolic_sizes(result) or not share_storage(source, result):
+        return None
+    return _View(result.shape, result.stride(), int(result.storage_offset() - source.storage_offset()))
+
+
+def _makes_new_tensors(target: Any) -> bool:
+    """An operator's results are no views of its operands, and their sizes follow from what is known of these."""
+    if not isinstance(target, OpOverload) or not DEPENDS_ON_DATA.isdisjoint(target.tags):
+        return False
+    return not any(result.alias_info for result in target._schema.returns)
+
+
+def unshared(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides and type with a storage of its own."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _known(value: Any) -> Any:
+    """An argument with nodes replaced by what is known about their values."""
+    if isinstance(value, Node):
+        return value.meta["val"]
+    return [_known(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def signature(value: Any) -> Any:
+    """Shape, strides, type and device of a value, and whether it is held conjugated or negated: equal ones are computed
+    with alike."""
+    if isinstance(value, torch.SymInt):
+        return size_of(value)
+    if not isinstance(value, torch.Tensor):
+        return tree_map_only(torch.Tensor, signature, value)
+    sizes: Any = value.shape
+    strides: Any = value.stride()
+    if has_symbolic_sizes(value):
+        sizes, strides = (tuple(map(size_of, numbers)) for numbers in (sizes, strides))
+    return sizes, strides, value.dtype, value.device, value.is_conj(), value.is_neg()

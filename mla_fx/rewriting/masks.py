@@ -1,0 +1,109 @@
+"""The masks of attention scores as the operands that the operators take."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.readings.attention import Attention, Mask
+from mla_fx.readings.causal import CausalByPosition, causal_by_position
+from mla_fx.readings.element import Element, is_coarser
+from mla_fx.readings.sizes import Size, plain, product
+
+from .emitter import Emitter
+from .materialize import Axes, Dims, axes, tensor
+
+aten = torch.ops.aten
+
+
+def check_is_causal(found: Attention, s: Axes) -> None:
+    """Raises NoMatch unless `is_causal`, where it is given, counts the tokens of each sequence, and says all."""
+    if found.causal is not None and found.masks:
+        raise NoMatch("is_causal stands beside a mask", found.node)
+    if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
+        raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
+
+
+def known_causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition | None:
+    """How many keys each row sees, where that is all that the masks say; None where that is not known, or the masks are
+    rounded coarser than `dtype`, in which the operator computes."""
+    try:
+        for mask in found.masks:
+            _check_type(mask, dtype)
+        return causal_by_position(found, b, s)
+    except NoMatch:
+        return None
+
+
+def counts_from_first(causal: CausalByPosition, s: Axes) -> bool:
+    """Whether row s sees keys t <= s and no others, which is what `is_causal` says. Each row so sees a key, beside
+    which no score is left of those that are filled: with the lowest number of a type, as they are known."""
+    if isinstance(causal.position, Element):
+        return False
+    return plain(causal.position + causal.more - product(axis.size for axis in s)) == 0
+
+
+def emit_masks(
+    emit: Emitter, found: Attention, causal: CausalByPosition | None, dims: tuple[Axes, Axes, Axes, Axes]
+) -> tuple[Node | None, Node | None, float | None]:
+    """A mask that broadcasts to `dims`, which are those of sequences, heads, tokens and keys, or None and lengths that
+    say the same, where the masks are known to be causal; and with what scores are filled where they are hidden, None
+    for minus infinity."""
+    if causal is not None:
+        with contextlib.suppress(NoMatch):  # the mask may be any: only as lengths it is one of these
+            return None, _context_lens(emit, found, causal, dims[0]), causal.fill
+    return emit_mask(emit, found.masks, dims), None, found.fill
+
+
+def _context_lens(emit: Emitter, found: Attention, causal: CausalByPosition, b: Axes) -> Node:
+    """How many keys the last row of each sequence sees, int64 [B] or [1]."""
+    device = found.node.meta["val"].device
+    if isinstance(causal.position, Element):
+        positions = emit.cast(tensor(emit, causal.position, (b,)), torch.int64)
+        held = positions.meta["val"].device
+        if held != device:
+            raise NoMatch(f"the positions are on {held}, the attention is on {device}", causal.position.origin)
+        return _added(emit, positions, causal.more)
+    length = emit.size(causal.position + causal.more)
+    return emit.call(aten.full.default, [1], length, dtype=torch.int64, device=device)
+
+
+def _added(emit: Emitter, positions: Node, more: Size) -> Node:
+    return positions if more == 0 else emit.call(aten.add.Tensor, positions, emit.size(more))
+
+
+def _check_type(mask: Mask, dtype: torch.dtype) -> None:
+    """Numbers that are added are no operand any more, so that what they are rounded to counts as the program's."""
+    held = (mask.element.origin.meta["val"].dtype, *mask.element.roundings)
+    if mask.fill is None and any(is_coarser(own, dtype) for own in held):
+        raise NoMatch(f"the mask is held in {held[0]}, the operator computes in {dtype}", mask.node)
+
+
+def emit_mask(emit: Emitter, masks: Sequence[Mask], dims: Dims) -> Node | None:
+    """The masks as one tensor that broadcasts to `dims`: conditions alone as a condition, which is True where a score
+    is kept; else numbers to be added. None without masks."""
+    conditions = [_kept(emit, mask, dims) for mask in masks if mask.fill is not None]
+    numbers = [tensor(emit, mask.element, dims) for mask in masks if mask.fill is None]
+    kept = _together(emit, aten.logical_and.default, conditions)
+    added = _together(emit, aten.add.Tensor, numbers)
+    if kept is None or added is None:
+        return added if kept is None else kept
+    # a masked score is minus infinity, whatever is added to it
+    value = added.meta["val"]
+    never = emit.call(aten.full.default, [], -math.inf, dtype=value.dtype, device=value.device)
+    return emit.call(aten.where.self, kept, added, never)
+
+
+def _together(emit: Emitter, combine: object, values: Sequence[Node]) -> Node | None:
+    return functools.reduce(lambda left, right: emit.call(combine, left, right), values) if values else None
+
+
+def _kept(emit: Emitter, mask: Mask, dims: Dims) -> Node:
+    condition = tensor(emit, mask.element, dims)
+    return condition if mask.keep_where else emit.call(aten.logical_not.default, condition)

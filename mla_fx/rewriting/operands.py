@@ -1,0 +1,334 @@
+"""Operands that several patterns put together: adjacent parts as one tensor, rotary tables, caches and positions."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.matching.match import Match
+from mla_fx.matching.pattern import OperandAxes, Pattern, rms_norm, twin, var
+from mla_fx.readings.axes import ZERO, Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
+from mla_fx.readings.cache_update import CacheUpdate
+from mla_fx.readings.counts import Count, count
+from mla_fx.readings.element import Element, computed_from, is_parameter, resolve
+from mla_fx.readings.paged import Paged
+from mla_fx.readings.reading import renamed
+from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.readings.rope import Rope, Table
+from mla_fx.readings.sizes import Size, at_most, plain, product
+from mla_fx.readings.views import shape_of
+
+from .emitter import Emitter
+from .materialize import Axes, Dims, axes, result, tensor
+from .replacement import Replacement, replaced
+
+aten = torch.ops.aten
+
+
+def roles(match: Match, operand: str) -> tuple[Axes, ...]:
+    """The axes of each dimension of an operand of the call."""
+    found = match.reading(OperandAxes, f"{operand}.axes")
+    return tuple(axes(part, operand, found.node) for part in found.dims)
+
+
+def last_dimension(operand: str) -> Callable[[Match], Axis]:
+    """For `rope(along=...)`: the last dimension of an operand of the call, or of the row that is stored in it."""
+
+    def along(match: Match) -> Axis:
+        update, found = match.get(CacheUpdate, f"{operand}.write"), match.reading(OperandAxes, f"{operand}.axes")
+        axis = (found.dims if update is None else update.index)[-1].axis
+        if axis is None:
+            raise NoMatch("a rotary dimension of one element", found.node)
+        return axis
+
+    return along
+
+
+def normed(value: str, operator: str) -> Pattern:
+    """A near twin: the value is normalised where `operator` takes it as it is."""
+    norm = rms_norm(var(value), var(f"gamma of {value}"), name=f"norm of {value}")
+    return twin(norm, because=f"{value} is normalised, which {operator} does not do")
+
+
+def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
+    """The columns that the rotation of an operand turns; those that are given, if it is not rotated."""
+    rotation = match.get(Rope, f"{operand}.rope")
+    return axes(rotation.along, "the rotary dimension", rotation.node) if rotation else unrotated
+
+
+def check_weight(weight: Element, name: str) -> None:
+    """Raises NoMatch unless a weight is a parameter as it is multiplied."""
+    if is_parameter(weight.node):
+        return
+    given = (node.meta["val"] for node in computed_from(weight.node) if is_parameter(node))
+    stored = {value.dtype for value in given if isinstance(value, torch.Tensor)}
+    packed = sorted(str(dtype) for dtype in stored if dtype.itemsize == 1 and dtype is not torch.bool)
+    if packed:
+        raise NoMatch(f"{name} is dequantised by the graph, from {packed[0]}, expected a plain parameter", weight.node)
+    raise NoMatch(f"{name} is computed by the graph, expected a parameter", weight.node)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Two neighbouring parts of one tensor as one element, read along `axis`, which counts the columns of both."""
+
+    element: Element
+    axis: Axis
+
+
+def joined(first: Element, columns: Axes, second: Element, others: Axes) -> Joined | None:
+    """`first` along its columns and then `second` along its own, if they are neighbours in one tensor, else None."""
+    (node, left, factor), (other, right, other_factor) = _place(first), _place(second)
+    if node is not other or (factor, other_factor) != (1.0, 1.0) or len(columns) > 1 or len(others) > 1:
+        return None
+    start, stop = (product(axis.size for axis in part) for part in (columns, others))
+    axis = Axis(start + stop)
+    here, behind = {axis: composite(columns)}, {axis: shifted(composite(others), start)}
+    index: list[Index] = []
+    for mine, theirs in zip(left, right, strict=True):
+        rest = [term for term in mine.terms if term[0].axis not in columns]
+        both = combine(mine.offset, [*rest, (whole(axis), _stride(mine, columns, theirs, others))])
+        if (substitute(both, here), substitute(both, behind)) != (mine, theirs):
+            return None
+        index.append(both)
+    return Joined(resolve(node, tuple(index)), axis) if sum(axis in part.axes for part in index) == 1 else None
+
+
+def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
+    """How far apart neighbouring columns lie in a dimension; of one column and another, how far these two do."""
+    for part, found in ((mine, columns), (theirs, others)):
+        if found:
+            return dict(part.terms).get(whole(found[0]), 0)
+    distance = plain(theirs.offset - mine.offset)
+    return distance if at_most(1, distance) else 0
+
+
+def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> tuple[Element, Axes]:
+    """Two weights by their names, as one, and the columns of both. Raises NoMatch if they are no neighbours."""
+    for name, columns in (first, second):
+        if len(columns) > 1:
+            raise NoMatch(f"the columns of {name} are no single dimension", match[name].node)
+    whole = joined(match[first[0]], first[1], match[second[0]], second[1])
+    if whole is None:
+        raise NoMatch(f"the weights of {what} are {_apart(match[first[0]], match[second[0]])}", match[second[0]].node)
+    return whole.element, (whole.axis,)
+
+
+def _apart(one: Element, other: Element) -> str:
+    if one.origin is other.origin:
+        return "not neighbours in one matrix"
+    return "two parameters, and the operator takes one matrix, which would be a copy of both"
+
+
+def _place(part: Element) -> tuple[Node, tuple[Index, ...], float]:
+    """Where a part lies: behind its roundings, if it has any, of which none may be lost."""
+    return part.held if part.roundings else (part.origin, part.index, part.factor)
+
+
+# --- norms and rotary tables -----------------------------------------------------------------------------------------
+
+
+def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:
+    """The norm is taken over the columns of one row, all of them."""
+    over = [axis for part in norm.over for axis in axes(part, "the normalised dimension", norm.node)]
+    if over != list(width):
+        raise NoMatch("the norm is taken over something else than the columns of a row", norm.node)
+
+
+def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
+    """cos or sin with all its columns, [*outer, Dr]: those of the pairs' first elements, then of their second ones."""
+    pairs = axes(pair, "a rotary table", table.node)
+    first, second = table.first, table.second
+    if len(pairs) == 1:
+        other = Axis(pairs[0].size)
+        whole_table = joined(first, pairs, renamed(second, {pairs[0]: of_axis(other)}), (other,))
+        if whole_table is not None:
+            return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
+    halves = [tensor(emit, half, [*outer, pairs], expand=True) for half in (first, second)]
+    return emit.call(aten.cat.default, halves, -1)
+
+
+def emit_tables(emit: Emitter, rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Node | None]:
+    """cos and sin as they are named, each None if there is no rotation."""
+    if rotation is None:
+        return [None for _ in names]
+    return [emit_table(emit, getattr(rotation, name), rotation.pair, outer) for name in names]
+
+
+# --- caches ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheRoles:
+    """The axes of one written cache: batch, slot and width of the cache, batch and token of the rows."""
+
+    update: CacheUpdate
+    batch: Axes
+    slot: Axes
+    width: Axes
+    token: Axes
+
+    @property
+    def row(self) -> tuple[Axes, Axes]:
+        return self.batch, self.token
+
+
+def cache_roles(update: CacheUpdate) -> CacheRoles:
+    """The axes of an update whose last dimension is the width of a row."""
+    last = len(update.index) - 1
+    if update.behind > last:
+        raise NoMatch("the cache is written along the last dimension, expected whole rows", update.node)
+    dims = [axes(part, "the cache", update.node) for part in update.index]
+    slots = range(update.dim, update.behind)
+    batch = tuple(axis for dim, found in enumerate(dims[:last]) if dim not in slots for axis in found)
+    slot = tuple(axis for dim in slots for axis in dims[dim])
+    return CacheRoles(update, batch, slot, dims[last], axes(update.token, "the new rows", update.node))
+
+
+def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
+    """Latents and rotary keys go to the same positions of two caches."""
+    mine, theirs = latent.update, keys.update
+    if mine.wraps != theirs.wraps:
+        raise NoMatch("of latent and rotary key only one is written so that negative positions count", theirs.node)
+    is_same = mine.offset == theirs.offset and _counted(mine) == _counted(theirs)
+    if not is_same or latent.row != keys.row:
+        raise NoMatch("latent and rotary key are written to different positions", theirs.node)
+
+
+def _counted(update: CacheUpdate) -> Count | None:
+    """Where a row goes, as far as it is counted, since each cache may count its positions anew; None if appended."""
+    if isinstance(update.position, Element):
+        return count(update.position)
+    return None if update.position is None else Count(shifted(update.token, update.position))
+
+
+def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
+    """The cache before the write, [B,1,T,width]."""
+    old = Element(cache.update.old, cache.update.index)
+    return tensor(emit, old, (cache.batch, (), cache.slot, cache.width))
+
+
+def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
+    """A cache for rows that are appended, which are written into it alone; of the type of `like`."""
+    value = like.meta["val"]
+    return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), dtype=value.dtype, device=value.device)
+
+
+def emit_caches(emit: Emitter, latent: CacheRoles, keys: CacheRoles | None) -> tuple[Node, Node, Node]:
+    """Positions, and the caches of latents and rotary keys before the write; without the latter, one of no columns."""
+    others = () if keys is None else (keys,)
+    positions = emit_positions(emit, latent, *others, is_skipped=not emit.refuses_positions)
+    kv_cache = emit_cache(emit, latent)
+    if keys is None:
+        return positions, kv_cache, emit_new_cache(emit, kv_cache, *shape_of(kv_cache)[:-1], 0)
+    return positions, kv_cache, emit_cache(emit, keys)
+
+
+def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) -> Node:
+    """Where the rows go, [B or 1, S] int64, counted from the start: in others that are written alike too.
+
+    A position that the program refuses becomes one beyond the end, so that the new write refuses it too; with
+    `is_skipped` one that is not in the cache becomes negative, for a write that skips it."""
+    position = cache.update.position
+    assert position is not None, "rows that are appended have no positions"
+    alike = (other.update.position for other in others)
+    emit.sources.update(place.origin for place in alike if isinstance(place, Element))
+    if isinstance(position, Element):
+        _check_apart(cache, position)
+        return _given_positions(emit, cache, position, is_skipped)
+    rows = cache.update.rows.meta["val"]
+    length, start = emit.size(product(axis.size for axis in cache.token)), emit.size(position)
+    options = {"start": start, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
+    return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
+
+
+def _check_apart(cache: CacheRoles, position: Element) -> None:
+    """Each token has a position of its own: of rows that go to one place, which one stays there is not said."""
+    offset = cache.update.offset
+    told = position.axes if offset is None else position.axes | offset.axes
+    if any(axis.size != 1 and axis not in told for axis in cache.token):
+        raise NoMatch("all tokens of a sequence are written to one position", position.origin)
+
+
+def _given_positions(emit: Emitter, cache: CacheRoles, position: Element, is_skipped: bool) -> Node:
+    """Positions that the program computes, or the slots at offsets within blocks. One side is the new write's own to
+    look at: where it refuses rows that is the end of the cache, and where it skips them its start."""
+    update = cache.update
+    sizes = shape_of(update.old)[update.dim : update.behind]
+    given = tensor(emit, position, cache.row, dtype=torch.int64)
+    if update.offset is not None:
+        (blocks, size), places = sizes, (given, tensor(emit, update.offset, cache.row, dtype=torch.int64))
+        block, offset = (_counted_from_start(emit, *pair) for pair in zip(places, ((blocks,), (size,)), strict=True))
+        given = emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, block, emit.size(size)), offset)
+        sides = [_is_below(emit, block, (blocks,)), _is_below(emit, offset, (size,))]
+        sides += [_is_from_start(emit, place) for place in (block, offset)]
+        return _or_else(emit, sides, given, -1 if is_skipped else _count(emit, sizes))
+    is_counted, is_below = _proved(count(position), product(sizes))
+    if update.wraps and not is_counted:
+        given = _counted_from_start(emit, given, sizes)
+    if is_skipped:
+        return given if is_below else _or_else(emit, [_is_below(emit, given, sizes)], given, -1)
+    return given if is_counted else _or_else(emit, [_is_from_start(emit, given)], given, _count(emit, sizes))
+
+
+def _count(emit: Emitter, sizes: Sequence[Size]) -> Any:
+    """The number of slots, by the sizes that the cache has: the graph need not know what these are made of."""
+    if all(isinstance(size, int) for size in sizes):
+        return product(sizes)
+    return functools.reduce(lambda *both: emit.call(operator.mul, *both), map(emit.size, sizes))
+
+
+def _proved(position: Count, slots: Size) -> tuple[bool, bool]:
+    """Whether no position is negative, and none is beyond the end."""
+    excesses = Count(ZERO).plus(position, -1), position.plus(Count(Index(slots - 1)), -1)
+    is_counted, is_below = (excess.is_at_most_zero for excess in excesses)
+    return is_counted, is_below
+
+
+def _counted_from_start(emit: Emitter, given: Node, sizes: Sequence[Size]) -> Node:
+    """Positions below zero count from the end, in an indexed assignment."""
+    is_negative = emit.call(aten.lt.Scalar, given, 0)
+    return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, _count(emit, sizes)), given)
+
+
+def _is_below(emit: Emitter, place: Node, sizes: Sequence[Size]) -> Node:
+    return emit.call(aten.lt.Scalar, place, _count(emit, sizes))
+
+
+def _is_from_start(emit: Emitter, place: Node) -> Node:
+    return emit.call(aten.ge.Scalar, place, 0)
+
+
+def _or_else(emit: Emitter, conditions: Sequence[Node], given: Node, other: Any) -> Node:
+    """Positions where all conditions hold, and `other` in the place of the rest."""
+    holds = functools.reduce(lambda *both: emit.call(aten.logical_and.default, *both), conditions)
+    options = {"dtype": given.meta["val"].dtype, "device": given.meta["val"].device, "pin_memory": False}
+    return emit.call(aten.where.self, holds, given, emit.call(aten.full.default, [], other, **options))
+
+
+def emit_block_table(emit: Emitter, rows: Axes, pages: Axes, found: Paged, other: Paged) -> Node:
+    """The table [B, Blocks] that two caches are read by. A negative number that the program refuses becomes one beyond
+    the end, which the operator refuses too."""
+    table = tensor(emit, found.table, (rows, pages), expand=True)
+    if (found.wraps and other.wraps) or not emit.refuses_positions:
+        return table
+    return _or_else(emit, [_is_from_start(emit, table)], table, emit.size(extent(found.block)))
+
+
+def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
+    """Uses the [B,1,T,width] cache that an operator returned wherever the written one was used."""
+    element = result(out, (cache.batch, (), cache.slot, cache.width))
+    return replaced(emit, cache.update.node, cache.update.index, element)
+
+
+def replace_rows(emit: Emitter, cache: CacheRoles, rows: Element) -> Replacement:
+    """Uses the rows that an operator returned wherever the new rows were used."""
+    update = cache.update
+    return replaced(emit, update.rows, update.place, rows)
