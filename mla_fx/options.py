@@ -8,13 +8,35 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from .driver.expectations import Expectation, expectation
 from .errors import OptionError
 
 if TYPE_CHECKING:
     from .target import Target
 
 AUTO = "auto"
+EXPECTED = "it takes operators, or a mapping of operators to numbers of calls, or to tuples of them"
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Operator -> the numbers of calls that will do; None is any number but zero.
+
+    If `is_complete`, no other operator may have been fused."""
+
+    counts: Mapping[str, tuple[int, ...] | None]
+    is_complete: bool
+
+    def is_met(self, fused: Mapping[str, int]) -> bool:
+        if self.is_complete and set(fused) - set(self.counts):
+            return False
+        return all(_will_do(fused.get(name, 0), wanted) for name, wanted in self.counts.items())
+
+    def __str__(self) -> str:
+        if not self.is_complete:
+            return " and ".join(map(repr, self.counts))
+        return repr(
+            {name: wanted[0] if wanted and len(wanted) == 1 else wanted for name, wanted in self.counts.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -111,6 +133,38 @@ def _check_known(option: str, target: str, asked: Mapping[str, Target], targets:
             raise OptionError(f"{unknown}; do you mean {near[0]!r}?")
     of_target = _listed(sorted(known)) if len(known) <= 12 else f"{len(known)} of its own"
     raise OptionError(f"{unknown}; known options are {_listed(sorted(OWN))} and those of the target: {of_target}")
+
+
+def _will_do(count: int, wanted: tuple[int, ...] | None) -> bool:
+    return count > 0 if wanted is None else count in wanted
+
+
+def expectation(given: Any) -> Expectation:
+    """What `expect` was given as. Raises OptionError for anything but operators and numbers."""
+    if isinstance(given, Mapping):
+        counts: dict[str, tuple[int, ...] | None] = {_operator(name): _numbers(given[name]) for name in given}
+        return Expectation(counts, is_complete=True)
+    if isinstance(given, str):
+        return Expectation({_operator(given): None}, is_complete=False)
+    if isinstance(given, Collection) and not isinstance(given, bytes):
+        return Expectation({_operator(name): None for name in given}, is_complete=False)
+    raise OptionError(f"option expect is {given!r}; {EXPECTED}")
+
+
+def _operator(name: Any) -> str:
+    from mla_fx.ops import catalogue
+
+    known = sorted({name.partition(".")[0] for name in catalogue()})
+    if name not in known:
+        raise OptionError(f"option expect names {name!r}; known operators are {', '.join(map(repr, known))}")
+    return str(name)
+
+
+def _numbers(given: Any) -> tuple[int, ...]:
+    numbers = given if isinstance(given, tuple) else (given,)
+    if numbers and all(type(number) is int and number >= 0 for number in numbers):
+        return numbers
+    raise OptionError(f"option expect holds the number {given!r}; {EXPECTED}")
 
 
 def _one_of(option: str, *choices: Any) -> Callable[[Any], Any]:

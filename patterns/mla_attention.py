@@ -33,7 +33,7 @@ from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, NoRotaryPart, S, T
 from mla_fx.errors import NoMatch
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
-from mla_fx.passes.absorb import absorb_query, expand_output
+from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.calls import args_of

@@ -22,7 +22,8 @@ import mla_fx
 from mla_fx import cases
 from mla_fx.driver import discovery, report_log
 from mla_fx.options import Options
-from mla_fx.passes.pipeline import Run, run_pipeline
+from mla_fx.passes.pipeline import run_pipeline
+from mla_fx.passes.run import Run
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -13,8 +13,8 @@ import torch
 import mla_fx
 from mla_fx.cases import DR, HCKV, D, Layer, T, inputs
 from mla_fx.graph.torch_private import make_fx
-from mla_fx.readings.counts import count
 from mla_fx.readings.element import element_of
+from mla_fx.readings.integers import integer_sum
 
 pytestmark = [pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning"), pytest.mark.usefixtures("no_gradients")]
 DEPTH = 24
@@ -29,13 +29,13 @@ class EndlessError(BaseException):
 
 def calls_of(function, *args):
     """How many of the compiler's own functions are called. Raises EndlessError beyond what is allowed."""
-    count = 0
+    calls = 0
 
     def watch(frame, event, _):
-        nonlocal count
+        nonlocal calls
         if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
-            count += 1
-            if count > CALLS:
+            calls += 1
+            if calls > CALLS:
                 raise EndlessError
 
     sys.setprofile(watch)
@@ -43,7 +43,7 @@ def calls_of(function, *args):
         function(*args)
     finally:
         sys.setprofile(None)
-    return count
+    return calls
 
 
 def nested(step, value, *others):
@@ -166,5 +166,5 @@ def test_what_leaves_64_bits_is_not_counted(depth, times):
         return position
 
     graph = make_fx(doubled)(torch.arange(3)).graph
-    found = count(element_of(graph.output_node().args[0]))
+    found = integer_sum(element_of(graph.output_node().args[0]))
     assert [own for _, own in found.elements] == [times]

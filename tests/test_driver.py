@@ -17,7 +17,8 @@ from mla_fx import cases
 from mla_fx.debug.recorder import Recorder
 from mla_fx.driver import compilation, discovery
 from mla_fx.options import Options
-from mla_fx.passes.pipeline import PIPELINE, Pass, Run, run_pipeline
+from mla_fx.passes.pipeline import PIPELINE, run_pipeline
+from mla_fx.passes.run import Pass, Run
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -9,7 +9,8 @@ from stepping import check_runs_as_it_came, check_same, compiled, mla_warnings
 
 import mla_fx
 from mla_fx.driver import compilation
-from mla_fx.passes.pipeline import PIPELINE, Pass, run_pipeline
+from mla_fx.passes.pipeline import PIPELINE, run_pipeline
+from mla_fx.passes.run import Pass
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx.ops  # noqa: F401  registers torch.ops.mla_fx
 from mla_fx.debug.memory import Memory
-from mla_fx.debug.report import Miss, PassRecord, Report, count_fused, fused_name, module_of, source_of
+from mla_fx.debug.report import Miss, PassRecord, Report
+from mla_fx.graph.provenance import count_fused, fused_name, module_of, source_of
 
 
 def miss(**changes):

@@ -18,9 +18,9 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
+from mla_fx.graph.provenance import is_laid_out
 from mla_fx.graph.torch_private import OpOverload, aot_autograd, static_inputs
 from mla_fx.ops import catalogue
-from mla_fx.passes.hoist import is_laid_out
 from mla_fx.target import Compiled, Compiler, Lowering
 
 from . import converters

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from mla_fx.graph.provenance import REPLACED, RULE, fused_name
 from mla_fx.graph.torch_private import OpOverload, dtype_abbrs
 
-from .report import Report, fused_name
+from .report import Report
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -100,7 +101,7 @@ def _origin(node: Node) -> list[str]:
     """What a fused operator stands for: the calls it replaced, gathered by the line of code they came from."""
     if fused_name(node) is None:
         return []
-    rule, replaced = node.meta.get("mla_fx_rule"), node.meta.get("mla_fx_replaced", ())
+    rule, replaced = node.meta.get(RULE), node.meta.get(REPLACED, ())
     calls: dict[str, Counter[str]] = {}
     for _, name, source in replaced:
         calls.setdefault(source or "unknown source", Counter())[name] += 1

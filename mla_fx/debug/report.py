@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from torch.fx import Graph, Node
-
-from mla_fx.graph.torch_private import OpOverload
-
 from .memory import Memory
 
-_VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
-_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True)
@@ -191,50 +183,3 @@ def _counted(misses: Sequence[Miss]) -> Iterator[str]:
 def _first_of(layers: Mapping[str, int], path: str) -> int:
     """For how many modules one stands that lies in such a layer, or in none."""
     return next((count for layer, count in layers.items() if f"{path}.".startswith(f"{layer}.")), 1)
-
-
-def count_fused(graph: Graph) -> dict[str, int]:
-    """How often each operator of this project appears in a graph, in order of first appearance."""
-    counts: dict[str, int] = {}
-    for node in graph.nodes:
-        name = fused_name(node)
-        if name is not None:
-            counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def fused_name(node: Node) -> str | None:
-    """The name of the fused operator that a node calls, the same for its in-place form; None if it calls none."""
-    target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
-        return None
-    return str(target._opname).rstrip("_")
-
-
-def source_of(node: Node | None) -> str:
-    """`file:line` of the user's code that made a node, or an empty string."""
-    return _innermost(node.meta.get("stack_trace") or "") if node is not None else ""
-
-
-@functools.lru_cache(maxsize=4096)
-def _innermost(trace: str) -> str:
-    frames = _FRAME.findall(trace)
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
-
-
-def module_of(node: Node | None) -> str:
-    """The path of the module that made a node as its user writes it, `model.layers.3.self_attn`, or an empty string."""
-    stack = node.meta.get("nn_module_stack") if node is not None else None
-    return plain_path(str(list(stack.values())[-1][0])) if stack else ""
-
-
-def plain_path(path: str) -> str:
-    """A path of Dynamo's as the user writes it: `layers.3.weight` for `L['self'].layers._modules['3']...`.
-
-    Dynamo begins it with the variable that it found the model in: what is compiled is `self` or `fn` to it."""
-    named = _VARIABLE.sub(_variable, _MEMBER.sub(r".\1", path))
-    return named.strip(".")
-
-
-def _variable(found: re.Match[str]) -> str:
-    return "" if found["name"] in ("self", "fn") else found["name"] + found["dot"]

@@ -24,11 +24,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import written
-from mla_fx.readings.views import label_of
-from mla_fx.rewriting.cleanup import STANDS_FOR
+from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, label_of, module_of
 
 from .exact import Dry, Results, Wide, choices, undecided
-from .report import Report, fused_name, module_of
+from .report import Report
 
 TIMES = 2
 ULPS = 4
@@ -112,7 +111,7 @@ class Verification:
             error = _distance(ours[node.name], theirs[old])
             if not error <= SAME[dtype]:
                 computed = _behind(node, agreeing)
-                rules = dict.fromkeys(rule for one in computed if (rule := one.meta.get("mla_fx_rule")))
+                rules = dict.fromkeys(rule for one in computed if (rule := one.meta.get(RULE)))
                 return (
                     f"The first to differ, by {error:.3g}, is what has the place of {old}; it is computed by "
                     f"{_listed(computed)}, put in by {', '.join(rules)}"

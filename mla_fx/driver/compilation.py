@@ -17,7 +17,8 @@ from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
 from mla_fx.graph.torch_private import is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
-from mla_fx.passes.pipeline import PIPELINE, Pass, Run, run_pipeline
+from mla_fx.passes.pipeline import PIPELINE, run_pipeline
+from mla_fx.passes.run import Pass, Run
 from mla_fx.passes.triage import survey, tell_undecomposed
 from mla_fx.rule import Rule
 from mla_fx.target import Compiled, Compiler, Target

@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fx.debug.report import plain_path
+from mla_fx.graph.provenance import INPUT_NAME, plain_path
 from mla_fx.graph.torch_private import input_path
 from mla_fx.passes.triage import joins_cut_products
-from mla_fx.readings.views import INPUT_NAME
 
 FROM_BEFORE = "from before a graph break"
 

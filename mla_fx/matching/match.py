@@ -9,11 +9,11 @@ from typing import TypeVar
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import label_of
 from mla_fx.readings.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
 from mla_fx.readings.element import Element
 from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.sizes import product
-from mla_fx.readings.views import label_of
 
 Same = Mapping[Axis, Index]
 Kind = TypeVar("Kind", bound=Reading)

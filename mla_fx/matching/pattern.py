@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 from mla_fx.readings.attention import Attention
 from mla_fx.readings.axes import Axis, Index, extent, fresh, shifted
 from mla_fx.readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
@@ -49,7 +50,7 @@ from mla_fx.readings.rms_norm import rms_norm as read_rms_norm
 from mla_fx.readings.rope import rope as read_rope
 from mla_fx.readings.scaling import scaling
 from mla_fx.readings.unproved import EQUAL, unproved
-from mla_fx.readings.views import cuts, fresh_index, name_of, shape_of
+from mla_fx.readings.views import cuts, fresh_index, shape_of
 
 from .match import Match
 

@@ -12,13 +12,13 @@ kind of device has its own threshold; S <= 8 is always absorbed and a cold prefi
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
+from mla_fx.graph.provenance import REPLACED, stand_in
+from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.cleanup import stand_in
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.inline import inline
 from mla_fx.target import Target
@@ -26,23 +26,6 @@ from mla_fx.target import Target
 ALWAYS = 2**62
 MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
 SURELY_ABSORBED = 8
-
-
-def absorb_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
-    """[B,S,N,D], [N,D,Hckv] -> [B,S,N,Hckv]."""
-    return _per_head(q_nope, weight_uk)
-
-
-def expand_output(out: Tensor, weight_uv: Tensor) -> Tensor:
-    """[B,S,N,Hckv], [N,Dv,Hckv] -> [B,S,N,Dv]."""
-    return _per_head(out, weight_uv.permute(0, 2, 1)).contiguous()
-
-
-def _per_head(value: Tensor, weight: Tensor) -> Tensor:
-    """[B,S,N,I], [N,I,O] -> [B,S,N,O]."""
-    batch, tokens, heads, width = value.shape
-    by_head = value.permute(2, 0, 1, 3).reshape(heads, batch * tokens, width)
-    return torch.bmm(by_head, weight).reshape(heads, batch, tokens, weight.shape[2]).permute(1, 2, 0, 3)
 
 
 def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> int:
@@ -86,7 +69,7 @@ def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
     query = inline(emit, absorb_query, q_nope, weight_uk)
     target = torch.ops.mla_fx.latent_attention.default
     out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
-    out.meta["mla_fx_replaced"] = node.meta.get("mla_fx_replaced", [])
+    out.meta[REPLACED] = node.meta.get(REPLACED, [])
     expanded = inline(emit, expand_output, out, weight_uv)
     stand_in(expanded, node)
     node.replace_all_uses_with(expanded)

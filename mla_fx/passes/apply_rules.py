@@ -5,27 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from mla_fx.debug.report import Miss, fused_name, module_of, source_of
+from mla_fx.debug.report import Miss
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import REPLACED, fused_name, module_of, name_of, source_of
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import NearestMiss
 from mla_fx.readings.calls import noting
-from mla_fx.readings.views import name_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.replacement import Replacement, apply, check_nothing_is_lost
 from mla_fx.rule import Rule
 
 from .lower import lowered
 from .repeat import Recipe, recipe, replay
-
-if TYPE_CHECKING:
-    from .pipeline import Run
+from .run import Run
 
 MOST_RECIPES = 3  # kept for each rule: models alternate between a few kinds of layers
 
@@ -121,7 +119,7 @@ def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
     """A fused operator says what it stands for."""
     origins = [(node.name, name_of(node), source_of(node)) for node in erased]
     for node in _fused(emit):
-        node.meta["mla_fx_replaced"] = origins
+        node.meta[REPLACED] = origins
 
 
 def _fused(emit: Emitter) -> list[Node]:

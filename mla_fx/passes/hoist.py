@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.aliasing import owner, written
+from mla_fx.graph.provenance import LAID_OUT, RULE
 from mla_fx.graph.torch_private import OpOverload, StorageWeakRef, detect_fake_mode, has_symbolic_sizes, share_storage
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, size_of
@@ -171,7 +172,7 @@ def prepare(graph: Graph, weights: Set[Node]) -> Prepared:
             prepared.laid_out.append(LaidOut(make, [places[source] for source in sources], size))
             with graph.inserting_after(last):
                 last = inputs[key] = graph.placeholder(f"laid_out_{len(inputs)}")
-            last.meta = {**node.meta, "val": _of_shape(value, value.shape), "mla_fx_laid_out": True}
+            last.meta = {**node.meta, "val": _of_shape(value, value.shape), LAID_OUT: True}
         for user in users:
             user.replace_input_with(node, inputs[key])
     return prepared
@@ -181,11 +182,6 @@ def inputs_of(graph: Graph, operators: Set[str]) -> set[Node]:
     """The graph inputs behind calls of operators, which are named."""
     calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
     return {node for call in calls for node in _behind(call) if node.op == "placeholder"}
-
-
-def is_laid_out(node: Node) -> bool:
-    """Whether a graph input is one of those that were added."""
-    return "mla_fx_laid_out" in node.meta
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]
             continue
         if _is_fixed(node) and still.issuperset(node.all_input_nodes):
             still.add(node)
-        elif "mla_fx_rule" in node.meta:
+        elif RULE in node.meta:
             for operand in node.all_input_nodes:
                 if operand in still and _is_worth_it(operand):
                     found.setdefault(operand, []).append(node)
@@ -326,4 +322,4 @@ def _is_given(view: Node, result: Node) -> bool:
     if result.target is not operator.getitem or shape_of(view) != shape_of(result):
         return False
     call = result.all_input_nodes[0]
-    return "mla_fx_rule" in call.meta and view in call.all_input_nodes
+    return RULE in call.meta and view in call.all_input_nodes

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.debug.report import Report, count_fused
+from mla_fx.debug.report import Report
+from mla_fx.graph.provenance import count_fused
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.readings.attention import anchors
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import OpOverload
 
 from .algebra import Budget, allowance, as_product, as_sum, spend
@@ -22,7 +23,7 @@ from .element import CASTS, Element, computed_from, constant, operand, resolve, 
 from .reading import Reading
 from .sizes import Size, ratio
 from .softmax import SOFTMAX, exponential, softmax
-from .views import MOVERS, cuts, fresh_index, name_of, pads_with_zero, shape_of
+from .views import MOVERS, cuts, fresh_index, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 

@@ -10,15 +10,16 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+from mla_fx.readings.integers import INTEGERS, whole_number
 
 from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
 from .calls import args_of, argument, options_of
-from .counts import INTEGERS, whole_number
 from .element import Element, element_of, operand, resolve
 from .reading import Reading, renamed
 from .sizes import Size, at_most, product
 from .unproved import EQUAL, unproved
-from .views import broadcast, cat_dim, fresh_index, move, name_of, pieces, shape_of, written_position, written_slice
+from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
 
 aten = torch.ops.aten
 

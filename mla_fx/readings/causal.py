@@ -16,16 +16,17 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 
 from .algebra import complemented
 from .attention import MASKED_FILL, Attention, Mask
 from .axes import Axis, Index, composite, difference, shifted
 from .calls import args_of, argument
-from .counts import COMPARISONS, Count, excess, opposite
 from .element import CASTS, Element, constant, operand, rounded
 from .sizes import Size, at_most, plain, product
 from .softmax import NOT
-from .views import integer, name_of
+from .views import integer
 
 aten = torch.ops.aten
 
@@ -74,14 +75,14 @@ def causal_by_position(found: Attention, sequences: tuple[Axis, ...], rows: tupl
     return CausalByPosition(position, more, None if number == -math.inf else number)
 
 
-def _left(conditions: Iterable[Count]) -> set[Count]:
+def _left(conditions: Iterable[IntegerSum]) -> set[IntegerSum]:
     return {condition for condition in conditions if not condition.is_at_most_zero}
 
 
-def _position(condition: Count, keys: Index, rows: tuple[Axis, ...], node: Node) -> tuple[Element | Size, Size]:
+def _position(condition: IntegerSum, keys: Index, rows: tuple[Axis, ...], node: Node) -> tuple[Element | Size, Size]:
     """`p` of the condition `key - row - p <= 0`, and how many keys the last row sees beside so many."""
     steps = product(axis.size for axis in rows)
-    keys_behind_rows = Count(keys).plus(Count(composite(rows)), -1)
+    keys_behind_rows = IntegerSum(keys).plus(IntegerSum(composite(rows)), -1)
     rest = difference(condition.index, keys_behind_rows.index)
     if rest is None or rest.terms:
         raise NoMatch("the mask compares something else than the number of a key with that of a row", node)
@@ -106,7 +107,7 @@ def _check_lowest(number: float, mask: Mask) -> None:
         raise NoMatch(f"scores are masked with {number:.6g}, which is not the lowest number of {dtype}", mask.node)
 
 
-def _conditions(mask: Mask) -> list[Count]:
+def _conditions(mask: Mask) -> list[IntegerSum]:
     if mask.fill is None:
         return _added(mask.element)[1]
     return _conjuncts(mask.element, mask.keep_where)
@@ -115,7 +116,7 @@ def _conditions(mask: Mask) -> list[Count]:
 # --- numbers that are added ---------------------------------------------------------------------------------------
 
 
-def _added(element: Element) -> tuple[float, list[Count]]:
+def _added(element: Element) -> tuple[float, list[IntegerSum]]:
     """A value that is zero where all of some conditions hold, and elsewhere the number. Raises NoMatch for others."""
     factor, inner = element.apart()
     if factor != 1.0 and element.roundings:
@@ -126,7 +127,7 @@ def _added(element: Element) -> tuple[float, list[Count]]:
     return rounded(number * factor, element.dtype), conditions
 
 
-def _zero_or(element: Element) -> tuple[float, list[Count]]:
+def _zero_or(element: Element) -> tuple[float, list[IntegerSum]]:
     node, index = element.node, element.index
     if node.target is aten.where.self:
         condition, chosen, other = args_of(node)
@@ -144,7 +145,7 @@ def _zero_or(element: Element) -> tuple[float, list[Count]]:
     raise NoMatch(f"{name_of(node)} adds something else than zero or one number to the scores", node)
 
 
-def _above(node: Node, index: tuple[Index, ...]) -> tuple[float, list[Count]]:
+def _above(node: Node, index: tuple[Index, ...]) -> tuple[float, list[IntegerSum]]:
     """`full(number).triu()`."""
     number = constant(args_of(node)[0])
     if number is None:
@@ -152,7 +153,7 @@ def _above(node: Node, index: tuple[Index, ...]) -> tuple[float, list[Count]]:
     return number, [opposite(_in_triangle(node, index))]
 
 
-def _flag(element: Element, is_one: bool = True) -> list[Count]:
+def _flag(element: Element, is_one: bool = True) -> list[IntegerSum]:
     """What holds where a condition as a number, or one less that number, is zero."""
     node, index = element.node, element.index
     if node.target in CASTS:
@@ -166,9 +167,9 @@ def _flag(element: Element, is_one: bool = True) -> list[Count]:
 # --- conditions ---------------------------------------------------------------------------------------------------
 
 
-def _conjuncts(condition: Element, holds: bool) -> list[Count]:
+def _conjuncts(condition: Element, holds: bool) -> list[IntegerSum]:
     """What is not above zero, all of it, exactly where the condition holds, or does not. Raises NoMatch if unknown."""
-    pending, found = [(condition, holds)], list[Count]()
+    pending, found = [(condition, holds)], list[IntegerSum]()
     for _ in range(MOST_CONDITIONS):
         if not pending:
             return found
@@ -179,7 +180,7 @@ def _conjuncts(condition: Element, holds: bool) -> list[Count]:
     raise NoMatch(f"a mask of more than {MOST_CONDITIONS} conditions", condition.origin)
 
 
-def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, bool]], list[Count]]:
+def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, bool]], list[IntegerSum]]:
     """The conditions in a condition, and what is compared in it."""
     node, index = element.node, element.index
     if node.meta["val"].dtype != torch.bool:
@@ -200,10 +201,10 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
     raise NoMatch(f"{name_of(node)} is no comparison of positions", node)
 
 
-def _in_triangle(node: Node, index: tuple[Index, ...]) -> Count:
+def _in_triangle(node: Node, index: tuple[Index, ...]) -> IntegerSum:
     """Not above zero where a triangle keeps what it is cut from: `column <= row + diagonal`, or from there on."""
     diagonal = integer(argument(node, 1, "diagonal", 0))
-    row, column = Count(index[-2]), Count(shifted(index[-1], -diagonal))
+    row, column = IntegerSum(index[-2]), IntegerSum(shifted(index[-1], -diagonal))
     upper_left, lower_right = (column, row) if node.target is aten.tril.default else (row, column)
     return upper_left.plus(lower_right, -1)
 

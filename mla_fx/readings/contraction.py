@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
@@ -18,7 +19,7 @@ from .element import Element, is_parameter, operand, resolve
 from .quantised import quantised_projection
 from .reading import Reading
 from .sizes import plain, product
-from .views import cuts, name_of, pads_with_zero, shape_of
+from .views import cuts, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})

@@ -15,12 +15,13 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import writers
+from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import is_frozen, is_lifted, share_storage, unset_fake_temporarily
+from mla_fx.readings.concatenation import rejoined
 
 from .axes import Axis, Index, speaks_of, substitute
 from .calls import args_of, argument, operands_of, options_of
-from .joins import rejoined
-from .views import Place, broadcast, fresh_index, move, name_of
+from .views import Place, broadcast, fresh_index, move
 
 aten = torch.ops.aten
 

@@ -10,14 +10,15 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+from mla_fx.readings.integers import INTEGERS, IntegerSum, integer_sum
 
 from .axes import Axis, Index, combine, of_axis, whole
 from .calls import args_of
-from .counts import INTEGERS, Count, count
 from .element import Element, operand, resolve
 from .reading import Reading
 from .sizes import Size, at_most, ratio
-from .views import covers, name_of, shape_of
+from .views import covers, shape_of
 
 aten = torch.ops.aten
 
@@ -64,14 +65,14 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
     found = _gather(node, element.index)
     looked_up: list[tuple[Index, Element]] = []
     for dim, number in found.numbers.items():
-        found.at[dim], table = _place(count(number), number, shape_of(found.source)[dim])
+        found.at[dim], table = _place(integer_sum(number), number, shape_of(found.source)[dim])
         looked_up += [] if table is None else [table]
     if len(looked_up) != 1:
         raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one of blocks", node)
     return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0], wraps=node.target in INDEXED)
 
 
-def _place(total: Count, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
+def _place(total: IntegerSum, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
     """Where a number of a dimension points to, and what is looked up for it: blocks of so many rows as the number
     that is looked up is multiplied by, and within them a row that is counted; or single rows."""
     counts_up = all(at_most(0, stride) for _, stride in total.index.terms)
@@ -81,7 +82,7 @@ def _place(total: Count, number: Element, size: Size) -> tuple[Index, tuple[Inde
     is_in_block = counts_up and covers(total.index, 0, times)
     blocks = ratio(size, times) if at_most(1, times) else None
     if len(total.elements) != 1 or not is_in_block or blocks is None:
-        table, times, blocks, total = number, 1, size, Count(Index())
+        table, times, blocks, total = number, 1, size, IntegerSum(Index())
     block = Axis(blocks)
     return combine(total.index.offset, [(whole(block), times), *total.index.terms]), (of_axis(block), table)
 

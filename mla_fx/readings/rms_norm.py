@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
 from .axes import Axis, Digit, Index, combine, difference, digits_of, extent
@@ -17,7 +18,6 @@ from .contraction import summed
 from .element import CASTS, Element, resolve
 from .reading import Reading
 from .sizes import product, ratio
-from .views import name_of
 
 aten = torch.ops.aten
 LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}

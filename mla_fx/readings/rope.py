@@ -18,13 +18,13 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 
 from .algebra import as_sum
 from .axes import Axis, Index, combine, of_axis, whole
 from .calls import args_of
 from .element import Element, operand, resolve
 from .reading import Reading
-from .views import name_of
 
 aten = torch.ops.aten
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 
 from .calls import args_of
 from .element import Element, operand
 from .reading import Reading
-from .views import name_of
 
 aten = torch.ops.aten
 

@@ -10,13 +10,14 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 
 from .axes import Axis, Index, fresh, of_axis, shifted
 from .calls import args_of, argument
 from .contraction import reduced, summed
 from .element import CASTS, Element, constant, operand
 from .sizes import Size, plain
-from .views import MOVERS, name_of, shape_of
+from .views import MOVERS, shape_of
 
 aten = torch.ops.aten
 

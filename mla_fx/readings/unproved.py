@@ -8,8 +8,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from mla_fx.graph.provenance import label_of
+
 from .sizes import Size, size_of
-from .views import label_of, shape_of
+from .views import shape_of
 
 EQUAL, AT_MOST, MULTIPLE = "{} == {}", "{} <= {}", "{} % {} == 0"
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.torch_private import OpOverload, has_symbolic_sizes
+from mla_fx.graph.torch_private import has_symbolic_sizes
 
 from .axes import ZERO, Axis, Index, extent, fresh, reshape, shifted
 from .calls import args_of, argument
@@ -24,23 +24,6 @@ aten = torch.ops.aten
 
 Place = tuple[Node, tuple[Index, ...]]
 Mover = Callable[[Node, tuple[Index, ...]], "Place | None"]
-
-
-INPUT_NAME = "mla_fx_input"  # in the meta of a graph input: what the user calls it
-
-
-def name_of(node: Node) -> str:
-    """How a message names the operation of a node."""
-    if node.op in ("placeholder", "get_attr"):
-        return f"the graph input {label_of(node)}" if node.op == "placeholder" else f"the attribute {node.target}"
-    if isinstance(node.target, OpOverload):
-        return str(node.target._opname)
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def label_of(node: Node) -> str:
-    """The name of a node, for a graph input that which the user has for it."""
-    return str(node.meta.get(INPUT_NAME, node.name))
 
 
 def shape_of(node: Node) -> tuple[Size, ...]:

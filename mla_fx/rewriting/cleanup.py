@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.graph.aliasing import written
+from mla_fx.graph.provenance import RULE, stand_in
 from mla_fx.readings.element import CASTS, is_coarser
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
@@ -22,13 +23,6 @@ MOVES = frozenset(
         aten.clone.default,
     }
 )  # fmt: skip
-
-STANDS_FOR = "mla_fx_stands_for"  # in the meta of a node that was put in the place of another: the name of that
-
-
-def stand_in(new: Node, old: Node) -> None:
-    """Notes of which value of the untouched graph a node has the place."""
-    new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.name))
 
 
 class Snapshot:
@@ -79,7 +73,7 @@ def drop_round_trips(emit: Emitter) -> None:
     for wide in emit.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
         narrow = wide.args[0]
         is_lossless = is_coarser(_dtype(narrow), _dtype(wide)) and _strides(narrow) == _strides(wide)
-        if "mla_fx_rule" in wide.meta and is_lossless:
+        if RULE in wide.meta and is_lossless:
             _drop_round_trips(emit, wide, narrow)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import RULE
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
@@ -51,7 +52,7 @@ class Emitter:
             self.roll_back()
             raise
         for node in self.added:
-            node.meta["mla_fx_rule"] = rule
+            node.meta[RULE] = rule
             for name in ("stack_trace", "nn_module_stack", "seq_nr"):
                 if name in anchor.meta and name not in node.meta:
                     node.meta[name] = anchor.meta[name]

@@ -16,8 +16,8 @@ from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import OperandAxes, Pattern, rms_norm, twin, var
 from mla_fx.readings.axes import ZERO, Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
 from mla_fx.readings.cache_update import CacheUpdate
-from mla_fx.readings.counts import Count, count
 from mla_fx.readings.element import Element, computed_from, is_parameter, resolve
+from mla_fx.readings.integers import IntegerSum, integer_sum
 from mla_fx.readings.paged import Paged
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.rms_norm import RmsNorm
@@ -202,11 +202,11 @@ def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
 
 
-def _counted(update: CacheUpdate) -> Count | None:
+def _counted(update: CacheUpdate) -> IntegerSum | None:
     """Where a row goes, as far as it is counted, since each cache may count its positions anew; None if appended."""
     if isinstance(update.position, Element):
-        return count(update.position)
-    return None if update.position is None else Count(shifted(update.token, update.position))
+        return integer_sum(update.position)
+    return None if update.position is None else IntegerSum(shifted(update.token, update.position))
 
 
 def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
@@ -270,7 +270,7 @@ def _given_positions(emit: Emitter, cache: CacheRoles, position: Element, is_ski
         sides = [_is_below(emit, block, (blocks,)), _is_below(emit, offset, (size,))]
         sides += [_is_from_start(emit, place) for place in (block, offset)]
         return _or_else(emit, sides, given, -1 if is_skipped else _count(emit, sizes))
-    is_counted, is_below = _proved(count(position), product(sizes))
+    is_counted, is_below = _proved(integer_sum(position), product(sizes))
     if update.wraps and not is_counted:
         given = _counted_from_start(emit, given, sizes)
     if is_skipped:
@@ -285,9 +285,9 @@ def _count(emit: Emitter, sizes: Sequence[Size]) -> Any:
     return functools.reduce(lambda *both: emit.call(operator.mul, *both), map(emit.size, sizes))
 
 
-def _proved(position: Count, slots: Size) -> tuple[bool, bool]:
+def _proved(position: IntegerSum, slots: Size) -> tuple[bool, bool]:
     """Whether no position is negative, and none is beyond the end."""
-    excesses = Count(ZERO).plus(position, -1), position.plus(Count(Index(slots - 1)), -1)
+    excesses = IntegerSum(ZERO).plus(position, -1), position.plus(IntegerSum(Index(slots - 1)), -1)
     is_counted, is_below = (excess.is_at_most_zero for excess in excesses)
     return is_counted, is_below
 

@@ -10,12 +10,12 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import stride_readers, written
+from mla_fx.graph.provenance import name_of, stand_in
 from mla_fx.readings.axes import Index
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import Element, constant, is_coarser
-from mla_fx.readings.views import MOVERS, name_of
+from mla_fx.readings.views import MOVERS
 
-from .cleanup import stand_in
 from .emitter import Emitter
 from .materialize import axes, fill_memory_alike, laid_out_as, tensor
 

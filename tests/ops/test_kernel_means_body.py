@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 
-from mla_fx.ops.emitted import latent_attention, lean, mla_attention, paged_attention, pages
+from mla_fx.ops.emitted import latent_attention, mla_attention, paged_attention, pages, tiled_attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -98,9 +98,9 @@ def plain(a):
     """What paged_attention.batched means, in the dtype of its query."""
     keys, values = (pages.gathered(cache, a.block_table).transpose(1, 2) for cache in (a.key_cache, a.value_cache))
     keys, values = (part.expand(-1, a.query.shape[2], -1, -1) for part in (keys, values))
-    mask = lean.as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
-    scores = lean.wide_product(a.query.transpose(1, 2), keys.mT)
-    weights = lean.probabilities(scores, None, mask, a.scale, a.fill)
+    mask = tiled_attention.as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
+    scores = tiled_attention.wide_product(a.query.transpose(1, 2), keys.mT)
+    weights = tiled_attention.probabilities(scores, None, mask, a.scale, a.fill)
     return (weights.to(values.dtype) @ values).transpose(1, 2)
 
 
@@ -132,9 +132,9 @@ def always(a):
 
 OWN = ("own", "own, pages", "batched, copies")
 PATHS = {
-    "own": (lambda a: a, mla_attention.expanded, mla_attention.lean, {}),
-    "own, pages": (in_pages, mla_attention.expanded, mla_attention.lean, {}),
-    "tiles": (lambda a: a, mla_attention.expanded, mla_attention.lean, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
+    "own": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {}),
+    "own, pages": (in_pages, mla_attention.expanded, mla_attention.tiled, {}),
+    "tiles": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
     "short": (lambda a: a, mla_attention.expanded, mla_attention.short, {}),
     "absorbed": (always, mla_attention.body, mla_attention.kernel, {}),
     "latent, undivided": (latent_arguments, latent_attention.body, latent_attention.kernel, {}),
@@ -152,7 +152,7 @@ def narrowed(monkeypatch):
 
     def narrow(limits):
         for name, limit in limits.items():
-            for module in (lean, latent_attention, paged_attention):
+            for module in (tiled_attention, latent_attention, paged_attention):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, limit)
 

@@ -344,8 +344,8 @@ def test_both_algebras_agree_and_the_limit_chooses():
     arguments = mla_attention.Arguments(*args, scale=0.3)
     absorbed, expanded = mla_attention.absorbed(arguments), mla_attention.expanded(arguments)
     torch.testing.assert_close(absorbed, expanded)
-    lean = mla_attention.lean(arguments)
-    torch.testing.assert_close(lean, expanded)
+    tiled = mla_attention.tiled(arguments)
+    torch.testing.assert_close(tiled, expanded)
     few_scores, undivided = mla_attention.short(arguments), mla_attention.absorbed(arguments, latent_attention.in_parts)
     torch.testing.assert_close(few_scores, expanded)
     for limit, form in ((2, few_scores), (3, undivided)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .forms import Forms, is_required
+from mla_fx.ops.common.overloads import Overloads, is_required
 
 Kernel = Callable[..., Any]
 Stays = Callable[..., "str | None"]
@@ -136,7 +136,7 @@ def define(
         return fake(a)
 
     kernels = _on_arguments(run, record), _on_arguments(run_fake, record)
-    forms = Forms(lengths, enumerators or {})
+    forms = Overloads(lengths, enumerators or {})
     overload, host = _register(name, signature, *kernels, returns, (), forms)
     if in_place is None or writes is None:
         return Operator(name, overload, meaning, samples, TOLERANCE, None, host, None, *tracing)
@@ -186,7 +186,7 @@ def _register(
     fake: Kernel,
     returns: Sequence[str],
     mutates: Sequence[str],
-    forms: Forms,
+    forms: Overloads,
 ) -> tuple[OpOverload, OpOverload | None]:
     """The overload whose lengths are tensors, and the one whose lengths are host lists, if there are lengths."""
     required = [parameter.name for parameter in signature.parameters.values() if parameter.annotation is Tensor]

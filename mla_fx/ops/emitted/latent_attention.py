@@ -13,8 +13,8 @@ from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
-from .lean import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
 from .pages import STAYS, check_contexts, context_of, in_one_piece, tiles
+from .tiled_attention import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
 
 PART = 2**21  # scores at a time, at least; measured on a CPU
 MAX_PARTS = 4  # each is compiled for itself

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
+from mla_fx.ops.common.conditional import can_choose, conditional
 from mla_fx.ops.common.define import Sample, define
-from mla_fx.ops.common.either import can_choose, either
 from mla_fx.ops.common.math import wide_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rope, probabilities, undivided
-from .lean import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
 from .pages import STAYS, check_contexts, context_of, gathered, in_one_piece
+from .tiled_attention import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that alone make a power of two
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
@@ -82,10 +82,10 @@ def body(a: Arguments) -> Tensor:
 def kernel(a: Arguments) -> Tensor:
     """The same in memory that does not grow with S * T. Where S is a symbol, both forms are traced."""
     if _chooses(a):
-        return _either(a, lean)
+        return _at_run_time(a, tiled)
     if _is_absorbed(a):
         return absorbed(a, latent_attention.kernel)
-    return short(a) if _is_short(a) else lean(a)
+    return short(a) if _is_short(a) else tiled(a)
 
 
 def portable(a: Arguments) -> Tensor:
@@ -93,9 +93,9 @@ def portable(a: Arguments) -> Tensor:
     same."""
     kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
     a = replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
-    many = lean if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
+    many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
     if _chooses(a):
-        return _either(a, many) if can_choose(_tensors(a).values()) else expanded(a)
+        return _at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
     return absorbed(a, latent_attention.in_parts) if _is_absorbed(a) else many(a)
 
 
@@ -103,7 +103,7 @@ def _chooses(a: Arguments) -> bool:
     return a.max_absorbed_tokens != 0 and isinstance(a.q_nope.shape[1], torch.SymInt)
 
 
-def _either(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
+def _at_run_time(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
     """A conditional on the S of the call."""
     tensors = _tensors(a)
 
@@ -112,7 +112,7 @@ def _either(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
 
     few, many = form(lambda a: absorbed(a, latent_attention.in_parts)), form(expand)
     sizes = *a.q_nope.shape[:3], a.weight_uv.shape[1]
-    return either(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()), sizes)
+    return conditional(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()), sizes)
 
 
 def _tensors(a: Arguments) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def _is_short(a: Arguments) -> bool:
     return a.q_nope.device.type == "cpu" and scores is not None and scores <= FEW_SCORES
 
 
-def lean(a: Arguments) -> Tensor:
+def tiled(a: Arguments) -> Tensor:
     """`expanded` in memory that does not grow with S * T: keys of nope and rotary part are joined."""
     kv_cache, kr_cache = _caches(a)
     mask = as_mask(a.mask, a.context_lens, False, a.q_nope, kv_cache.shape[1])
@@ -283,12 +283,12 @@ def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
     a = Arguments(*args, **kwargs)
     if _chooses(a) and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
         return f"{CHOOSES}, and its caches do not lie in one piece"
-    is_lean = _chooses(a) or not _is_absorbed(a)
+    is_tiled = _chooses(a) or not _is_absorbed(a)
     is_masked = a.mask is not None or a.context_lens is not None
-    if (_chooses(a) or (is_lean and is_masked)) and not can_choose(_tensors(a).values()):
+    if (_chooses(a) or (is_tiled and is_masked)) and not can_choose(_tensors(a).values()):
         return COMPUTED
     context = context_of(a.kv_cache, a.block_table)
-    fits = is_lean and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
+    fits = is_tiled and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
     in_tiles = None if fits or not goes_by_tiles(a.q_nope, context) else IN_TILES
     return _reads_pages(a) or in_tiles
 

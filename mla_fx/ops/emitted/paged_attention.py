@@ -15,8 +15,8 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, check_mask, masked, share
-from .lean import attend, seen_keys
 from .pages import STAYS, check_block_table, context_of, gathered, tiles
+from .tiled_attention import attend, seen_keys
 
 MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
 

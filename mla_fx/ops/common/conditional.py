@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 Traced = Callable[..., Tensor]
 
 
-def either(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def conditional(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Of two functions of the same tensors the first where `condition` holds: a conditional where they are traced, for
     Inductor. Both give a tensor of these sizes."""
     if isinstance(condition, Tensor) and not is_fake(condition):

@@ -10,13 +10,14 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 
 from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
 from .calls import args_of, argument, options_of
 from .element import CASTS, EXACT, Element, constant, operand
 from .sizes import Size, at_most, plain
-from .views import integer, name_of, number
+from .views import integer, number
 
 aten = torch.ops.aten
 
@@ -27,20 +28,20 @@ MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 
 
 @dataclass(frozen=True)
-class Count:
+class IntegerSum:
     """`index + sum(times * element)`: a number counted along axes, with what tensors of integers hold added to it."""
 
     index: Index
     elements: frozenset[tuple[Element, Size]] = frozenset()
 
-    def plus(self, other: Count, times: Size = 1) -> Count:
+    def plus(self, other: IntegerSum, times: Size = 1) -> IntegerSum:
         """`self + times * other`."""
         scaled = shifted(other.index, 0, times)
         index = combine(self.index.offset + scaled.offset, [*self.index.terms, *scaled.terms])
         total = dict(self.elements)
         for element, own in other.elements:
             total[element] = plain(total.get(element, 0) + times * own)
-        return Count(index, frozenset(item for item in total.items() if item[1] != 0))
+        return IntegerSum(index, frozenset(item for item in total.items() if item[1] != 0))
 
     @property
     def is_at_most_zero(self) -> bool:
@@ -57,10 +58,10 @@ def _has_sign(term: tuple[Any, Size]) -> bool:
 
 
 _Place = tuple[Node, tuple[Index, ...]]
-_Known = dict[_Place, Count]
+_Known = dict[_Place, IntegerSum]
 
 
-def count(element: Element, known: _Known | None = None) -> Count:
+def integer_sum(element: Element, known: _Known | None = None) -> IntegerSum:
     """Reads a whole number. Raises NoMatch if it is none.
 
     Sums are followed in 64 bits alone: of what a narrower type adds up, only the result is known. `known` is what was
@@ -72,23 +73,23 @@ def count(element: Element, known: _Known | None = None) -> Count:
     return known[place]
 
 
-def _counted(element: Element, known: _Known) -> Count:
+def _counted(element: Element, known: _Known) -> IntegerSum:
     node, index = element.node, element.index
     dtype = node.meta["val"].dtype
     if dtype not in INTEGERS:
         raise NoMatch(f"{name_of(node)} gives a position in {dtype}, and only int64 and int32 count exactly", node)
     filled = constant(node)
     if filled is not None and abs(filled) < EXACT:
-        return Count(Index(int(filled)))
+        return IntegerSum(Index(int(filled)))
     steps = _steps(node)
     if steps is not None:
-        return Count(shifted(index[0], *steps))
+        return IntegerSum(shifted(index[0], *steps))
     if dtype == torch.int64 and (total := _summed(node, index, known)) is not None and _stays_in_range(total):
         return total
-    return Count(ZERO, frozenset({(element, 1)}))
+    return IntegerSum(ZERO, frozenset({(element, 1)}))
 
 
-def _stays_in_range(total: Count) -> bool:
+def _stays_in_range(total: IntegerSum) -> bool:
     """No term is taken so often that 64 bits may not hold it."""
     factors = [total.index.offset, *(times for _, times in (*total.index.terms, *total.elements))]
     return all(not isinstance(factor, int) or abs(factor) < LARGE for factor in factors)
@@ -115,11 +116,11 @@ def _is_whole(value: Any) -> bool:
     return isinstance(held, (int, torch.SymInt)) and not isinstance(held, bool)
 
 
-def _summed(node: Node, index: tuple[Index, ...], known: _Known) -> Count | None:
+def _summed(node: Node, index: tuple[Index, ...], known: _Known) -> IntegerSum | None:
     """A sum or a difference, or a number of 32 bits in 64."""
     if node.target in CASTS:
         source = args_of(node)[0]
-        return count(operand(source, index), known) if source.meta["val"].dtype in INTEGERS else None
+        return integer_sum(operand(source, index), known) if source.meta["val"].dtype in INTEGERS else None
     if node.target in MULTIPLIES:
         return _multiplied(node, index, known)
     if node.target not in ADDS | SUBTRACTS | REVERSED or argument(node, 2, "alpha", 1) != 1:
@@ -130,7 +131,7 @@ def _summed(node: Node, index: tuple[Index, ...], known: _Known) -> Count | None
     return left.plus(right, 1 if node.target in ADDS else -1)
 
 
-def _multiplied(node: Node, index: tuple[Index, ...], known: _Known) -> Count | None:
+def _multiplied(node: Node, index: tuple[Index, ...], known: _Known) -> IntegerSum | None:
     """A count times a whole number."""
     value, other = args_of(node)[:2]
     if whole_number(other) is None:
@@ -138,7 +139,7 @@ def _multiplied(node: Node, index: tuple[Index, ...], known: _Known) -> Count | 
     times = whole_number(other)
     if times is None or not isinstance(value, Node):
         return None
-    return Count(ZERO).plus(count(operand(value, index), known), times)
+    return IntegerSum(ZERO).plus(integer_sum(operand(value, index), known), times)
 
 
 def whole_number(value: Any) -> Size | None:
@@ -149,24 +150,24 @@ def whole_number(value: Any) -> Size | None:
     return int(known) if known is not None and known.is_integer() and abs(known) < EXACT else None
 
 
-def _addend(value: Any, index: tuple[Index, ...], known: _Known) -> Count:
+def _addend(value: Any, index: tuple[Index, ...], known: _Known) -> IntegerSum:
     if _is_whole(value):
-        return Count(Index(integer(value)))
-    return count(operand(value, index), known)
+        return IntegerSum(Index(integer(value)))
+    return integer_sum(operand(value, index), known)
 
 
 # --- comparisons: what must not be above zero where one holds -----------------------------------------------------
 
 
-def _up_to(left: Count, right: Count) -> Count:
+def _up_to(left: IntegerSum, right: IntegerSum) -> IntegerSum:
     return left.plus(right, -1)
 
 
-def _below(left: Count, right: Count) -> Count:
-    return _up_to(left, right).plus(Count(Index(1)))
+def _below(left: IntegerSum, right: IntegerSum) -> IntegerSum:
+    return _up_to(left, right).plus(IntegerSum(Index(1)))
 
 
-_Excess = Callable[[Count, Count], Count]
+_Excess = Callable[[IntegerSum, IntegerSum], IntegerSum]
 _COMPARISONS: dict[str, _Excess] = {
     "le": _up_to,
     "lt": _below,
@@ -180,13 +181,13 @@ COMPARISONS = {
 }
 
 
-def excess(comparison: Node, index: tuple[Index, ...]) -> Count:
+def excess(comparison: Node, index: tuple[Index, ...]) -> IntegerSum:
     """The comparison holds exactly where this is not above zero. Raises NoMatch if it is none of whole numbers."""
     known: _Known = {}
     left, right = (_addend(value, index, known) for value in args_of(comparison)[:2])
     return COMPARISONS[comparison.target](left, right)
 
 
-def opposite(found: Count) -> Count:
+def opposite(found: IntegerSum) -> IntegerSum:
     """Not above zero exactly where `found` is."""
-    return Count(Index(1)).plus(found, -1)
+    return IntegerSum(Index(1)).plus(found, -1)

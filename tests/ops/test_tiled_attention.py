@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.driver import discovery
-from mla_fx.ops.emitted import latent_attention, lean, mla_attention
-from mla_fx.ops.emitted.lean import IN_TILES
+from mla_fx.ops.emitted import latent_attention, mla_attention, tiled_attention
+from mla_fx.ops.emitted.tiled_attention import IN_TILES
 
 STEPS, CONTEXT, HEADS = 18, 20, 3
 ROWS = torch.arange(STEPS).unsqueeze(-1)
@@ -104,8 +104,8 @@ def test_prompts_answer_as_the_body(name, has_few_scores):
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED])
 @pytest.mark.parametrize("module", [latent_attention, mla_attention])
 def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
-    monkeypatch.setattr(lean, "TILE", tile)
-    monkeypatch.setattr(lean, "FEW", 1)
+    monkeypatch.setattr(tiled_attention, "TILE", tile)
+    monkeypatch.setattr(tiled_attention, "FEW", 1)
     monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
     for given in ({}, {"max_absorbed_tokens": STEPS}) if module is mla_attention else ({},):
         a = arguments(module, **(HIDING | FILLED | TILED)[name], **given)
@@ -126,7 +126,7 @@ def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
     if "context_lens" in given and len(given["context_lens"]) > 1:
         given = {**given, "context_lens": torch.tensor([20, 7, 13, 1, 4])[:batch]}
     a = arguments(latent_attention, batch=batch, **given)
-    assert not lean.goes_by_tiles(a.query, CONTEXT)
+    assert not tiled_attention.goes_by_tiles(a.query, CONTEXT)
     torch.testing.assert_close(latent_attention.kernel(a), latent_attention.body(a), rtol=1e-9, atol=1e-9)
     bmm = torch.ops.aten.bmm.default
     products = [node for node in graph_of(latent_attention.kernel, a).nodes if node.target is bmm]
@@ -134,8 +134,8 @@ def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
 
 
 def test_pages_go_by_tiles_of_rows_too(monkeypatch):
-    monkeypatch.setattr(lean, "TILE", 2 * HEADS * 20 * 5)
-    monkeypatch.setattr(lean, "FEW", 1)
+    monkeypatch.setattr(tiled_attention, "TILE", 2 * HEADS * 20 * 5)
+    monkeypatch.setattr(tiled_attention, "FEW", 1)
     monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
     table, pages = torch.tensor([[3, -2, 0, 5, 1], [2, 4, 4, 1, 0]]), {"kv_cache": normal(6, 4, 16)}
     pages["kr_cache"] = normal(6, 4, 4)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mla_fx.ops.common.either import either
+from mla_fx.ops.common.conditional import conditional
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sizes import statically_known_true
 
@@ -55,7 +55,7 @@ def attend(
         return _in_tiles(query, key, value, mask, scale, fill, None)
 
     sizes = *query.shape[:3], value.shape[3]
-    return either(_is_tame(query, key, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
+    return conditional(_is_tame(query, key, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
 
 
 def _in_tiles(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Forms(NamedTuple):
+class Overloads(NamedTuple):
     """Which arguments are lengths, and which enumerators have which number as their default."""
 
     lengths: Sequence[str]

@@ -1,0 +1,83 @@
+"""One graph on its way through the passes, and what a pass is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fx.debug.memory import peak_of_temporaries
+from mla_fx.debug.report import PassRecord, Report
+from mla_fx.graph.torch_private import OpOverload
+from mla_fx.options import Options
+from mla_fx.rewriting.cleanup import Snapshot
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rule import Rule
+from mla_fx.target import Lowering, Target
+
+from .hoist import Prepared
+from .invariants import Held, held_values
+
+
+@dataclass
+class Run:
+    """One graph on its way through the pipeline.
+
+    `weights` are its inputs that seldom change, None where what compiles it takes no other inputs than it came with.
+    `fused` is the graph as the rules leave it, before it is lowered; kept for `verify`."""
+
+    graph: Graph
+    options: Options
+    rules: tuple[Rule[Any], ...]
+    report: Report
+    target: Target = field(default_factory=Target)
+    weights: Set[Node] | None = None
+    prepared: Prepared = field(default_factory=Prepared)
+    record: PassRecord = field(default_factory=lambda: PassRecord("survey"))
+    original: Snapshot | None = None
+    fused: Snapshot | None = None
+    on_stage: Callable[[str, Graph], None] = lambda name, graph: None
+    held: Held = field(default_factory=dict)
+    unfused: int | None = None
+    caches: int | None = None
+    _emit: Emitter | None = None
+
+    @property
+    def emit(self) -> Emitter:
+        """What adds nodes. The untouched graph is kept from the moment the first one is added."""
+        if self._emit is None:
+            self.keep_original()
+            self._emit = Emitter(self.graph, refuses_positions=self.target.refuses_positions)
+        return self._emit
+
+    @functools.cached_property
+    def lowerings(self) -> Mapping[OpOverload, Lowering]:
+        return self.target.lowerings(self.options.extra, prepares=self.weights is not None)
+
+    def keep_original(self) -> None:
+        """Has the untouched graph kept, before anything else is changed."""
+        if self.original is None:
+            self.original = Snapshot(self.graph)
+            self.held = held_values(self.graph)
+            self.unfused = peak_of_temporaries(self.graph, is_fused=self.target.fuses_loops)
+
+    @property
+    def is_changed(self) -> bool:
+        return self.original is not None
+
+    def restore(self, gm: GraphModule) -> None:
+        """Gives a module the untouched graph back."""
+        if self.original is not None:
+            self.graph = gm.graph = self.original.restore()
+            self.original = self.fused = self._emit = None
+            self.prepared = Prepared()
+            gm.recompile()
+
+
+@dataclass(frozen=True)
+class Pass:
+    name: str
+    apply: Callable[[Run], None]
