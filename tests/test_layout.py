@@ -55,6 +55,32 @@ def test_nothing_imports_a_pattern_or_a_target_by_name(path):
     assert [module for module in found if not is_within(module, shared)] == []
 
 
+# From the bottom to the top: each room imports those before it.
+ROOMS = (
+    "mla_fx.errors", "mla_fx.ops", "mla_fx.graph", "mla_fx.readings", "mla_fx.matching", "mla_fx.rewriting", "mla_fx.cases",
+    "mla_fx.rule", "mla_fx.target", "mla_fx.options", "mla_fx.debug", "mla_fx.passes", "mla_fx.driver", "mla_fx.backend",
+    "mla_fx.graph_pass", "mla_fx", "mla_fx.commands", "mla_fx.__main__",
+)  # fmt: skip
+
+
+def room_of(module):
+    return max((room for room in ROOMS if is_within(module, room)), key=len)
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_no_arrow_points_up(path):
+    """Also where a name is imported for its type alone."""
+    own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
+    above = ROOMS[ROOMS.index(room_of(own)) + 1 :]
+    assert [module for module in ours if room_of(module) in above] == []
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=name_of)
+def test_plugins_import_no_pass_and_nothing_of_the_driver(path):
+    assert [module for module in imports(path) if is_within(module, "mla_fx.passes", "mla_fx.driver", "mla_fx.debug")] == []
+
+
 @pytest.mark.parametrize("path", PLUGINS, ids=name_of)
 def test_plugins_import_the_core_and_torch(path):
     allowed = ("mla_fx", "torch", "functorch", *sys.stdlib_module_names)
