@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.graph.aliasing import may_share, readers
+from mla_fx.graph.aliasing import owner, readers
 from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -53,10 +53,10 @@ def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
     """The most bytes that live at once beside the graph's inputs; a view lives as long as what it is a view of.
 
     With `is_fused`, what a compiler of loops computes where it is read, or writes in place, is not counted."""
-    owners = _owners(graph)
+    owners = {node: owner(node) for node in graph.nodes}
     unstored = _computed_where_read(owners) | _written_in_place(graph, owners) if is_fused else set()
     last = _last_reads(owners, unstored)
-    made = (node for node, owner in owners.items() if owner is node and node.op == "call_function")
+    made = (node for node, base in owners.items() if base is node and node.op == "call_function")
     sizes = {node: _size(node.meta.get("val")) for node in made if node not in unstored}
     if not all(isinstance(size, int) for size in sizes.values()):
         return None
@@ -69,15 +69,6 @@ def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
         peak = max(peak, live)
         live -= ending[place]
     return peak
-
-
-def _owners(graph: Graph) -> dict[Node, Node]:
-    """For each value, what it is a view of."""
-    owners: dict[Node, Node] = {}
-    for node in graph.nodes:
-        shared = may_share(node)
-        owners[node] = owners[shared[0]] if shared else node
-    return owners
 
 
 def _last_reads(owners: Mapping[Node, Node], unstored: Set[Node]) -> dict[Node, int]:
@@ -93,7 +84,7 @@ def _last_reads(owners: Mapping[Node, Node], unstored: Set[Node]) -> dict[Node, 
 def _computed_where_read(owners: Mapping[Node, Node]) -> set[Node]:
     """What is computed element by element, and read so or summed up, and nothing else."""
     loops, stored = set[Node](), set[Node]()
-    for node in (node for node, owner in owners.items() if owner is node):
+    for node in (node for node, base in owners.items() if base is node):
         if not LOOPS.isdisjoint(_kinds(node)):
             loops.add(node)
         elif not _sums(node):

@@ -24,9 +24,10 @@ from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import LAID_OUT, RULE
 from mla_fx.graph.torch_private import OpOverload, StorageWeakRef, detect_fake_mode, has_symbolic_sizes, share_storage
 from mla_fx.readings.calls import args_of
+from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.emitter import hashable
+from mla_fx.rewriting.fake_values import hashable
 
 aten = torch.ops.aten
 RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
@@ -181,7 +182,7 @@ def prepare(graph: Graph, weights: Set[Node]) -> Prepared:
 def inputs_of(graph: Graph, operators: Set[str]) -> set[Node]:
     """The graph inputs behind calls of operators, which are named."""
     calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
-    return {node for call in calls for node in _behind(call) if node.op == "placeholder"}
+    return {node for call in calls for node in computed_from(call) if node.op == "placeholder"}
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def _is_worth_it(value: Node) -> bool:
 
 def _function_of(value: Node) -> tuple[GraphModule, list[Node]]:
     """The computation of a value as a function of the graph inputs behind it, and these."""
-    nodes = sorted(_behind(value))
+    nodes = sorted((value, *computed_from(value)))
     graph = Graph()
     sources = [node for node in nodes if node.op == "placeholder"]
     copies = {node: graph.placeholder(node.name) for node in sources}
@@ -229,31 +230,11 @@ def _function_of(value: Node) -> tuple[GraphModule, list[Node]]:
     return GraphModule({}, graph), sources
 
 
-def _behind(value: Node) -> Set[Node]:
-    found, pending = set[Node](), [value]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
-
-
 def _key(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
     """A number for a value, the same for values that are computed alike. Each call behind it is looked at once."""
-
-    def described(given: Any) -> Any:
-        if isinstance(given, Node):
-            return Node, keys[given]
-        if isinstance(given, (list, tuple)):
-            return tuple(map(described, given))
-        if isinstance(given, dict):
-            return tuple((name, described(item)) for name, item in sorted(given.items()))
-        return hashable(given)
-
-    for node in sorted(_behind(value) - keys.keys()):
-        call = node if node.op == "placeholder" else (node.target, described(args_of(node)), described(node.kwargs))
-        keys[node] = calls.setdefault(call, len(calls))
+    for node in sorted({value, *computed_from(value)} - keys.keys()):
+        operands = hashable((args_of(node), node.kwargs), keys.__getitem__)
+        keys[node] = calls.setdefault(node if node.op == "placeholder" else (node.target, operands), len(calls))
     return keys[value]
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import may_share, owner, readers, stride_readers, surely_shares, writers, written
+from mla_fx.graph.aliasing import may_share, owner, readers, stride_readers, surely_shares, writers
+from mla_fx.graph.dead_code import erase_unread, unread_without
 from mla_fx.ops import Operator, catalogue
 from mla_fx.readings.axes import Index, fresh, shifted, substitute
 from mla_fx.readings.calls import args_of, named_argument
@@ -107,7 +108,7 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
         raise NoMatch(f"the updated {name} is an output")
     if any(_is_read_elsewhere(result, cache) for result, cache in update.instead):
         raise NoMatch(f"the updated {name} is read by its strides, which are others in the graph input")
-    spared = {node, *_made_for(update)}
+    spared = {node, *unread_without({update.value})}
     for reader in readers(source):
         if reader not in spared and order.get(reader, len(order)) > order[node]:
             raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
@@ -175,19 +176,6 @@ def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part
     return _Part(base, element.index, place), _Part(rows, index, tuple(index for index in moved if index is not None))
 
 
-def _made_for(update: Update) -> set[Node]:
-    """The nodes that nobody needs once the copy back is dropped, what is copied back among them."""
-    made: set[Node] = set()
-    pending = [update.value]
-    while pending:
-        node = pending.pop()
-        is_unread = node is update.value or all(user in made or user is update.copy_back for user in node.users)
-        if is_unread and not written(node):
-            made.add(node)
-            pending += node.all_input_nodes
-    return made
-
-
 # --- do it -----------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +207,7 @@ def _read_the_cache_itself(update: Update) -> None:
         if not _lie_alike(cache, result):
             _view_in_any_layout(result)
         result.replace_all_uses_with(cache)
-    _erase_unread(value)
+    erase_unread([value])
 
 
 def _lie_alike(one: Node, other: Node) -> bool:
@@ -235,14 +223,3 @@ def _view_in_any_layout(value: Node) -> None:
             _view_in_any_layout(user)
         if user.target is aten.view.default:
             user.target = aten.reshape.default
-
-
-def _erase_unread(node: Node) -> None:
-    """Erases a value, and what led to it, as far as nobody reads it."""
-    if node.users or node.op != "call_function" or written(node):
-        return
-    operands = node.all_input_nodes
-    node.graph.erase_node(node)
-    for operand in operands:
-        if not operand._erased:
-            _erase_unread(operand)

@@ -18,7 +18,7 @@ from mla_fx.graph.provenance import RULE
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
-from .fake_values import KnownValues
+from .fake_values import KnownValues, hashable
 
 aten = torch.ops.aten
 
@@ -147,11 +147,3 @@ def _known_sizes(graph: Graph) -> dict[Size, Node]:
         if isinstance(value, torch.SymInt):
             sizes.setdefault(size_of(value), node)
     return sizes
-
-
-def hashable(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(hashable, value))
-    if isinstance(value, dict):
-        return tuple((name, hashable(item)) for name, item in sorted(value.items()))
-    return (type(value), value)

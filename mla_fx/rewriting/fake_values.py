@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class KnownValues:
         """The result of a call whose arguments are nodes. Raises NoMatch if an operator refuses them."""
         if not _makes_new_tensors(target):
             return self._computed(target, args, kwargs)
-        key = (target, self._described(args), self._described(tuple(sorted(kwargs.items()))))
+        key = (target, hashable(args, self.signature), hashable(kwargs, self.signature))
         if key not in self._values:
             self._values[key] = self._computed(target, args, kwargs)
             return self._values[key]
@@ -77,7 +78,7 @@ class KnownValues:
         fake one is five times quicker than dispatching through fake tensors; what the same view of such a tensor was
         before need not even be asked."""
         source = args[0].meta["val"]
-        key = (target, source.shape, source.stride(), source.dtype, self._described(args[1:]))
+        key = (target, source.shape, source.stride(), source.dtype, hashable(args[1:], self.signature))
         known = self._views.get(key)
         with in_kernel_invocation_manager(self.fake_mode):
             if known is not None:
@@ -86,12 +87,6 @@ class KnownValues:
                 view = target(*_known(args))
                 self._views[key] = _view(source, view)
         return fake_tensor(self.fake_mode, view, source.device)
-
-    def _described(self, value: Any) -> Any:
-        """An argument as a key, with nodes replaced by the shape and type of their values."""
-        if isinstance(value, Node):
-            return self.signature(value)
-        return tuple(map(self._described, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
     def _another(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor of which the same is known."""
@@ -135,6 +130,15 @@ def _known(value: Any) -> Any:
     if isinstance(value, Node):
         return value.meta["val"]
     return [_known(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def hashable(value: Any, of_node: Callable[[Node], Any] | None = None) -> Any:
+    """Arguments as a key, with nodes replaced by what `of_node` says of them, if it is given."""
+    if isinstance(value, (list, tuple)):
+        return tuple([hashable(item, of_node) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, hashable(item, of_node)) for name, item in sorted(value.items())])
+    return of_node(value) if of_node is not None and isinstance(value, Node) else (type(value), value)
 
 
 def signature(value: Any) -> Any:

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.torch_private import make_fx
 
-from .emitter import Emitter, hashable
-from .fake_values import signature, unshared
+from .emitter import Emitter
+from .fake_values import hashable, signature, unshared
 
 
 def inline(

@@ -9,7 +9,8 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import stride_readers, written
+from mla_fx.graph.aliasing import stride_readers
+from mla_fx.graph.dead_code import erase_unread, unread_without
 from mla_fx.graph.provenance import name_of, stand_in
 from mla_fx.readings.axes import Index
 from mla_fx.readings.calls import args_of
@@ -63,7 +64,7 @@ def apply(emit: Emitter, replacements: Sequence[Replacement]) -> list[Node]:
     Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one is used, or if
     one is read in a way that only the memory of the old one allows."""
     olds = {replacement.old for replacement in replacements}
-    unread = _unread(olds)
+    unread = unread_without(olds)
     news = [(one.old, _fitting(emit, one, unread)) for one in replacements]
     added = set(emit.added)
     first = min(olds)
@@ -72,19 +73,7 @@ def apply(emit: Emitter, replacements: Sequence[Replacement]) -> list[Node]:
     for old, new in news:
         stand_in(new, old)
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in added)
-    return _erased(olds)
-
-
-def _unread(olds: Iterable[Node]) -> set[Node]:
-    """What nobody reads any more once these values are replaced, themselves included."""
-    unread = set(olds)
-    pending = list(unread)
-    while pending:
-        for node in pending.pop().all_input_nodes:
-            if node not in unread and unread.issuperset(node.users) and node.op == "call_function":
-                unread.add(node)
-                pending.append(node)
-    return unread
+    return erase_unread(olds)
 
 
 def _fitting(emit: Emitter, one: Replacement, unread: set[Node]) -> Node:
@@ -120,18 +109,6 @@ def _needed(added: set[Node], olds: set[Node], first: Node) -> list[Node]:
         found.add(node)
         pending += node.all_input_nodes
     return sorted(found)
-
-
-def _erased(unused: Iterable[Node]) -> list[Node]:
-    pending, erased = sorted(unused), []
-    while pending:
-        node = pending.pop()
-        if node._erased or node.users or node.op != "call_function" or written(node):
-            continue
-        pending += node.all_input_nodes
-        node.graph.erase_node(node)
-        erased.append(node)
-    return sorted(erased)
 
 
 def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node], dtype: torch.dtype) -> set[Node]:
