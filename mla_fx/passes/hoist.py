@@ -26,11 +26,10 @@ from mla_fx.graph.torch_private import OpOverload, StorageWeakRef, detect_fake_m
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import Size, size_of
-from mla_fx.readings.views import shape_of
+from mla_fx.readings.views import RESHAPES, shape_of
 from mla_fx.rewriting.fake_values import hashable
 
 aten = torch.ops.aten
-RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
 
 
 class LaidOut:

@@ -18,7 +18,7 @@ from mla_fx.graph.torch_private import OpOverload
 from .algebra import Budget, allowance, as_product, as_sum, spend
 from .axes import Digit, Index, combine, fresh, of_axis, shifted
 from .calls import args_of, argument
-from .contraction import Contraction, contraction, scaled_product
+from .contraction import PRODUCTS, Contraction, contraction, scaled_product
 from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
 from .reading import Reading
 from .sizes import Size, ratio
@@ -39,7 +39,7 @@ FUSED_ATTENTION = frozenset(
 
 ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor})
 MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
-PRODUCTS = frozenset({aten.bmm.default, aten.mm.default, aten.matmul.default, aten.sum.dim_IntList})
+SUMS = PRODUCTS | {aten.sum.dim_IntList}
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
 
 
@@ -164,7 +164,7 @@ def weighted_sum(node: Node) -> Node | None:
         if user in seen:
             continue
         seen.add(user)
-        if user.target in PRODUCTS:
+        if user.target in SUMS:
             return user
         if user.target in STEPS:
             pending += user.users
@@ -201,11 +201,11 @@ def _why_no_score(masks: list[Mask]) -> str:
     """What stands between the products of query and key and the softmax."""
     for logits in (_unfilled(mask.element) for mask in masks):
         factors = [factor.origin for factor, _ in as_product(logits).factors]
-        others = [name_of(factor) for factor in factors if factor.target not in PRODUCTS]
+        others = [name_of(factor) for factor in factors if factor.target not in SUMS]
         if len(others) < len(factors):
             by = ", ".join(dict.fromkeys(others)) or "themselves"
             return f"the attention scores are multiplied by {by}, expected a number"
-        if any(node.target in PRODUCTS for node in computed_from(logits.origin)):
+        if any(node.target in SUMS for node in computed_from(logits.origin)):
             return f"the attention scores go through {name_of(logits.origin)} before the softmax, expected a product"
     return "no product of query and key enters the softmax"
 

@@ -13,13 +13,12 @@ from .element import Element, element_of, is_parameter
 from .paged import GATHERS
 from .rms_norm import rms_norm
 from .sizes import Size, product
+from .views import RESHAPES
 
 aten = torch.ops.aten
 
 # What shows some elements of its first operand, and may do so in a way that no index can say.
-SHOWS_ROWS = GATHERS | {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.slice.Tensor, aten.select.int,
-}  # fmt: skip
+SHOWS_ROWS = GATHERS | RESHAPES | {aten.slice.Tensor, aten.select.int}
 
 
 def row_of(value: Element) -> Element:

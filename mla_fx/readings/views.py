@@ -22,6 +22,8 @@ from .sizes import Size, at_most, plain, size_of
 
 aten = torch.ops.aten
 
+RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+
 Place = tuple[Node, tuple[Index, ...]]
 Mover = Callable[[Node, tuple[Index, ...]], "Place | None"]
 
@@ -311,9 +313,7 @@ MOVERS: dict[Any, Mover] = {
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
-    aten.view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten._unsafe_view.default: _reshape,
+    **dict.fromkeys(RESHAPES, _reshape),
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
