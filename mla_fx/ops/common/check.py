@@ -13,6 +13,8 @@ from .sizes import statically_known_true
 
 _VALUES_ON_DEVICES = ContextVar("check_values", default=False)
 
+Sizes = dict[str, int]  # of axes, by their letters
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -45,6 +47,21 @@ def check_shape(name: str, tensor: Tensor, letters: str, sizes: Sequence[int | N
         shown = ", ".join("*" if size is None else str(size) for size in sizes)
         note = " (the first may be 1)" if broadcast else ""
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [{letters}] = [{shown}]{note}.")
+
+
+def check_letters(arguments: object, sizes: Sizes, **letters: str) -> None:
+    """Each argument that is named, and given, has the axes of its letters; `sizes` says how long these are, or learns
+    it from the first that has them. Alternatives as in `check_rank`; an axis that is called by a number has that size.
+    """
+    for name, named in letters.items():
+        tensor = getattr(arguments, name)
+        if tensor is None:
+            continue
+        check_rank(name, tensor, named)
+        axes = next(axes for option in named.split(" or ") if len(axes := option.split(", ")) == tensor.dim())
+        wanted = [int(axis) if axis.isdecimal() else sizes.get(axis) for axis in axes]
+        check_shape(name, tensor, ", ".join(axes), wanted)
+        sizes.update({**dict(zip(axes, tensor.shape, strict=True)), **sizes})
 
 
 def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:

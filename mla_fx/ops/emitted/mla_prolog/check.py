@@ -4,10 +4,9 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from mla_fx.ops.common.check import check_choice, check_optional, check_rank, check_shape, check_tensors
+from mla_fx.ops.common.check import Sizes, check_choice, check_letters, check_optional, check_shape, check_tensors
 from mla_fx.ops.common.math import check_rope
 from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
 from mla_fx.ops.vendor.mla_prolog_v3 import check as check_v3
@@ -68,46 +67,31 @@ def check_unquantized(a: Arguments) -> None:
     free = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
     check_tensors(vars(a), free=free, skip=("cache_index",))
     check_choice("cache_mode", a.cache_mode, tuple(CACHE_MODES))
-    check_rank("token_x", a.token_x, CACHE_MODES[a.cache_mode][0])
-    check_rank("weight_uk", a.weight_uk, "N, D, Hckv")
-    *tokens, hidden = a.token_x.shape
-    heads, nope, rank = a.weight_uk.shape
-    check_shape("weight_dkv_kr", a.weight_dkv_kr, "He, Hckv+Dr", (hidden, None))
-    width = a.weight_dkv_kr.shape[1] - rank
-    check_shape("rmsnorm_gamma_ckv", a.rmsnorm_gamma_ckv, "Hckv", (rank,))
-    letters = "B, S, Dr" if len(tokens) == 2 else "T, Dr"
-    check_rope(width, a.rope_layout, letters, (*tokens, width), rope_sin=a.rope_sin, rope_cos=a.rope_cos)
-    compressed = check_compression(a.weight_dq, a.rmsnorm_gamma_cq, hidden)
-    check_shape("weight_uq_qr", a.weight_uq_qr, "Hcq, N*(D+Dr)", (compressed, heads * (nope + width)))
-    check_caches(a, tokens, rank, width)
-
-
-def check_compression(weight_dq: Tensor | None, gamma: Tensor | None, hidden: int) -> int:
-    """The width of the compressed query."""
-    if weight_dq is None and gamma is None:
-        return hidden
-    if weight_dq is None or gamma is None:
+    sizes: Sizes = {}
+    weights = {"weight_uk": "N, D, Hckv", "weight_dkv_kr": "He, Hckv+Dr", "rmsnorm_gamma_ckv": "Hckv"}
+    check_letters(a, sizes, token_x=CACHE_MODES[a.cache_mode][0], **weights)
+    sizes["Dr"] = width = sizes["Hckv+Dr"] - sizes["Hckv"]
+    letters, tokens = "B, S" if "B" in sizes else "T", a.token_x.shape[:-1]
+    tables = {"rope_sin": a.rope_sin, "rope_cos": a.rope_cos}
+    check_rope(width, a.rope_layout, f"{letters}, Dr", (*tokens, width), **tables)
+    if (a.weight_dq is None) != (a.rmsnorm_gamma_cq is None):
         raise ValueError("Only one of weight_dq and rmsnorm_gamma_cq is given; both must be tensors or both None.")
-    check_shape("weight_dq", weight_dq, "He, Hcq", (hidden, None))
-    check_shape("rmsnorm_gamma_cq", gamma, "Hcq", (weight_dq.shape[1],))
-    return weight_dq.shape[1]
+    if a.weight_dq is None:
+        sizes["Hcq"] = sizes["He"]
+    sizes["N*(D+Dr)"] = sizes["N"] * (sizes["D"] + width)
+    check_letters(a, sizes, weight_dq="He, Hcq", rmsnorm_gamma_cq="Hcq", weight_uq_qr="Hcq, N*(D+Dr)")
+    check_caches(a, sizes)
+    indexed = a.cache_mode in ("PA_BSND", "PA_NZ", "Norm")
+    check_optional("cache_index", a.cache_index, indexed, f"cache_mode {a.cache_mode!r}")
+    if a.cache_index is not None:
+        norm = a.cache_mode == "Norm"
+        check_shape("cache_index", a.cache_index, letters, tokens, broadcast=norm)
+        check_v3.check_slots(a.cache_index, sizes["T"] if norm else sizes["BlockNum"] * sizes["BlockSize"])
 
 
-def check_caches(a: Arguments, tokens: list[int], rank: int, width: int) -> None:
-    """The caches and cache_index fit cache_mode."""
+def check_caches(a: Arguments, sizes: Sizes) -> None:
     letters = CACHE_MODES[a.cache_mode][1]
-    pages = (None, None, 1)
-    lead = {"PA_BSND": pages, "PA_NZ": pages, "Norm": (tokens[0], 1, None)}.get(a.cache_mode, (*tokens, 1))
-    check_shape("kv_cache", a.kv_cache, f"{letters}, Hckv", (*lead, rank))
-    check_shape("kr_cache", a.kr_cache, f"{letters}, Dr", (*a.kv_cache.shape[:-1], width))
+    check_letters(a, sizes, kv_cache=f"{letters}, Hckv", kr_cache=f"{letters}, Dr")
     if a.cache_mode == "PA_NZ":
         check_v3.check_layout("kv_cache", a.kv_cache, a.cache_mode)
         check_v3.check_layout("kr_cache", a.kr_cache, a.cache_mode)
-    indexed = a.cache_mode in ("PA_BSND", "PA_NZ", "Norm")
-    check_optional("cache_index", a.cache_index, indexed, f"cache_mode {a.cache_mode!r}")
-    if a.cache_index is None:
-        return
-    norm = a.cache_mode == "Norm"
-    slots = a.kv_cache.shape[2] if norm else a.kv_cache.shape[0] * a.kv_cache.shape[1]
-    check_shape("cache_index", a.cache_index, "B, S" if len(tokens) == 2 else "T", tokens, broadcast=norm)
-    check_v3.check_slots(a.cache_index, slots)

@@ -10,11 +10,13 @@ from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.common.check import (
     FLOATS,
     INTEGERS,
+    Sizes,
     check_choice,
     check_dense_pages,
     check_devices,
     check_dtype,
     check_index,
+    check_letters,
     check_multiple,
     check_optional,
     check_rank,
@@ -56,9 +58,9 @@ def check(a: Arguments) -> None:
     check_cache_mode(a.cache_mode, a.kv_cache_quant_mode)
     check_dtypes(a)
     check_devices(vars(a), lengths=("actual_seq_len",))
-    width = check_shapes(a)
-    check_scales(a, width)
-    check_caches(a, width)
+    sizes = check_shapes(a)
+    check_scales(a, sizes)
+    check_caches(a, sizes)
     check_position(a)
 
 
@@ -106,66 +108,52 @@ def check_dtypes(a: Arguments) -> None:
         check_dtype(name, getattr(a, name), FLOATS)
 
 
-def check_shapes(a: Arguments) -> int:
-    """Everything but scales and caches; the rope width."""
-    check_rank("token_x", a.token_x, CACHE_MODES[a.cache_mode][0])
-    *tokens, hidden = a.token_x.shape
-    check_rank("weight_uk", a.weight_uk, "N, D, Hckv")
-    heads, nope, rank = a.weight_uk.shape
-    check_shape("weight_dq", a.weight_dq, "He, Hcq", (hidden, None))
-    compressed = a.weight_dq.shape[1]
-    check_shape("weight_dkv_kr", a.weight_dkv_kr, "He, Hckv+Dr", (hidden, None))
-    width: int = a.weight_dkv_kr.shape[1] - rank
+def check_shapes(a: Arguments) -> Sizes:
+    """Everything but scales and caches."""
+    sizes: Sizes = {}
+    weights = {"weight_uk": "N, D, Hckv", "weight_dq": "He, Hcq", "weight_dkv_kr": "He, Hckv+Dr"}
+    check_letters(a, sizes, token_x=CACHE_MODES[a.cache_mode][0], **weights)
+    sizes["Dr"] = width = sizes["Hckv+Dr"] - sizes["Hckv"]
     check_multiple("The rope width Dr, the columns of weight_dkv_kr after Hckv,", width, 2, "even and at least 2")
-    check_shape("weight_uq_qr", a.weight_uq_qr, "Hcq, N*(D+Dr)", (compressed, heads * (nope + width)))
-    check_shape("rmsnorm_gamma_cq", a.rmsnorm_gamma_cq, "Hcq", (compressed,))
-    check_shape("rmsnorm_gamma_ckv", a.rmsnorm_gamma_ckv, "Hckv", (rank,))
-    letters = "B, S" if len(tokens) == 2 else "T"
-    for name in ("rope_sin", "rope_cos"):
-        check_shape(name, getattr(a, name), f"{letters}, Dr", (*tokens, width))
-    return width
+    sizes["N*(D+Dr)"] = sizes["N"] * (sizes["D"] + width)
+    check_letters(a, sizes, weight_uq_qr="Hcq, N*(D+Dr)", rmsnorm_gamma_cq="Hcq", rmsnorm_gamma_ckv="Hckv")
+    letters = "B, S, Dr" if "B" in sizes else "T, Dr"
+    check_letters(a, sizes, rope_sin=letters, rope_cos=letters)
+    return sizes
 
 
-def check_scales(a: Arguments, width: int) -> None:
+def check_scales(a: Arguments, sizes: Sizes) -> None:
     """Each scale is given in the modes that read it, in no other, as float32 in its shape."""
-    *tokens, _ = a.token_x.shape
-    rank = a.weight_uk.shape[2]
     some, full = a.weight_quant_mode > 0, a.weight_quant_mode == 2
     per_channel = a.kv_cache_quant_mode == PER_CHANNEL
-    ckv = ("1, Hckv", (1, rank)) if per_channel else ("1", (1,))
-    count = "B*S, 1" if len(tokens) == 2 else "T, 1"
-    columns = a.weight_dq.shape[1]
-    check_scale(a, "dequant_scale_x", full, count, (math.prod(tokens), 1))
-    check_scale(a, "dequant_scale_w_dq", full, "1, Hcq", (1, columns))
-    check_scale(a, "dequant_scale_w_uq_qr", some, "1, N*(D+Dr)", (1, a.weight_uq_qr.shape[1]))
-    check_scale(a, "dequant_scale_w_dkv_kr", full, "1, Hckv+Dr", (1, rank + width))
-    check_scale(a, "quant_scale_ckv", a.kv_cache_quant_mode in (PER_TENSOR, PER_CHANNEL), *ckv)
-    check_scale(a, "quant_scale_ckr", per_channel, "1, Dr", (1, width))
-    check_scale(a, "smooth_scales_cq", some and a.smooth_scales_cq is not None, "1, Hcq", (1, columns))
-    check_scale(a, "k_nope_clip_alpha", a.kv_cache_quant_mode == PER_TILE, "1", (1,))
-
-
-def check_scale(a: Arguments, name: str, wanted: bool, letters: str, sizes: tuple[int, ...]) -> None:
+    sizes["B*S"] = math.prod(a.token_x.shape[:-1])
+    scales = {
+        "dequant_scale_x": (full, "B*S, 1" if "B" in sizes else "T, 1"),
+        "dequant_scale_w_dq": (full, "1, Hcq"),
+        "dequant_scale_w_uq_qr": (some, "1, N*(D+Dr)"),
+        "dequant_scale_w_dkv_kr": (full, "1, Hckv+Dr"),
+        "quant_scale_ckv": (a.kv_cache_quant_mode in (PER_TENSOR, PER_CHANNEL), "1, Hckv" if per_channel else "1"),
+        "quant_scale_ckr": (per_channel, "1, Dr"),
+        "smooth_scales_cq": (some and a.smooth_scales_cq is not None, "1, Hcq"),
+        "k_nope_clip_alpha": (a.kv_cache_quant_mode == PER_TILE, "1"),
+    }
     when = f"weight_quant_mode {a.weight_quant_mode} and kv_cache_quant_mode {a.kv_cache_quant_mode}"
-    if check_optional(name, getattr(a, name), wanted, when):
-        check_dtype(name, getattr(a, name), (torch.float32,))
-        check_shape(name, getattr(a, name), letters, sizes)
+    for name, (wanted, letters) in scales.items():
+        if check_optional(name, getattr(a, name), wanted, when):
+            check_dtype(name, getattr(a, name), (torch.float32,))
+            check_letters(a, sizes, **{name: letters})
 
 
-def check_caches(a: Arguments, width: int) -> None:
-    *tokens, _ = a.token_x.shape
-    rank = a.weight_uk.shape[2]
-    letters = CACHE_MODES[a.cache_mode][1]
-    lead = (None, None, 1) if a.cache_mode.startswith("PA") else (*tokens, 1)
+def check_caches(a: Arguments, sizes: Sizes) -> None:
+    letters, rank = CACHE_MODES[a.cache_mode][1], sizes["Hckv"]
     if a.kv_cache_quant_mode == PER_TILE:
         check_multiple("Hckv, the width of weight_uk,", rank, TILE, f"a multiple of {TILE} with kv_cache_quant_mode 3")
-        total = rank + 2 * width + 4 * (rank // TILE)
-        check_shape("kv_cache", a.kv_cache, f"{letters}, Hckv+2*Dr+Hckv/{TILE}*4", (*lead, total))
-        check_shape("kr_cache", a.kr_cache, "0", (0,))
+        packed = f"Hckv+2*Dr+Hckv/{TILE}*4"
+        sizes[packed] = rank + 2 * sizes["Dr"] + 4 * (rank // TILE)
+        check_letters(a, sizes, kv_cache=f"{letters}, {packed}", kr_cache="0")
         check_layout("kv_cache", a.kv_cache, a.cache_mode)
         return
-    check_shape("kv_cache", a.kv_cache, f"{letters}, Hckv", (*lead, rank))
-    check_shape("kr_cache", a.kr_cache, f"{letters}, Dr", (*a.kv_cache.shape[:-1], width))
+    check_letters(a, sizes, kv_cache=f"{letters}, Hckv", kr_cache=f"{letters}, Dr")
     check_layout("kv_cache", a.kv_cache, a.cache_mode)
     check_layout("kr_cache", a.kr_cache, a.cache_mode)
 
