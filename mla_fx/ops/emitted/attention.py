@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import FLOATS, check_dtype, check_shape, known_to_differ
+from mla_fx.ops.common.check import FLOATS, Sizes, check_dtype, check_letters, check_shape, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sizes import statically_known_true
 
@@ -126,26 +127,19 @@ def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf if fill is None else min(max(fill, limits.min), limits.max))
 
 
-def check_rope(name: str, queries: Tensor | None, keys: Tensor | None, sizes: tuple[int, int, int]) -> int | None:
-    """Dr of the rotary part, which `name` and kr_cache have together or not at all. `sizes` is [B, N, S]."""
+def check_rotary(name: str, arguments: Any, sizes: Sizes) -> None:
+    """The queries `name` and kr_cache have a rotary part together or not at all."""
+    queries, keys = getattr(arguments, name), arguments.kr_cache
     if (queries is None) != (keys is None):
         given, missing = (name, "kr_cache") if keys is None else ("kr_cache", name)
         raise ValueError(f"{given} is given and {missing} is None; a rotary part has both, or there is none.")
-    if queries is None:
-        return None
-    batch, heads, steps = sizes
-    check_shape(name, queries, "B, S, N, Dr", (batch, steps, heads, None))
-    return queries.shape[-1]
+    check_letters(arguments, sizes, **{name: "B, S, N, Dr"})
 
 
 def check_mask(
-    mask: Tensor | None,
-    context_lens: Tensor | None,
-    is_causal: bool,
-    fill: float | None,
-    sizes: tuple[int, int, int, int],
+    mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, fill: float | None, sizes: Sizes
 ) -> None:
-    """`sizes` is [B, N, S, T], to which the mask must broadcast."""
+    """A mask must broadcast to [B, N, S, T]."""
     if fill is not None and not math.isfinite(fill):
         raise ValueError(f"fill is {fill}; it must be finite, or None for minus infinity.")
     if fill is not None and context_lens is None and (mask is None or mask.dtype != torch.bool):
@@ -156,16 +150,16 @@ def check_mask(
     if mask is not None and is_causal:
         raise ValueError("mask is given and is_causal is True; at most one of them is allowed.")
     if context_lens is not None:
-        _check_context_lens(context_lens, mask, is_causal, sizes[0])
+        _check_context_lens(context_lens, mask, is_causal, sizes["B"])
     if mask is None:
         return
     check_dtype("mask", mask, (torch.bool, *FLOATS))
-    trailing = sizes[4 - mask.dim() :]
-    pairs = zip(mask.shape, trailing, strict=False)
+    whole = [sizes[axis] for axis in "BNST"]
+    pairs = zip(mask.shape, whole[4 - mask.dim() :], strict=False)
     if mask.dim() > 4 or any(
         known_to_differ(actual, wanted) and known_to_differ(actual, 1) for actual, wanted in pairs
     ):
-        raise ValueError(f"mask has shape {list(mask.shape)}; it must broadcast to [B, N, S, T] = {list(sizes)}.")
+        raise ValueError(f"mask has shape {list(mask.shape)}; it must broadcast to [B, N, S, T] = {whole}.")
 
 
 def _check_context_lens(context_lens: Tensor, mask: Tensor | None, is_causal: bool, batch: int) -> None:

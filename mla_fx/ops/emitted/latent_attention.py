@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
+from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import as_mask, check_mask, check_rope, probabilities, undivided
+from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
 from .pages import STAYS, check_contexts, context_of, in_one_piece, tiles
 from .tiled_attention import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
 
@@ -165,14 +165,12 @@ def _weighted(weights: Tensor, a: Arguments) -> Tensor:
 
 def check(a: Arguments) -> None:
     check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
-    check_rank("query", a.query, "B, S, N, Hckv")
-    batch, steps, heads, rank = a.query.shape
-    width = check_rope("query_rope", a.query_rope, a.kr_cache, (batch, heads, steps))
-    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, (rank, width))
-    sizes = batch, heads, steps, context
+    sizes: Sizes = {}
+    check_letters(a, sizes, query="B, S, N, Hckv")
+    check_rotary("query_rope", a, sizes)
+    check_contexts(a, sizes)
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
-    if a.sinks is not None:
-        check_shape("sinks", a.sinks, "N", (heads,))
+    check_letters(a, sizes, sinks="N")
 
 
 def fake(a: Arguments) -> Tensor:

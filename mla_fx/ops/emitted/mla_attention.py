@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
+from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
 from mla_fx.ops.common.conditional import can_choose, conditional
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import wide_product
@@ -15,7 +15,7 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
-from .attention import as_mask, check_mask, check_rope, probabilities, undivided
+from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
 from .pages import STAYS, check_contexts, context_of, gathered, in_one_piece
 from .tiled_attention import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
 
@@ -202,17 +202,13 @@ def _caches(a: Arguments) -> tuple[Tensor, Tensor | None]:
 
 def check(a: Arguments) -> None:
     check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
-    check_rank("q_nope", a.q_nope, "B, S, N, D")
-    batch, steps, heads, nope = a.q_nope.shape
-    width = check_rope("q_rope", a.q_rope, a.kr_cache, (batch, heads, steps))
-    context = check_contexts(a.kv_cache, a.kr_cache, a.block_table, batch, (None, width))
-    rank = a.kv_cache.shape[2]
-    sizes = batch, heads, steps, context
-    check_shape("weight_uk", a.weight_uk, "N, D, Hckv", (heads, nope, rank))
-    check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
+    sizes: Sizes = {}
+    check_letters(a, sizes, q_nope="B, S, N, D")
+    check_rotary("q_rope", a, sizes)
+    check_contexts(a, sizes)
+    check_letters(a, sizes, weight_uk="N, D, Hckv", weight_uv="N, Dv, Hckv")
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
-    if a.sinks is not None:
-        check_shape("sinks", a.sinks, "N", (heads,))
+    check_letters(a, sizes, sinks="N")
     if statically_known_true(a.max_absorbed_tokens < 0):
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 

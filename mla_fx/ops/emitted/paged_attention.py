@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import FLOATS, check_devices, check_dtype, check_rank, check_shape
+from mla_fx.ops.common.check import FLOATS, Sizes, check_devices, check_dtype, check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
@@ -119,19 +119,18 @@ def _mask(a: Arguments, first: int, last: int) -> Tensor | None:
 def check(a: Arguments) -> None:
     check_devices(vars(a))
     check_dtype("query", a.query, FLOATS)
-    check_rank("query", a.query, "B, S, H, D")
-    batch, steps, heads, width = a.query.shape
-    check_shape("key_cache", a.key_cache, "BlockNum, BlockSize, Hkv, D", (None, None, None, width))
-    _, size, kv_heads, _ = a.key_cache.shape
-    check_shape("value_cache", a.value_cache, "BlockNum, BlockSize, Hkv, Dv", (None, size, kv_heads, None))
-    caches = {"key_cache": a.key_cache, "value_cache": a.value_cache}
+    sizes: Sizes = {}
+    check_letters(a, sizes, query="B, S, H, D", key_cache="BlockNum, BlockSize, Hkv, D")
+    del sizes["BlockNum"]  # each has as many as it likes
+    check_letters(a, sizes, value_cache="BlockNum, BlockSize, Hkv, Dv")
     narrower = [dtype for dtype in FLOATS if torch.promote_types(dtype, a.query.dtype) == a.query.dtype]
-    for name, cache in caches.items():
-        check_dtype(name, cache, narrower)
-    if statically_known_true(heads % kv_heads != 0):
-        raise ValueError(f"query has {heads} heads, key_cache {kv_heads}; the latter must divide the former.")
-    check_block_table(a.block_table, batch, {name: cache.shape[0] for name, cache in caches.items()})
-    check_mask(a.mask, a.context_lens, False, a.fill, (batch, heads, steps, context_of(a.key_cache, a.block_table)))
+    check_dtype("key_cache", a.key_cache, narrower)
+    check_dtype("value_cache", a.value_cache, narrower)
+    sizes["N"], kv_heads = sizes["H"], sizes["Hkv"]
+    if statically_known_true(sizes["H"] % kv_heads != 0):
+        raise ValueError(f"query has {sizes['H']} heads, key_cache {kv_heads}; the latter must divide the former.")
+    check_block_table(a, sizes, "key_cache", "value_cache")
+    check_mask(a.mask, a.context_lens, False, a.fill, sizes)
 
 
 def fake(a: Arguments) -> Tensor:

@@ -1,11 +1,12 @@
 """Contexts that lie in pages, which attention reads tile after tile: no copy of a whole one is made."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import INTEGERS, check_dtype, check_shape, readable
+from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
 
 TILE = 512  # tokens gathered at a time: what a cache of the processor holds, and few enough tiles
 
@@ -40,32 +41,29 @@ def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int
             yield rows, first, first + rows.shape[1]
 
 
-def check_contexts(
-    kv_cache: Tensor,
-    kr_cache: Tensor | None,
-    block_table: Tensor | None,
-    batch: int,
-    widths: tuple[int | None, int | None],
-) -> int:
-    """Both caches hold the same contexts, or pages of the same size; returns T. A width that is None is any."""
-    letters, lead = ("B, T", batch) if block_table is None else ("BlockNum, BlockSize", None)
-    check_shape("kv_cache", kv_cache, f"{letters}, Hckv", (lead, None, widths[0]))
-    if kr_cache is not None:
-        check_shape("kr_cache", kr_cache, f"{letters}, Dr", (lead, kv_cache.shape[1], widths[1]))
-    if block_table is not None:
-        caches = {"kv_cache": kv_cache, "kr_cache": kr_cache}
-        blocks = {name: cache.shape[0] for name, cache in caches.items() if cache is not None}
-        check_block_table(block_table, batch, blocks)
-    return context_of(kv_cache, block_table)
+def check_contexts(arguments: Any, sizes: Sizes) -> None:
+    """Both caches hold the same contexts, or pages of the same size: of T rows."""
+    paged = arguments.block_table is not None
+    letters = "BlockNum, BlockSize" if paged else "B, T"
+    check_letters(arguments, sizes, kv_cache=f"{letters}, Hckv")
+    sizes.pop("BlockNum", None)  # each has as many as it likes
+    check_letters(arguments, sizes, kr_cache=f"{letters}, Dr")
+    if paged:
+        check_block_table(arguments, sizes, "kv_cache", "kr_cache")
 
 
-def check_block_table(block_table: Tensor, batch: int, caches: Mapping[str, int]) -> None:
-    check_shape("block_table", block_table, "B, Blocks", (batch, None))
+def check_block_table(arguments: Any, sizes: Sizes, *caches: str) -> None:
+    """It names blocks that all of the caches have, and gives a context T rows."""
+    block_table = arguments.block_table
+    check_letters(arguments, sizes, block_table="B, Blocks")
     check_dtype("block_table", block_table, INTEGERS)
+    sizes["T"] = sizes["Blocks"] * sizes["BlockSize"]
     if not readable(block_table) or block_table.numel() == 0:
         return
+    given = {name: cache for name in caches if (cache := getattr(arguments, name)) is not None}
     for number in (int(block_table.min()), int(block_table.max())):
-        for name, blocks in caches.items():
+        for name, cache in given.items():
+            blocks = cache.shape[0]
             if not -blocks <= number < blocks:
                 raise ValueError(
                     f"block_table holds {number}; it must be below {blocks}, the number of blocks of {name}, and not "

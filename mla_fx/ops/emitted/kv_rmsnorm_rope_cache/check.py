@@ -5,11 +5,13 @@ from torch import Tensor
 
 from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.common.check import (
+    Sizes,
     check_choice,
     check_dense_pages,
     check_devices,
     check_dtype,
     check_index,
+    check_letters,
     check_multiple,
     check_optional,
     check_rank,
@@ -37,7 +39,7 @@ def check(a: Arguments) -> None:
         raise ValueError(
             f"is_output_kv is True; it must be False with cache_mode {a.cache_mode!r}, in which the kernel ignores it."
         )
-    widths = check_without_v(a) if a.v is None else check_with_v(a, a.v)
+    widths = check_without_v(a) if a.v is None else check_with_v(a)
     check_caches(a, *widths)
     for name, width in zip(CACHES, widths, strict=True):
         check_quantisation(a, name, width)
@@ -62,34 +64,31 @@ def check_dtypes(a: Arguments) -> None:
 
 def check_without_v(a: Arguments) -> tuple[int, int]:
     """The widths Dr and Hckv."""
-    check_shape("kv", a.kv, "B, 1, S, Hckv+Dr", (None, 1, None, None))
-    check_rank("gamma", a.gamma, "Hckv")
+    check_letters(a, {}, kv="B, 1, S, Hckv+Dr", gamma="Hckv")
     rank = a.gamma.shape[0]
     width = a.kv.shape[-1] - rank
     check_tables(a, width)
     return width, rank
 
 
-def check_with_v(a: Arguments, v: Tensor) -> tuple[int, int]:
+def check_with_v(a: Arguments) -> tuple[int, int]:
     """The widths Dk and Dv."""
     if a.kc_scale != 1.0:
         raise ValueError(f"kc_scale is {a.kc_scale}; it must be 1.0 with v, whose rows are stored as they are.")
-    check_rank("kv", a.kv, "B, N, S, Dk")
-    *rows, total = a.kv.shape
-    if all(known_to_differ(rows[1], heads) for heads in HEADS):
-        raise ValueError(f"kv has {rows[1]} heads; allowed with v: {', '.join(map(str, HEADS))}.")
-    check_shape("gamma", a.gamma, "Dk", (total,))
-    check_shape("v", v, "B, N, S, Dv", (*rows, None))
-    width = total
-    for name in ("cos", "sin"):
-        table = getattr(a, name)
+    sizes: Sizes = {}
+    check_letters(a, sizes, kv="B, N, S, Dk")
+    if all(known_to_differ(sizes["N"], heads) for heads in HEADS):
+        raise ValueError(f"kv has {sizes['N']} heads; allowed with v: {', '.join(map(str, HEADS))}.")
+    check_letters(a, sizes, gamma="Dk", v="B, N, S, Dv")
+    width = total = sizes["Dk"]
+    for name, table in {"cos": a.cos, "sin": a.sin}.items():
         if table is not None:
             check_rank(name, table, "B, 1, S, Dr")
             width = table.shape[-1]
     check_tables(a, width)
     if width > total:
         raise ValueError(f"cos has {width} columns; at most the {total} of kv can be rotated.")
-    return total, v.shape[-1]
+    return total, sizes["Dv"]
 
 
 def check_tables(a: Arguments, width: int) -> None:
@@ -102,13 +101,11 @@ def check_tables(a: Arguments, width: int) -> None:
 
 
 def check_caches(a: Arguments, k_width: int, ckv_width: int) -> None:
-    batch, _, steps, _ = a.kv.shape
-    n, k, ckv, heads = ("1", "Dr", "Hckv", 1) if a.v is None else ("N", "Dk", "Dv", a.kv.shape[1])
-    room = {"Norm": ("T", None), "BNSD": ("S", steps)}.get(a.cache_mode)
-    letters = f"BlockNum, BlockSize, {n}" if room is None else f"B, {n}, {room[0]}"
-    lead = (None, None, heads) if room is None else (batch, heads, room[1])
-    check_shape("k_cache", a.k_cache, f"{letters}, {k}", (*lead, k_width))
-    check_shape("ckv_cache", a.ckv_cache, f"{letters}, {ckv}", (*a.k_cache.shape[:-1], ckv_width))
+    batch, heads, steps, _ = a.kv.shape
+    n, k, ckv = ("1", "Dr", "Hckv") if a.v is None else ("N", "Dk", "Dv")
+    letters = {"Norm": f"B, {n}, T", "BNSD": f"B, {n}, S"}.get(a.cache_mode, f"BlockNum, BlockSize, {n}")
+    sizes = {"B": batch, "N": heads, "S": steps, k: k_width, ckv: ckv_width}
+    check_letters(a, sizes, k_cache=f"{letters}, {k}", ckv_cache=f"{letters}, {ckv}")
 
 
 def is_quantised(a: Arguments) -> bool:
@@ -128,17 +125,8 @@ def check_quantisation(a: Arguments, name: str, width: int) -> None:
     if a.cache_mode in CONTIGUOUS_MODES:
         mode = f"cache_mode {a.cache_mode!r}"
         raise ValueError(f"{name} has dtype {cache.dtype}; {mode} stores rows as they are, in {a.kv.dtype}.")
-    for part in (scale, offset):
-        if getattr(a, part) is not None:
-            check_columns(part, getattr(a, part), a, width)
-
-
-def check_columns(name: str, tensor: Tensor, a: Arguments, width: int) -> None:
-    if a.v is not None:
-        check_shape(name, tensor, "N, D", (a.kv.shape[1], width))
-        return
-    check_rank(name, tensor, "D or 1, D")
-    check_shape(name, tensor, "D" if tensor.dim() == 1 else "1, D", (1, width)[-tensor.dim() :])
+    letters = "D or 1, D" if a.v is None else "N, D"
+    check_letters(a, {"N": a.kv.shape[1], "D": width}, **{scale: letters, offset: letters})
 
 
 def check_page(a: Arguments, name: str, width: int) -> None:

@@ -10,6 +10,7 @@ from mla_fx.ops.common.check import (
     INTEGERS,
     check_devices,
     check_dtype,
+    check_letters,
     check_optional,
     check_rank,
     check_shape,
@@ -114,30 +115,21 @@ def check_mask_is_read(a: Arguments, mode: Modes) -> None:
 
 def check_shapes(a: Arguments, mode: Modes) -> None:
     rows, heads, _ = a.q_nope.shape
-    merged = mode.cache == MERGED
-    check_shape("q_nope", a.q_nope, "T, H, Hckv+Dr" if merged else "T, H, Hckv", (rows, heads, RANK + ROPE * merged))
+    sizes = {"T": rows, "H": heads, "Hckv": RANK, "Dr": ROPE, "Hckv+Dr": RANK + ROPE}
+    check_letters(a, sizes, q_nope="T, H, Hckv+Dr" if mode.cache == MERGED else "T, H, Hckv")
     check_shape("ctkv", a.ctkv, *LATENTS[mode.cache])
-    if a.q_rope is not None and a.k_rope is not None:
-        check_shape("q_rope", a.q_rope, "T, H, Dr", (rows, heads, ROPE))
-        letters, (_, *sizes) = ROPES[mode.cache]
-        check_shape("k_rope", a.k_rope, letters, (a.ctkv.shape[0], *sizes))
-    check_batch(a, mode)
-    for name, scales in (("qk_descale", a.qk_descale), ("pv_descale", a.pv_descale)):
-        if scales is not None:
-            check_shape(name, scales, "H", (heads,))
-
-
-def check_batch(a: Arguments, mode: Modes) -> None:
-    """block_tables and the lengths belong to the same sequences."""
-    check_rank("block_tables", a.block_tables, "B, MaxBlocks")
-    rows, batch = a.q_nope.shape[0], a.block_tables.shape[0]
+    check_letters(a, sizes, q_rope="T, H, Dr")
+    if a.k_rope is not None:
+        letters, (_, *page) = ROPES[mode.cache]
+        check_shape("k_rope", a.k_rope, letters, (a.ctkv.shape[0], *page))
+    check_letters(a, sizes, block_tables="B, MaxBlocks")
+    batch = sizes["B"]
     if statically_known_true(batch > MAX_BATCH):
         raise ValueError(f"block_tables has {batch} rows, one for each sequence; at most {MAX_BATCH} are allowed.")
-    check_shape("context_lens", a.context_lens, "B", (batch,))
-    if a.q_seqlen is not None:
-        check_shape("q_seqlen", a.q_seqlen, "B", (batch,))
-    elif known_to_differ(rows, batch):
+    check_letters(a, sizes, context_lens="B", q_seqlen="B")
+    if a.q_seqlen is None and known_to_differ(rows, batch):
         raise ValueError(f"q_nope has {rows} rows; with calc_type {mode.calc!r} it must have {batch}, one a sequence.")
+    check_letters(a, sizes, qk_descale="H", pv_descale="H")
 
 
 def check_dtypes(a: Arguments, mode: Modes) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import INTEGERS, check_dtype, check_rank, check_shape, readable
+from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
 from mla_fx.ops.common.paged import host_lengths
 from mla_fx.ops.common.sizes import statically_known_true
 
@@ -19,17 +19,15 @@ def check_lengths(a: Arguments, o: Options) -> None:
     for name in (*LENGTHS, "block_tables"):
         if getattr(a, name) is not None:
             check_dtype(name, getattr(a, name), INTEGERS)
-    check_rank("context_lens", a.context_lens, "B*Hkv" if o.compressed else "B")
+    lead, sizes = "B*Hkv" if o.compressed else "B", Sizes()
+    check_letters(a, sizes, context_lens=lead)
     entries, each = a.context_lens.shape[0], o.tables_per_sequence
     if statically_known_true(entries % each != 0):
         raise ValueError(
             f"context_lens has {entries} entries; with {o.compress!r} it must have B*Hkv, Hkv being {each}."
         )
-    letters = "B*Hkv, MaxBlocks" if o.compressed else "B, MaxBlocks"
-    check_shape("block_tables", a.block_tables, letters, (entries, None))
-    for name in ("batch_run_status", "q_seq_lens"):
-        if getattr(a, name) is not None:
-            check_shape(name, getattr(a, name), "B", (entries // each,))
+    check_letters(a, sizes, block_tables=f"{lead}, MaxBlocks")
+    check_letters(a, {"B": entries // each}, batch_run_status="B", q_seq_lens="B")
     if o.combined and statically_known_true(entries > 8192):
         raise ValueError(f"context_lens has {entries} entries; there may be at most 8192 with mla_v_head_size.")
     if not o.parallel and statically_known_true(a.query.shape[0] > entries // each):
