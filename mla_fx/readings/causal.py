@@ -23,7 +23,7 @@ from .algebra import complemented
 from .attention import MASKED_FILL, Attention, Mask
 from .axes import Axis, Index, composite, difference, shifted
 from .calls import args_of, argument
-from .element import CASTS, Element, constant, operand, rounded
+from .element import CASTS, FILLED, FILLS, Element, constant, operand, rounded
 from .sizes import Size, at_most, plain, product
 from .softmax import NOT
 from .views import integer
@@ -33,12 +33,7 @@ aten = torch.ops.aten
 BOTH = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor, aten.mul.Tensor})
 EITHER = frozenset({aten.logical_or.default, aten.bitwise_or.Tensor})
 TRIANGLES = frozenset({aten.tril.default, aten.triu.default})
-FILLED = {
-    **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), True),
-    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), False),
-}
-# Where a number is among the arguments of what fills a tensor with it.
-FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0}
+NUMBERS = {**FILLS, aten.new_full.default: 2}
 MOST_CONDITIONS = 50  # read in one mask: those that share conditions double with each level
 
 
@@ -212,6 +207,6 @@ def _in_triangle(node: Node, index: tuple[Index, ...]) -> IntegerSum:
 def _always(node: Node) -> bool | None:
     """What a condition that is the same everywhere says."""
     if node.target in FILLED:
-        return FILLED[node.target]
-    number = argument(node, FILLS[node.target]) if node.target in FILLS else None
+        return bool(FILLED[node.target])
+    number = argument(node, NUMBERS[node.target]) if node.target in NUMBERS else None
     return bool(number) if isinstance(number, (bool, int)) else None

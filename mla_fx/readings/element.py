@@ -282,20 +282,21 @@ EXACT = 2**53  # up to here a float holds every whole number
 
 def _filled(node: Node) -> float | None:
     """What every element of a tensor was filled with."""
-    if node.target in (aten.full.default, aten.scalar_tensor.default):
-        filled = argument(node, 1 if node.target is aten.full.default else 0, "fill_value")
-        return constant(filled)
-    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
-        return 0.0
-    if node.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
-        return 1.0
-    if node.target is aten.full_like.default:
-        return constant(args_of(node)[1])
+    if node.target in FILLED:
+        return FILLED[node.target]
+    if node.target in FILLS:
+        return constant(argument(node, FILLS[node.target]))
     if node.target in KEEPING:
         return constant(args_of(node)[0])
     return _attribute(node)
 
 
+FILLED = {
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0.0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1.0),
+}
+# Where a number is among the arguments of what fills a tensor with it.
+FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
 # Operators whose result is filled with the same number as their operand.
 KEEPING = CASTS | {aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default}
 

@@ -78,7 +78,7 @@ def writes(cache, mode, index, rows):
     assert torch.equal(raw_bytes(updated), wanted)
     assert torch.equal(raw_bytes(cache), before)
     assert updated.stride() == _cache.like_store(cache, index).stride()
-    _cache.store_(cache, index, rows, mode)
+    _cache.store(cache, index, rows, mode, in_place=True)
     assert torch.equal(raw_bytes(cache), wanted)
 
 
@@ -168,7 +168,7 @@ def test_without_index_the_rows_are_the_cache(shape):
     assert torch.equal(raw_bytes(updated), raw_bytes(rows))
     assert torch.equal(raw_bytes(cache), before)
     assert rows.numel() == 0 or updated.data_ptr() != rows.data_ptr()
-    _cache.store_(cache, None, rows, "TND")
+    _cache.store(cache, None, rows, "TND", in_place=True)
     assert torch.equal(raw_bytes(cache), raw_bytes(rows))
 
 

@@ -10,22 +10,18 @@ from torch import Tensor
 from .sizes import statically_known_true
 
 
-def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str) -> Tensor:
-    """The cache with `rows` at `index`, as a new tensor; see `_place`. Without index the rows are the new cache."""
+def store(
+    cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False
+) -> Tensor:
+    """The cache with `rows` at `index`, as a new tensor unless `in_place`; see `_addressed`. Without index the rows are
+    the new cache."""
     if index is None:
-        return rows.unsqueeze(-2).clone(memory_format=torch.contiguous_format)
-    grid = _grid(cache, cache_mode)
-    updated: Tensor = torch.ops.aten.index_put.default(grid, *_place(grid, index, rows, cache_mode))
+        rows = rows.unsqueeze(-2)
+        return cache.copy_(rows) if in_place else rows.clone(memory_format=torch.contiguous_format)
+    grid = as_nz(cache) if cache_mode.endswith("NZ") else cache
+    put = torch.ops.aten.index_put_.default if in_place else torch.ops.aten.index_put.default
+    updated: Tensor = put(grid, *_addressed(grid, index, rows, cache_mode))
     return updated if grid is cache else updated.view(cache.shape)
-
-
-def store_(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str) -> None:
-    """As `store`, into the cache itself."""
-    if index is None:
-        cache.copy_(rows.unsqueeze(-2))
-        return
-    grid = _grid(cache, cache_mode)
-    torch.ops.aten.index_put_.default(grid, *_place(grid, index, rows, cache_mode))
 
 
 def like_store(cache: Tensor, index: Tensor | None) -> Tensor:
@@ -73,11 +69,7 @@ def as_nz(cache: Tensor) -> Tensor:
     return cache.view(blocks, width // fractal, block_size, fractal)
 
 
-def _grid(cache: Tensor, cache_mode: str) -> Tensor:
-    return as_nz(cache) if cache_mode.endswith("NZ") else cache
-
-
-def _place(grid: Tensor, index: Tensor, rows: Tensor, cache_mode: str) -> tuple[list[Tensor | None], Tensor]:
+def _addressed(grid: Tensor, index: Tensor, rows: Tensor, cache_mode: str) -> tuple[list[Tensor | None], Tensor]:
     """Where to put which values, such that one index_put stores every row and skips negative indices.
 
     Norm: cache [B, 1, T, width], rows [B, S, width], index [B or 1, S] inside each batch row. Otherwise: cache

@@ -8,7 +8,7 @@ from mla_fx.ops.common.define import define
 
 from .arguments import Arguments
 from .check import check
-from .rows import new_rows, write, write_
+from .rows import new_rows, write
 from .samples import samples
 
 
@@ -80,8 +80,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def body_(a: Arguments) -> tuple[Tensor, Tensor]:
     new = new_rows(a)
-    write_(a.k_cache, new.slots, new.k_rows, a.cache_mode)
-    write_(a.ckv_cache, new.slots, new.ckv_rows, a.cache_mode)
+    write(a.k_cache, new.slots, new.k_rows, a.cache_mode, in_place=True)
+    write(a.ckv_cache, new.slots, new.ckv_rows, a.cache_mode, in_place=True)
     return as_outputs(new.k_rope, new.c_kv, a.v)
 
 

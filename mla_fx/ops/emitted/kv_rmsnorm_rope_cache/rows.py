@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import page_slots, store, store_
+from mla_fx.ops.common.cache import page_slots, store
 from mla_fx.ops.common.cast import i8_trunc
 from mla_fx.ops.common.math import rescaled, rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
 
@@ -69,23 +69,15 @@ def quantized(rows: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     return i8_trunc(scaled if offset is None else scaled + offset.unsqueeze(-2))
 
 
-def write(cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str) -> Tensor:
-    """The cache with `rows` [B, N, S, D] at `slots`, as a new tensor."""
+def write(
+    cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False
+) -> Tensor:
+    """The cache with `rows` [B, N, S, D] at `slots`, as a new tensor unless `in_place`."""
     if slots is None:
-        return rows.clone(memory_format=torch.contiguous_format)
+        return cache.copy_(rows) if in_place else rows.clone(memory_format=torch.contiguous_format)
     if rows.shape[1] == 1:
-        return store(cache, slots, rows.squeeze(1), cache_mode)
-    return store(*as_one_head(cache, slots, rows, cache_mode), cache_mode).view(cache.shape)
-
-
-def write_(cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str) -> None:
-    """As `write`, into the cache itself."""
-    if slots is None:
-        cache.copy_(rows)
-    elif rows.shape[1] == 1:
-        store_(cache, slots, rows.squeeze(1), cache_mode)
-    else:
-        store_(*as_one_head(cache, slots, rows, cache_mode), cache_mode)
+        return store(cache, slots, rows.squeeze(1), cache_mode, in_place=in_place)
+    return store(*as_one_head(cache, slots, rows, cache_mode), cache_mode, in_place=in_place).view(cache.shape)
 
 
 def as_one_head(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> tuple[Tensor, Tensor, Tensor]:

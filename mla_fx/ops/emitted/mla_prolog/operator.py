@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import like_store, store, store_
+from mla_fx.ops.common.cache import like_store, store
 from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import rescaled, rms_norm, rope
 from mla_fx.ops.vendor.mla_prolog_v3 import operator as v3
@@ -75,8 +75,8 @@ def body_(a: Arguments) -> tuple[Tensor, Tensor]:
         return query, query_rope
     results = queries(a)
     latent, key_rope = key_rows(a)
-    store_(a.kv_cache, a.cache_index, latent, a.cache_mode)
-    store_(a.kr_cache, a.cache_index, key_rope, a.cache_mode)
+    store(a.kv_cache, a.cache_index, latent, a.cache_mode, in_place=True)
+    store(a.kr_cache, a.cache_index, key_rope, a.cache_mode, in_place=True)
     return results
 
 

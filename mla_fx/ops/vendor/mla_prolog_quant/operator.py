@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import store, store_
+from mla_fx.ops.common.cache import store
 from mla_fx.ops.common.cast import i8_trunc, int_matmul, quantize_rows
 from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import rope, to_accumulation_dtype
@@ -90,7 +90,7 @@ def body_(a: Arguments) -> Queries:
     results = queries(a, compressed)
     for cache, rows in zip((a.kv_cache, a.kr_cache, a.k_scale_cache), key_rows(a, keys), strict=True):
         if rows is not None:
-            store_(cache, a.cache_index, rows, a.cache_mode)
+            store(cache, a.cache_index, rows, a.cache_mode, in_place=True)
     return results
 
 

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import like_store, page_slots, ragged_page_slots, store, store_
+from mla_fx.ops.common.cache import like_store, page_slots, ragged_page_slots, store
 from mla_fx.ops.common.cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
 from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import accumulation_dtype, rescaled, to_accumulation_dtype, wide_rms_norm, wide_rope
@@ -105,9 +105,9 @@ def body(a: Arguments) -> Results:
 def body_(a: Arguments) -> Queries:
     results, slots = queries(a), token_slots(a)
     kv_rows, kr_rows = key_rows(a)
-    store_(a.kv_cache, slots, kv_rows, a.cache_mode)
+    store(a.kv_cache, slots, kv_rows, a.cache_mode, in_place=True)
     if kr_rows is not None:
-        store_(a.kr_cache, slots, kr_rows, a.cache_mode)
+        store(a.kr_cache, slots, kr_rows, a.cache_mode, in_place=True)
     return results
 
 
