@@ -14,7 +14,7 @@ from .torch_private import OpOverload
 
 aten = torch.ops.aten
 
-Argument = tuple[int, str]  # an operator's, by place and by name
+Argument = tuple[int, str]  # an operator's, by position and by name
 
 # Views whose schema does not say so.
 UNDECLARED = frozenset({aten._unsafe_view.default, aten.broadcast_tensors.default, aten.meshgrid.default})
@@ -115,11 +115,11 @@ def _overwritten(target: OpOverload) -> tuple[Argument, ...]:
 
 def _arguments(target: OpOverload, wanted: Callable[[Any], bool]) -> tuple[Argument, ...]:
     given = enumerate(target._schema.arguments)
-    return tuple((place, one.name) for place, one in given if one.alias_info and wanted(one.alias_info))
+    return tuple((position, one.name) for position, one in given if one.alias_info and wanted(one.alias_info))
 
 
 def _operands(node: Node, argument: Argument) -> list[Node]:
-    place, name = argument
-    value: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    position, name = argument
+    value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(name)
     values = value if isinstance(value, (list, tuple)) else (value,)
     return [item for item in values if isinstance(item, Node)]

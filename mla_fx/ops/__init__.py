@@ -19,6 +19,6 @@ with collector_paused():
 
 
 def catalogue() -> dict[str, Operator]:
-    """Every operator of this package by name, without its in-place twin (see `Operator.inplace`)."""
+    """Every operator of this package by name, without its in-place form (see `Operator.inplace`)."""
     values = (value for module in _MODULES for value in vars(module).values())
     return {value.name: value for value in values if isinstance(value, Operator)}

@@ -30,7 +30,7 @@ class Axis:
 
 
 class Digit(NamedTuple):
-    """`axis // below % size`: one place of an axis written as a mixed-radix number."""
+    """`axis // below % size`: one digit of an axis written as a mixed-radix number."""
 
     axis: Axis
     below: Size
@@ -152,12 +152,12 @@ def slowest_first(terms: Iterable[Term]) -> list[Term] | None:
     """Terms by falling stride; None if it is not known which of two is the larger."""
     ordered: list[Term] = []
     for term in terms:
-        place = 0
-        while place < len(ordered) and at_most(term[1], ordered[place][1]):
-            place += 1
-        if place < len(ordered) and not at_most(ordered[place][1], term[1]):
+        position = 0
+        while position < len(ordered) and at_most(term[1], ordered[position][1]):
+            position += 1
+        if position < len(ordered) and not at_most(ordered[position][1], term[1]):
             return None
-        ordered.insert(place, term)
+        ordered.insert(position, term)
     return ordered
 
 
@@ -181,24 +181,24 @@ def axes_of(index: Index) -> tuple[Axis, ...] | None:
 
 def difference(left: Index, right: Index) -> Index | None:
     """`left - right`, whatever digits they are written in; None if these have no digits in common."""
-    places = _cut_places((left, right))
-    if places is None:
+    cut_at = _where_cut((left, right))
+    if cut_at is None:
         return None
-    negative = ((digit, -stride) for digit, stride in _atoms(right, places))
-    return combine(left.offset - right.offset, [*_atoms(left, places), *negative])
+    negative = ((digit, -stride) for digit, stride in _atoms(right, cut_at))
+    return combine(left.offset - right.offset, [*_atoms(left, cut_at), *negative])
 
 
-def _atoms(index: Index, places: Mapping[Axis, Sequence[Size]]) -> list[Term]:
+def _atoms(index: Index, cut_at: Mapping[Axis, Sequence[Size]]) -> list[Term]:
     """The terms of an index with its digits split wherever their axis is cut."""
-    return [term for digit, stride in index.terms for term in _split_at(digit, stride, places.get(digit.axis, ()))]
+    return [term for digit, stride in index.terms for term in _split_at(digit, stride, cut_at.get(digit.axis, ()))]
 
 
-def _split_at(digit: Digit, stride: Size, places: Sequence[Size]) -> list[Term]:
-    for place in places:
-        inner = ratio(place, digit.below)
+def _split_at(digit: Digit, stride: Size, cut_at: Sequence[Size]) -> list[Term]:
+    for cut in cut_at:
+        inner = ratio(cut, digit.below)
         if inner not in (None, 1) and ratio(digit.size, inner) not in (None, 1):
             upper, lower = digit.split(inner)
-            return [(lower, stride), *_split_at(upper, plain(stride * inner), places)]
+            return [(lower, stride), *_split_at(upper, plain(stride * inner), cut_at)]
     return [(digit, stride)]
 
 
@@ -224,11 +224,11 @@ def substitute(index: Index, replacements: Mapping[Axis, Index]) -> Index | None
         if target is None:
             terms.append((digit, stride))
             continue
-        place = digit_of(target, digit)
-        if place is None:
+        part = digit_of(target, digit)
+        if part is None:
             return None
-        offset = offset + stride * place.offset
-        terms += [(inner, inner_stride * stride) for inner, inner_stride in place.terms]
+        offset = offset + stride * part.offset
+        terms += [(inner, inner_stride * stride) for inner, inner_stride in part.terms]
     return combine(offset, terms)
 
 
@@ -239,43 +239,43 @@ def digit_of(index: Index, digit: Digit) -> Index | None:
     above = ratio(digit.axis.size, digit.below * digit.size)
     if above is None:
         return None
-    places = reshape((index,), (digit.axis.size,), (above, digit.size, digit.below))
-    return None if places is None else places[1]
+    parts = reshape((index,), (digit.axis.size,), (above, digit.size, digit.below))
+    return None if parts is None else parts[1]
 
 
 def cuts(indices: Iterable[Index]) -> dict[Axis, Index] | None:
     """Every axis of which some index reads a digit, as a composite of new axes, so that no index reads a digit of one.
 
-    None if two indices cut an axis at places of which neither divides the other."""
-    places = _cut_places(indices)
-    return None if places is None else {axis: _parted(axis, found) for axis, found in places.items()}
+    None if two indices cut an axis so that neither cut divides the other."""
+    cut_at = _where_cut(indices)
+    return None if cut_at is None else {axis: _parted(axis, found) for axis, found in cut_at.items()}
 
 
-def _parted(axis: Axis, places: Sequence[Size]) -> Index:
-    sizes = [ratio(upper, lower) for lower, upper in itertools.pairwise([1, *places, axis.size])]
+def _parted(axis: Axis, cut_at: Sequence[Size]) -> Index:
+    sizes = [ratio(upper, lower) for lower, upper in itertools.pairwise([1, *cut_at, axis.size])]
     return composite([Axis(size) for size in reversed(sizes)])
 
 
-def _cut_places(indices: Iterable[Index]) -> dict[Axis, list[Size]] | None:
-    """Where the digits that are read cut their axes, lowest place first; None if one place does not divide the next."""
-    places: dict[Axis, list[Size]] = {}
+def _where_cut(indices: Iterable[Index]) -> dict[Axis, list[Size]] | None:
+    """Where the digits that are read cut their axes, lowest cut first; None if one cut does not divide the next."""
+    cut_at: dict[Axis, list[Size]] = {}
     for index in indices:
         for digit, _ in index.terms:
             if digit.is_whole:
                 continue
-            found = places.setdefault(digit.axis, [])
-            for place in (digit.below, plain(digit.below * digit.size)):
-                if place not in (1, digit.axis.size, *found):
-                    found.append(place)
-    ordered = {axis: _multiples_last(found) for axis, found in places.items() if found}
+            found = cut_at.setdefault(digit.axis, [])
+            for cut in (digit.below, plain(digit.below * digit.size)):
+                if cut not in (1, digit.axis.size, *found):
+                    found.append(cut)
+    ordered = {axis: _multiples_last(found) for axis, found in cut_at.items() if found}
     for axis, found in ordered.items():
         if any(ratio(upper, lower) is None for lower, upper in itertools.pairwise([1, *found, axis.size])):
             return None
     return ordered
 
 
-def _multiples_last(places: list[Size]) -> list[Size]:
-    return sorted(places, key=lambda place: sum(ratio(place, other) is not None for other in places))
+def _multiples_last(cut_at: list[Size]) -> list[Size]:
+    return sorted(cut_at, key=lambda cut: sum(ratio(cut, other) is not None for other in cut_at))
 
 
 # --- the one hard view: reshape ----------------------------------------------------------------------------------
@@ -297,10 +297,10 @@ def reshape(indices: Sequence[Index], sizes: Sequence[Size], new_sizes: Sequence
     terms: list[list[Term]] = [[] for _ in new_sizes]
     while pending:
         digit, stride = pending.pop()
-        place = _place(digit, stride, new_sizes, strides)
-        if place is None:
+        found = _dimension_of(digit, stride, new_sizes, strides)
+        if found is None:
             return None
-        dim, inner = place
+        dim, inner = found
         if inner is None:
             terms[dim].append((digit, ratio(stride, strides[dim])))
             continue
@@ -314,7 +314,7 @@ def reshape(indices: Sequence[Index], sizes: Sequence[Size], new_sizes: Sequence
     return out if all(_within(index, size) for index, size in zip(out, new_sizes, strict=True)) else None
 
 
-def _place(
+def _dimension_of(
     digit: Digit, stride: Size, sizes: Sequence[Size], strides: Sequence[Size]
 ) -> tuple[int, Size | None] | None:
     """The dimension that a term belongs to, and the inner size at which its digit must be split first, if it must."""

@@ -48,7 +48,7 @@ def operands_of(node: Node) -> list[Node]:
 
 
 def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
-    """An argument by place or name; an operator's own schema knows the name."""
+    """An argument by position or name; an operator's own schema knows the name."""
     if len(args_of(node)) > position:
         return args_of(node)[position]
     if not name and isinstance(node.target, OpOverload):
@@ -57,7 +57,7 @@ def argument(node: Node, position: int, name: str = "", default: Any = None) -> 
 
 
 def named_argument(call: Node, name: str) -> Any:
-    """An argument of an operator's call by the name that it has in the schema, given by place or by name."""
+    """An argument of an operator's call by the name that it has in the schema, given by position or by name."""
     schema = call.target._schema  # type: ignore[union-attr]  # the call of an operator, so an overload
     names = [argument.name for argument in schema.arguments]
     return argument(call, names.index(name), name) if name in names else None

@@ -17,7 +17,7 @@ from .axes import ZERO, Index, combine, shifted
 from .calls import args_of, argument, options_of
 from .element import CASTS, EXACT, Element, constant, operand
 from .sizes import Size, at_most, plain
-from .views import integer, number
+from .views import Place, integer, number
 
 aten = torch.ops.aten
 
@@ -57,8 +57,7 @@ def _has_sign(term: tuple[Any, Size]) -> bool:
     return at_most(term[1], 0) or at_most(0, term[1])
 
 
-_Place = tuple[Node, tuple[Index, ...]]
-_Known = dict[_Place, IntegerSum]
+_Known = dict[Place, IntegerSum]
 
 
 def integer_sum(element: Element, known: _Known | None = None) -> IntegerSum:

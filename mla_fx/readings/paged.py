@@ -65,14 +65,14 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
     found = _gather(node, element.index)
     looked_up: list[tuple[Index, Element]] = []
     for dim, number in found.numbers.items():
-        found.at[dim], table = _place(integer_sum(number), number, shape_of(found.source)[dim])
+        found.at[dim], table = _pointed_at(integer_sum(number), number, shape_of(found.source)[dim])
         looked_up += [] if table is None else [table]
     if len(looked_up) != 1:
         raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one of blocks", node)
     return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0], wraps=node.target in INDEXED)
 
 
-def _place(total: IntegerSum, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
+def _pointed_at(total: IntegerSum, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
     """Where a number of a dimension points to, and what is looked up for it: blocks of so many rows as the number
     that is looked up is multiplied by, and within them a row that is counted; or single rows."""
     counts_up = all(at_most(0, stride) for _, stride in total.index.terms)

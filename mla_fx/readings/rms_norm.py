@@ -145,13 +145,13 @@ def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:
     read: dict[Axis, Index] = {}
     for mine, theirs in zip(outside.index, inside.index, strict=True):
         here = [axis for axis in runs if axis in theirs.axes]
-        place = _solved(mine, theirs, here[0]) if len(here) == 1 and here[0] not in read else None
-        if place is not None:
-            read[here[0]] = place
+        run = _solved(mine, theirs, here[0]) if len(here) == 1 and here[0] not in read else None
+        if run is not None:
+            read[here[0]] = run
         elif mine != theirs:
             return None
     fixed = [digit for part in inside.index for digit in part.digits if digit.axis not in runs]
-    moving = [digit for place in read.values() for digit in place.digits]
+    moving = [digit for run in read.values() for digit in run.digits]
     if len(read) != len(runs) or any(digit.overlaps(other) for digit in moving for other in fixed):
         return None
     return tuple(read[axis] for axis in runs)
@@ -167,8 +167,8 @@ def _solved(mine: Index, theirs: Index, axis: Axis) -> Index | None:
     strides = [ratio(stride, terms[0][1]) for _, stride in left.terms]
     if left.offset != 0 or None in strides:
         return None
-    place = combine(0, [(digit, stride) for (digit, _), stride in zip(left.terms, strides, strict=True)])
-    return place if digits_of(place) is not None and extent(place) == axis.size else None
+    run = combine(0, [(digit, stride) for (digit, _), stride in zip(left.terms, strides, strict=True)])
+    return run if digits_of(run) is not None and extent(run) == axis.size else None
 
 
 def _rounds_first(gamma: Element, element: Element) -> bool:

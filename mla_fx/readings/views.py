@@ -278,7 +278,7 @@ def _pad(node: Node, index: tuple[Index, ...]) -> Place | None:
 def _padded(node: Node) -> list[tuple[int, Size]]:
     """The dimensions that are padded, the last first, and by how much in front."""
     last, amounts = len(shape_of(node)) - 1, args_of(node)[1]
-    return [(last - place, integer(before)) for place, before in enumerate(amounts[::2])]
+    return [(last - number, integer(before)) for number, before in enumerate(amounts[::2])]
 
 
 def pads_with_zero(node: Node, index: tuple[Index, ...]) -> bool:

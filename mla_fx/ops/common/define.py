@@ -49,7 +49,7 @@ class Operator:
     `kernel` what a call runs: the body, or the same by means that not every compiler has.
 
     `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
-    is `(rtol, atol)`; `inplace` is the twin that writes its caches or outputs and returns the other results, or None;
+    is `(rtol, atol)`; `inplace` is the form that writes its caches or outputs and returns the other results, or None;
     `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
     trace `body` in place of a call only if `traceable`, and if `stays`, given the same arguments, returns None; a
     sentence from it says why this call has to stay. For `kernel` that is `kernel_stays`, which is `stays` unless given.
@@ -114,8 +114,8 @@ def define(
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
     `body`, `kernel`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the
-    twin has, `mla_fx::name_`, which it is. `writes` maps each result that the twin does not return to the argument that
-    it writes instead: a cache among the arguments of `body`, or an output that only the twin takes, behind the required
+    in-place form has, `mla_fx::name_`. `writes` maps each result that that form does not return to the argument that
+    it writes instead: a cache among the arguments of `body`, or an output that only it takes, behind the required
     arguments; an `optional` one may be left out. Overloads of both forms take something else: `host` takes lists for
     the tensors `lengths`; `enum` takes numbers for the `enumerators`, which are otherwise named, and of which the
     number of the default is given; `host_enum` takes both. None for a required tensor raises a ValueError before
@@ -153,7 +153,7 @@ def define(
         results = fake(a)
         return tuple(results[position] for position in kept) or None
 
-    twin, twin_host = _register(
+    inplace, inplace_host = _register(
         f"{name}_",
         _with_outputs(signature, outputs, optional),
         _on_arguments(run_in_place, record),
@@ -162,7 +162,7 @@ def define(
         tuple(writes.values()),
         forms,
     )
-    return Operator(name, overload, meaning, samples, TOLERANCE, twin, host, twin_host, *tracing)
+    return Operator(name, overload, meaning, samples, TOLERANCE, inplace, host, inplace_host, *tracing)
 
 
 def _on_arguments(function: Kernel, record: type[Any]) -> Kernel:
@@ -235,9 +235,9 @@ def _register_overload(
 def _with_outputs(signature: inspect.Signature, outputs: Sequence[str], optional: Sequence[str]) -> inspect.Signature:
     """The signature with tensors to write, behind the required tensors and all else that has no default."""
     parameters = list(signature.parameters.values())
-    place = 1 + max(place for place, parameter in enumerate(parameters) if is_required(parameter))
+    last = max(position for position, parameter in enumerate(parameters) if is_required(parameter))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    required = inspect.Parameter("output", kind, annotation=Tensor, default=parameters[place - 1].default)
+    required = inspect.Parameter("output", kind, annotation=Tensor, default=parameters[last].default)
     left_out = required.replace(annotation=Tensor | None, default=None)
     added = [(left_out if output in optional else required).replace(name=output) for output in outputs]
-    return signature.replace(parameters=[*parameters[:place], *added, *parameters[place:]])
+    return signature.replace(parameters=[*parameters[: last + 1], *added, *parameters[last + 1 :]])

@@ -61,7 +61,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, no other cache takes one. An offset needs a scale and v; without v, kernels ignore it, and it is refused.
 
     Returns k_cache, ckv_cache, k_rope [B, 1, S, Dr], c_kv [B, 1, S, Hckv]; the last two, never quantised, are called
-    k_embed_out and y_out in the source. The twin `kv_rmsnorm_rope_cache_` writes the caches instead and returns the
+    k_embed_out and y_out in the source. In place, `kv_rmsnorm_rope_cache_` writes the caches instead and returns the
     last two. NPUs leave those undefined unless is_output_kv, which kernels ignore in "Norm" and which is refused there
     and in "BNSD"; here they are always right, so that it changes nothing. A NaN reaches the row of its own token only,
     and becomes 0 in int8. Raises ValueError for arguments that do not fit; index values are checked on the CPU only,

@@ -51,7 +51,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     its kernel reads these four, hence a UserWarning; dequant_scale_x, dequant_scale_w_dq and dequant_scale_w_dkv_kr are
     refused: `mla_prolog_v3` has the mode for them.
 
-    Returns query [B, S, N, Hckv], query_rope [B, S, N, Dr] (or [T, N, *]), kv_cache_out, kr_cache_out; the twin
+    Returns query [B, S, N, Hckv], query_rope [B, S, N, Dr] (or [T, N, *]), kv_cache_out, kr_cache_out; in place
     `mla_prolog_` writes the caches instead and returns the first two, for the vendor's kernel writes them although its
     schema says otherwise. Raises ValueError for arguments that do not fit; index values are checked on the CPU only,
     unless within `check_values`. Inference only.

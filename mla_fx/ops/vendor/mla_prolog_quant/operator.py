@@ -62,7 +62,7 @@ def body(a: Arguments) -> Results:
     Returns q_norm_out [T, Hcq] and q_norm_scale_out float32 [T, 1], which the indexer reads, query_nope_out
     [T, N, Hckv], query_rope_out [T, N, Dr], kv_cache_out, kr_cache_out, k_scale_cache_out. With an empty dequant_scale,
     q_norm_out has the dtype of token_x and q_norm_scale_out is empty, [0]. With is_symmetry False, q_norm_scale_out is
-    s; the offset o is not returned, as in the source. The twin `mla_prolog_quant_` writes the caches instead and
+    s; the offset o is not returned, as in the source. In place, `mla_prolog_quant_` writes the caches instead and
     returns the first four. Raises ValueError for arguments that do not fit. Inference only.
 
     Source: `mla_prolog_quant_d` and `mla_prolog_quant_p` of pypto's DeepSeek-V3.2, whose maths is one; their docstrings

@@ -83,9 +83,9 @@ def body(a: Arguments) -> Results:
     Returns query [B, S, N, Hckv] and query_rope [B, S, N, Dr] (or [T, N, *]); dequant_scale_q_nope [B*S or T, N, 1],
     float32; query_norm [B, S, Hcq] or [T, Hcq], n as it meets weight_uq_qr, and its dequant_scale_q_norm [B*S or T, 1],
     float32, of n after smoothing; kv_cache_out; kr_cache_out. query_norm_flag asks for query_norm. A result that a mode
-    does not have is an empty tensor [0]. The twin `mla_prolog_v3_` writes the caches instead and returns the others.
+    does not have is an empty tensor [0]. In place, `mla_prolog_v3_` writes the caches and returns the others.
 
-    Source: torch_npu.npu_mla_prolog_v3, which is the twin, and its npu_mla_prolog_v3_functional; the arguments named
+    Source: torch_npu.npu_mla_prolog_v3, the in-place form, and its npu_mla_prolog_v3_functional; the arguments named
     *_dtype, float8 of newer chips, are left out. Where sources disagree: query is quantised in kv_cache_quant_mode 1
     alone, though the page says so of 3; weight_uq_qr has one scale per column, not per token; the int8 query rounds by
     way of float16, each time with ties away from zero, as the kernel does; k is rounded before its norm, which the

@@ -64,7 +64,7 @@ def sample(
     blocks: int = BLOCKS,
     options: dict[str, Any] | None = None,
 ) -> Sample:
-    """`skip` tokens or blocks have no place; `lengths` are those of the sequences among tokens [T]."""
+    """`skip` tokens or blocks have no slot; `lengths` are those of the sequences among tokens [T]."""
     packed = kv_cache_quant_mode == 3
     hidden, query_rank, heads, nope, rank, width = 40, 24, 3, 8, (2 * TILE if packed else 64), (8 if packed else 32)
     columns = heads * (nope + width)
@@ -109,9 +109,9 @@ def sample(
         "ckvkr_repo_mode": int(packed),
         "quant_scale_repo_mode": int(packed),
     }
-    places = {"cache_index": place(draw, blocks, cache_mode, tokens, skip, lengths), "actual_seq_len": ends(lengths)}
+    slots = {"cache_index": slots_of(draw, blocks, cache_mode, tokens, skip, lengths), "actual_seq_len": ends(lengths)}
     label = f"{cache_mode}, weight_quant_mode {weight_quant_mode}, kv_cache_quant_mode {kv_cache_quant_mode}"
-    return Sample(label, args, places | scales | modes | (options or {}))
+    return Sample(label, args, slots | scales | modes | (options or {}))
 
 
 def integers(draw: Sampler, *shape: int) -> Tensor:
@@ -123,7 +123,7 @@ def scale(draw: Sampler, width: int, size: float) -> Tensor:
     return size * draw.gamma(width).float().unsqueeze(0)
 
 
-def place(
+def slots_of(
     draw: Sampler, blocks: int, cache_mode: str, tokens: tuple[int, ...], skip: int, lengths: Sequence[int] | None
 ) -> Tensor | None:
     """Different slots, or blocks, for all tokens but the first `skip`."""

@@ -61,8 +61,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     p / r becomes float16, then int8, ties to even, and its exact product with ctkv is multiplied by `pv_descale * r`.
 
     Returns atten_out [T, H, 512] in the dtype of q_rope ("kvcache": of q_nope) and lse [T, H, 1] in the same, in
-    float32 for "int8_nzcache"; without "calc_type_ring" lse is [0]. A row that sees nothing is 0, its lse -inf. The
-    twin `multi_latent_attention_` writes a tensor atten_out like this instead, with "calc_type_ring" an lse too, and
+    float32 for "int8_nzcache"; without "calc_type_ring" lse is [0]. A row that sees nothing is 0, its lse -inf. In
+    place, `multi_latent_attention_` writes a tensor atten_out like this instead, with "calc_type_ring" an lse too, and
     leaves the rows of sequences without keys as they are, as the device does. The overload `host` takes context_lens
     and q_seqlen as lists. Raises ValueError for arguments that do not fit; values of lengths and tables are checked on
     the CPU only, unless within `check_values`. Inference only.
@@ -114,7 +114,7 @@ class Rows(NamedTuple):
     """The query rows, [T] each on the CPU."""
 
     sequence: Tensor
-    step: Tensor  # the place of the row among the rows of its sequence
+    step: Tensor  # the number of the row among the rows of its sequence
     steps: Tensor  # how many rows its sequence has
     context: Tensor  # how many keys its sequence has
 

@@ -77,7 +77,7 @@ def body(a: Arguments) -> Tensor:
     and float64 with float64. "scale_type_tor" has none.
 
     Enumerators are the document's names in any case, with or without their prefix, or all of them their numbers.
-    Returns attn_out [T, H, Dv] in the dtype of query or out_data_type, 0 where no sequence makes a row; the twin
+    Returns attn_out [T, H, Dv] in the dtype of query or out_data_type, 0 where no sequence makes a row; in place,
     `paged_attention_` writes attn_out and leaves such rows.
     Raises ValueError for arguments that do not fit, and for combinations that no chip has:
     - parallel decoding with batch_run_status_enable, compress_type, quant_type, scale_type_logn, type_bnsd or

@@ -190,7 +190,7 @@ def check_table(mask: Tensor) -> None:
 
 
 def check_out(a: Arguments, out: Tensor | None, dtype: torch.dtype, value_size: int) -> None:
-    """The output of the in-place twin."""
+    """The output of the in-place form."""
     if out is None:
         return
     check_dtype("attn_out", out, (dtype,))
