@@ -10,9 +10,7 @@ from torch import Tensor
 from .sizes import statically_known_true
 
 
-def store(
-    cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False
-) -> Tensor:
+def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False) -> Tensor:
     """The cache with `rows` at `index`, as a new tensor unless `in_place`; see `_addressed`. Without index the rows are
     the new cache."""
     if index is None:

@@ -19,7 +19,7 @@ Record = TypeVar("Record")
 NAMESPACE = "mla_fx"
 
 
-def never(*args: Any, **kwargs: Any) -> str | None:
+def never(a: Any) -> str | None:
     return None
 
 
@@ -106,63 +106,62 @@ def define(
     lengths: Sequence[str] = (),
     enumerators: Mapping[str, int] | None = None,
     traceable: bool = True,
-    stays: Stays = never,
+    stays: Callable[[Record], str | None] = never,
     kernel: Callable[[Record], Any] | None = None,
-    kernel_stays: Stays | None = None,
+    kernel_stays: Callable[[Record], str | None] | None = None,
     portable: Callable[[Record], Any] | None = None,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
-    `body`, `kernel`, `check`, `fake` and `in_place` receive the record; `in_place` also, by name, outputs that only the
-    in-place form has, `mla_fx::name_`. `writes` maps each result that that form does not return to the argument that
-    it writes instead: a cache among the arguments of `body`, or an output that only it takes, behind the required
-    arguments; an `optional` one may be left out. Overloads of both forms take something else: `host` takes lists for
-    the tensors `lengths`; `enum` takes numbers for the `enumerators`, which are otherwise named, and of which the
-    number of the default is given; `host_enum` takes both. None for a required tensor raises a ValueError before
-    `check` is called.
+    All functions but `samples` receive the record; `check` and `in_place` also, by name, outputs that only the in-place
+    form has, `mla_fx::name_`. `writes` maps each result that this form does not return to the argument that it writes
+    instead: a cache among the arguments of `body`, or an output that only it takes, behind the required arguments; an
+    `optional` one may be left out. Overloads of both forms take something else: `host` takes lists for the tensors
+    `lengths`; `enum` takes numbers for the `enumerators`, which are otherwise named, and of which the number of the
+    default is given; `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
     """
-    computed = body if kernel is None else kernel
-    meaning = _on_arguments(body, record)
-    signature = inspect.signature(meaning)
-    traced, moved = _on_arguments(computed, record), _on_arguments(portable or body, record)
-    tracing = traceable, stays, traced, kernel_stays or stays, moved
 
-    def run(a: Record) -> Any:
-        check(a)
-        return computed(a)
+    def on_arguments(function: Kernel) -> Kernel:
+        return _on_arguments(function, record)
 
-    def run_fake(a: Record) -> Any:
-        check(a)
-        return fake(a)
+    def checked(compute: Kernel) -> Kernel:
+        def run(a: Record, **written: Tensor) -> Any:
+            check(a, **written)
+            return compute(a, **written)
 
-    kernels = _on_arguments(run, record), _on_arguments(run_fake, record)
-    forms = Overloads(lengths, enumerators or {})
-    overload, host = _register(name, signature, *kernels, returns, (), forms)
-    if in_place is None or writes is None:
-        return Operator(name, overload, meaning, samples, TOLERANCE, None, host, None, *tracing)
+        return on_arguments(run)
 
-    outputs = [argument for argument in writes.values() if argument not in signature.parameters]
-    kept = [position for position, result in enumerate(returns) if result not in writes]
+    meaning, computed = on_arguments(body), kernel or body
+    signature, forms = inspect.signature(meaning), Overloads(lengths, enumerators or {})
+    overload, host = _register(name, signature, checked(computed), checked(fake), returns, (), forms)
+    inplace = inplace_host = None
+    if in_place is not None and writes is not None:
+        outputs = [argument for argument in writes.values() if argument not in signature.parameters]
+        kept = {position: result for position, result in enumerate(returns) if result not in writes}
 
-    def run_in_place(a: Record, **written: Tensor) -> Any:
-        check(a, **written)
-        return in_place(a, **written)
+        def fake_in_place(a: Record, **written: Tensor) -> Any:
+            results = fake(a)
+            return tuple(results[position] for position in kept) or None
 
-    def run_fake_in_place(a: Record, **written: Tensor) -> Any:
-        check(a, **written)
-        results = fake(a)
-        return tuple(results[position] for position in kept) or None
-
-    inplace, inplace_host = _register(
-        f"{name}_",
-        _with_outputs(signature, outputs, optional),
-        _on_arguments(run_in_place, record),
-        _on_arguments(run_fake_in_place, record),
-        [returns[position] for position in kept],
-        tuple(writes.values()),
-        forms,
+        whole, kernels = _with_outputs(signature, outputs, optional), (checked(in_place), checked(fake_in_place))
+        inplace, inplace_host = _register(
+            f"{name}_", whole, *kernels, list(kept.values()), tuple(writes.values()), forms
+        )
+    return Operator(
+        name,
+        overload,
+        meaning,
+        samples,
+        TOLERANCE,
+        inplace,
+        host,
+        inplace_host,
+        traceable,
+        on_arguments(stays),
+        on_arguments(computed),
+        on_arguments(kernel_stays or stays),
+        on_arguments(portable or body),
     )
-    return Operator(name, overload, meaning, samples, TOLERANCE, inplace, host, inplace_host, *tracing)
 
 
 def _on_arguments(function: Kernel, record: type[Any]) -> Kernel:

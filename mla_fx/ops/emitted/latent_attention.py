@@ -120,8 +120,7 @@ def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Argume
     return replace(part, mask=mask_of_rows(mask, first, last))
 
 
-def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
-    a = Arguments(*args, **kwargs)
+def kernel_stays(a: Arguments) -> str | None:
     if a.block_table is not None:
         return STAYS
     return IN_TILES if goes_by_tiles(a.query, a.kv_cache.shape[1]) else None
@@ -230,8 +229,8 @@ def paged_sample(
     return (query, query_rope, *caches, None, lens, None, table), {"scale": 0.3}
 
 
-def stays(*args: Any, **kwargs: Any) -> str | None:
-    return None if Arguments(*args, **kwargs).block_table is None else STAYS
+def stays(a: Arguments) -> str | None:
+    return None if a.block_table is None else STAYS
 
 
 operator = define(

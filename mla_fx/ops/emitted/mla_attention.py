@@ -269,14 +269,12 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
     )
 
 
-def stays(*args: Any, **kwargs: Any) -> str | None:
+def stays(a: Arguments) -> str | None:
     """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
-    a = Arguments(*args, **kwargs)
     return _reads_pages(a) or (CHOOSES if _chooses(a) else None)
 
 
-def kernel_stays(*args: Any, **kwargs: Any) -> str | None:
-    a = Arguments(*args, **kwargs)
+def kernel_stays(a: Arguments) -> str | None:
     if _chooses(a) and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
         return f"{CHOOSES}, and its caches do not lie in one piece"
     is_tiled = _chooses(a) or not _is_absorbed(a)

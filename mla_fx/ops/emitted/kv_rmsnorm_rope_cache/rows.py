@@ -69,9 +69,7 @@ def quantized(rows: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     return i8_trunc(scaled if offset is None else scaled + offset.unsqueeze(-2))
 
 
-def write(
-    cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False
-) -> Tensor:
+def write(cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False) -> Tensor:
     """The cache with `rows` [B, N, S, D] at `slots`, as a new tensor unless `in_place`."""
     if slots is None:
         return cache.copy_(rows) if in_place else rows.clone(memory_format=torch.contiguous_format)
