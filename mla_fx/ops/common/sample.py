@@ -1,6 +1,7 @@
 """Seeded dense data for the operators' samples: every value matters, and sums stay near one."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,3 +36,9 @@ class Sampler:
         index = torch.randperm(limit, generator=self.generator)[:count]
         index[:skip] = -1
         return index
+
+    def block_tables(self, counts: Sequence[int], blocks: int) -> Tensor:
+        """Different blocks for each sequence, as many as it counts, and -1 behind them."""
+        table = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
+        filled = torch.arange(table.shape[1]) < torch.tensor(counts).unsqueeze(-1)
+        return table.masked_scatter(filled, self.slots(sum(counts), blocks).int())

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,19 +42,13 @@ NEWER_MODES = (3, 4, 5)
 PER_TENSOR, PER_CHANNEL, PER_TILE = 1, 2, 3
 # The options that follow from kv_cache_quant_mode: 1 in one mode, 0 in the others.
 COUPLED = {"query_quant_mode": PER_TENSOR, "ckvkr_repo_mode": PER_TILE, "quant_scale_repo_mode": PER_TILE}
+NUMBERS = ("weight_quant_mode", "kv_cache_quant_mode", *COUPLED, "tile_size")
 
 
 def check(a: Arguments) -> None:
     # A compiler may pass these as symbols; their values decide what is computed.
-    a = replace(
-        a,
-        weight_quant_mode=int(a.weight_quant_mode),
-        kv_cache_quant_mode=int(a.kv_cache_quant_mode),
-        query_quant_mode=int(a.query_quant_mode),
-        ckvkr_repo_mode=int(a.ckvkr_repo_mode),
-        quant_scale_repo_mode=int(a.quant_scale_repo_mode),
-        tile_size=int(a.tile_size),
-    )
+    numbers: dict[str, Any] = {name: int(getattr(a, name)) for name in NUMBERS}
+    a = replace(a, **numbers)
     check_modes(a)
     check_cache_mode(a.cache_mode, a.kv_cache_quant_mode)
     check_dtypes(a)

@@ -61,7 +61,7 @@ def sample(
         "q_rope": None if cache_mode == MERGED else draw.normal(rows, heads, ROPE),
         "ctkv": stored(as_int8(latent) if quantized else latent, cache_mode),
         "k_rope": None if cache_mode == MERGED else stored(draw.normal(blocks, TILE, ROPE), cache_mode),
-        "block_tables": tables(draw.slots(blocks, blocks), columns),
+        "block_tables": draw.block_tables(columns, blocks),
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "mask": drawn_mask(draw, mask_type, contexts, steps or (), split),
         "q_seqlen": None if steps is None else torch.tensor(steps, dtype=torch.int32),
@@ -93,13 +93,6 @@ def stored(rows: Tensor, cache_mode: str) -> Tensor:
     lanes = 32 if rows.dtype == torch.int8 else 16
     blocks, _, width = rows.shape
     return rows.view(blocks, TILE, width // lanes, lanes).transpose(1, 2).contiguous()
-
-
-def tables(blocks: Tensor, columns: Sequence[int]) -> Tensor:
-    """The blocks in order, as many for each sequence as it has columns; -1 behind them."""
-    table = torch.full((len(columns), max(columns) + 1), -1, dtype=torch.int32)
-    filled = torch.arange(table.shape[1]) < torch.tensor(columns).unsqueeze(-1)
-    return table.masked_scatter(filled, blocks[: sum(columns)].to(torch.int32))
 
 
 def drawn_mask(

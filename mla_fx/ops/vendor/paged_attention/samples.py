@@ -32,8 +32,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield from parallel_samples(draw)
     yield from nz_mask_samples(draw)
     yield from table_samples(draw)
-    yield sample("type_dequant_fusion", dequantized(draw, base(draw)))
-    yield sample("type_dequant_fusion, offsets", dequantized(draw, base(draw), offsets=True))
+    yield sample("type_dequant_fusion", dequantized(base(draw)))
+    yield sample("type_dequant_fusion, offsets", dequantized(base(draw), offsets=True))
     if dtype in (torch.float16, torch.bfloat16):
         yield from quantized_samples(draw)
     status = torch.tensor([context > 0 for context in CONTEXTS], dtype=torch.int32)
@@ -105,7 +105,7 @@ def compressed_samples(draw: Sampler) -> Iterator[Sample]:
     contexts = (150, 17, 32, 1, 0, 0)
     alibi = draw.normal(HEADS, 1, 150)
     yield sample("compress_type_kvhead", base(draw, contexts, compressed=True), mask=alibi, mask_type=ALIBI)
-    norm = dequantized(draw, base(draw, contexts, compressed=True), offsets=True)
+    norm = dequantized(base(draw, contexts, compressed=True), offsets=True)
     yield sample("compress_type_kvhead, dequant", norm, mask=draw.normal(3, 1, 150), mask_type=NORM)
     razor = base(draw, contexts, compressed=True)
     offset = 3 * Sampler(torch.float32, 5).normal(*razor["key_cache"].shape[:2])
@@ -141,7 +141,9 @@ def base(
     **options: Any,
 ) -> Keywords:
     """What every scenario has; `steps` makes it parallel decoding, `combined` is the width of values in the keys."""
-    tables, blocks = block_tables(draw, contexts, block_size)
+    pages = [math.ceil(context / block_size) for context in contexts]
+    blocks = sum(pages) + 2  # two that nobody uses
+    tables = draw.block_tables(pages, blocks)
     live = [context > 0 for context in contexts[:: kv_heads if compressed else 1]]
     tokens = sum(step for step, runs in zip(steps or [1] * len(live), live, strict=False) if runs)
     cache_heads = 1 if compressed else kv_heads
@@ -169,17 +171,6 @@ def base(
     return arguments | options
 
 
-def block_tables(draw: Sampler, contexts: Sequence[int], block_size: int) -> tuple[Tensor, int]:
-    """Blocks in random order with -1 behind each context, and how many blocks there are: two that nobody uses."""
-    pages = [math.ceil(context / block_size) for context in contexts]
-    blocks = sum(pages) + 2
-    tables = torch.full((len(contexts), max(pages) + 1), -1, dtype=torch.int32)
-    order = iter(draw.slots(sum(pages), blocks).tolist())
-    for table, count in zip(tables, pages, strict=True):
-        table[:count] = torch.tensor([next(order) for _ in range(count)], dtype=torch.int32)
-    return tables, blocks
-
-
 def cache(draw: Sampler, form: str, blocks: int, block_size: int, heads: int, size: int) -> Tensor:
     shapes = {
         "BSND": (blocks, block_size, heads, size),
@@ -204,7 +195,7 @@ def log_n(draw: Sampler) -> Tensor:
     return Sampler(dtype, 3).gamma(len(CONTEXTS))
 
 
-def dequantized(draw: Sampler, arguments: Keywords, offsets: bool = False) -> Keywords:
+def dequantized(arguments: Keywords, offsets: bool = False) -> Keywords:
     """The same with int8 caches; with offsets, scales of int64 that hold the bits of a float32."""
     columns = arguments["kv_head_num"] * HEAD_SIZE
     changed: Keywords = {"quant_type": "type_dequant_fusion", "has_quant_offset": offsets}
