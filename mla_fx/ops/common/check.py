@@ -1,6 +1,6 @@
 """Argument checks whose messages are sentences; none adds a guard on a symbolic size."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -70,7 +70,14 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> No
     raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in allowed)}.")
 
 
-def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: Sequence[str] = ()) -> None:
+def check_dtypes(arguments: object, allowed: Mapping[str, Sequence[torch.dtype]]) -> None:
+    """The same of several arguments, as far as they are given."""
+    for name, dtypes in allowed.items():
+        if getattr(arguments, name) is not None:
+            check_dtype(name, getattr(arguments, name), dtypes)
+
+
+def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: Collection[str] = ()) -> None:
     """All tensors lie on the device of the first and have its dtype, except `skip`; `free` may be any float."""
     check_devices(arguments)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}

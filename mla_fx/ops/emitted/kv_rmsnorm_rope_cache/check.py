@@ -8,8 +8,7 @@ from mla_fx.ops.common.check import (
     Sizes,
     check_choice,
     check_dense_pages,
-    check_devices,
-    check_dtype,
+    check_dtypes,
     check_index,
     check_letters,
     check_multiple,
@@ -33,7 +32,10 @@ CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
 
 
 def check(a: Arguments) -> None:
-    check_dtypes(a)
+    scales = {f"{row}_{part}": (torch.float32,) for row in CACHES.values() for part in ("scale", "offset")}
+    own = {"index": (torch.int64,), **dict.fromkeys(CACHES, (a.kv.dtype, torch.int8)), **scales}
+    check_tensors(vars(a), free=("gamma", "cos", "sin"), skip=own)
+    check_dtypes(a, own)
     check_choice("cache_mode", a.cache_mode, CACHE_MODES)
     if a.is_output_kv and a.cache_mode in CONTIGUOUS_MODES:
         raise ValueError(
@@ -49,17 +51,6 @@ def check(a: Arguments) -> None:
         if a.cache_mode.endswith("NZ") or a.v is not None:
             check_dense_pages(name, getattr(a, name))
     check_positions(a)
-
-
-def check_dtypes(a: Arguments) -> None:
-    arguments = vars(a)
-    scales = {f"{row}_{part}": (torch.float32,) for row in CACHES.values() for part in ("scale", "offset")}
-    own = {"index": (torch.int64,), **dict.fromkeys(CACHES, (a.kv.dtype, torch.int8)), **scales}
-    check_devices(arguments)
-    check_tensors({name: value for name, value in arguments.items() if name not in own}, free=("gamma", "cos", "sin"))
-    for name, allowed in own.items():
-        if arguments[name] is not None:
-            check_dtype(name, arguments[name], allowed)
 
 
 def check_without_v(a: Arguments) -> tuple[int, int]:

@@ -4,8 +4,7 @@ import torch
 
 from mla_fx.ops.common.check import (
     Sizes,
-    check_devices,
-    check_dtype,
+    check_dtypes,
     check_index,
     check_letters,
     check_multiple,
@@ -22,7 +21,7 @@ SCALES = ("dequant_scale", "k_scale_cache", "smooth_scales_cq", "dequant_scale_w
 def check(a: Arguments) -> None:
     if a.cache_mode != "PA_BSND":
         raise ValueError(f"cache_mode is {a.cache_mode!r}; it must be 'PA_BSND', the only layout that is ever written.")
-    check_dtypes(a)
+    check_types(a)
     sizes: Sizes = {}
     check_letters(a, sizes, token_x="T, He", w_uk="N, D, Hckv")
     check_multiple("Hckv, the last axis of w_uk,", sizes["Hckv"], KEY_TILES, f"a positive multiple of {KEY_TILES}")
@@ -40,24 +39,18 @@ def check(a: Arguments) -> None:
     check_index("cache_index", a.cache_index, sizes["BlockNum"] * sizes["BlockSize"])
 
 
-def check_dtypes(a: Arguments) -> None:
-    arguments = vars(a)
-    codes = torch.int8 if a.quantises_query else a.token_x.dtype
-    own = {"w_uq_qr": codes, "kv_cache": codes, "cache_index": torch.int64, **dict.fromkeys(SCALES, torch.float32)}
+def check_types(a: Arguments) -> None:
+    codes = (torch.int8 if a.quantises_query else a.token_x.dtype,)
+    own = {"w_uq_qr": codes, "kv_cache": codes, "cache_index": (torch.int64,)}
+    own |= dict.fromkeys(SCALES, (torch.float32,))
     if a.w_dq.dtype == torch.int8:
-        own |= {"w_dq": torch.int8, "w_dkv_kr": torch.int8}
-    check_devices(arguments)
-    check_tensors(
-        {name: value for name, value in arguments.items() if name not in own},
-        free=("gamma_cq", "gamma_ckv", "cos", "sin"),
-    )
+        own |= dict.fromkeys(("w_dq", "w_dkv_kr"), (torch.int8,))
+    check_tensors(vars(a), free=("gamma_cq", "gamma_ckv", "cos", "sin"), skip=own)
     for name, tensor in {"w_uq_qr": a.w_uq_qr, "kv_cache": a.kv_cache}.items():
         if tensor.dtype == torch.int8 and not a.quantises_query:
             shape = list(a.dequant_scale.shape)
             raise ValueError(f"dequant_scale has shape {shape}; with {name} in int8 it must be [N*(D+Dr), 1].")
-    for name, dtype in own.items():
-        if arguments[name] is not None:
-            check_dtype(name, arguments[name], (dtype,))
+    check_dtypes(a, own)
 
 
 def check_scales(a: Arguments, sizes: Sizes) -> None:

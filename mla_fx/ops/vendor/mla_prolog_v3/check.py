@@ -16,6 +16,7 @@ from mla_fx.ops.common.check import (
     check_dense_pages,
     check_devices,
     check_dtype,
+    check_dtypes,
     check_index,
     check_letters,
     check_multiple,
@@ -51,7 +52,7 @@ def check(a: Arguments) -> None:
     a = replace(a, **numbers)
     check_modes(a)
     check_cache_mode(a.cache_mode, a.kv_cache_quant_mode)
-    check_dtypes(a)
+    check_types(a)
     check_devices(vars(a), lengths=("actual_seq_len",))
     sizes = check_shapes(a)
     check_scales(a, sizes)
@@ -86,7 +87,7 @@ def check_cache_mode(cache_mode: str, kv_cache_quant_mode: int) -> None:
         )
 
 
-def check_dtypes(a: Arguments) -> None:
+def check_types(a: Arguments) -> None:
     """The dtype of weight_uk is that of everything that is neither int8 nor free."""
     check_dtype("weight_uk", a.weight_uk, FLOATS[:2] if a.kv_cache_quant_mode == PER_TILE else FLOATS)
     quantised = {"weight_uq_qr": a.weight_quant_mode > 0, "kv_cache": a.kv_cache_quant_mode > 0}
@@ -99,8 +100,7 @@ def check_dtypes(a: Arguments) -> None:
         if tensor.dtype != wanted:
             like = "" if integers else ", the dtype of weight_uk,"
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {wanted}{like} with {when}.")
-    for name in ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
-        check_dtype(name, getattr(a, name), FLOATS)
+    check_dtypes(a, dict.fromkeys(("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), FLOATS))
 
 
 def check_shapes(a: Arguments) -> Sizes:

@@ -10,6 +10,7 @@ from mla_fx.ops.common.check import (
     INTEGERS,
     check_devices,
     check_dtype,
+    check_dtypes,
     check_letters,
     check_optional,
     check_rank,
@@ -66,7 +67,7 @@ def check(a: Arguments, *, atten_out: Tensor | None = None, lse: Tensor | None =
     check_presence(a, mode)
     check_mask_is_read(a, mode)
     check_shapes(a, mode)
-    check_dtypes(a, mode)
+    check_types(a, mode)
     check_devices(vars(a) | {"atten_out": atten_out, "lse": lse}, lengths=("context_lens", "q_seqlen"))
     check_lengths(a)
     check_mask(a, mode)
@@ -132,7 +133,7 @@ def check_shapes(a: Arguments, mode: Modes) -> None:
     check_letters(a, sizes, qk_descale="H", pv_descale="H")
 
 
-def check_dtypes(a: Arguments, mode: Modes) -> None:
+def check_types(a: Arguments, mode: Modes) -> None:
     name, lead = ("q_nope", a.q_nope) if a.q_rope is None else ("q_rope", a.q_rope)
     check_dtype(name, lead, (torch.float16, torch.bfloat16) if mode.cache == INT8 else FLOATS)
     same = (lead.dtype,)
@@ -141,10 +142,7 @@ def check_dtypes(a: Arguments, mode: Modes) -> None:
     wanted = {"q_nope": content, "q_rope": same, "ctkv": content, "k_rope": same, "mask": same}
     wanted |= dict.fromkeys(("qk_descale", "pv_descale"), (torch.float32,))
     wanted |= dict.fromkeys(("block_tables", "context_lens", "q_seqlen"), INTEGERS)
-    for name, allowed in wanted.items():
-        tensor = getattr(a, name)
-        if tensor is not None:
-            check_dtype(name, tensor, allowed)
+    check_dtypes(a, wanted)
 
 
 def check_lengths(a: Arguments) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
+from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtypes, check_letters, readable
 from mla_fx.ops.common.paged import host_lengths
 from mla_fx.ops.common.sizes import statically_known_true
 
@@ -16,9 +16,7 @@ from .tensors import LENGTHS, block_size
 
 def check_lengths(a: Arguments, o: Options) -> None:
     """The shapes of lengths and block_tables, and their values where these can be read."""
-    for name in (*LENGTHS, "block_tables"):
-        if getattr(a, name) is not None:
-            check_dtype(name, getattr(a, name), INTEGERS)
+    check_dtypes(a, dict.fromkeys((*LENGTHS, "block_tables"), INTEGERS))
     lead, sizes = "B*Hkv" if o.compressed else "B", Sizes()
     check_letters(a, sizes, context_lens=lead)
     entries, each = a.context_lens.shape[0], o.tables_per_sequence

@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import FLOATS, check_dtype, check_multiple, check_rank, check_shape, known_to_differ
+from mla_fx.ops.common.check import (
+    FLOATS,
+    check_dtype,
+    check_dtypes,
+    check_letters,
+    check_multiple,
+    check_rank,
+    check_shape,
+    known_to_differ,
+)
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments
@@ -104,26 +113,18 @@ def is_wide_page(o: Options, key_size: int, value_size: int, page: int) -> bool:
 def check_scales(a: Arguments, o: Options) -> None:
     """Scales, offsets and the other small tensors."""
     letters, count = ("H", o.heads) if o.fully_quantized else ("Hkv*D", o.kv_heads * a.query.shape[2])
-    for name, descale in (("k_descale", a.k_descale), ("v_descale", a.v_descale)):
-        if descale is not None:
-            check_dtype(name, descale, (torch.float32, torch.int64))
-            check_shape(name, descale, letters, (count,))
+    check_dtypes(a, dict.fromkeys(("k_descale", "v_descale"), (torch.float32, torch.int64)))
+    check_letters(a, {letters: count}, k_descale=letters, v_descale=letters)
     if a.k_descale is not None and a.v_descale is not None and a.k_descale.dtype != a.v_descale.dtype:
         raise ValueError(f"v_descale has dtype {a.v_descale.dtype}; it must be {a.k_descale.dtype}, as k_descale.")
-    for name, offset in (("k_offset", a.k_offset), ("v_offset", a.v_offset)):
-        if offset is not None:
-            check_dtype(name, offset, (torch.int32,))
-            check_shape(name, offset, letters, (count,))
-    if a.p_scale is not None:
-        check_dtype("p_scale", a.p_scale, (torch.float32,))
-        check_shape("p_scale", a.p_scale, letters, (count,))
-    if a.razor_offset is not None:
-        check_dtype("razor_offset", a.razor_offset, (torch.float32,))
-        check_shape("razor_offset", a.razor_offset, "BlockNum, BlockSize", a.key_cache.shape[:2])
+    half = torch.float16 if o.nz else torch.float32
+    double = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    scales = dict.fromkeys(("p_scale", "razor_offset"), (torch.float32,))
+    offsets = dict.fromkeys(("k_offset", "v_offset"), (torch.int32,))
+    check_dtypes(a, {**offsets, **scales, "log_n": tuple(dict.fromkeys((torch.float32, half, double)))})
+    sizes = dict(zip(("BlockNum", "BlockSize"), a.key_cache.shape, strict=False)) | {letters: count}
+    check_letters(a, sizes, k_offset=letters, v_offset=letters, p_scale=letters, razor_offset="BlockNum, BlockSize")
     if a.log_n is not None:
-        half = torch.float16 if o.nz else torch.float32
-        double = torch.float64 if a.query.dtype == torch.float64 else torch.float32
-        check_dtype("log_n", a.log_n, tuple(dict.fromkeys((torch.float32, half, double))))
         check_shape("log_n", a.log_n, "B", a.context_lens.shape)
 
 
