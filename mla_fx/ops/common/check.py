@@ -1,5 +1,6 @@
 """Argument checks whose messages are sentences; none adds a guard on a symbolic size."""
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,11 +58,23 @@ def check_letters(arguments: object, sizes: Sizes, **letters: str) -> None:
         tensor = getattr(arguments, name)
         if tensor is None:
             continue
-        check_rank(name, tensor, named)
-        axes = next(axes for option in named.split(" or ") if len(axes := option.split(", ")) == tensor.dim())
-        wanted = [int(axis) if axis.isdecimal() else sizes.get(axis) for axis in axes]
-        check_shape(name, tensor, ", ".join(axes), wanted)
-        sizes.update({**dict(zip(axes, tensor.shape, strict=True)), **sizes})
+        axes = _axes(named).get(tensor.dim())
+        if axes is None:
+            check_rank(name, tensor, named)
+            continue
+        before = sizes.copy()
+        for (axis, number), actual in zip(axes, tensor.shape, strict=True):
+            wanted = sizes.setdefault(axis, actual) if number is None else number
+            if wanted is not actual and known_to_differ(actual, wanted):
+                shown = ", ".join(axis for axis, _ in axes)
+                check_shape(name, tensor, shown, [before.get(axis, number) for axis, number in axes])
+
+
+@functools.cache
+def _axes(named: str) -> dict[int, list[tuple[str, int | None]]]:
+    """For each rank of the alternatives the axes, and the sizes of those that are called by one."""
+    options = [option.split(", ") for option in named.split(" or ")]
+    return {len(axes): [(axis, int(axis) if axis.isdecimal() else None) for axis in axes] for axes in options}
 
 
 def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
