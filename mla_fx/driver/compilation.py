@@ -17,7 +17,7 @@ from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
 from mla_fx.graph.torch_private import is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
-from mla_fx.passes.pipeline import PIPELINE, run_pipeline
+from mla_fx.passes.pipeline import PIPELINE, SURVEY, run_pipeline
 from mla_fx.passes.run import Pass, Run
 from mla_fx.passes.triage import survey, tell_undecomposed
 from mla_fx.rule import Rule
@@ -90,7 +90,7 @@ class Compilation:
             run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
             try:
                 compiled = run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
-                return self._verified(run, gm).around(compiled) if run.fused is not None else compiled
+                return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
                 if not run.is_changed:
                     raise
@@ -110,11 +110,11 @@ class Compilation:
         try:
             name_inputs(gm.graph, self.input_names)
             with torch.no_grad():
-                run_pipeline(run, () if self.is_broken else self.passes)
+                run_pipeline(run, (SURVEY,) if self.is_broken else self.passes)
         except Exception as error:
             run.restore(gm)
-            self._fail(f"pass {run.record.name!r}", error)
-        if not self.report.fused:
+            self._fail(f"pass {run.step!r}", error)
+        if not run.fused:
             run.restore(gm)  # nothing that is used was fused, so the graph leaves as it came
             tell_undecomposed(gm.graph, self.report)
         if run.is_changed:
@@ -124,8 +124,8 @@ class Compilation:
         return run
 
     def _verified(self, run: Run, gm: GraphModule) -> Verification:
-        assert run.original is not None and run.fused is not None, "a graph that was fused is kept as it came"
-        unfused, fused = (GraphModule(gm, graph.restore()) for graph in (run.original, run.fused))
+        assert run.original is not None and run.rewritten is not None, "a graph that was fused is kept as it came"
+        unfused, fused = (GraphModule(gm, graph.restore()) for graph in (run.original, run.rewritten))
         return Verification(unfused, fused, self.report, once=self.options.verify == "first")
 
     def leave_alone(self, graph: Graph) -> None:

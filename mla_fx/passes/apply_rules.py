@@ -46,7 +46,7 @@ def _apply_rule(run: Run, rule: Rule[Any]) -> None:
         if anchor._erased:
             continue
         if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, nearest, recipes):
-            run.record.fired[rule.name] += 1
+            run.fired[rule.name] += 1
         elif nearest.miss is not None and rule.tells_misses:
             run.report.misses.append(_miss(rule, anchor, nearest.miss, nearest.depth))
 

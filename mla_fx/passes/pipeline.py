@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 
@@ -12,7 +11,7 @@ from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
 from mla_fx.ops.common.collector import collector_paused
 from mla_fx.readings.cache_update import written_alike
-from mla_fx.readings.sizes import equated, guarded_alike, known_by
+from mla_fx.readings.sizes import known_by
 from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
 from mla_fx.target import Lowering
 
@@ -27,6 +26,22 @@ from .run import Pass, Run
 from .triage import survey
 
 
+def take_back_twins(run: Run) -> None:
+    """Makes the user's own calls functional, where a target cannot run them as they are."""
+    if not run.target.runs_operators and wraps_twins(run.graph):
+        run.keep_original()
+        as_functional(run.graph)
+
+
+def look_around(run: Run) -> None:
+    """Ends the run where there is nothing to try; else has it known what the graph says of its sizes."""
+    run.is_done = not survey(run.graph, run.report)
+    if not run.is_done:
+        fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
+        environment = getattr(fake_mode, "shape_env", None)
+        run.until_done.enter_context(known_by(environment, lambda: written_alike(run.graph)))
+
+
 def choose_absorbed(run: Run) -> None:
     if run.is_changed:
         absorb(run.graph, run.emit, run.options.absorb, run.target)
@@ -34,8 +49,7 @@ def choose_absorbed(run: Run) -> None:
 
 def recognise_pieces(run: Run) -> None:
     """Norms and rotations that are left over, if the target wants them, in graphs in which something fused."""
-    has_fused = any(record.fired for record in run.report.passes)
-    if has_fused and run.target.takes_pieces(run.options.extra):
+    if run.fired and run.target.takes_pieces(run.options.extra):
         recognise(PIECE)(run)
 
 
@@ -49,36 +63,35 @@ def clean_up(run: Run) -> None:
     for node in run.graph.nodes:
         rule, name = node.meta.get(RULE), fused_name(node)
         if name is not None and rule in rules:
-            run.report.pieces[rule] = run.report.pieces.get(rule, 0) + 1
+            run.pieces[rule] += 1
         elif name is not None:
-            run.report.modules.setdefault(name, []).append(module_of(node))
-    run.report.fused.update({name: len(paths) for name, paths in run.report.modules.items()})
+            run.fused.setdefault(name, []).append(module_of(node))
     run.caches = bytes_of_caches(run.graph)
-    if run.report.fused and run.options.verify != "off":
+    if run.fused and run.options.verify != "off":
         run.keep_original()
-        run.fused = Snapshot(run.graph)
+        run.rewritten = Snapshot(run.graph)
 
 
 def reinplace_caches(run: Run) -> None:
-    if run.report.fused and run.target.writes_in_place:
+    if run.fused and run.target.writes_in_place:
         run.keep_original()
         _note(run.report, reinplace(run.graph))
 
 
 def lower_fused(run: Run) -> None:
     """Hands the fused operators, be they the user's own calls, to the target."""
-    if run.report.fused:
+    if run.fused:
         _lower(run, run.lowerings, keeps_calls=run.target.runs_operators)
 
 
 def lower_plain(run: Run) -> None:
     """Has the target compute the rest of a graph in which something fused in ways of its own."""
-    if run.report.fused:
+    if run.fused:
         _lower(run, run.target.plain_lowerings(run.options.extra), keeps_calls=True)
 
 
 def prepare_inputs(run: Run) -> None:
-    if run.report.fused and run.weights is not None:
+    if run.fused and run.weights is not None:
         run.keep_original()
         run.prepared = prepare(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
         _erase_orphans(run)
@@ -86,7 +99,10 @@ def prepare_inputs(run: Run) -> None:
 
 
 PIECE = "piece"
+SURVEY = Pass("survey", look_around)
 PIPELINE = (
+    Pass("functionalize", take_back_twins),
+    SURVEY,
     Pass("recognise attention", recognise("attention")),
     Pass("choose absorbed or expanded", choose_absorbed),
     Pass("recognise context", recognise("context")),
@@ -102,37 +118,28 @@ PIPELINE = (
 
 
 def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
-    """Takes a graph through the passes, if there is anything in it that they look at."""
+    """Takes a graph through the passes, up to the one after which there is nothing left to do."""
     run.on_stage("captured", run.graph)
-    if not run.target.runs_operators and wraps_twins(run.graph):
-        run.keep_original()
-        as_functional(run.graph)
-    if not survey(run.graph, run.report):
-        return
-    fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
-    shape_env = getattr(fake_mode, "shape_env", None)
-    with contextlib.ExitStack() as until_done:
-        for context in (collector_paused(), python_dispatcher(), known_by(shape_env)):
-            until_done.enter_context(context)
-        # Each of these is read with what is known by then.
-        until_done.enter_context(equated(written_alike(run.graph)))
-        until_done.enter_context(equated(guarded_alike(shape_env)))
+    with run.until_done, collector_paused(), python_dispatcher():
         for step in passes:
-            _run_pass(run, step)
-    if run.report.fused and run.is_changed:
+            if not run.is_done:
+                _run_pass(run, step)
+    run.report.pieces, run.report.modules = dict(run.pieces), run.fused
+    run.report.fused = {name: len(modules) for name, modules in run.fused.items()}
+    if run.fused and run.is_changed:
         run.report.memory = [_memory(run)]
 
 
 def _run_pass(run: Run, step: Pass) -> None:
-    run.record = PassRecord(step.name, nodes_before=len(run.graph.nodes))
-    start = time.perf_counter()
+    run.step = step.name
+    start, nodes, fired = time.perf_counter(), len(run.graph.nodes), run.fired.copy()
     step.apply(run)
     if run.original is not None:
         check(run.graph, run.original.known, run.held)
         run.held = held_values(run.graph)
-    run.record.milliseconds = (time.perf_counter() - start) * 1e3
-    run.record.nodes_after = len(run.graph.nodes)
-    run.report.passes.append(run.record)
+    milliseconds = (time.perf_counter() - start) * 1e3
+    record = PassRecord(step.name, milliseconds, nodes, len(run.graph.nodes), run.fired - fired)
+    run.report.passes.append(record)
     run.on_stage(step.name, run.graph)
 
 
@@ -147,7 +154,7 @@ def _memory(run: Run) -> Memory:
     weights = sum(value.bytes for value in run.prepared.laid_out if value.sources)
     calls = sum(count_fused(run.graph).values())
     peak = peak_of_temporaries(run.graph, is_fused=run.target.fuses_loops)
-    return Memory(max(run.report.fused.values()), run.caches, weights, peak, run.unfused, calls)
+    return Memory(max(map(len, run.fused.values())), run.caches, weights, peak, run.unfused, calls)
 
 
 def _erase_orphans(run: Run) -> None:

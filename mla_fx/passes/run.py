@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.debug.memory import peak_of_temporaries
-from mla_fx.debug.report import PassRecord, Report
+from mla_fx.debug.report import Report
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.options import Options
 from mla_fx.rewriting.cleanup import Snapshot
@@ -27,7 +29,8 @@ class Run:
     """One graph on its way through the pipeline.
 
     `weights` are its inputs that seldom change, None where what compiles it takes no other inputs than it came with.
-    `fused` is the graph as the rules leave it, before it is lowered; kept for `verify`."""
+    `fused` are the operators of latent attention that the rules leave in it, by name, each with the modules that call
+    it; `pieces` are the smaller ones beside them. `rewritten` is the graph as the rules leave it, kept for `verify`."""
 
     graph: Graph
     options: Options
@@ -36,9 +39,14 @@ class Run:
     target: Target = field(default_factory=Target)
     weights: Set[Node] | None = None
     prepared: Prepared = field(default_factory=Prepared)
-    record: PassRecord = field(default_factory=lambda: PassRecord("survey"))
+    step: str = "survey"
+    is_done: bool = False
+    until_done: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    fired: Counter[str] = field(default_factory=Counter)
+    fused: dict[str, list[str]] = field(default_factory=dict)
+    pieces: Counter[str] = field(default_factory=Counter)
     original: Snapshot | None = None
-    fused: Snapshot | None = None
+    rewritten: Snapshot | None = None
     on_stage: Callable[[str, Graph], None] = lambda name, graph: None
     held: Held = field(default_factory=dict)
     unfused: int | None = None
@@ -69,10 +77,11 @@ class Run:
         return self.original is not None
 
     def restore(self, gm: GraphModule) -> None:
-        """Gives a module the untouched graph back."""
+        """Gives a module the untouched graph back, in which nothing is fused."""
+        self.fused = {}
         if self.original is not None:
             self.graph = gm.graph = self.original.restore()
-            self.original = self.fused = self._emit = None
+            self.original = self.rewritten = self._emit = None
             self.prepared = Prepared()
             gm.recompile()
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import sympy
@@ -18,56 +19,82 @@ from mla_fx.graph.torch_private import floor_division, guards, is_known, remaind
 
 Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symbols of a dynamic shape
 
-Asked = Callable[[Any, Any], bool]
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What is known of sizes. They are asked for often, so each expression is read once; a shape environment takes its
+    time, so it is asked everything once.
+
+    `same` are symbols with what they are read as, `meant` what such symbols are in the environment."""
+
+    same: Mapping[sympy.Symbol, Size] = field(default_factory=dict)
+    environment: Any = None
+    bounds: Iterable[sympy.Expr] = ()
+    meant: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
+
+    def equated(self, found: Mapping[sympy.Symbol, Size]) -> _Known:
+        """The same where a program cannot run without these symbols being equal to some size."""
+        return replace(self, same=_joined(self.same, found))
+
+    @functools.cached_property
+    def read(self) -> Callable[[Any], Size]:
+        return functools.cache(lambda expression: plain(_read(expression, self.same)))
+
+    @functools.cached_property
+    def at_most(self) -> Callable[[Size, Size], bool]:
+        return functools.cache(self._at_most)
+
+    @functools.cached_property
+    def _read_bounds(self) -> list[sympy.Expr]:
+        return [sympy.sympify(self.read(bound)) for bound in self.bounds]
+
+    def _at_most(self, small: Size, large: Size) -> bool:
+        difference = _signed(sympy.sympify(large) - sympy.sympify(small))
+        near = (bound for bound in self._read_bounds if bound.free_symbols <= difference.free_symbols)
+        relation = sympy.Le(small, large).xreplace(self.meant)
+        return is_known(self.environment, relation) or any(_never_negative(difference - bound) for bound in near)
 
 
-class _Same:
-    """Symbols with what they are read as. Sizes are asked for often, so each expression is read once."""
-
-    def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
-        self.sizes = sizes
-        self.read = functools.cache(lambda expression: plain(_read(expression, sizes)))
-
-
-_environment: ContextVar[Asked | None] = ContextVar("what the shape environment of the graph says", default=None)
-_NONE = _Same({})
-_same: ContextVar[_Same] = ContextVar("symbols of equal sizes", default=_NONE)
+_NOTHING = _Known()
+_known: ContextVar[_Known] = ContextVar("what is known of the sizes of the graph at hand", default=_NOTHING)
 
 
 @contextlib.contextmanager
-def known_by(environment: Any) -> Iterator[None]:
-    """Proofs may ask a shape environment, whose symbols the sizes are made of; None has nothing to say. It takes its
-    time, so it is asked everything once."""
-    known = [] if environment is None else guards(environment)
-    signed = {} if environment is None else _signs(environment, known)
-    with equated(signed):
-        products, quotients = _divided(known)
-        unsigned = {sympy.sympify(read): symbol for symbol, read in signed.items()}
-        meant = {factor: quotient.xreplace(unsigned) for factor, quotient in quotients.items()} | unsigned
-        with equated(products):
-            token = _environment.set(None if environment is None else _asking(environment, known, meant))
-            try:
-                yield
-            finally:
-                _environment.reset(token)
+def known_by(environment: Any, written: Callable[[], Mapping[sympy.Symbol, Size]] = dict) -> Iterator[None]:
+    """Proofs may use what a shape environment knows of the symbols that sizes are made of, and what its guards say;
+    `written` says which are equal because something is written, and is asked with what is known by then."""
+    guarded = [] if environment is None else guards(environment)
+    known = _NOTHING if environment is None else _known_of(environment, guarded)
+    token = _known.set(known)
+    try:
+        _known.set(known := known.equated(written()))
+        _known.set(known.equated(_guarded_alike(guarded, known.same)))
+        yield
+    finally:
+        _known.reset(token)
 
 
-@contextlib.contextmanager
-def equated(found: Mapping[sympy.Symbol, Size]) -> Iterator[None]:
-    """Symbols that a program cannot run without being equal to some size are read as that size."""
-    same = _same.get().sizes
+def _known_of(environment: Any, guarded: Sequence[Any]) -> _Known:
+    signed = _signs(environment, guarded)
+    same = _joined({}, signed)
+    products, quotients = _divided(guarded, same)
+    unsigned = {sympy.sympify(read): symbol for symbol, read in signed.items()}
+    meant = {factor: quotient.xreplace(unsigned) for factor, quotient in quotients.items()} | unsigned
+    bounds = dict.fromkeys(bound for guard in guarded for bound in _never_negative_where(guard))
+    return _Known(_joined(same, products), environment, bounds, meant)
+
+
+def _joined(same: Mapping[sympy.Symbol, Size], found: Mapping[sympy.Symbol, Size]) -> Mapping[sympy.Symbol, Size]:
     for symbol, size in found.items():
         size = _read(size, same)
         if symbol not in same and symbol not in size.free_symbols:
             same = {other: _read(known, {symbol: size}) for other, known in same.items()} | {symbol: size}
-    token = _same.set(_Same(same))
-    try:
-        yield
-    finally:
-        _same.reset(token)
+    return same
 
 
-def _divided(known: Iterable[Any]) -> tuple[dict[sympy.Symbol, Size], dict[sympy.Symbol, sympy.Expr]]:
+def _divided(
+    known: Iterable[Any], same: Mapping[sympy.Symbol, Size]
+) -> tuple[dict[sympy.Symbol, Size], dict[sympy.Symbol, sympy.Expr]]:
     """Sizes that are known to be multiples of others as products, so that what is left of them is no rounded fraction;
     and what the new factors in these products are."""
     products: dict[sympy.Symbol, Size] = {}
@@ -75,7 +102,7 @@ def _divided(known: Iterable[Any]) -> tuple[dict[sympy.Symbol, Size], dict[sympy
     for relation in known:
         if not isinstance(relation, sympy.Eq) or relation.rhs != 0 or not isinstance(relation.lhs, remainders()):
             continue
-        number, divisor = (_read(part, _same.get().sizes) for part in relation.lhs.args)
+        number, divisor = (_read(part, same) for part in relation.lhs.args)
         number, divisor = sympy.fraction(sympy.cancel(number / divisor))
         are_positive = number.is_Symbol and number.is_positive and divisor.is_positive
         if are_positive and number not in divisor.free_symbols:
@@ -98,12 +125,12 @@ def _signs(environment: Any, known: Iterable[Any]) -> dict[sympy.Symbol, Size]:
     return found
 
 
-def guarded_alike(environment: Any) -> dict[sympy.Symbol, Size]:
+def _guarded_alike(known: Iterable[Any], before: Mapping[sympy.Symbol, Size]) -> dict[sympy.Symbol, Size]:
     """Sizes that were found equal to what is computed of others, and of which no less is known than of themselves."""
     same: dict[sympy.Symbol, Size] = {}
-    for relation in [] if environment is None else guards(environment):
+    for relation in known:
         if isinstance(relation, sympy.Eq):
-            difference = _read(_read(relation.lhs - relation.rhs, _same.get().sizes), same)
+            difference = _read(_read(relation.lhs - relation.rhs, before), same)
             sides = _sides(_signed(difference))
             size, found = sides if sides[0].is_Symbol else sides[::-1]
             if size.is_Symbol and size.is_positive and size not in found.free_symbols and _never_negative(found - 1):
@@ -130,23 +157,6 @@ def _quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr:
     return floor_division()(numerator, denominator) if exact is None else sympy.sympify(exact)
 
 
-def _asking(environment: Any, known: Iterable[Any], meant: Mapping[sympy.Symbol, sympy.Expr]) -> Asked:
-    found = dict.fromkeys(bound for guard in known for bound in _never_negative_where(guard))
-
-    @functools.cache
-    def bounds(same: _Same) -> list[sympy.Expr]:
-        return [sympy.sympify(same.read(bound)) for bound in found]
-
-    @functools.cache
-    def at_most(small: Size, large: Size, same: _Same) -> bool:
-        difference = _signed(sympy.sympify(large) - sympy.sympify(small))
-        near = (bound for bound in bounds(same) if bound.free_symbols <= difference.free_symbols)
-        relation = sympy.Le(small, large).xreplace(meant)
-        return is_known(environment, relation) or any(_never_negative(difference - b) for b in near)
-
-    return lambda small, large: at_most(small, large, _same.get())
-
-
 def _signed(difference: sympy.Expr) -> sympy.Expr:
     """What is left of a difference without its positive factors has the same sign."""
     factors = sympy.Mul.make_args(sympy.factor_terms(difference))
@@ -168,7 +178,7 @@ def size_of(value: Any) -> Size:
     """A size as an int or a sympy expression; asking never adds a guard."""
     if isinstance(value, int):
         return value
-    return _same.get().read(value.node.expr)
+    return _known.get().read(value.node.expr)
 
 
 def plain(size: Size) -> Size:
@@ -214,8 +224,8 @@ def at_most(small: Size, large: Size) -> bool:
         return small <= large
     if small == large or _never_negative(sympy.sympify(large) - sympy.sympify(small)):
         return True
-    asked = _environment.get()
-    return asked is not None and asked(small, large)
+    known = _known.get()
+    return known.environment is not None and known.at_most(small, large)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings import sizes
-from mla_fx.readings.sizes import at_most, equated, guarded_alike, known_by, ratio, remainders, size_of
+from mla_fx.readings.sizes import at_most, known_by, ratio, remainders, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
 
@@ -51,8 +51,7 @@ def read(expression):
 
 
 def proved(small, large, *guards):
-    environment = Environment(*guards)
-    with known_by(environment), equated(guarded_alike(environment)):
+    with known_by(Environment(*guards)):
         return at_most(read(small), read(large))
 
 
