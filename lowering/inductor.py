@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
-from mla_fx.graph.torch_private import (
-    OpOverload,
+from mla_fx.graph.torch_compilers import (
     compile_fx,
     compile_fx_frozen,
     compile_fx_inner,
@@ -27,6 +26,7 @@ from mla_fx.graph.torch_private import (
     note_of,
     with_note,
 )
+from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 

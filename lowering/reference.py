@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
-from mla_fx.graph.torch_private import aot_autograd
+from mla_fx.graph.torch_compilers import aot_autograd
 from mla_fx.target import Compiled, Compiler, Target
 
 

@@ -10,7 +10,8 @@ from .debug.report import Report
 from .driver import cache_key, report_log
 from .driver.compilation import Compilation, checked, through_dynamo
 from .errors import FusionError, OptionError
-from .graph.torch_private import GraphPass, OpOverload, is_packaging
+from .graph.torch_compilers import GraphPass, is_packaging
+from .graph.torch_private import OpOverload
 from .ops import catalogue
 from .options import MODE, OWN
 from .passes.lower import lowered

@@ -15,7 +15,8 @@ from mla_fx.commands import demo
 from mla_fx.debug.memory import Memory, peak_of_temporaries
 from mla_fx.debug.report import Report
 from mla_fx.driver.compilation import Compilation
-from mla_fx.graph.torch_private import aot_autograd, make_fx
+from mla_fx.graph.torch_compilers import aot_autograd
+from mla_fx.graph.torch_private import make_fx
 from mla_fx.options import Options
 
 MIB = 2**20

@@ -21,7 +21,7 @@ import mla_fx
 from mla_fx import cases
 from mla_fx.driver import discovery
 from mla_fx.driver.compilation import checked
-from mla_fx.graph.torch_private import inductor_options
+from mla_fx.graph.torch_compilers import inductor_options
 from mla_fx.options import expectation
 
 pytestmark = pytest.mark.usefixtures("no_gradients")

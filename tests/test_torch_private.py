@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mla_fx.graph import torch_private
+from mla_fx.graph import torch_compilers, torch_private
 
 aten = torch.ops.aten
 FakeTensorMode = torch._subclasses.FakeTensorMode
@@ -23,9 +24,49 @@ def graph_of(function, *inputs):
     return torch_private.make_fx(function)(*inputs)
 
 
-def test_every_name_is_tried_here():
-    source = Path(__file__).read_text(encoding="utf-8")
-    assert [name for name in torch_private.__all__ if f"torch_private.{name}" not in source] == []
+@pytest.mark.parametrize("module", [torch_private, torch_compilers], ids=lambda module: module.__name__)
+def test_every_name_is_tried_here(module):
+    source, short = Path(__file__).read_text(encoding="utf-8"), module.__name__.rpartition(".")[2]
+    assert [name for name in module.__all__ if f"{short}.{name}" not in source] == []
+
+
+ROOT = Path(__file__).parents[1]
+OPERATORS = ROOT / "mla_fx" / "ops"  # which import torch alone
+HOMES = [ROOT / "mla_fx" / "graph" / f"{name}.py" for name in ("torch_private", "torch_compilers")]
+FILES = sorted(path for folder in ("mla_fx", "patterns", "lowering") for path in (ROOT / folder).rglob("*.py"))
+ANYWHERE = {"_opname", "_schema", "_erased", "_parameters", "_buffers"}  # as the docstring of torch_private says
+ANYWHERE |= {"_torchair_is_parameter"}  # not torch's own
+OTHERS = {"self", "cls", "aten", "torchair", "ge", "npu"}  # ours, operators by name, and another library
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_of_torch(path):
+    """The private modules and attributes of torch that a file names; names that it defines itself are its own."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | ANYWHERE:
+            owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+            if owner not in OTHERS and ast.unparse(node.value) != "super()":
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            yield from filter(is_private, (*node.module.split("."), *(alias.name for alias in node.names)))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_private_of_torch_is_in_one_place(path):
+    found = set(private_of_torch(path))
+    if path in HOMES:
+        assert found
+    elif path.is_relative_to(OPERATORS):
+        assert found <= {"_ops", "_subclasses"}
+    else:
+        assert found == set()
 
 
 def test_overloads_have_schemas():
@@ -62,18 +103,51 @@ def test_memory_is_known_without_being_kept():
     assert reference.expired()
 
 
+def test_memory_is_a_number_and_writes_are_counted():
+    tensor, other = torch.ones(2), torch.ones(2, device="meta")
+    assert torch_private.memory_of(tensor) == torch_private.memory_of(tensor[1:]) != torch_private.memory_of(other)
+    before = torch_private.version_of(tensor)
+    tensor.add_(1)
+    assert torch_private.version_of(tensor) == before + 1
+
+
+def test_wrappers_of_tensors_are_told():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    wrapper = TwoTensor(torch.ones(2), torch.ones(2))
+    assert torch_private.is_traceable_wrapper_subclass(wrapper)
+    assert not torch_private.is_traceable_wrapper_subclass(torch.ones(2))
+
+
+def test_nested_values_are_taken_apart():
+    nested = {"one": (1, [2.5]), "two": 3}
+    leaves, structure = torch_private.tree_flatten(nested)
+    assert leaves == torch_private.tree_leaves(nested) == [1, 2.5, 3]
+    assert torch_private.tree_unflatten(leaves, structure) == nested
+    assert torch_private.tree_map(str, nested) == {"one": ("1", ["2.5"]), "two": "3"}
+    assert torch_private.tree_map_only(float, str, nested) == {"one": (1, ["2.5"]), "two": 3}
+
+
+def test_a_graph_keeps_how_it_is_called():
+    module = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)).module()
+    other = torch.fx.Graph()
+    assert type(torch_private.codegen_of(other)) is not type(torch_private.codegen_of(module.graph))
+    other.set_codegen(torch_private.codegen_of(module.graph))
+    assert torch_private.codegen_of(other) is torch_private.codegen_of(module.graph)
+
+
 def test_functions_are_traced():
     assert [node.target for node in graph_of(plus_one, torch.ones(2)).graph.nodes][1] is aten.add.Tensor
 
 
 def test_an_error_passes_dynamo_as_what_it_is():
     def backend(gm, example_inputs):
-        raise torch_private.passing_dynamo(KeyError("mine"))
+        raise torch_compilers.passing_dynamo(KeyError("mine"))
 
     with pytest.raises(KeyError, match="mine"):
         torch.compile(plus_one, backend=backend)(torch.ones(2))
-    error = torch_private.passing_dynamo(KeyError("mine"))
-    assert torch_private.passing_dynamo(error) is error
+    error = torch_compilers.passing_dynamo(KeyError("mine"))
+    assert torch_compilers.passing_dynamo(error) is error
 
 
 @pytest.mark.parametrize("is_inference", [True, False])
@@ -90,7 +164,7 @@ def test_aot_autograd_hands_on_operators(is_inference):
         cache.copy_(x.detach())
         return x * 2
 
-    backend = torch_private.aot_autograd(compiler, lambda gm, inputs: gm.forward)
+    backend = torch_compilers.aot_autograd(compiler, lambda gm, inputs: gm.forward)
     x, cache = torch.ones(2, requires_grad=not is_inference), torch.zeros(2)
     out = torch.compile(step, backend=backend)(x, cache)
     if not is_inference:
@@ -105,14 +179,14 @@ def test_aot_autograd_tells_weights_from_inputs():
     model, found = torch.nn.Linear(3, 2), []
 
     def compiler(gm, inputs, **_):
-        found.append([list(inputs[place].shape) for place in sorted(torch_private.static_inputs())])
+        found.append([list(inputs[place].shape) for place in sorted(torch_compilers.static_inputs())])
         return gm.forward
 
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(model, backend=torch_private.aot_autograd(compiler, compiler))(torch.ones(5, 3))
+        torch.compile(model, backend=torch_compilers.aot_autograd(compiler, compiler))(torch.ones(5, 3))
     assert found == [[[2, 3], [2]]]
-    assert torch_private.static_inputs() == frozenset()
+    assert torch_compilers.static_inputs() == frozenset()
 
 
 def test_inductor_compiles_through_the_callers_compiler():
@@ -120,14 +194,42 @@ def test_inductor_compiles_through_the_callers_compiler():
 
     def inner(gm, inputs, **given):
         seen.append(given["is_inference"])
-        return torch_private.compile_fx_inner(gm, inputs, **given)
+        return torch_compilers.compile_fx_inner(gm, inputs, **given)
 
     def backend(gm, example_inputs):
-        return torch_private.compile_fx(gm, example_inputs, inner, {"max_autotune": False}, None)
+        return torch_compilers.compile_fx(gm, example_inputs, inner, {"max_autotune": False}, None)
 
     with torch.no_grad():
         (found,) = torch.compile(plus_one, backend=backend)(torch.ones(3))
     assert (seen, found.tolist()) == ([True], [2, 2, 2])
+
+
+def test_compiled_graphs_may_take_a_list():
+    def call(given):
+        return given
+
+    assert not torch_compilers.is_boxed(call)
+    assert torch_compilers.as_boxed(call) is call and torch_compilers.is_boxed(call)
+
+
+def test_inductor_freezes_through_the_callers_compiler():
+    """Weights become constants of the graph, which takes the other inputs."""
+    model, seen = torch.nn.Linear(3, 2), []
+
+    def backend(gm, example_inputs):
+        def inner(graph_module, inputs, **given):
+            compiled = torch_compilers.compile_fx_frozen(gm, graph_module, inputs, **given)
+            seen.extend(graph_module.graph.find_nodes(op="get_attr"))
+            return compiled
+
+        assert torch_compilers.is_freezing()
+        return torch_compilers.compile_fx(gm, example_inputs, inner, {"freezing": False}, None)
+
+    assert not torch_compilers.is_freezing()
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        x = torch.ones(5, 3)
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    assert seen
 
 
 def test_a_cache_keeps_what_it_was_given_a_key_for():
@@ -137,11 +239,11 @@ def test_a_cache_keeps_what_it_was_given_a_key_for():
     def inner(gm, inputs, **given):
         seen.append(len(notes))
         note = None if notes.count("") == 3 else f"note {len(notes)}"
-        return torch_private.with_note(torch_private.compile_fx_inner(gm, inputs, **given), note)
+        return torch_compilers.with_note(torch_compilers.compile_fx_inner(gm, inputs, **given), note)
 
     def backend(gm, example_inputs):
-        compiled = torch_private.compile_fx(gm, example_inputs, inner, {}, next(keys))
-        notes.append("" if len(notes) in seen else torch_private.note_of(compiled))
+        compiled = torch_compilers.compile_fx(gm, example_inputs, inner, {}, next(keys))
+        notes.append("" if len(notes) in seen else torch_compilers.note_of(compiled))
         return compiled
 
     with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=True):
@@ -155,7 +257,7 @@ def test_a_run_of_dynamo_ends_with_its_reset():
     found = []
 
     def backend(gm, inputs):
-        found.append(torch_private.dynamo_run())
+        found.append(torch_compilers.dynamo_run())
         return gm.forward
 
     for size in (1, 2):
@@ -165,21 +267,21 @@ def test_a_run_of_dynamo_ends_with_its_reset():
         torch.compile(plus_one, backend=backend, dynamic=False)(torch.ones(size))
     first, same, other, *more = found
     assert first is same and other is not first and all(one is other for one in more)
-    assert torch_private.dynamo_run() is None
+    assert torch_compilers.dynamo_run() is None
 
 
 def test_inductor_tells_of_itself():
-    assert {"freezing", "max_autotune", "triton.cudagraphs"} <= torch_private.inductor_options()
-    assert torch_private.inductor_type("freezing") is bool
-    assert torch_private.inductor_type("post_grad_custom_pre_pass") is object
-    assert "max-autotune" in torch_private.inductor_modes()
-    assert aten.silu.default in torch_private.inductor_decompositions()
+    assert {"freezing", "max_autotune", "triton.cudagraphs"} <= torch_compilers.inductor_options()
+    assert torch_compilers.inductor_type("freezing") is bool
+    assert torch_compilers.inductor_type("post_grad_custom_pre_pass") is object
+    assert "max-autotune" in torch_compilers.inductor_modes()
+    assert aten.silu.default in torch_compilers.inductor_decompositions()
 
 
 def test_graph_passes_are_told_of_training():
-    assert issubclass(torch_private.GraphPass, torch._inductor.custom_graph_pass.CustomGraphPass)
+    assert issubclass(torch_compilers.GraphPass, torch._inductor.custom_graph_pass.CustomGraphPass)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        torch_private.nothing  # noqa: B018  the attempt is the test
+        torch_compilers.nothing  # noqa: B018  the attempt is the test
 
 
 def test_a_shape_environment_is_asked_what_it_knows():
@@ -207,12 +309,12 @@ def test_inputs_are_known_by_their_paths():
     layer, paths = torch.nn.Sequential(torch.nn.Linear(2, 2)), []
 
     def backend(gm, _):
-        paths.extend(map(torch_private.input_path, gm.graph.find_nodes(op="placeholder")))
+        paths.extend(map(torch_compilers.input_path, gm.graph.find_nodes(op="placeholder")))
         return gm
 
     torch.compile(layer, backend=backend)(torch.ones(1, 2))
     assert len(paths) == 3 and any(path.endswith("._parameters['weight']") for path in paths), paths
-    assert torch_private.input_path(torch.fx.Graph().placeholder("x")) == ""
+    assert torch_compilers.input_path(torch.fx.Graph().placeholder("x")) == ""
 
 
 def test_what_an_export_lifted_is_told_from_what_it_traced():
@@ -228,7 +330,7 @@ def test_what_an_export_lifted_is_told_from_what_it_traced():
     (held,) = module.graph.find_nodes(op="get_attr")
     literal = torch.tensor(2.0)
     (traced,) = graph_of(lambda x: x * literal, torch.ones(2)).graph.find_nodes(op="get_attr")
-    assert torch_private.is_lifted(held) and not torch_private.is_lifted(traced)
+    assert torch_compilers.is_lifted(held) and not torch_compilers.is_lifted(traced)
     assert traced.target == "_tensor_constant0"
 
 
@@ -238,27 +340,27 @@ def test_frozen_weights_are_marked():
     frozen = torch.ones(2)
     with enter_freezing():
         maybe_set_is_frozen_param(frozen)
-    assert torch_private.is_frozen(frozen) and not torch_private.is_frozen(torch.ones(2))
+    assert torch_compilers.is_frozen(frozen) and not torch_compilers.is_frozen(torch.ones(2))
 
 
 def test_inductor_tells_that_it_makes_a_package():
-    assert not torch_private.is_packaging()
+    assert not torch_compilers.is_packaging()
     with torch._inductor.virtualized.V.set_aot_compilation(True):
-        assert torch_private.is_packaging()
+        assert torch_compilers.is_packaging()
 
 
 def test_what_is_compiled_to_be_saved_is_told_from_what_is_cached():
-    told = [torch_private.is_saving()]
+    told = [torch_compilers.is_saving()]
 
     def backend(gm, inputs):
-        told.append(torch_private.is_saving())
+        told.append(torch_compilers.is_saving())
         raise NotImplementedError
 
     run = torch.compile(torch.nn.Linear(2, 2), backend=backend, fullgraph=True)
     with pytest.raises(NotImplementedError):
         run.forward.aot_compile(((torch.ones(1, 2),), {}))
     with torch._functorch.config.patch(bundled_autograd_cache=True):
-        told.append(torch_private.is_saving())
+        told.append(torch_compilers.is_saving())
     assert told == [False, True, False]
 
 

@@ -19,7 +19,8 @@ from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
 from mla_fx.graph.provenance import is_laid_out
-from mla_fx.graph.torch_private import OpOverload, aot_autograd, static_inputs
+from mla_fx.graph.torch_compilers import aot_autograd, static_inputs
+from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.target import Compiled, Compiler, Lowering
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves, tree_map
 
 from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import written
-from mla_fx.graph.torch_private import OpOverload
+from mla_fx.graph.torch_private import OpOverload, memory_of, tree_leaves, tree_map
 from mla_fx.readings.paged import GATHERS
 from mla_fx.readings.views import MOVERS
 
@@ -55,12 +54,12 @@ class Dry(Interpreter):
     def results(self, inputs: Sequence[Any]) -> Results:
         with torch.no_grad():
             outputs = self.run(*inputs)
-        memories = {value.untyped_storage()._cdata for value in inputs if isinstance(value, Tensor)}
+        memories = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
 
         def kept(value: Any) -> Any:
             """What lies in the memory of an input is about to be written."""
             value = self.told(value)
-            is_shared = isinstance(value, Tensor) and value.untyped_storage()._cdata in memories
+            is_shared = isinstance(value, Tensor) and memory_of(value) in memories
             return value.clone() if is_shared else value
 
         written = {place: kept(value) for place, value in self.written.items()}

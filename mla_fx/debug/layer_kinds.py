@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+
+from mla_fx.graph.torch_private import memory_of, tree_map
 
 PLAIN = (bool, int, float, str, bytes, set, torch.dtype, torch.device)
 LayerCounts = Mapping[str, int]  # for how many layers the one at this path stands
@@ -112,7 +113,7 @@ def _are_partners(one: Any, other: Any, met: dict[Any, Any]) -> bool:
 
 
 def _memory(tensor: Tensor) -> tuple[str, int]:
-    return "memory", tensor.untyped_storage()._cdata
+    return "memory", memory_of(tensor)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, label_of, module_of
+from mla_fx.graph.torch_compilers import as_boxed, is_boxed
 
 from .exact import Dry, Results, Wide, choices, undecided
 from .report import Report
@@ -62,13 +63,13 @@ class Verification:
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, whose results are compared. Raises VerificationError, for a wrong rule before anything is run."""
-        is_boxed = bool(getattr(compiled, "_boxed_call", False))
+        takes_list = is_boxed(compiled)
 
         def checked(*given: Any) -> Any:
             if self.once and self.calls:
                 return compiled(*given)
             self.calls += 1
-            inputs = list(given[0] if is_boxed else given)
+            inputs = list(given[0] if takes_list else given)
             exact, agreement = self._hold_rules(inputs)
             plain, is_open = self._hold_rounding(inputs, exact)
             outputs = compiled(*given)
@@ -76,8 +77,7 @@ class Verification:
             self.report.verified.append(f"call {self.calls}: {agreement}; {told}")
             return outputs
 
-        vars(checked)["_boxed_call"] = is_boxed
-        return checked
+        return as_boxed(checked) if takes_list else checked
 
     # --- rules -------------------------------------------------------------------------------------------------------
 

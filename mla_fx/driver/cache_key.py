@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mla_fx.debug.memory import Memory
 from mla_fx.debug.report import Miss, PassRecord, Report
+from mla_fx.graph.torch_private import is_traceable_wrapper_subclass, memory_of
 from mla_fx.options import Options
 
 from . import discovery
@@ -36,7 +36,7 @@ def _memories(inputs: Sequence[Any]) -> list[int]:
     """For each input that is a tensor, the number of the first that lies in the same memory."""
     first: dict[int, int] = {}
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    return [first.setdefault(value.untyped_storage()._cdata, place) for place, value in enumerate(tensors)]
+    return [first.setdefault(memory_of(value), place) for place, value in enumerate(tensors)]
 
 
 def are_plain(inputs: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from mla_fx.debug.recorder import Recorder
 from mla_fx.debug.report import Report
 from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
-from mla_fx.graph.torch_private import is_saving, passing_dynamo, static_inputs
+from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
 from mla_fx.passes.pipeline import PIPELINE, SURVEY, run_pipeline
 from mla_fx.passes.run import Pass, Run

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.provenance import INPUT_NAME, plain_path
-from mla_fx.graph.torch_private import input_path
+from mla_fx.graph.torch_compilers import input_path
 from mla_fx.passes.triage import joins_cut_products
 
 FROM_BEFORE = "from before a graph break"

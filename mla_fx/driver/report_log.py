@@ -26,7 +26,7 @@ class _Run:
         self._dynamo: object | None = None
 
     def add(self, report: Report) -> None:
-        from mla_fx.graph.torch_private import dynamo_run
+        from mla_fx.graph.torch_compilers import dynamo_run
 
         dynamo = dynamo_run()
         with self._lock:

@@ -22,7 +22,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import LAID_OUT, RULE
-from mla_fx.graph.torch_private import OpOverload, StorageWeakRef, detect_fake_mode, has_symbolic_sizes, share_storage
+from mla_fx.graph.torch_private import (
+    OpOverload,
+    StorageWeakRef,
+    detect_fake_mode,
+    has_symbolic_sizes,
+    memory_of,
+    share_storage,
+    version_of,
+)
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import Size, size_of
@@ -74,7 +82,7 @@ class _State:
     def is_of(self, source: Tensor | int) -> bool:
         if self.storage is None or not isinstance(source, Tensor):
             return self.place == _place(source)
-        is_same = bool(self.storage.cdata == source.untyped_storage()._cdata)
+        is_same = self.storage.cdata == memory_of(source)
         is_counted = is_same and None not in self.place and self.place == _place(source)
         return is_counted and torch.equal(self.sample, _sample(source))
 
@@ -83,7 +91,7 @@ def _place(source: Tensor | int) -> tuple[int | None, ...]:
     """A size, or where a tensor begins and how often it was written; None where nobody counts."""
     if not isinstance(source, Tensor):
         return (source,)
-    return source.data_ptr(), None if source.is_inference() else source._version
+    return source.data_ptr(), None if source.is_inference() else version_of(source)
 
 
 SAMPLES = 8  # or some more along each dimension: microseconds a call, however large the weight is

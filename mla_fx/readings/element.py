@@ -16,7 +16,8 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import writers
 from mla_fx.graph.provenance import name_of
-from mla_fx.graph.torch_private import is_frozen, is_lifted, share_storage, unset_fake_temporarily
+from mla_fx.graph.torch_compilers import is_frozen, is_lifted
+from mla_fx.graph.torch_private import share_storage, unset_fake_temporarily
 from mla_fx.readings.concatenation import rejoined
 
 from .axes import Axis, Index, speaks_of, substitute

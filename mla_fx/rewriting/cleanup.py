@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, stand_in
+from mla_fx.graph.torch_private import codegen_of
 from mla_fx.readings.element import CASTS, is_coarser
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
@@ -33,7 +34,7 @@ class Snapshot:
         self.known = {node for node, *_ in self.nodes}
         self.unused = {node for node in self.known if not node.users}
         self.owner = graph.owning_module
-        self.signature = graph._codegen  # how it is called: an exported graph takes its arguments as the module did
+        self.signature = codegen_of(graph)
 
     def restore(self) -> Graph:
         """A new graph, node for node what was there."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import (
@@ -19,6 +18,7 @@ from mla_fx.graph.torch_private import (
     in_kernel_invocation_manager,
     is_fake,
     share_storage,
+    tree_map_only,
 )
 from mla_fx.readings.sizes import size_of
 

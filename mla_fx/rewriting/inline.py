@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mla_fx.graph.aliasing import written
-from mla_fx.graph.torch_private import make_fx
+from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_unflatten
 
 from .emitter import Emitter
 from .fake_values import hashable, signature, unshared

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from mla_fx.graph.torch_private import compile_fx
+from mla_fx.graph.torch_compilers import compile_fx
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 

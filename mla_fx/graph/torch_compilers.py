@@ -1,0 +1,272 @@
+"""What is private of torch's own compilers, Dynamo, AOTAutograd and Inductor, as `torch_private` has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast, get_origin
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as GraphPass
+    from torch.fx import GraphModule, Node
+
+__all__ = [
+    "GraphPass",
+    "aot_autograd",
+    "as_boxed",
+    "compile_fx",
+    "compile_fx_frozen",
+    "compile_fx_inner",
+    "dynamo_run",
+    "inductor_decompositions",
+    "inductor_modes",
+    "inductor_options",
+    "inductor_type",
+    "input_path",
+    "is_boxed",
+    "is_freezing",
+    "is_frozen",
+    "is_lifted",
+    "is_packaging",
+    "is_saving",
+    "note_of",
+    "passing_dynamo",
+    "static_inputs",
+    "with_note",
+]
+
+# --- Dynamo and AOTAutograd ------------------------------------------------------------------------------------------
+
+
+def passing_dynamo(error: Exception) -> Exception:
+    """`error` as one of the same type that Dynamo and Inductor hand to the user as it is, not wrapped in their own."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    if isinstance(error, ShortenTraceback):
+        return error
+    kind = type(error)
+    passing = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
+    wrapped: Exception = passing(*error.args, first_useful_frame=None)
+    return wrapped
+
+
+def dynamo_run() -> object | None:
+    """An object that is another one after each reset of Dynamo; None where Dynamo compiles nothing at the moment."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+    from torch._guards import CompileContext
+
+    if CompileContext.try_get() is None:
+        return None
+    marks: Any = FRAME_COMPILE_COUNTER  # which a reset empties; keys of ours meet no number of a frame
+    found: object = next((mark for mark in marks if isinstance(mark, _RunMark)), None)
+    if found is None:
+        found = _RunMark()
+        marks[found] = 0
+    return found
+
+
+class _RunMark:
+    """Stands for what is compiled between two resets of Dynamo."""
+
+
+def aot_autograd(
+    compiler: Callable[..., Any], backward: Callable[..., Any], decompositions: Any = None
+) -> Callable[..., Any]:
+    """A backend for operator graphs that writes inputs inside them: the only way to a graph without Inductor.
+
+    Both answer with a function of all inputs; AOTAutograd wants one that may empty its list of them."""
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch ships it without types
+    from torch._dynamo.backends.common import aot_autograd
+
+    def boxed(compile_graph: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return lambda gm, inputs: make_boxed_func(compile_graph(gm, inputs, **options))
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed(compiler, is_inference=False),
+        bw_compiler=boxed(backward),
+        inference_compiler=boxed(compiler, is_inference=True),
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    return backend
+
+
+def is_boxed(compiled: Callable[..., Any]) -> bool:
+    """Whether a compiled graph takes its inputs as one list, which it may empty."""
+    return bool(getattr(compiled, "_boxed_call", False))
+
+
+def as_boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, marked as one that takes a list."""
+    vars(function)["_boxed_call"] = True
+    return function
+
+
+def input_path(placeholder: Node) -> str:
+    """Where Dynamo found an input of its graph, as Python: `L['self']._modules['o']._parameters['weight']`."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return "" if source is None else str(source.name() if callable(source.name) else source.name)
+
+
+def static_inputs() -> frozenset[int]:
+    """The places of parameters and buffers among the inputs of the graph that AOTAutograd has traced just now."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return frozenset() if metadata is None else frozenset(metadata.static_input_indices)
+
+
+def is_lifted(attribute: Node) -> bool:
+    """Whether an attribute of a graph was an input of it while it was exported, as parameters and buffers are.
+
+    What tells is AOTAutograd's description of its inputs; names may be anything."""
+    return "desc" in attribute.meta
+
+
+# --- Inductor --------------------------------------------------------------------------------------------------------
+
+
+def compile_fx(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    options: Mapping[str, Any],
+    key: str | None,
+) -> Callable[..., Any]:
+    """Inductor as a backend whose inner compiler is the caller's, so that one trace serves both.
+
+    AOTAutograd's own cache answers for a graph before the inner compiler sees it, so that compiler is part of its key;
+    without one it is off, and so it is where graphs are bundled to be found again where nobody asks this backend.
+    Inductor's own cache sees what the inner compiler makes, and is keyed by that alone."""
+    from torch._dynamo import config as dynamo_config
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler import config as compiler_config
+
+    is_found_again = functorch_config.bundled_autograd_cache and not is_saving()
+    is_bundled = is_found_again or dynamo_config.caching_precompile
+    is_kept = key is not None and not is_bundled
+    off = {} if is_kept else {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+    tag, patch = compiler_config.cache_key_tag, compiler_config.patch  # type: ignore[attr-defined]  # made at run time
+    inner = patch(cache_key_tag=tag)(inner_compile)
+    with functorch_config.patch(off), patch(cache_key_tag=f"{tag} {key}"):
+        compiled = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=dict(options) or None)
+    return cast("Callable[..., Any]", compiled)
+
+
+def is_saving() -> bool:
+    """Whether the graph is compiled for `aot_compile`, whose result the user saves; it is looked up nowhere."""
+    from torch._functorch import config
+
+    return bool(config.bundled_autograd_cache and config.bypass_autograd_cache_key)
+
+
+def with_note(compiled: Callable[..., Any], note: str | None) -> Callable[..., Any]:
+    """What Inductor made of a graph, with a note that AOTAutograd's cache keeps beside it; without one, it keeps none.
+
+    Lines for debugging are all that this cache takes over from an inner compiler besides the key in Inductor's own."""
+    if note is None:
+        vars(compiled)["_fx_graph_cache_key"] = None
+    else:
+        lines = getattr(compiled, "_fx_graph_cache_debug_lines", None) or ()
+        vars(compiled)["_fx_graph_cache_debug_lines"] = [*lines, note]
+    return compiled
+
+
+def note_of(compiled: Any) -> str:
+    """The note beside a graph from AOTAutograd's cache, or an empty string."""
+    serialize = getattr(compiled, "serialize", None)
+    forward = getattr(serialize and serialize(), "compiled_fw", None)
+    _, lines = getattr(forward, "fx_graph_cache_info", ("", ()))
+    return str(lines[-1]) if lines else ""
+
+
+def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Inductor's compiler of operator graphs; torch._inductor.compile would trace again."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    compiled: Callable[..., Any] = compile_fx_inner(gm, inputs, **kwargs)
+    return compiled
+
+
+def is_freezing() -> bool:
+    """Whether Inductor has been told to make constants of weights, of which Dynamo takes note too."""
+    from torch._inductor import config
+
+    return bool(config.freezing) and not torch.is_grad_enabled()
+
+
+def is_frozen(value: torch.Tensor) -> bool:
+    """Whether a tensor is a constant that Inductor made of weights, as its user asked."""
+    from torch._inductor.freezing_utils import is_frozen_param
+
+    return is_frozen_param(value)
+
+
+def is_packaging() -> bool:
+    """Whether Inductor makes a package of AOTInductor just now; nothing else tells its passes."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
+
+
+def compile_fx_frozen(traced: GraphModule, gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+    """Inductor's compiler of operator graphs that makes constants of the weights that Dynamo's graph `traced` holds,
+    and packs those of plain products. The constants are then attributes of `gm`."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner, fw_compiler_freezing
+
+    with config.patch(freezing=True):
+        compiled: Callable[..., Any] = fw_compiler_freezing(
+            gm,
+            inputs,
+            dynamo_model=traced,
+            num_example_inputs=len(inputs),
+            inner_compile=compile_fx_inner,
+            cudagraphs=given["cudagraphs"],
+            graph_id=given["graph_id"],
+            forward_device=given["boxed_forward_device_index"],
+        )
+    return compiled
+
+
+def inductor_options() -> frozenset[str]:
+    """The names of Inductor's options."""
+    from torch._inductor import list_options
+
+    return frozenset(list_options())
+
+
+def inductor_type(option: str) -> type:
+    """What the values of an option of Inductor's are, `object` where that is no plain type."""
+    from torch._inductor import config
+
+    found = config.get_type(option)  # type: ignore[attr-defined]  # made at run time
+    is_plain = isinstance(found, type) and get_origin(found) is None and found is not type(None)
+    return found if is_plain else object
+
+
+def inductor_modes() -> Mapping[str, Mapping[str, Any]]:
+    """What torch.compile's modes stand for."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """How Inductor takes operators apart; graphs that enter it late must have been taken apart the same way."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def __getattr__(name: str) -> Any:
+    """GraphPass, imported when it is asked for: the base class of passes that Inductor's cache can be keyed by, and
+    that are told of training graphs, except by torch 2.11."""
+    if name != "GraphPass":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch._inductor import custom_graph_pass
+
+    return getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
