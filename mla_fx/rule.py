@@ -8,6 +8,7 @@ old results are computed from would not enter the operator, or if the program ro
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -22,8 +23,15 @@ from .rewriting.replacement import Replacement
 
 Facts = TypeVar("Facts")
 
-STAGES = ("attention", "context", "prolog", "cache", "piece")
-"""When rules are tried, in this order."""
+
+class Stage(str, enum.Enum):
+    """When rules are tried, in this order; those of one stage by their names, but each behind those in its `after`."""
+
+    ATTENTION = "attention"
+    CONTEXT = "context"
+    PROLOG = "prolog"
+    CACHE = "cache"
+    PIECE = "piece"
 
 
 class Root(Protocol):
@@ -36,6 +44,9 @@ class Rule(Generic[Facts]):
     """One thing that is recognised: `pattern`, tried at every call of `targets`. It holds nothing about any graph."""
 
     stage: ClassVar[str]
+    after: ClassVar[Sequence[str]] = ()
+    """The rules of the same stage that are tried before this one, by name."""
+
     targets: ClassVar[Sequence[OpOverload]] = ()
     pattern: ClassVar[Root]
     accepts: ClassVar[Sequence[Case]] = ()
@@ -47,8 +58,8 @@ class Rule(Generic[Facts]):
     """Whether a user may want to know where it nearly applied."""
 
     def __init__(self) -> None:
-        if getattr(self, "stage", None) not in STAGES:
-            stage, allowed = repr(getattr(self, "stage", None)), ", ".join(map(repr, STAGES))
+        if getattr(self, "stage", None) not in tuple(Stage):
+            stage, allowed = repr(getattr(self, "stage", None)), ", ".join(repr(stage.value) for stage in Stage)
             raise TypeError(f"rule {type(self).__name__} has stage = {stage}; it takes {allowed}")
 
     @property

@@ -207,6 +207,7 @@ ONE = {"paged_attention": 1}
 
 class PagedAttention(Rule[Facts]):
     stage = "attention"
+    after = ("mla_attention",)  # which reads one latent for all heads in blocks, too
     yields_to_target = True
     accepts = (
         Case("heads repeated", _Serving, ONE),

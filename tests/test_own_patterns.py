@@ -19,14 +19,14 @@ from zoo.sizes import DECODE
 import mla_fx
 from mla_fx.driver import cache_key, discovery
 from mla_fx.passes.pipeline import PIPELINE
-from mla_fx.rule import STAGES, Rule
+from mla_fx.rule import Rule, Stage
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
 
 RULE = """
 from mla_fx.rule import Rule
-from mla_fx.match import ValuePattern, var
+from mla_fx.matching.pattern import ValuePattern, var
 from .stages import STAGE
 
 class Own(Rule):
@@ -124,6 +124,15 @@ def test_two_folders_may_each_have_a_file_of_that_name_to_share(tmp_path):
     assert found == {"own_cache": "cache", "own_prolog": "prolog"}
 
 
+def test_a_rule_comes_behind_those_that_it_names(tmp_path):
+    """A name that no rule has, as of one that cannot be used, and a circle keep no rule from its turn."""
+    after = {"own_a": ("own_c", "nothing"), "own_b": ("own_b",), "own_c": ("own_d",), "own_d": ("own_a",)}
+    rules = {name: f"{RULE}    after = {names}" for name, names in after.items()}
+    mla_fx.register_patterns(folder_of(tmp_path / "mine", stages="STAGE = 'cache'", **rules))
+    assert [name for name in names() if name in after] == ["own_d", "own_c", "own_a", "own_b"]
+    assert names().index("mla_attention") < names().index("paged_attention")
+
+
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(mla_fx.OptionError, match=r"there is no folder '.*nowhere' to register patterns from"):
         mla_fx.register_patterns(tmp_path / "nowhere")
@@ -152,7 +161,7 @@ def test_an_entry_point_names_a_package_or_a_module(tmp_path, value):
     """In a process of its own, where the package is installed."""
     installed(tmp_path, value)
     folder_of(tmp_path / "own_rules", __init__="", stages="STAGE = 'cache'", own_entry=RULE)
-    code = "from mla_fx import discover; print([rule.name for rule in discover.rules()])"
+    code = "from mla_fx.driver import discovery; print([rule.name for rule in discovery.rules()])"
     command = [sys.executable, "-c", f"import sys; sys.path.append({str(tmp_path)!r}); {code}"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "'own_entry'" in told and "'mla_prolog'" in told
@@ -248,7 +257,7 @@ def test_a_rule_is_refused_where_it_is_made():
 
 def test_every_stage_is_a_pass():
     passes = [step.name.removeprefix("recognise ") for step in PIPELINE if step.name.startswith("recognise ")]
-    assert [*passes[:-1], passes[-1].removesuffix("s")] == list(STAGES)
+    assert [*passes[:-1], passes[-1].removesuffix("s")] == list(Stage)
 
 
 # --- a clone ----------------------------------------------------------------------------------------------------------

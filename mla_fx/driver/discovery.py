@@ -14,7 +14,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -44,14 +44,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Found:
-    """One instance of each class, sorted by name, and the files that hold none because they cannot be used."""
+    """One instance of each class, and the files that hold none because they cannot be used."""
 
     values: tuple[Any, ...]
     faults: tuple[Fault, ...]
 
 
 def rules() -> tuple[Rule[Any], ...]:
-    """One instance of every rule, sorted by name."""
+    """One instance of every rule, by name, but each behind those that it says to come after."""
     return found_rules().values
 
 
@@ -63,12 +63,30 @@ def targets() -> Mapping[str, Target]:
 
 @functools.cache
 def found_rules() -> Found:
-    return _found(packages(), Rule)
+    found = _found(packages(), Rule)
+    return replace(found, values=_in_order(found.values))
 
 
 @functools.cache
 def found_targets() -> Found:
     return _found((LOWERING,), Target)
+
+
+def _in_order(rules: Sequence[Rule[Any]]) -> tuple[Rule[Any], ...]:
+    met, ordered = set[Rule[Any]](), list[Rule[Any]]()
+
+    def place(rule: Rule[Any]) -> None:
+        if rule in met:
+            return
+        met.add(rule)
+        for other in rules:
+            if other.name in rule.after:
+                place(other)
+        ordered.append(rule)
+
+    for rule in rules:
+        place(rule)
+    return tuple(ordered)
 
 
 @functools.cache
@@ -111,6 +129,7 @@ def _find_beside(package: str) -> None:
 
 
 def _found(packages: Sequence[str], base: type) -> Found:
+    """Sorted by name."""
     values: dict[str, list[Any]] = {}
     faults = []
     for name, place, load in (file for package in packages for file in _files(package)):

@@ -13,6 +13,7 @@ from mla_fx.ops.common.collector import collector_paused
 from mla_fx.readings.cache_update import written_alike
 from mla_fx.readings.sizes import known_by
 from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
+from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
 from .absorb import absorb
@@ -50,7 +51,7 @@ def choose_absorbed(run: Run) -> None:
 def recognise_pieces(run: Run) -> None:
     """Norms and rotations that are left over, if the target wants them, in graphs in which something fused."""
     if run.fired and run.target.takes_pieces(run.options.extra):
-        recognise(PIECE)(run)
+        recognise(Stage.PIECE)(run)
 
 
 def clean_up(run: Run) -> None:
@@ -59,7 +60,7 @@ def clean_up(run: Run) -> None:
         drop_round_trips(run.emit)
         drop_empty_parts(run.emit)
     _erase_orphans(run)
-    rules = {rule.name for rule in run.rules if rule.stage == PIECE}
+    rules = {rule.name for rule in run.rules if rule.stage == Stage.PIECE}
     for node in run.graph.nodes:
         rule, name = node.meta.get(RULE), fused_name(node)
         if name is not None and rule in rules:
@@ -98,16 +99,15 @@ def prepare_inputs(run: Run) -> None:
         _note(run.report, {run.prepared.summary(): 1} if run.prepared.summary() else {})
 
 
-PIECE = "piece"
 SURVEY = Pass("survey", look_around)
 PIPELINE = (
     Pass("functionalize", take_back_twins),
     SURVEY,
-    Pass("recognise attention", recognise("attention")),
+    Pass("recognise attention", recognise(Stage.ATTENTION)),
     Pass("choose absorbed or expanded", choose_absorbed),
-    Pass("recognise context", recognise("context")),
-    Pass("recognise prolog", recognise("prolog")),
-    Pass("recognise cache", recognise("cache")),
+    Pass("recognise context", recognise(Stage.CONTEXT)),
+    Pass("recognise prolog", recognise(Stage.PROLOG)),
+    Pass("recognise cache", recognise(Stage.CACHE)),
     Pass("recognise pieces", recognise_pieces),
     Pass("clean up", clean_up),
     Pass("reinplace", reinplace_caches),
