@@ -14,19 +14,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_fx.cases import DV, Case, Layer
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import OperandAxes, ValuePattern, contract, var
+from mla_fx.cases import DV
 from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.readings.contraction import Contraction
-from mla_fx.readings.element import is_parameter
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.materialize import Axes, axes, result, tensor
-from mla_fx.rewriting.replacement import Replacement, replaced
-from mla_fx.rule import Rule
+from mla_fx.rule import (
+    Call,
+    Case,
+    Contraction,
+    Layer,
+    Match,
+    NoMatch,
+    OperandAxes,
+    Plan,
+    Rule,
+    ValuePattern,
+    contract,
+    is_parameter,
+    replaced,
+    result,
+    roles,
+    tensor,
+    var,
+)
 
 aten = torch.ops.aten
 
@@ -71,18 +81,6 @@ operator = define("latent_output", Arguments, body, returns=("out",), check=chec
 # --- the pattern -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The match, and the axes that the operands run over: tokens, heads, latent, value and hidden columns."""
-
-    match: Match
-    t: Axes
-    n: Axes
-    hckv: Axes
-    dv: Axes
-    he: Axes
-
-
 class _ScaledOutput(Layer):
     """The values are multiplied by a number for each column before they are projected."""
 
@@ -90,7 +88,7 @@ class _ScaledOutput(Layer):
         return super().attend(*operands) * torch.arange(1.0, DV + 1)
 
 
-class LatentOutput(Rule[Facts]):
+class LatentOutput(Rule):
     stage = "cache"
     targets = (aten.mm.default,)
     pattern = ValuePattern(
@@ -99,28 +97,25 @@ class LatentOutput(Rule[Facts]):
     accepts = (Case("plain", Layer, {"mla_prolog": 1, "latent_attention": 1, "latent_output": 1}),)
     rejects = (Case("scaled values", _ScaledOutput, because="a matrix product is multiplied by another value"),)
 
-    def check(self, match: Match) -> Facts:
+    def rewrite(self, match: Match) -> Plan:
+        """t are the axes of tokens, n of heads, hckv, dv and he of latent, value and hidden columns."""
         up, out = match.reading(Contraction, "up"), match.reading(Contraction, "out")
         if (up.factor, out.factor) != (1.0, 1.0):
             raise NoMatch("a product is multiplied by a number", out.node)
         for name in ("weight_uv", "weight_o"):
             if not is_parameter(match[name].node):
                 raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
+        t, he = roles(match, "value")
+        n, hckv = tuple(axis for axis in out.axes if axis in match["latents"].axes), up.axes
+        dv = tuple(axis for axis in out.axes if axis not in n)
+        call = Call(
+            operator.overload,
+            tensor(match["latents"], (t, n, hckv)),
+            tensor(match["weight_uv"], (n, dv, hckv)),
+            tensor(match["weight_o"], ((*n, *dv), he)),
+        )
         value = match.reading(OperandAxes, "value.axes")
-        t, he = (axes(dim, "the output", value.node) for dim in value.dims)
-        heads = match["latents"].axes
-        n = tuple(axis for axis in out.axes if axis in heads)
-        dv = tuple(axis for axis in out.axes if axis not in heads)
-        return Facts(match, t, n, up.axes, dv, he)
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        match, t, n, hckv, dv, he = facts.match, facts.t, facts.n, facts.hckv, facts.dv, facts.he
-        latents = tensor(emit, match["latents"], (t, n, hckv))
-        weight_uv = tensor(emit, match["weight_uv"], (n, dv, hckv))
-        weight_o = tensor(emit, match["weight_o"], ((*n, *dv), he))
-        out = emit.call(operator.overload, latents, weight_uv, weight_o)
-        value = match.reading(OperandAxes, "value.axes")
-        yield replaced(emit, value.node, value.dims, result(out, (t, he)))
+        return Plan(replaced(value.node, value.dims, result(call, (t, he))))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,64 @@
-"""What a file in `patterns/` holds: a rule, with its own cases.
+"""What a file in `patterns/` holds: a rule, with its own cases; and the one door to all that it is written with.
 
-For each anchor the engine asks for matches, one after the other, and takes the first that gets through: `check` turns
-it into facts, `rewrite` adds the fused operator and says which old values its results replace. Either may refuse with
-`NoMatch`; what was added is then taken back, and the next match is tried. The engine refuses too: if a value that the
-old results are computed from would not enter the operator, or if the program rounds coarser than it on the way.
+For each anchor the engine asks for matches, one after the other, and takes the first that gets through: `rewrite` makes
+a plan of it, which says what is called on which operands, and which old values the results replace. It may refuse with
+`NoMatch`, and the next match is tried. The engine refuses too, before it changes anything: if a value that the old
+results are computed from would not enter the operator, or if the program rounds coarser than it on the way.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Protocol
 
 from torch.fx import Graph, Node
 
-from .cases import Case
+from .cases import Appended, Case, Layer, NoRotaryPart, WeightedQuery
+from .errors import NoMatch
 from .graph.torch_private import OpOverload
 from .matching.match import Match
-from .matching.pattern import NearestMiss
-from .rewriting.emitter import Emitter
-from .rewriting.replacement import Replacement
+from .matching.pattern import (
+    AttentionPattern,
+    CallPattern,
+    NearestMiss,
+    Operand,
+    OperandAxes,
+    ValuePattern,
+    bound,
+    contract,
+    either,
+    gathered,
+    having,
+    rms_norm,
+    rope,
+    scaled,
+    stored,
+    twin,
+    var,
+)
+from .readings.attention import Attention
+from .readings.cache_update import CacheUpdate
+from .readings.contraction import Contraction
+from .readings.element import Element, element_of, is_parameter
+from .readings.paged import Paged
+from .readings.reading import Reading
+from .readings.rms_norm import RmsNorm
+from .readings.rope import Rope
+from .readings.views import shape_of
+from .rewriting.materialize import Axes, axes, ordered, tensor
+from .rewriting.operands import roles
+from .rewriting.plan import Call, Cast, Expression, Inlined, Plan, Replaced, ViewOf, result, times
+from .rewriting.replacement import ATTENTION, replaced
 
-Facts = TypeVar("Facts")
+__all__ = [
+    "ATTENTION", "Appended", "Attention", "AttentionPattern", "Axes", "CacheUpdate", "Call", "CallPattern",
+    "Case", "Cast", "Contraction", "Element", "Expression", "Inlined", "Layer", "Match", "NearestMiss", "NoMatch",
+    "NoRotaryPart", "Operand", "OperandAxes", "Paged", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope",
+    "Rule", "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "bound", "contract", "either", "element_of",
+    "gathered", "having", "is_parameter", "ordered", "replaced", "result", "rms_norm", "roles", "rope", "scaled",
+    "shape_of", "stored", "tensor", "times", "twin", "var",
+]  # fmt: skip
 
 
 class Stage(str, enum.Enum):
@@ -40,7 +77,7 @@ class Root(Protocol):
     def at(self, node: Node, nearest: NearestMiss) -> Iterator[Match]: ...
 
 
-class Rule(Generic[Facts]):
+class Rule:
     """One thing that is recognised: `pattern`, tried at every call of `targets`. It holds nothing about any graph."""
 
     stage: ClassVar[str]
@@ -74,12 +111,8 @@ class Rule(Generic[Facts]):
         """Every way in which the pattern matches at `anchor`."""
         return self.pattern.at(anchor, nearest)
 
-    def check(self, match: Match) -> Facts:
-        """What the rewrite needs to know. Raises NoMatch with the reason if the match must not be rewritten."""
-        raise NotImplementedError
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterable[Replacement]:
-        """Adds the fused operator and yields what its results replace, by `replaced`: all of that is done, or none."""
+    def rewrite(self, match: Match) -> Plan:
+        """What replaces the values that matched. Raises NoMatch with the reason if they must not be replaced."""
         raise NotImplementedError
 
     def looks_like_mla(self, anchor: Node) -> bool:

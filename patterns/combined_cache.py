@@ -10,41 +10,43 @@ of the cache, or views of these, that are written by index_copy, index_put, scat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HCKV, Case, Layer
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import NearestMiss
+from mla_fx.cases import HCKV
 from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
-from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
+from mla_fx.readings.cache_update import WRITES, cache_update
 from mla_fx.readings.calls import args_of
-from mla_fx.readings.element import Element, element_of, resolve
-from mla_fx.readings.reading import Reading, renamed
+from mla_fx.readings.element import resolve
+from mla_fx.readings.reading import renamed
 from mla_fx.readings.sizes import Size
-from mla_fx.readings.views import fresh_index, shape_of, written_slice
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.materialize import result, tensor
-from mla_fx.rewriting.operands import CacheRoles, Joined, cache_roles, check_same_write, emit_positions, joined
-from mla_fx.rewriting.replacement import ATTENTION, Replacement, replaced
-from mla_fx.rule import Rule
+from mla_fx.readings.views import fresh_index, written_slice
+from mla_fx.rewriting.operands import CacheRoles, batch_of_positions, cache_roles, check_same_write, joined, positions
+from mla_fx.rewriting.plan import first_node
+from mla_fx.rule import (
+    ATTENTION,
+    CacheUpdate,
+    Call,
+    Case,
+    Expression,
+    Layer,
+    Match,
+    NearestMiss,
+    NoMatch,
+    Plan,
+    Reading,
+    Rule,
+    element_of,
+    replaced,
+    result,
+    shape_of,
+    tensor,
+)
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The written cache, what each of the two writes puts into it, and the cache before both, read as a whole."""
-
-    node: Node
-    index: tuple[Index, ...]
-    first: CacheRoles
-    second: CacheRoles
-    old: Joined
 
 
 class _InTwo(Layer):
@@ -68,7 +70,7 @@ class _TwoPositions(_InTwo):
         return position - 1
 
 
-class CombinedCache(Rule[Facts]):
+class CombinedCache(Rule):
     stage = "context"
     targets = (aten.slice_scatter.default,)
     accepts = (Case("columns written in two", _InTwo, {"mla_prolog": 1, "latent_attention": 1}),)
@@ -86,7 +88,7 @@ class CombinedCache(Rule[Facts]):
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         yield Match().read("written", Reading(anchor))
 
-    def check(self, match: Match) -> Facts:
+    def rewrite(self, match: Match) -> Plan:
         """Two updates of neighbouring columns, of one cache and at the same positions."""
         node = match.reading(Reading, "written").node
         ranges, index = _columns(node), fresh_index(node)
@@ -101,26 +103,21 @@ class CombinedCache(Rule[Facts]):
         old = joined(mine, first.width, theirs, second.width)
         if old is None or old.axis.size != shape_of(node)[-1]:
             raise NoMatch("the two parts are not all the columns of one cache", node)
-        return Facts(node, index, first, second, old)
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        first, old = facts.first, facts.old
-        dims = first.batch, first.slot, (old.axis,)
-        cache = tensor(emit, old.element, dims)
-        dtype = cache.meta["val"].dtype
-        parts = [
-            tensor(emit, part.update.row, (first.batch, first.token, part.width), dtype=dtype, expand=True)
-            for part in (first, facts.second)
+        dims, dtype = (first.batch, first.slot, (old.axis,)), old.element.dtype
+        rows = [
+            tensor(part.update.row, (first.batch, first.token, part.width), dtype=dtype, expand=True)
+            for part in (first, second)
         ]
-        places = _places(emit, first, emit_positions(emit, first))
-        written = emit.call(aten.index_put.default, cache, places, emit.call(aten.cat.default, parts, -1))
+        cache, joined_rows = tensor(old.element, dims), Call(aten.cat.default, rows, -1)
+        written = result(Call(aten.index_put.default, cache, _indices(first), joined_rows), dims)
+        replacing = [replaced(node, (*index[:-1], of_axis(old.axis)), written)]
         start: Size = 0
-        for part in (first, facts.second):
+        for part in (first, second):
             columns = shifted(composite(part.width), start)
-            new = Element(written, (composite(part.batch), composite(part.slot), columns))
-            yield replaced(emit, part.update.node, part.update.index, new)
+            own = replace(written, index=(composite(part.batch), composite(part.slot), columns))
+            replacing.insert(-1, replaced(part.update.node, part.update.index, own))
             start += extent(columns)
-        yield replaced(emit, facts.node, (*facts.index[:-1], of_axis(old.axis)), result(written, dims))
+        return Plan(*replacing)
 
 
 def _puts_columns(node: Node) -> bool:
@@ -147,11 +144,11 @@ def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     return renamed(found, own)
 
 
-def _places(emit: Emitter, cache: CacheRoles, positions: Node) -> list[Node | None]:
-    """Positions [B or 1, S] as indices of a cache [B, T, width]."""
-    count, *_ = shape_of(positions)
+def _indices(cache: CacheRoles) -> list[Expression | None]:
+    """Where rows go, as indices of a cache [B, T, width]."""
+    found, count = positions(cache), batch_of_positions(cache)
     if count == 1:
-        return [None, emit.call(aten.squeeze.dim, positions, 0)]
-    options = {"start": 0, "step": 1, "dtype": torch.int64, "device": positions.meta["val"].device}
-    sequences = emit.call(torch.ops.prims.iota.default, emit.size(count), **options, requires_grad=False)
-    return [emit.call(aten.unsqueeze.default, sequences, 1), positions]
+        return [None, Call(aten.squeeze.dim, found, 0)]
+    options = {"start": 0, "step": 1, "dtype": torch.int64, "device": first_node(found).meta["val"].device}
+    sequences = Call(torch.ops.prims.iota.default, count, **options, requires_grad=False)
+    return [Call(aten.unsqueeze.default, sequences, 1), found]

@@ -10,41 +10,60 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HCKV, Appended, Case, NoRotaryPart, WeightedQuery
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import CallPattern, NearestMiss, Operand, either, rms_norm, rope, stored, var
-from mla_fx.readings.cache_update import WRITES, CacheUpdate, cache_update
+from mla_fx.cases import HCKV
+from mla_fx.readings.cache_update import WRITES, cache_update
 from mla_fx.readings.calls import named_argument
-from mla_fx.readings.element import Element, element_of
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.materialize import Axes, axes, result, tensor
+from mla_fx.readings.sizes import product
 from mla_fx.rewriting.operands import (
     CacheRoles,
-    Joined,
     cache_roles,
     check_norm_of_rows,
     check_same_write,
-    emit_caches,
-    emit_new_cache,
-    emit_tables,
     joined,
     last_dimension,
+    new_cache,
     normed,
-    replace_cache,
-    replace_rows,
+    positions_and_caches,
+    replaced_cache,
+    replaced_rows,
+    tables,
 )
-from mla_fx.rewriting.replacement import ATTENTION, Replacement
-from mla_fx.rule import Rule
+from mla_fx.rule import (
+    ATTENTION,
+    Appended,
+    CacheUpdate,
+    Call,
+    CallPattern,
+    Case,
+    Element,
+    Expression,
+    Match,
+    NearestMiss,
+    NoMatch,
+    NoRotaryPart,
+    Operand,
+    Plan,
+    Replaced,
+    RmsNorm,
+    Rope,
+    Rule,
+    WeightedQuery,
+    axes,
+    either,
+    element_of,
+    result,
+    rms_norm,
+    rope,
+    shape_of,
+    stored,
+    tensor,
+    var,
+)
 
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
@@ -72,20 +91,6 @@ PATTERN = CallPattern(
 WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE})
 
 
-@dataclass(frozen=True)
-class Facts:
-    """`along` are the columns of the rotary key before its rotation, if there is one; `kv` are both parts, where they
-    are neighbours."""
-
-    match: Match
-    kv: Joined | None
-    along: Axes
-    latent: CacheRoles
-    keys: CacheRoles | None
-    norm: RmsNorm
-    rotation: Rope | None
-
-
 class _TwoProjections(WeightedQuery):
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = x @ self.kv_a[:HCKV].T, (x + 1) @ self.kv_a[HCKV:].T
@@ -111,7 +116,7 @@ class _NoRotaryPartAppended(_NoRotaryPart, Appended):
     """The same with a cache that grows by cat."""
 
 
-class KvRmsnormRopeCache(Rule[Facts]):
+class KvRmsnormRopeCache(Rule):
     stage = "cache"
     targets = ATTENTION
     pattern = PATTERN
@@ -132,45 +137,36 @@ class KvRmsnormRopeCache(Rule[Facts]):
         has_rotary_part = named_argument(anchor, "kr_cache") is not None
         return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
 
-    def check(self, match: Match) -> Facts:
+    def rewrite(self, match: Match) -> Plan:
         """Latent and rotary key go to the same positions of two caches."""
         names = [name for name in PATTERN.operands if f"{name}.axes" in match.readings]
         updates = [update for name in names if (update := match.get(CacheUpdate, f"{name}.write")) is not None]
         if len(updates) < len(names):
             raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
         latent, *others = map(cache_roles, updates)
+        keys = others[0] if others else None
         norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
         check_norm_of_rows(norm, latent.width)
-        if not others:
-            return Facts(match, None, (), latent, None, norm, None)
-        (keys,) = others
-        check_same_write(latent, keys)
-        along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
-        kv = joined(match["latent"], latent.width, match["k_rope"], along)
-        return Facts(match, kv, along, latent, keys, norm, rotation)
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        latent, keys, rotation = facts.latent, facts.keys, facts.rotation
-        kv = _rows(emit, facts, latent.update.rows.meta["val"].dtype)
-        gamma = tensor(emit, facts.match["gamma"], (latent.width,))
-        options: dict[str, object] = {"epsilon": facts.norm.epsilon, "gamma_after_cast": facts.norm.gamma_after_cast}
-        if facts.norm.factor != 1.0:
-            options["kc_scale"] = facts.norm.factor
-        cos, sin = emit_tables(emit, rotation, ("cos", "sin"), (latent.batch, (), latent.token))
+        if keys is not None:
+            check_same_write(latent, keys)
+        options: dict[str, object] = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
+        if norm.factor != 1.0:
+            options["kc_scale"] = norm.factor
         if rotation is not None:
             options["rope_layout"] = rotation.layout
         if latent.update.position is None:
-            index, replace = None, _replace_rows
-            ckv_cache, k_cache = (_new_cache(emit, cache, kv) for cache in (latent, keys))
+            index, replaced_by = None, _replaced_rows
+            ckv_cache, k_cache = _new_cache(latent, latent), _new_cache(latent, keys)
             options["cache_mode"] = "BNSD"
         else:
-            index, ckv_cache, k_cache = emit_caches(emit, latent, keys)
-            replace = replace_cache
+            index, ckv_cache, k_cache = positions_and_caches(latent, keys)
+            replaced_by = replaced_cache
+        kv, gamma = _rows(match, latent, keys), tensor(match["gamma"], (latent.width,))
+        cos, sin = tables(rotation, ("cos", "sin"), (latent.batch, (), latent.token))
         target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
-        out = emit.call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
-        if keys is not None:
-            yield replace(emit, keys, emit.call(operator.getitem, out, 0))
-        yield replace(emit, latent, emit.call(operator.getitem, out, 1))
+        out = Call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
+        written = ((cache, Call(operator.getitem, out, place)) for place, cache in ((0, keys), (1, latent)) if cache)
+        return Plan(*(replaced_by(cache, new) for cache, new in written))
 
 
 def _is_cached(latents: Element) -> bool:
@@ -181,23 +177,27 @@ def _is_cached(latents: Element) -> bool:
         return latents.origin.target in WRITES  # in a way that is to be told
 
 
-def _new_cache(emit: Emitter, cache: CacheRoles | None, kv: Node) -> Node:
+def _new_cache(latent: CacheRoles, cache: CacheRoles | None) -> Expression:
     """[B,1,S,width]; without a rotary part that of its keys has no columns."""
-    lead = shape_of(kv)[:-1]
-    if cache is None:
-        return emit_new_cache(emit, kv, *lead, 0)
-    return emit_new_cache(emit, cache.update.rows, *lead, shape_of(cache.update.rows)[-1])
+    rows = latent.update.rows if cache is None else cache.update.rows
+    batch, tokens = (product(axis.size for axis in role) for role in latent.row)
+    return new_cache(rows, rows.meta["val"].dtype, batch, 1, tokens, 0 if cache is None else shape_of(rows)[-1])
 
 
-def _replace_rows(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
-    return replace_rows(emit, cache, result(out, (cache.batch, (), cache.token, cache.width)))
+def _replaced_rows(cache: CacheRoles, out: Expression) -> Replaced:
+    return replaced_rows(cache, result(out, (cache.batch, (), cache.token, cache.width)))
 
 
-def _rows(emit: Emitter, facts: Facts, dtype: torch.dtype) -> Node:
+def _rows(match: Match, latent: CacheRoles, keys: CacheRoles | None) -> Expression:
     """Latents and rotary keys side by side, [B,1,S,Hckv+Dr]: as they are, or joined if they were made apart."""
-    tokens = (facts.latent.batch, (), facts.latent.token)
-    if facts.kv is not None:
-        return tensor(emit, facts.kv.element, (*tokens, (facts.kv.axis,)), dtype=dtype)
-    parts = [("latent", facts.latent.width), *([] if facts.keys is None else [("k_rope", facts.along)])]
-    rows = [tensor(emit, facts.match[name], (*tokens, width), dtype=dtype, expand=True) for name, width in parts]
-    return rows[0] if len(rows) == 1 else emit.call(aten.cat.default, rows, -1)
+    tokens, dtype = (latent.batch, (), latent.token), latent.update.rows.meta["val"].dtype
+    parts = [("latent", latent.width)]
+    if keys is not None:
+        rotation = match.get(Rope, "rope")  # its columns are those of the rotary key before it is rotated
+        along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
+        kv = joined(match["latent"], latent.width, match["k_rope"], along)
+        if kv is not None:
+            return tensor(kv.element, (*tokens, (kv.axis,)), dtype=dtype)
+        parts.append(("k_rope", along))
+    rows = [tensor(match[name], (*tokens, width), dtype=dtype, expand=True) for name, width in parts]
+    return rows[0] if len(rows) == 1 else Call(aten.cat.default, rows, -1)

@@ -22,34 +22,56 @@ Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope di
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, DV, HCKV, B, Case, D, Layer, N, NoRotaryPart, S, T
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import AttentionPattern, NearestMiss, bound, contract, either, rms_norm, twin, var
+from mla_fx.cases import DR, DV, HCKV, B, D, N, S, T
 from mla_fx.ops.common.absorption import absorb_query, expand_output
-from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
+from mla_fx.readings.attention import anchors, attention, weighted_sum
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.calls import args_of
-from mla_fx.readings.contraction import Contraction, parted_at, segments
-from mla_fx.readings.element import Element, element_of
+from mla_fx.readings.contraction import parted_at, segments
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.quantised import quantised_up_projection
 from mla_fx.readings.sizes import at_most, product
-from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.factors import attention_factors
-from mla_fx.rewriting.inline import inline
-from mla_fx.rewriting.masks import check_is_causal, counts_from_first, emit_masks, known_causal
-from mla_fx.rewriting.materialize import Axes, axes, ordered, result, tensor
+from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
 from mla_fx.rewriting.operands import check_weight
-from mla_fx.rewriting.replacement import Replacement, replaced
-from mla_fx.rule import Rule
+from mla_fx.rule import (
+    Attention,
+    AttentionPattern,
+    Axes,
+    Call,
+    Case,
+    Contraction,
+    Element,
+    Expression,
+    Inlined,
+    Layer,
+    Match,
+    NearestMiss,
+    NoMatch,
+    NoRotaryPart,
+    Plan,
+    Rule,
+    axes,
+    bound,
+    contract,
+    either,
+    element_of,
+    ordered,
+    replaced,
+    result,
+    rms_norm,
+    tensor,
+    times,
+    twin,
+    var,
+)
 
 aten = torch.ops.aten
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv")
@@ -75,19 +97,9 @@ OVER_LATENTS = AttentionPattern(scores=(contract(var("query"), LATENT, name="nop
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The match, its softmax scale, the type to compute in, and the axes that each dimension of the operands runs over.
+class _Roles:
+    """The axes that each dimension of the operands runs over."""
 
-    `factors` multiply operands and the result `out` on top (LongCat scales its latents). `keys` and `values` say where
-    these are: expanded from the latents, or the latents themselves."""
-
-    match: Match
-    found: Attention
-    scale: float
-    factors: Mapping[str, float]
-    dtype: torch.dtype
-    keys: str
-    values: str
     b: Axes
     s: Axes
     n: Axes
@@ -187,7 +199,7 @@ QUANTISED = "latents are projected up by a weight that is stored in {}: leave kv
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
 
-class MlaAttention(Rule[Facts]):
+class MlaAttention(Rule):
     stage = "attention"
     accepts = (
         Case("keys joined by cat", Layer, ONE_EACH),
@@ -222,71 +234,39 @@ class MlaAttention(Rule[Facts]):
         if stored is not None:  # and nothing was found: whatever else was missed comes of that
             nearest.fail(Match(), NoMatch(QUANTISED.format(stored), found.value.origin), is_certain=True)
 
-    def check(self, match: Match) -> Facts:
-        found = match.reading(Attention, "attention")
-        nope, up, rotary = (match.get(Contraction, name) for name in ("nope", "up", "rope"))
-        assert nope is not None, "every pattern has it"
-        keys, values = match.choices.get("keys", "absorbed"), match.choices.get("values", "absorbed")
-        inner = nope.axes, () if up is None else up.axes
-        d, hckv = inner if keys == "expanded" else inner[::-1]
-        t, dr = axes(found.keys, "the context", found.node), () if rotary is None else rotary.axes
-        outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
-        b = ordered(match["kv_cache"].axes - {*t, *hckv}, outer)
-        n, s = (ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
-        dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
-        if values == "absorbed":
-            dv = _same_columns(dv, hckv, found.node)
-        self._check_operands(match, b, s, n, t, d, dr, hckv)
-        if rotary is None:
-            _check_rank(match, n, (*d, *dv))
+    def rewrite(self, match: Match) -> Plan:
+        found, a = match.reading(Attention, "attention"), _roles(match)
+        _check_operands(match, found, a)
+        if "rope" not in match.readings:
+            _check_rank(match, a.n, (*a.d, *a.dv))
+        keys, values = _forms(match)
         scale, factors = attention_factors(match, keys, dtype := _dtype(match))
-        return Facts(match, found, scale, factors, dtype, keys, values, b, s, n, t, d, dr, hckv, dv)
 
-    def _check_operands(self, match: Match, b: Axes, s: Axes, n: Axes, t: Axes, d: Axes, dr: Axes, hckv: Axes) -> None:
-        """Each operand has its own dimensions and no others."""
-        found = match.reading(Attention, "attention")
-        if "weight_uk" in match.elements:
-            check_weight(match["weight_uk"], "weight_uk")
-        _check_shared(match["kv_cache"], "the latent", {*b, *t, *hckv}, n, t)
-        if "kr_cache" in match.elements:
-            _check_shared(match["kr_cache"], "k_rope", {*b, *t, *dr}, n, t)
-        for name, columns in (("q_nope", d), ("q_rope", dr), ("query", hckv)):
-            if name in match.elements:
-                _check_axes(match[name], name, {*b, *s, *n, *columns})
-        for mask in found.masks:
-            _check_axes(mask.element, "the mask", {*b, *n, *s, *t})
-        if isinstance(found.sink, Element) and not found.sink.axes <= set(n):
-            raise NoMatch("the attention sink is no number for each head", found.sink.origin)
-        check_is_causal(found, s)
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        match, found = facts.match, facts.found
-        b, s, n, t, d, dr, hckv, dv = facts.b, facts.s, facts.n, facts.t, facts.d, facts.dr, facts.hckv, facts.dv
-
-        def operand(name: str, *dims: Axes) -> Node | None:
+        def operand(name: str, *dims: Axes) -> Expression | None:
             return made(name, *dims) if name in match.elements else None
 
-        def made(name: str, *dims: Axes) -> Node:
-            node = tensor(emit, match[name], dims, dtype=facts.dtype, expand=True)
-            return emit.scaled(node, facts.factors.get(name, 1.0))
+        def made(name: str, *dims: Axes) -> Expression:
+            return times(tensor(match[name], dims, dtype=dtype, expand=True), factors.get(name, 1.0))
 
-        context = operand("q_rope", b, s, n, dr), operand("kv_cache", b, t, hckv), operand("kr_cache", b, t, dr)
-        masks, options = _masks(emit, facts)
-        if facts.keys == facts.values == "expanded":
-            weights = operand("weight_uk", n, d, hckv), operand("weight_uv", n, dv, hckv)
-            target = torch.ops.mla_fx.mla_attention.default
-            out = emit.call(target, made("q_nope", b, s, n, d), *context, *weights, *masks, **options)
+        kv_cache, kr_cache = made("kv_cache", a.b, a.t, a.hckv), operand("kr_cache", a.b, a.t, a.dr)
+        context = operand("q_rope", a.b, a.s, a.n, a.dr), kv_cache, kr_cache
+        masks, options = _masks(found, a, dtype)
+        if keys == values == "expanded":
+            weights = made("weight_uk", a.n, a.d, a.hckv), made("weight_uv", a.n, a.dv, a.hckv)
+            operands = made("q_nope", a.b, a.s, a.n, a.d), *context, *weights, *masks
+            out: Expression = Call(torch.ops.mla_fx.mla_attention.default, *operands, scale=scale, **options)
         else:
-            if facts.keys == "absorbed":
-                query = made("query", b, s, n, hckv)
+            if keys == "absorbed":
+                query = made("query", a.b, a.s, a.n, a.hckv)
             else:
-                q_nope, weight_uk = made("q_nope", b, s, n, d), operand("weight_uk", n, d, hckv)
-                query = inline(emit, absorb_query, q_nope, weight_uk)
-            out = emit.call(torch.ops.mla_fx.latent_attention.default, query, *context, *masks, **options)
-            if facts.values == "expanded":
-                out = inline(emit, expand_output, out, operand("weight_uv", n, dv, hckv))
-        out = emit.scaled(out, facts.factors.get("out", 1.0))
-        yield replaced(emit, found.node, found.index, result(out, (b, s, n, dv)), padding=found.padding)
+                q_nope, weight_uk = made("q_nope", a.b, a.s, a.n, a.d), made("weight_uk", a.n, a.d, a.hckv)
+                query = Inlined(absorb_query, (q_nope, weight_uk))
+            operands = query, *context, *masks
+            out = Call(torch.ops.mla_fx.latent_attention.default, *operands, scale=scale, **options)
+            if values == "expanded":
+                out = Inlined(expand_output, (out, made("weight_uv", a.n, a.dv, a.hckv)))
+        part = result(times(out, factors.get("out", 1.0)), (a.b, a.s, a.n, a.dv))
+        return Plan(replaced(found.node, found.index, part, padding=found.padding))
 
     def looks_like_mla(self, anchor: Node) -> bool:
         """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
@@ -296,28 +276,65 @@ class MlaAttention(Rule[Facts]):
         return any(seems_low_rank(element_of(node)) or quantised_up_projection(node) is not None for node in nodes)
 
 
-def _masks(emit: Emitter, facts: Facts) -> tuple[tuple[Node | None, ...], dict[str, object]]:
+def _forms(match: Match) -> tuple[str, str]:
+    """Whether keys and values are "expanded" from the latents, or the latents themselves: "absorbed"."""
+    return match.choices.get("keys", "absorbed"), match.choices.get("values", "absorbed")
+
+
+def _roles(match: Match) -> _Roles:
+    found = match.reading(Attention, "attention")
+    nope, up, rotary = (match.get(Contraction, name) for name in ("nope", "up", "rope"))
+    assert nope is not None, "every pattern has it"
+    keys, values = _forms(match)
+    inner = nope.axes, () if up is None else up.axes
+    d, hckv = inner if keys == "expanded" else inner[::-1]
+    t, dr = axes(found.keys, "the context", found.node), () if rotary is None else rotary.axes
+    outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
+    b = ordered(match["kv_cache"].axes - {*t, *hckv}, outer)
+    n, s = (ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
+    dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
+    if values == "absorbed":
+        dv = _same_columns(dv, hckv, found.node)
+    return _Roles(b=b, s=s, n=n, t=t, d=d, dr=dr, hckv=hckv, dv=dv)
+
+
+def _check_operands(match: Match, found: Attention, a: _Roles) -> None:
+    """Each operand has its own dimensions and no others."""
+    if "weight_uk" in match.elements:
+        check_weight(match["weight_uk"], "weight_uk")
+    _check_shared(match["kv_cache"], "the latent", {*a.b, *a.t, *a.hckv}, a.n, a.t)
+    if "kr_cache" in match.elements:
+        _check_shared(match["kr_cache"], "k_rope", {*a.b, *a.t, *a.dr}, a.n, a.t)
+    for name, columns in (("q_nope", a.d), ("q_rope", a.dr), ("query", a.hckv)):
+        if name in match.elements:
+            _check_axes(match[name], name, {*a.b, *a.s, *a.n, *columns})
+    for mask in found.masks:
+        _check_axes(mask.element, "the mask", {*a.b, *a.n, *a.s, *a.t})
+    if isinstance(found.sink, Element) and not found.sink.axes <= set(a.n):
+        raise NoMatch("the attention sink is no number for each head", found.sink.origin)
+    check_is_causal(found, a.s)
+
+
+def _masks(found: Attention, a: _Roles, dtype: torch.dtype) -> tuple[tuple[Expression | None, ...], dict[str, object]]:
     """A mask, or None and lengths that say the same, or neither; and the options, which may say it too."""
-    found, b, s = facts.found, facts.b, facts.s
-    causal = known_causal(found, b, s, facts.dtype)
-    is_causal = found.causal is not None or (causal is not None and counts_from_first(causal, s))
-    options: dict[str, object] = {"scale": facts.scale, "is_causal": is_causal}
+    causal = known_causal(found, a.b, a.s, dtype)
+    is_causal = found.causal is not None or (causal is not None and counts_from_first(causal, a.s))
+    options: dict[str, object] = {"is_causal": is_causal}
     mask = context_lens = fill = None
     if not is_causal:
-        mask, context_lens, fill = emit_masks(emit, found, causal, (b, facts.n, s, facts.t))
+        mask, context_lens, fill = mask_operands(found, causal, (a.b, a.n, a.s, a.t))
     if fill is not None:
         options["fill"] = fill
-    sinks = () if found.sink is None else (_emit_sinks(emit, found.sink, facts),)
+    sinks = () if found.sink is None else (_sinks(found.sink, a.n, found.node.meta["val"].device),)
     return ((mask,) if context_lens is None and not sinks else (mask, context_lens, *sinks)), options
 
 
-def _emit_sinks(emit: Emitter, sink: Element | float, facts: Facts) -> Node:
+def _sinks(sink: Element | float, n: Axes, device: torch.device) -> Expression:
     """The score beside those of the keys, for each head."""
     if isinstance(sink, Element):
-        return tensor(emit, sink, (facts.n,), expand=True)
-    heads = emit.size(product(axis.size for axis in facts.n))
-    device = facts.found.node.meta["val"].device
-    return emit.call(aten.full.default, [heads], sink, dtype=torch.float32, device=device)
+        return tensor(sink, (n,), expand=True)
+    heads = product(axis.size for axis in n)
+    return Call(aten.full.default, [heads], sink, dtype=torch.float32, device=device)
 
 
 def _heads_and_tokens(match: Match, others: set[Axis]) -> tuple[frozenset[Axis], frozenset[Axis]]:

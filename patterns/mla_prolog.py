@@ -13,60 +13,69 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from mla_fx.cases import DR, HCKV, HE, Appended, B, Case, D, Layer, N, NoRotaryPart, S
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import (
-    CallPattern,
-    NearestMiss,
-    Operand,
-    Pattern,
-    bound,
-    contract,
-    either,
-    having,
-    rms_norm,
-    rope,
-    scaled,
-    stored,
-    twin,
-    var,
-)
-from mla_fx.readings.cache_update import CacheUpdate
+from mla_fx.cases import DR, HCKV, HE, B, D, N, S
+from mla_fx.matching.pattern import Pattern
 from mla_fx.readings.calls import named_argument
-from mla_fx.readings.contraction import Contraction
-from mla_fx.readings.element import Element
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.emitter import Emitter
+from mla_fx.readings.sizes import product
 from mla_fx.rewriting.factors import query_factor, query_scale
-from mla_fx.rewriting.materialize import Axes, result, tensor
 from mla_fx.rewriting.operands import (
     CacheRoles,
     cache_roles,
     check_norm_of_rows,
     check_same_write,
     check_weight,
-    emit_caches,
-    emit_new_cache,
-    emit_tables,
     joined_weights,
     last_dimension,
+    new_cache,
     normed,
-    replace_cache,
-    replace_rows,
-    roles,
+    positions_and_caches,
+    replaced_cache,
+    replaced_rows,
     rotary,
+    tables,
 )
-from mla_fx.rewriting.replacement import Replacement
-from mla_fx.rule import Rule
+from mla_fx.rule import (
+    Appended,
+    Axes,
+    CacheUpdate,
+    Call,
+    CallPattern,
+    Case,
+    Cast,
+    Contraction,
+    Element,
+    Expression,
+    Layer,
+    Match,
+    NearestMiss,
+    NoMatch,
+    NoRotaryPart,
+    Operand,
+    Plan,
+    Replaced,
+    RmsNorm,
+    Rope,
+    Rule,
+    bound,
+    contract,
+    either,
+    having,
+    result,
+    rms_norm,
+    roles,
+    rope,
+    scaled,
+    shape_of,
+    stored,
+    tensor,
+    twin,
+    var,
+)
 
 aten = torch.ops.aten
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
@@ -137,33 +146,6 @@ WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE, "query": QUERY}, fixed=
 RESULTS = ("query", "query_rope", "kv_cache", "kr_cache")
 
 
-Weight = tuple[Element, Axes]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """`tokens` are batch and tokens as the operator takes them, `n` and `hckv` heads and latent columns of the query,
-    `he` and `hcq` the columns of hidden states and query latents; the weights of two parts come with the columns of
-    both. `rotation` is that of the key, beside which the query is multiplied by the number `qc_qr_scale`; the tensor
-    `query_scale` multiplies what the operator returns. What has no rotary part has no `keys`."""
-
-    match: Match
-    tokens: tuple[Axes, Axes]
-    n: Axes
-    hckv: Axes
-    he: Axes
-    hcq: Axes
-    weight_uq_qr: Weight
-    weight_dkv_kr: Weight
-    norm: RmsNorm
-    query_norm: RmsNorm | None
-    rotation: Rope | None
-    qc_qr_scale: float
-    query_scale: Element | None
-    latent: CacheRoles | None
-    keys: CacheRoles | None
-
-
 class _DirectQuery(Layer):
     """DeepSeek-V2-Lite: no low-rank query."""
 
@@ -232,7 +214,7 @@ class _OtherTokens(Layer):
         return super().query(x.flip(1))
 
 
-class MlaProlog(Rule[Facts]):
+class MlaProlog(Rule):
     stage = "prolog"
     targets = (torch.ops.mla_fx.latent_attention.default,)
     pattern = PATTERN
@@ -258,76 +240,28 @@ class MlaProlog(Rule[Facts]):
         has_rotary_part = named_argument(anchor, "query_rope") is not None
         return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
 
-    def check(self, match: Match) -> Facts:
+    def rewrite(self, match: Match) -> Plan:
         """Weights are parts of one matrix each; query and key come from the same tokens, rotated and written alike."""
         _check_products(match)
         latent, keys = _caches(match)
-        b, s, n, hckv = roles(match, "query")
-        tokens = ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
+        tokens = _tokens(match, latent)
         _check_rows(match, tokens, latent, keys)
-        norm, query_norm = match.reading(RmsNorm, "ckv"), _query_norm(match)
-        width = _width(match, "kv_cache", latent)
-        check_norm_of_rows(norm, width)
-        rotation = match.get(Rope, "kr_cache.rope")
-        factor, scale = query_factor(match), query_scale(match, {*b, *s, *n})
-        he = hcq = match.reading(Contraction, "dkv").axes
-        if query_norm is not None:
-            hcq = match.reading(Contraction, "uq").axes
-            check_norm_of_rows(query_norm, hcq)
-        uq_qr = match["weight_uq"], match.reading(Contraction, "uk").axes
-        dkv_kr = match["weight_dkv"], width
-        if "query_rope" in _given(match):
-            qr = rotary(match, "query_rope", roles(match, "query_rope")[3])
-            uq_qr = joined_weights(match, ("weight_uq", uq_qr[1]), ("weight_qr", qr), "q_nope and q_rope")
-            kr = rotary(match, "kr_cache", _width(match, "kr_cache", keys))
-            dkv_kr = joined_weights(match, ("weight_dkv", width), ("weight_kr", kr), "latent and rotary key")
-        weights, norms = (uq_qr, dkv_kr), (norm, query_norm)
-        return Facts(match, tokens, n, hckv, he, hcq, *weights, *norms, rotation, factor, scale, latent, keys)
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        match, tokens, n, hckv = facts.match, facts.tokens, facts.n, facts.hckv
-        given = _given(match)
-        x = tensor(emit, match["token_x"], (*tokens, facts.he))
-        dtype = x.meta["val"].dtype
+        check_norm_of_rows(match.reading(RmsNorm, "ckv"), _width(match, "kv_cache", latent))
+        options, (b, s, n, _) = _options(match), roles(match, "query")
+        scale = query_scale(match, {*b, *s, *n})
+        given, dtype = _given(match), match["token_x"].dtype
         if dtype != (held := given["kv_cache"].meta["val"].dtype):
-            raise NoMatch(f"token_x is {dtype}, the cache {held}", x)
-
-        def weight(element: Element, *dims: Axes) -> Node:
-            return tensor(emit, element, dims, dtype=dtype)
-
-        (uq_qr, query_columns), (dkv_kr, key_columns) = facts.weight_uq_qr, facts.weight_dkv_kr
-        *index_and_caches, mode = _cache_operands(emit, facts, x)
+            raise NoMatch(f"token_x is {dtype}, the cache {held}", match["token_x"].origin)
+        rotation = match.get(Rope, "kr_cache.rope")
+        *index_and_caches, mode = _cache_operands(match, latent, keys, tokens)
         operands = (
-            x,
-            weight(match["weight_dq"], facts.he, facts.hcq) if facts.query_norm else None,
-            weight(uq_qr, facts.hcq, (*n, *query_columns)),
-            weight(match["weight_uk"], n, match.reading(Contraction, "uk").axes, hckv),
-            weight(dkv_kr, facts.he, key_columns),
-            tensor(emit, match["gamma_cq"], (facts.hcq,)) if facts.query_norm else None,
-            tensor(emit, match["gamma_ckv"], (_width(match, "kv_cache", facts.latent),)),
-            *emit_tables(emit, facts.rotation, ("sin", "cos"), facts.tokens),
+            tensor(match["token_x"], (*tokens, match.reading(Contraction, "dkv").axes)),
+            *_weights(match, dtype, latent, keys),
+            *tables(rotation, ("sin", "cos"), tokens),
             *index_and_caches,
         )
-        target = torch.ops.mla_fx.mla_prolog.default
-        out = emit.call(target, *operands, **_options(facts), cache_mode=mode)
-        made = [emit.call(operator.getitem, out, place) for place in range(4)]
-        if facts.query_scale is not None:
-            scale = tensor(emit, facts.query_scale, (*tokens, n, ()))
-            made[:2] = (emit.call(aten.mul.Tensor, part, scale) for part in made[:2])
-        caches = {"kv_cache": facts.latent, "kr_cache": facts.keys}
-        for name, new in zip(RESULTS, made, strict=True):
-            old, cache = given.get(name), caches.get(name)
-            if old is None:
-                continue
-            if name not in caches:
-                part = result(new, (*tokens, n, roles(match, name)[-1]))
-                yield Replacement(old, tensor(emit, part, roles(match, name), dtype=old.meta["val"].dtype))
-            elif cache is None:
-                yield Replacement(old, emit.call(aten.squeeze.dim, new, 2))
-            elif mode == "BSND":
-                yield replace_rows(emit, cache, result(new, (cache.batch, cache.token, (), cache.width)))
-            else:
-                yield replace_cache(emit, cache, new)
+        out = Call(torch.ops.mla_fx.mla_prolog.default, *operands, **options, cache_mode=mode)
+        return Plan(*_replaced(match, out, tokens, scale, {"kv_cache": latent, "kr_cache": keys}))
 
 
 def _given(match: Match) -> dict[str, Node]:
@@ -369,6 +303,43 @@ def _width(match: Match, operand: str, cache: CacheRoles | None) -> Axes:
     return cache.width if cache else roles(match, operand)[2]
 
 
+def _tokens(match: Match, latent: CacheRoles | None) -> tuple[Axes, Axes]:
+    """Batch and tokens as the operator takes them: a cache without a batch is written by all tokens as one sequence."""
+    b, s, _, _ = roles(match, "query")
+    return ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
+
+
+def _weights(
+    match: Match, dtype: torch.dtype, latent: CacheRoles | None, keys: CacheRoles | None
+) -> list[Expression | None]:
+    """weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, and both gammas; without a low-rank query two are None."""
+    _, _, n, hckv = roles(match, "query")
+    query_norm = _query_norm(match)
+    d, he = match.reading(Contraction, "uk").axes, match.reading(Contraction, "dkv").axes
+    hcq, width = he, _width(match, "kv_cache", latent)
+    if query_norm is not None:
+        hcq = match.reading(Contraction, "uq").axes
+        check_norm_of_rows(query_norm, hcq)
+    uq_qr, dkv_kr = (match["weight_uq"], d), (match["weight_dkv"], width)
+    if "query_rope" in _given(match):
+        qr = rotary(match, "query_rope", roles(match, "query_rope")[3])
+        uq_qr = joined_weights(match, ("weight_uq", d), ("weight_qr", qr), "q_nope and q_rope")
+        kr = rotary(match, "kr_cache", _width(match, "kr_cache", keys))
+        dkv_kr = joined_weights(match, ("weight_dkv", width), ("weight_kr", kr), "latent and rotary key")
+
+    def weight(element: Element, *dims: Axes) -> Expression:
+        return tensor(element, dims, dtype=dtype)
+
+    return [
+        None if query_norm is None else weight(match["weight_dq"], he, hcq),
+        weight(uq_qr[0], hcq, (*n, *uq_qr[1])),
+        weight(match["weight_uk"], n, d, hckv),
+        weight(dkv_kr[0], he, dkv_kr[1]),
+        None if query_norm is None else tensor(match["gamma_cq"], (hcq,)),
+        tensor(match["gamma_ckv"], (width,)),
+    ]
+
+
 def _query_norm(match: Match) -> RmsNorm | None:
     if match.choices["query_rank"] == "full":
         return None
@@ -378,22 +349,48 @@ def _query_norm(match: Match) -> RmsNorm | None:
     return query_norm
 
 
-def _cache_operands(emit: Emitter, facts: Facts, x: Node) -> tuple[Node | None, Node, Node, str]:
-    if facts.latent is not None and facts.latent.update.position is not None:
-        return *emit_caches(emit, facts.latent, facts.keys), "Norm"
-    given = _given(facts.match)
+def _cache_operands(
+    match: Match, latent: CacheRoles | None, keys: CacheRoles | None, tokens: tuple[Axes, Axes]
+) -> tuple[Expression | None, Expression, Expression, str]:
+    if latent is not None and latent.update.position is not None:
+        return *positions_and_caches(latent, keys), "Norm"
+    given, x = _given(match), match["token_x"]
+    lead = [product(axis.size for axis in role) for role in tokens]
     widths = (shape_of(given[name])[-1] if name in given else 0 for name in ("kv_cache", "kr_cache"))
-    kv_cache, kr_cache = (emit_new_cache(emit, x, *shape_of(x)[:2], 1, width) for width in widths)
+    kv_cache, kr_cache = (new_cache(x.origin, x.dtype, *lead, 1, width) for width in widths)
     return None, kv_cache, kr_cache, "BSND"
 
 
-def _options(facts: Facts) -> dict[str, object]:
-    norm, query_norm = facts.norm, facts.query_norm
+def _options(match: Match) -> dict[str, object]:
+    norm, query_norm, rotation = match.reading(RmsNorm, "ckv"), _query_norm(match), match.get(Rope, "kr_cache.rope")
     options: dict[str, object] = {"rmsnorm_epsilon_ckv": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
-    scales = {"qc_qr_scale": facts.qc_qr_scale, "kc_scale": norm.factor}
+    scales = {"qc_qr_scale": query_factor(match), "kc_scale": norm.factor}
     options |= {name: scale for name, scale in scales.items() if scale != 1.0}
     if query_norm is not None:
         options["rmsnorm_epsilon_cq"] = query_norm.epsilon
-    if facts.rotation is not None:
-        options["rope_layout"] = facts.rotation.layout
+    if rotation is not None:
+        options["rope_layout"] = rotation.layout
     return options
+
+
+def _replaced(
+    match: Match, out: Call, tokens: tuple[Axes, Axes], scale: Element | None, caches: dict[str, CacheRoles | None]
+) -> Iterator[Replaced]:
+    """Both parts of the query, and the caches, or the rows that are used as they are."""
+    given, n = _given(match), roles(match, "query")[2]
+    for place, name in enumerate(RESULTS):
+        old, new = given.get(name), Call(operator.getitem, out, place)
+        if old is None:
+            continue
+        cache = caches.get(name)
+        if name not in caches:
+            new = new if scale is None else Call(aten.mul.Tensor, new, tensor(scale, (*tokens, n, ())))
+            columns = roles(match, name)[-1]
+            part = tensor(result(new, (*tokens, n, columns)), roles(match, name))
+            yield Replaced(old, Cast(part, old.meta["val"].dtype))
+        elif cache is None:
+            yield Replaced(old, Call(aten.squeeze.dim, new, 2))
+        elif cache.update.position is None:
+            yield replaced_rows(cache, result(new, (cache.batch, cache.token, (), cache.width)))
+        else:
+            yield replaced_cache(cache, new)

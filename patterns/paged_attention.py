@@ -18,57 +18,50 @@ Axes: b batch, s query tokens, h key heads, g query heads of each, t context tok
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.nn.functional import scaled_dot_product_attention
 
-from mla_fx.cases import HE, B, Case, S, T
-from mla_fx.errors import NoMatch
-from mla_fx.graph.torch_private import share_storage
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import AttentionPattern, NearestMiss, contract, gathered, var
+from mla_fx.cases import HE, B, S, T
 from mla_fx.ops.common.check import FLOATS
-from mla_fx.readings.attention import Attention, anchors, attention
+from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.axes import Axis
-from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import is_coarser
-from mla_fx.readings.paged import GATHERS, Paged
+from mla_fx.readings.paged import GATHERS
 from mla_fx.readings.sizes import product
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.masks import check_is_causal, emit_masks, known_causal
-from mla_fx.rewriting.materialize import Axes, axes, ordered, result, tensor
-from mla_fx.rewriting.operands import emit_block_table
-from mla_fx.rewriting.replacement import Replacement, replaced
-from mla_fx.rule import Rule
-
-aten = torch.ops.aten
+from mla_fx.rewriting.masks import check_is_causal, known_causal, lengths, mask_operands
+from mla_fx.rewriting.operands import block_table
+from mla_fx.rule import (
+    Attention,
+    AttentionPattern,
+    Axes,
+    Call,
+    Case,
+    Contraction,
+    Expression,
+    Match,
+    NearestMiss,
+    NoMatch,
+    Paged,
+    Plan,
+    Rule,
+    ViewOf,
+    axes,
+    contract,
+    gathered,
+    ordered,
+    replaced,
+    result,
+    tensor,
+    times,
+    var,
+)
 
 KEYS = gathered(var("key_cache"), var("block_table"), name="keys")
 VALUES = gathered(var("value_cache"), var("block_table"), name="values")
 OVER_PAGES = AttentionPattern(scores=(contract(var("query"), KEYS, name="scores"),), value=VALUES)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is attended to, and the axes that each dimension of the operands runs over: `page` those of the context by
-    which blocks are looked up, `row` those within a block."""
-
-    match: Match
-    found: Attention
-    scores: Contraction
-    keys: Paged
-    values: Paged
-    b: Axes
-    s: Axes
-    h: Axes
-    g: Axes
-    page: Axes
-    row: Axes
-    d: Axes
-    v: Axes
 
 
 HEADS, KV_HEADS, WIDTH, COLUMNS, BLOCK = 4, 2, 8, 6, 4
@@ -205,7 +198,7 @@ class _HeadsOfValues(_Serving):
 ONE = {"paged_attention": 1}
 
 
-class PagedAttention(Rule[Facts]):
+class PagedAttention(Rule):
     stage = "attention"
     after = ("mla_attention",)  # which reads one latent for all heads in blocks, too
     yields_to_target = True
@@ -239,7 +232,8 @@ class PagedAttention(Rule[Facts]):
             return
         yield from OVER_PAGES.bindings(found, found.scores, nearest)
 
-    def check(self, match: Match) -> Facts:
+    def rewrite(self, match: Match) -> Plan:
+        """`page` are the axes of the context by which blocks are looked up, `row` those within a block."""
         found, scores = match.reading(Attention, "attention"), match.reading(Contraction, "scores")
         keys, values = match.reading(Paged, "keys"), match.reading(Paged, "values")
         if found.sink is not None:
@@ -258,22 +252,18 @@ class PagedAttention(Rule[Facts]):
             raise NoMatch("keys and values are not of the same heads", values.node)
         tokens = _tokens(found, rows, h)
         s, g = (ordered(part, outer) for part in (tokens, rows - tokens))
-        return Facts(match, found, scores, keys, values, b, s, h, g, page, row, d, v)
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        match, found, b, s = facts.match, facts.found, facts.b, facts.s
-        n, dtype = (*facts.h, *facts.g), found.node.meta["val"].dtype
-        query = tensor(emit, match["query"], (b, s, n, facts.d), dtype=dtype, expand=True)
+        n, dtype = (*h, *g), found.node.meta["val"].dtype
+        query = tensor(match["query"], (b, s, n, d), dtype=dtype, expand=True)
         caches = [
-            _pages(emit, paged, (axes(paged.block, "the blocks", paged.node), facts.row, facts.h, columns), dtype)
-            for paged, columns in ((facts.keys, facts.d), (facts.values, facts.v))
+            _pages(paged, (axes(paged.block, "the blocks", paged.node), row, h, columns), dtype)
+            for paged, columns in ((keys, d), (values, v))
         ]
-        table = emit_block_table(emit, b, facts.page, facts.keys, facts.values)
-        mask, lens, fill = _masks(emit, facts, (b, n, s, (*facts.page, *facts.row)), dtype)
-        options = {"scale": facts.scores.factor} | ({} if fill is None else {"fill": fill})
+        table = block_table(b, page, keys, values)
+        mask, lens, fill = _masks(found, (b, n, s, (*page, *row)), dtype)
+        options = {"scale": scores.factor} | ({} if fill is None else {"fill": fill})
         operator = torch.ops.mla_fx.paged_attention.batched
-        out = emit.scaled(emit.call(operator, query, *caches, table, lens, mask, **options), found.value_factor)
-        yield replaced(emit, found.node, found.index, result(out, (b, s, n, facts.v)), padding=found.padding)
+        out = times(Call(operator, query, *caches, table, lens, mask, **options), found.value_factor)
+        return Plan(replaced(found.node, found.index, result(out, (b, s, n, v)), padding=found.padding))
 
 
 def _tokens(found: Attention, rows: frozenset[Axis], h: Axes) -> frozenset[Axis]:
@@ -285,26 +275,22 @@ def _tokens(found: Attention, rows: frozenset[Axis], h: Axes) -> frozenset[Axis]
 
 
 def _masks(
-    emit: Emitter, facts: Facts, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
-) -> tuple[Node | None, Node | None, float | None]:
+    found: Attention, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
+) -> tuple[Expression | None, Expression | None, float | None]:
     """A mask, or lengths, and with what scores are filled."""
-    found, s = facts.found, facts.s
+    b, _, s, _ = dims
     if found.causal is None:
-        return emit_masks(emit, found, known_causal(found, dims[0], s, dtype), dims)
+        return mask_operands(found, known_causal(found, b, s, dtype), dims)
     check_is_causal(found, s)
-    device, steps = found.node.meta["val"].device, emit.size(product(axis.size for axis in s))
-    return None, emit.call(aten.full.default, [1], steps, dtype=torch.int64, device=device), None
+    return None, lengths(product(axis.size for axis in s), found.node.meta["val"].device), None
 
 
-def _pages(emit: Emitter, found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Node:
+def _pages(found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Expression:
     """A view of a cache, as a copy of all of it would cost more than what is gathered."""
     held = found.pages.dtype
     if held not in FLOATS or is_coarser(dtype, held):
         raise NoMatch(f"the cache is in {held}, and paged_attention computes in {dtype} here", found.node)
     if found.table.origin.meta["val"].device != found.node.meta["val"].device:
         raise NoMatch("the block table is on another device than the cache", found.table.origin)
-    pages = tensor(emit, found.pages, dims)
-    emit.sources.add(found.node)  # which holds what the pages hold
-    if not share_storage(pages.meta["val"], found.pages.origin.meta["val"]):
-        raise NoMatch("the cache would have to be copied to be read as pages of rows of heads", found.node)
-    return pages
+    because = "the cache would have to be copied to be read as pages of rows of heads"
+    return ViewOf(tensor(found.pages, dims, read_by=found.node), found.pages.origin, because)

@@ -9,43 +9,41 @@ for each token, which are blocks of one row. Which rows a table names is of no m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import B, Case, Layer, T
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import CallPattern, NearestMiss, Operand, var
+from mla_fx.cases import B, T
 from mla_fx.readings.axes import axes_of, cuts
-from mla_fx.readings.calls import args_of, named_argument, operands_of, options_of
-from mla_fx.readings.element import element_of
-from mla_fx.readings.paged import GATHERS, Paged, paged
-from mla_fx.readings.reading import Reading, renamed
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.materialize import Axes, axes, tensor
-from mla_fx.rewriting.operands import emit_block_table, roles
-from mla_fx.rewriting.replacement import ATTENTION, Replacement
-from mla_fx.rule import Rule
+from mla_fx.readings.calls import args_of, named_argument, options_of
+from mla_fx.readings.paged import GATHERS, paged
+from mla_fx.readings.reading import renamed
+from mla_fx.rewriting.operands import block_table
+from mla_fx.rule import (
+    ATTENTION,
+    Call,
+    CallPattern,
+    Case,
+    Expression,
+    Layer,
+    Match,
+    NearestMiss,
+    NoMatch,
+    Operand,
+    Plan,
+    Reading,
+    Replaced,
+    Rule,
+    axes,
+    element_of,
+    roles,
+    tensor,
+    var,
+)
 
 # b and t: batch and context, c latent and r rotary columns
 CACHES = {"kv_cache": Operand("btc", var("kv_cache")), "kr_cache": Operand("btr", var("kr_cache"))}
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Latents and rotary keys in pages, and the axes that each dimension of the operands runs over: `page` those of the
-    context by which blocks are looked up, `row` those within a block."""
-
-    match: Match
-    latent: Paged
-    keys: Paged
-    b: Axes
-    page: Axes
-    row: Axes
-    columns: tuple[Axes, Axes]
 
 
 BLOCK = 4
@@ -75,7 +73,7 @@ class _OtherTable(_Gathered):
         return self.table, self.table.flip(0)
 
 
-class PagedContext(Rule[Facts]):
+class PagedContext(Rule):
     stage = "context"
     targets = ATTENTION
     pattern = CallPattern(CACHES, fixed="bt")
@@ -90,8 +88,9 @@ class PagedContext(Rule[Facts]):
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         return (match.read("attention", Reading(anchor)) for match in super().bindings(anchor, nearest))
 
-    def check(self, match: Match) -> Facts:
-        """Both caches are pages of one size, looked up in one table."""
+    def rewrite(self, match: Match) -> Plan:
+        """Both caches are pages of one size, looked up in one table: `page` are the axes of the context by which blocks
+        are looked up, `row` those within a block."""
         (b, t, c), (*_, r) = (roles(match, name) for name in CACHES)
         latent, keys = (paged(match[name]) for name in CACHES)
         if latent.table != keys.table:
@@ -102,21 +101,16 @@ class PagedContext(Rule[Facts]):
         latent, keys = (renamed(found, parted) for found in (latent, keys))
         context = tuple(leaf for axis in t for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))
         (page, row), _ = (found.blocks_and_rows(context) for found in (latent, keys))
-        return Facts(match, latent, keys, b, page, row, (c, r))
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        old = facts.match.reading(Reading, "attention").node
         pages = {
-            name: tensor(emit, found.pages, (axes(found.block, "the blocks", found.node), facts.row, columns))
-            for name, found, columns in zip(CACHES, (facts.latent, facts.keys), facts.columns, strict=True)
+            name: tensor(found.pages, (axes(found.block, "the blocks", found.node), row, columns))
+            for name, found, columns in zip(CACHES, (latent, keys), (c, r), strict=True)
         }
-        table = emit_block_table(emit, facts.b, facts.page, facts.latent, facts.keys)
-        yield Replacement(old, with_pages(emit, old, pages, table))
+        old = match.reading(Reading, "attention").node
+        return Plan(Replaced(old, _with_pages(old, pages, block_table(b, page, latent, keys))))
 
 
-def with_pages(emit: Emitter, old: Node, pages: dict[str, Node], table: Node) -> Node:
+def _with_pages(old: Node, pages: dict[str, Expression], table: Expression) -> Call:
     """The call with pages for its contexts; its other operands are what they were."""
     gathered = {named_argument(old, name): new for name, new in pages.items()}
-    emit.sources.update(node for node in operands_of(old) if node not in gathered)
     args = [gathered.get(value, value) if isinstance(value, Node) else value for value in args_of(old)]
-    return emit.call(old.target, *args, **{**options_of(old), "block_table": table})
+    return Call(old.target, *args, **{**options_of(old), "block_table": table})

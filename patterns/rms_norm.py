@@ -8,36 +8,39 @@ It starts from the reciprocal root, and tries the products that follow.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.cases import HCQ, Case, WeightedQuery
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import NearestMiss, OperandAxes, ValuePattern, rms_norm, var
-from mla_fx.readings.element import CASTS, Element, is_coarser
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.materialize import Axes, result, tensor
-from mla_fx.rewriting.operands import check_norm_of_rows, roles
-from mla_fx.rewriting.replacement import Replacement, replaced
-from mla_fx.rule import Rule
+from mla_fx.cases import HCQ
+from mla_fx.readings.element import CASTS, is_coarser
+from mla_fx.rewriting.operands import check_norm_of_rows
+from mla_fx.rule import (
+    Call,
+    Case,
+    Element,
+    Match,
+    NearestMiss,
+    NoMatch,
+    OperandAxes,
+    Plan,
+    RmsNorm,
+    Rule,
+    ValuePattern,
+    WeightedQuery,
+    replaced,
+    result,
+    rms_norm,
+    roles,
+    tensor,
+    var,
+)
 
 aten = torch.ops.aten
 
 PATTERN = rms_norm(var("x"), var("gamma"), name="norm")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """`dims` are the axes of each dimension of the result, the normalised one last."""
-
-    match: Match
-    norm: RmsNorm
-    dims: tuple[Axes, ...]
 
 
 class _WeightFirst(WeightedQuery):
@@ -56,7 +59,7 @@ class _OneOfTwo(WeightedQuery):
 FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 
 
-class RmsNormAlone(Rule[Facts]):
+class RmsNormAlone(Rule):
     stage = "piece"
     targets = (aten.rsqrt.default,)
     yields_to_target = True
@@ -71,23 +74,19 @@ class RmsNormAlone(Rule[Facts]):
         for node in reversed(list(products(anchor))):
             yield from ValuePattern(PATTERN, rank=node.meta["val"].ndim).at(node, nearest)
 
-    def check(self, match: Match) -> Facts:
+    def rewrite(self, match: Match) -> Plan:
         """The norm is taken over the last dimension, all of it."""
         norm, dims = match.reading(RmsNorm, "norm"), roles(match, "value")
         if norm.factor != 1.0:
             raise NoMatch(f"the norm is multiplied by a number, {norm.factor:.6g}", norm.node)
         check_norm_of_rows(norm, dims[-1])
-        return Facts(match, norm, dims)
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        match, norm, dims = facts.match, facts.norm, facts.dims
         old = match.reading(OperandAxes, "value.axes")
         dtype = old.node.meta["val"].dtype
-        x = tensor(emit, _before_casts(match["x"]), dims, dtype=dtype)
-        gamma = tensor(emit, match["gamma"], dims[-1:], dtype=dtype)
+        x = tensor(_before_casts(match["x"]), dims, dtype=dtype)
+        gamma = tensor(match["gamma"], dims[-1:], dtype=dtype)
         options = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
-        out = emit.call(torch.ops.mla_fx.rms_norm.default, x, gamma, **options)
-        yield replaced(emit, old.node, old.dims, result(out, dims))
+        out = Call(torch.ops.mla_fx.rms_norm.default, x, gamma, **options)
+        return Plan(replaced(old.node, old.dims, result(out, dims)))
 
 
 def _before_casts(value: Element) -> Element:

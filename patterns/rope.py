@@ -7,25 +7,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, Appended, Case, WeightedQuery
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import OperandAxes, ValuePattern, rope, var
+from mla_fx.cases import DR
 from mla_fx.readings.cache_update import cache_update
 from mla_fx.readings.calls import named_argument
-from mla_fx.readings.element import element_of
-from mla_fx.readings.rope import Rope
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.materialize import Axes, axes, result, tensor
-from mla_fx.rewriting.operands import emit_table, last_dimension, roles
-from mla_fx.rewriting.replacement import Replacement, replaced
-from mla_fx.rule import Rule
+from mla_fx.rewriting.operands import last_dimension, tables
+from mla_fx.rule import (
+    Appended,
+    Call,
+    Case,
+    Match,
+    NoMatch,
+    OperandAxes,
+    Plan,
+    Rope,
+    Rule,
+    ValuePattern,
+    WeightedQuery,
+    axes,
+    element_of,
+    replaced,
+    result,
+    roles,
+    rope,
+    tensor,
+    var,
+)
 
 # An attention's operands that are rotated.
 QUERY = {
@@ -33,18 +44,6 @@ QUERY = {
     torch.ops.mla_fx.latent_attention.default: "query_rope",
 }
 KEYS = "kr_cache"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The axes of batch, tokens, heads and columns of the result."""
-
-    match: Match
-    rotation: Rope
-    b: Axes
-    s: Axes
-    n: Axes
-    r: Axes
 
 
 class _Interleaved(WeightedQuery):
@@ -67,7 +66,7 @@ class _Appended(WeightedQuery, Appended):
 FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 
 
-class RopeAlone(Rule[Facts]):
+class RopeAlone(Rule):
     stage = "piece"
     pattern = ValuePattern(rope(var("x"), name="rope", along=last_dimension("value")), rank=4)
     yields_to_target = True
@@ -87,22 +86,17 @@ class RopeAlone(Rule[Facts]):
                 with contextlib.suppress(NoMatch):
                     yield cache_update(element_of(named_argument(attention, KEYS))).rows
 
-    def check(self, match: Match) -> Facts:
+    def rewrite(self, match: Match) -> Plan:
         """Tables are the same for all heads; tokens are the dimension, before or behind the heads, along which the
         tables run."""
         rotation = match.reading(Rope, "rope")
-        b, one, other, _ = roles(match, "value")
-        tables = {
-            axis for table in (rotation.cos, rotation.sin) for half in (table.first, table.second) for axis in half.axes
-        }
-        s, n = (other, one) if tables & set(other) else (one, other)
-        return Facts(match, rotation, b, s, n, axes(rotation.along, "the rotary dimension", rotation.node))
-
-    def rewrite(self, emit: Emitter, facts: Facts) -> Iterator[Replacement]:
-        rotation, outer = facts.rotation, (facts.b, facts.s)
-        x = tensor(emit, facts.match["x"], (*outer, facts.n, facts.r))
-        cos, sin = (emit_table(emit, table, rotation.pair, outer) for table in (rotation.cos, rotation.sin))
-        out = emit.call(torch.ops.mla_fx.rope.default, x, cos, sin, rope_layout=rotation.layout)
-        old = facts.match.reading(OperandAxes, "value.axes")
-        element = result(out, (*outer, facts.n, roles(facts.match, "value")[-1]))
-        yield replaced(emit, old.node, old.dims, element)
+        old = match.reading(OperandAxes, "value.axes")
+        b, one, other, columns = roles(match, "value")
+        halves = (half for table in (rotation.cos, rotation.sin) for half in (table.first, table.second))
+        along = {axis for half in halves for axis in half.axes}
+        s, n = (other, one) if along & set(other) else (one, other)
+        r = axes(rotation.along, "the rotary dimension", rotation.node)
+        cos_and_sin = tables(rotation, ("cos", "sin"), (b, s))
+        x = tensor(match["x"], (b, s, n, r))
+        out = Call(torch.ops.mla_fx.rope.default, x, *cos_and_sin, rope_layout=rotation.layout)
+        return Plan(replaced(old.node, old.dims, result(out, (b, s, n, columns))))

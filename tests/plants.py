@@ -34,7 +34,7 @@ FAULTS = {
     "epsilon of the query 100 times as large": (PROLOG, _times("rmsnorm_epsilon_cq", 100)),
     "rotation the other way": (
         PROLOG,
-        _operand(PROLOG, "rope_sin", lambda emit, sin: emit.call(aten.neg.default, sin)),
+        _operand(PROLOG, "rope_sin", lambda emit, sin: emit.drafted(aten.neg.default, sin)),
     ),
     "sine and cosine swapped": (
         PROLOG,
@@ -42,7 +42,7 @@ FAULTS = {
     ),
     "rows written one slot further": (
         PROLOG,
-        _operand(PROLOG, "cache_index", lambda emit, index: emit.call(aten.add.Tensor, index, 1)),
+        _operand(PROLOG, "cache_index", lambda emit, index: emit.drafted(aten.add.Tensor, index, 1)),
     ),
 }
 
@@ -50,11 +50,11 @@ FAULTS = {
 def plant(patch, fault):
     """Has the rules make one fault."""
     wrong, change = FAULTS[fault]
-    call = Emitter.call
+    drafted = Emitter.drafted
 
     def planted(self, target, *args, **options):
         if target is wrong:
             args, options = change(self, target, args, options)
-        return call(self, target, *args, **options)
+        return drafted(self, target, *args, **options)
 
-    patch.setattr(Emitter, "call", planted)
+    patch.setattr(Emitter, "drafted", planted)

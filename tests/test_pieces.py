@@ -56,7 +56,7 @@ def refusal(rule, graph):
     (anchor,) = rule.anchors(graph)
     for match in rule.bindings(anchor, nearest):
         try:
-            rule.check(match.settled())
+            rule.rewrite(match.settled())
             return None
         except NoMatch as miss:
             nearest.fail(match, miss)

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_fx.errors import NoMatch
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.inline import inline
-from mla_fx.rewriting.replacement import Replacement, apply, check_nothing_is_lost
+from mla_fx.rewriting.plan import Call, Inlined, Plan, Replaced
+from mla_fx.rewriting.replacement import apply, check_nothing_is_lost, drafted
 
 aten = torch.ops.aten
 
@@ -37,6 +38,9 @@ class Rewritten:
     def anchor(self):
         return next(node for node in self.graph.nodes if node.op == "call_function")
 
+    def replace(self, old, new):
+        return apply(self.emit, drafted(self.emit, Plan(Replaced(self[old], new))))
+
     def run(self):
         self.graph.lint()
         self.module.recompile()
@@ -46,8 +50,7 @@ class Rewritten:
 def test_new_values_are_used_and_old_ones_erased():
     graph = Rewritten(lambda x, y: (x.sin() * y).exp() + y)
     with graph.emit.at(graph.anchor, "test"):
-        new = graph.emit.call(aten.cos.default, graph["x"])
-        erased = apply(graph.emit, [Replacement(graph["exp"], new)])
+        erased = graph.replace("exp", Call(aten.cos.default, graph["x"]))
     assert {node.name for node in erased} == {"exp", "mul", "sin"}
     x, y = graph.inputs
     torch.testing.assert_close(graph.run(), x.cos() + y)
@@ -56,8 +59,7 @@ def test_new_values_are_used_and_old_ones_erased():
 def test_what_others_still_read_stays():
     graph = Rewritten(lambda x: ((shared := x.sin()).exp(), shared))
     with graph.emit.at(graph.anchor, "test"):
-        new = graph.emit.call(aten.cos.default, graph["x"])
-        erased = apply(graph.emit, [Replacement(graph["exp"], new)])
+        erased = graph.replace("exp", Call(aten.cos.default, graph["x"]))
     assert [node.name for node in erased] == ["exp"]
     torch.testing.assert_close(graph.run(), (graph.inputs[0].cos(), graph.inputs[0].sin()))
 
@@ -66,19 +68,18 @@ def test_an_operand_that_stands_later_comes_first():
     """`neg` is computed behind the first value that is replaced, and does not need it."""
     graph = Rewritten(lambda x, y: (x.sin() + 1, y.neg().exp()))
     with graph.emit.at(graph.anchor, "test"):
-        new = graph.emit.call(aten.cos.default, graph["exp"])
-        apply(graph.emit, [Replacement(graph["add"], new)])
+        graph.replace("add", Call(aten.cos.default, graph["exp"]))
     _, y = graph.inputs
     torch.testing.assert_close(graph.run(), (y.neg().exp().cos(), y.neg().exp()))
 
 
-def test_an_operator_that_would_need_its_own_result_is_refused_and_taken_back():
+def test_an_operator_that_would_need_its_own_result_is_refused_and_not_added():
     graph = Rewritten(lambda x: x.sin().exp().neg())
     before = [node.name for node in graph.graph.nodes]
     refusal = pytest.raises(NoMatch, match="would need a value that it computes itself")
     with refusal, graph.emit.at(graph.anchor, "test"):
-        new = graph.emit.call(aten.cos.default, graph["exp"])
-        apply(graph.emit, [Replacement(graph["sin"], new), Replacement(graph["neg"], new)])
+        new = Call(aten.cos.default, graph["exp"])
+        apply(graph.emit, drafted(graph.emit, Plan(Replaced(graph["sin"], new), Replaced(graph["neg"], new))))
     assert [node.name for node in graph.graph.nodes] == before
     torch.testing.assert_close(graph.run(), graph.inputs[0].sin().exp().neg())
 
@@ -90,8 +91,7 @@ def in_place_of(function, lay_out=lambda x: x.T.contiguous().T):
     """`function` reads the sine of x, which is replaced by one that lies elsewhere in memory."""
     graph = Rewritten(lambda x: function(x.sin()))
     with graph.emit.at(graph.anchor, "test"):
-        new = inline(graph.emit, lambda x: lay_out(x.sin()), graph["x"])
-        apply(graph.emit, [Replacement(graph["sin"], new)])
+        graph.replace("sin", Inlined(lambda x: lay_out(x.sin()), (graph["x"],)))
     (x,) = graph.inputs
     torch.testing.assert_close(graph.run(), function(x.sin()), rtol=0, atol=0)
     return graph.graph.find_nodes(op="call_function", target=aten.clone.default)
@@ -121,14 +121,12 @@ def test_who_reads_more_memory_than_the_value_has_none_other():
     """What lies beside the columns is read, too."""
     graph = Rewritten(lambda x: (columns := x.sin()[:, :2], columns.as_strided((3, 4), (4, 1))))
     with pytest.raises(NoMatch, match="reads slice_1 by its strides"), graph.emit.at(graph.anchor, "test"):
-        new = inline(graph.emit, lambda x: x.sin()[:, :2].contiguous(), graph["x"])
-        apply(graph.emit, [Replacement(graph["slice_1"], new)])
+        graph.replace("slice_1", Inlined(lambda x: x.sin()[:, :2].contiguous(), (graph["x"],)))
 
 
 def lost(function, old, *sources, dtype=torch.float32):
     graph = Rewritten(function, dtype)
-    replacements = [Replacement(graph[old], graph[old])]
-    check_nothing_is_lost(replacements, {graph[name] for name in sources}, dtype)
+    check_nothing_is_lost([graph[old]], {graph[name] for name in sources}, dtype)
 
 
 def test_an_input_that_no_operand_is_made_from_is_lost():

@@ -10,7 +10,8 @@ from mla_fx.driver import discovery
 from mla_fx.passes.repeat import MOST_NODES, recipe, replay
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import signature
-from mla_fx.rewriting.replacement import Replacement
+from mla_fx.rewriting.plan import Call, Plan, Replaced, Value
+from mla_fx.rewriting.replacement import drafted
 
 aten = torch.ops.aten
 
@@ -215,10 +216,10 @@ def recorded(graph, anchor, old=None, reads=None, looked_into=None, checked=()):
     while source.op != "placeholder":
         source = source.all_input_nodes[0]
     with emit.at(graph.output_node(), "test"):
-        emit.sources.add(source)
-        new = emit.call(aten.cos.default, reads or source)
+        new = Call(aten.cos.default, Value(reads or source, source))
         looked_into = set(graph.nodes) if looked_into is None else looked_into
-        return emit, recipe(emit, anchor, looked_into, [Replacement(old or anchor, new)], set(checked))
+        plan = drafted(emit, Plan(Replaced(old or anchor, new)))
+        return emit, recipe(emit, anchor, looked_into, plan, set(checked))
 
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
@@ -230,9 +231,9 @@ def test_a_recipe_is_done_again():
     images = found.images(second, emit.known)
     assert {one.name: other.name for one, other in images.items()} == {"sin": "sin_1", "relu": "relu_1", "x_1": "y_1"}
     with emit.at(graph.output_node(), "test"):
-        (replacement,) = replay(emit, found, images)
-    assert replacement.old is second
-    assert (replacement.new.target, replacement.new.args[0].name) == (aten.cos.default, "y_1")
+        ((old, new),) = replay(emit, found, images).replaced
+    assert old is second
+    assert (new.target, new.args[0].name) == (aten.cos.default, "y_1")
 
 
 OTHERS = {

@@ -1,1 +1,1 @@
-"""One compilation from Dynamo's graph to a callable, with what is found, kept and told."""
+"""One compilation, from Dynamo's graph to a callable: options, discovery, caching, reports and the fence."""

@@ -48,7 +48,7 @@ class Compilation:
     report: Report
     keep_text: bool = False
     passes: tuple[Pass, ...] = PIPELINE
-    rules: tuple[Rule[Any], ...] = field(default_factory=discovery.rules)
+    rules: tuple[Rule, ...] = field(default_factory=discovery.rules)
     is_broken: bool = False
     input_names: tuple[str, ...] = ()
     key: str | None = None

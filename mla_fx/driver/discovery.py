@@ -50,7 +50,7 @@ class Found:
     faults: tuple[Fault, ...]
 
 
-def rules() -> tuple[Rule[Any], ...]:
+def rules() -> tuple[Rule, ...]:
     """One instance of every rule, by name, but each behind those that it says to come after."""
     return found_rules().values
 
@@ -72,10 +72,10 @@ def found_targets() -> Found:
     return _found((LOWERING,), Target)
 
 
-def _in_order(rules: Sequence[Rule[Any]]) -> tuple[Rule[Any], ...]:
-    met, ordered = set[Rule[Any]](), list[Rule[Any]]()
+def _in_order(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    met, ordered = set[Rule](), list[Rule]()
 
-    def place(rule: Rule[Any]) -> None:
+    def place(rule: Rule) -> None:
         if rule in met:
             return
         met.add(rule)

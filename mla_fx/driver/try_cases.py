@@ -17,7 +17,7 @@ from mla_fx.target import Compiled
 from .compilation import Compilation
 
 
-def run_case(case: Case, *more: Rule[Any]) -> Report:
+def run_case(case: Case, *more: Rule) -> Report:
     """Runs a case as it is and fused, by the rules in `patterns/` and `more`, and reports what happened.
 
     Raises AssertionError if an output or a buffer differs."""
@@ -40,13 +40,13 @@ def run_case(case: Case, *more: Rule[Any]) -> Report:
     return Report.merged(reports)
 
 
-def check_accepted(case: Case, *more: Rule[Any]) -> None:
+def check_accepted(case: Case, *more: Rule) -> None:
     """The case fuses just as often as it says, and answers as before. Raises AssertionError."""
     report = run_case(case, *more)
     assert {**report.fused, **report.pieces} == case.fused, f"{case.name}: expected {dict(case.fused)}, {report}"
 
 
-def check_refused(rule: Rule[Any], case: Case, *more: Rule[Any]) -> None:
+def check_refused(rule: Rule, case: Case, *more: Rule) -> None:
     """The rule refuses the case for the reason that it gives, and does not fire. Raises AssertionError."""
     report = run_case(case, *more)
     reasons = [miss.reason for miss in report.misses if miss.pattern == rule.name]

@@ -1,1 +1,1 @@
-"""What torch knows of a graph: memory, and all private names."""
+"""What PyTorch knows of a graph: memory, origins of nodes, and all private names of torch."""

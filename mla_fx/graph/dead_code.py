@@ -15,8 +15,9 @@ def unread_without(values: Iterable[Node]) -> set[Node]:
     pending = list(unread)
     while pending:
         for node in pending.pop().all_input_nodes:
-            is_unread = node.op == "call_function" and unread.issuperset(node.users) and not written(node)
-            if is_unread and node not in unread:
+            if node in unread or node.op != "call_function" or not unread.issuperset(node.users):
+                continue
+            if not written(node):
                 unread.add(node)
                 pending.append(node)
     return unread

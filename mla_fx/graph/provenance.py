@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any, Protocol
 
 from torch.fx import Graph, Node
 
@@ -31,8 +32,13 @@ def count_fused(graph: Graph) -> dict[str, int]:
     return counts
 
 
-def fused_name(node: Node) -> str | None:
-    """The name of the fused operator that a node calls, the same for its in-place form; None if it calls none."""
+class Calling(Protocol):
+    @property
+    def target(self) -> Any: ...
+
+
+def fused_name(node: Calling) -> str | None:
+    """The name of the fused operator that is called, the same for its in-place form; None if none is."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
         return None

@@ -1,1 +1,1 @@
-"""The passes, in the order of `pipeline`: each changes a graph, or says why not."""
+"""The passes. `pipeline` lists them in order; each changes the graph or says why not."""

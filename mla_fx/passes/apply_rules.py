@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -13,15 +13,14 @@ from torch.fx import Node
 from mla_fx.debug.report import Miss
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import REPLACED, fused_name, module_of, name_of, source_of
-from mla_fx.graph.torch_private import OpOverload
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import NearestMiss
 from mla_fx.readings.calls import noting
+from mla_fx.rewriting.draft import Draft, known
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.replacement import Replacement, apply, check_nothing_is_lost
+from mla_fx.rewriting.replacement import Drafted, apply, check_nothing_is_lost, drafted
 from mla_fx.rule import Rule
 
-from .lower import lowered
 from .repeat import Recipe, recipe, replay
 from .run import Run
 
@@ -39,7 +38,7 @@ def recognise(stage: str) -> Callable[[Run], None]:
     return apply_rules
 
 
-def _apply_rule(run: Run, rule: Rule[Any]) -> None:
+def _apply_rule(run: Run, rule: Rule) -> None:
     recipes: deque[Recipe] = deque(maxlen=MOST_RECIPES)
     for anchor in list(rule.anchors(run.graph)):
         nearest = NearestMiss()
@@ -51,28 +50,28 @@ def _apply_rule(run: Run, rule: Rule[Any]) -> None:
             run.report.misses.append(_miss(rule, anchor, nearest.miss, nearest.depth))
 
 
-def _miss(rule: Rule[Any], anchor: Node, miss: NoMatch, depth: int) -> Miss:
+def _miss(rule: Rule, anchor: Node, miss: NoMatch, depth: int) -> Miss:
     node = miss.node if miss.node is not None else anchor
     place = node.name, source_of(node), module_of(node)
     return Miss(rule.name, miss.reason, *place, depth, rule.looks_like_mla(anchor))
 
 
-def _replay(run: Run, rule: Rule[Any], anchor: Node, recipes: Iterable[Recipe]) -> bool:
+def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bool:
     """Does what was found at an earlier anchor, if everything is the same here."""
     for found in recipes:
         images = found.images(anchor, run.emit.known)
         if images is None:
             continue
         with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):
-            replacements = replay(run.emit, found, images)
+            plan = replay(run.emit, found, images)
             if not found.is_closed:
-                _check_loss(run, replacements)
-            _apply(run, rule, replacements)
+                _check_loss(plan)
+            _apply(run, rule, plan)
             return True
     return False
 
 
-def _try_at(run: Run, rule: Rule[Any], anchor: Node, nearest: NearestMiss, recipes: deque[Recipe]) -> bool:
+def _try_at(run: Run, rule: Rule, anchor: Node, nearest: NearestMiss, recipes: deque[Recipe]) -> bool:
     with noting() as looked_into:
         try:
             for match in rule.bindings(anchor, nearest):
@@ -85,21 +84,21 @@ def _try_at(run: Run, rule: Rule[Any], anchor: Node, nearest: NearestMiss, recip
 
 def _rewrite(
     run: Run,
-    rule: Rule[Any],
+    rule: Rule,
     anchor: Node,
     match: Match,
     nearest: NearestMiss,
     recipes: deque[Recipe],
     looked_into: Set[Node],
 ) -> bool:
-    """Adds the new nodes and puts them in the place of the old ones; a refusal on the way takes all of it back."""
+    """Drafts what the rule plans, and carries it out if nothing speaks against it."""
     try:
-        facts = rule.check(match.settled())
+        planned = rule.rewrite(match.settled())
         with run.emit.at(anchor, rule.name):
-            replacements = list(rule.rewrite(run.emit, facts))
-            checked = _check_loss(run, replacements)
-            found = recipe(run.emit, anchor, looked_into, replacements, checked)
-            _apply(run, rule, replacements)
+            plan = drafted(run.emit, planned)
+            checked = _check_loss(plan)
+            found = recipe(run.emit, anchor, looked_into, plan, checked)
+            _apply(run, rule, plan)
     except NoMatch as miss:
         nearest.fail(match, miss)
         return False
@@ -108,38 +107,36 @@ def _rewrite(
     return True
 
 
-def _apply(run: Run, rule: Rule[Any], replacements: Sequence[Replacement]) -> None:
+def _apply(run: Run, rule: Rule, plan: Drafted) -> None:
     if rule.yields_to_target:
-        for node in _fused(run.emit):
-            _ask_target(run, node)
-    _note_origins(run.emit, apply(run.emit, replacements))
+        for call in plan.fused:
+            _ask_target(run, call)
+    _note_origins(run.emit, apply(run.emit, plan))
 
 
 def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
     """A fused operator says what it stands for."""
     origins = [(node.name, name_of(node), source_of(node)) for node in erased]
-    for node in _fused(emit):
-        node.meta[REPLACED] = origins
+    for node in emit.added:
+        if fused_name(node) is not None:
+            node.meta[REPLACED] = origins
 
 
-def _fused(emit: Emitter) -> list[Node]:
-    return [node for node in emit.added if fused_name(node) is not None]
-
-
-def _check_loss(run: Run, replacements: Sequence[Replacement]) -> set[Node]:
+def _check_loss(plan: Drafted) -> set[Node]:
     """Refuses a rewrite that loses an input; returns the nodes that it looked at."""
     checked: set[Node] = set()
-    for node in _fused(run.emit):
-        checked |= check_nothing_is_lost(replacements, run.emit.sources, _first_dtype(node.meta["val"]))
+    for call in plan.fused:
+        checked |= check_nothing_is_lost(plan.olds, plan.sources, _first_dtype(call.value))
     return checked
 
 
-def _ask_target(run: Run, node: Node) -> None:
-    assert isinstance(node.target, OpOverload), "only calls of fused operators are asked for"
-    lowering = run.lowerings.get(node.target)
-    answer = None if lowering is None else lowered(node, lowering)
-    if isinstance(answer, str) and not run.target.runs_operators:
-        raise NoMatch(f"target {run.target.name!r}: {answer}", node)
+def _ask_target(run: Run, call: Draft) -> None:
+    lowering = run.lowerings.get(call.target)
+    if lowering is None or run.target.runs_operators:
+        return
+    answer = lowering(*known(call.args), **{name: known(value) for name, value in call.kwargs.items()})
+    if isinstance(answer, str):
+        raise NoMatch(f"target {run.target.name!r}: {answer}")
 
 
 def _first_dtype(value: Any) -> torch.dtype:

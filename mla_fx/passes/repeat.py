@@ -11,18 +11,19 @@ says, and whether all that enters a value still does, where that was found by lo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_aggregate
 
 from mla_fx.readings.element import constant, is_parameter
+from mla_fx.rewriting.draft import Draft, is_value
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import KnownValues
-from mla_fx.rewriting.replacement import Replacement
+from mla_fx.rewriting.replacement import Drafted
 
 MOST_NODES = 1000  # behind the replaced values; a larger part of a graph is not kept
 MOST_MET = 100  # nodes looked at on the way from an anchor to a replaced value
@@ -67,8 +68,8 @@ class Recipe:
     calls: Mapping[Node, _Call]
     inputs: Set[Node]
     sources: Set[Node]
-    added: tuple[_Call, ...]
-    replacements: tuple[Replacement, ...]
+    added: tuple[tuple[Node | Draft, Draft], ...]
+    replaced: tuple[tuple[Node, Draft | Node], ...]
     is_closed: bool
 
     def images(self, anchor: Node, known: KnownValues) -> Images | None:
@@ -103,30 +104,34 @@ def _may_stand_for(one: Node, other: Node) -> bool:
 
 
 def recipe(
-    emit: Emitter, anchor: Node, looked_into: Set[Node], replacements: Sequence[Replacement], checked: Set[Node]
+    emit: Emitter, anchor: Node, looked_into: Set[Node], plan: Drafted, checked: Set[Node]
 ) -> Recipe | None:
     """What was just found at `anchor`, before it is applied; None if it cannot be done again elsewhere. That nothing is
     lost was found by looking at the `checked` nodes."""
-    ends = [(one.old, way) for one in replacements if (way := _way(anchor, one.old)) is not None]
+    ends = [(old, way) for old in plan.olds if (way := _way(anchor, old)) is not None]
     calls = _behind([end for end, _ in ends], looked_into, emit.known)
-    if calls is None or len(ends) < len(replacements) or any(_is_input(one.old, looked_into) for one in replacements):
+    if calls is None or len(ends) < len(plan.olds) or any(_is_input(old, looked_into) for old in plan.olds):
         return None
     inputs = {node for node in calls if _is_input(node, looked_into)}
-    added = _ordered(emit.added, calls, emit.known)
+    added = _added(emit, plan, calls)
     if added is None:
         return None
-    sources, is_closed = emit.sources & calls.keys(), checked <= calls.keys() - inputs
-    return Recipe(tuple(ends), calls, inputs, sources, added, tuple(replacements), is_closed)
+    sources, is_closed = plan.sources & calls.keys(), checked <= calls.keys() - inputs
+    return Recipe(tuple(ends), calls, inputs, sources, added, plan.replaced, is_closed)
 
 
-def replay(emit: Emitter, found: Recipe, images: Images) -> list[Replacement]:
-    """Adds the calls of a recipe, on what stands for their operands, and replaces what stands for the old values."""
-    emit.sources = {images[source] for source in found.sources}
-    there = dict(images)
-    for call in found.added:
-        args, kwargs = (map_arg(value, lambda node: there.get(node, node)) for value in (call.args, call.kwargs))
-        there[call.node] = emit.call(call.target, *args, **kwargs)
-    return [Replacement(there[one.old], there[one.new]) for one in found.replacements]
+def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
+    """The calls of a recipe on what stands for their operands, in the place of what stands for the old values."""
+    there: dict[Any, Any] = dict(images)
+
+    def image(leaf: Any) -> Any:
+        return there.get(leaf, leaf) if is_value(leaf) else leaf
+
+    for part, call in found.added:
+        args, kwargs = map_aggregate((call.args, call.kwargs), image)
+        there[part] = emit.drafted(call.target, *args, **kwargs)
+    sources = {images[source] for source in found.sources}
+    return Drafted.of([(images[old], image(new)) for old, new in found.replaced], sources)
 
 
 def _behind(ends: list[Node], looked_into: Set[Node], known: KnownValues) -> dict[Node, _Call] | None:
@@ -153,20 +158,27 @@ def _call(node: Node, known: KnownValues) -> _Call:
     return _Call(node, node.target, node.args, node.kwargs, known.signature(node))
 
 
-def _ordered(added: Iterable[Node], calls: Mapping[Node, _Call], known: KnownValues) -> tuple[_Call, ...] | None:
-    """The added calls and those that were added before and used again, operands first; None if one reads what is
-    neither known nor a size."""
-    ordered: dict[Node, _Call] = {}
+def _added(
+    emit: Emitter, plan: Drafted, calls: Mapping[Node, _Call]
+) -> tuple[tuple[Node | Draft, Draft], ...] | None:
+    """The calls of a plan and those that were added before and are used again, operands first; None if one reads what
+    is neither known nor a size."""
+    ordered: dict[Node | Draft, Draft] = {}
 
-    def visit(node: Node) -> bool:
-        if node in calls or node in ordered or isinstance(node.meta["val"], torch.SymInt):
+    def visit(part: Node | Draft) -> bool:
+        if part in ordered or (isinstance(part, Node) and (part in calls or _is_size(part))):
             return True
-        if node.op != "call_function" or not all(map(visit, node.all_input_nodes)):
+        draft = part if isinstance(part, Draft) else emit.draft_of(part)
+        if draft is None or not all(map(visit, draft.operands)):
             return False
-        ordered[node] = _call(node, known)
+        ordered[part] = draft
         return True
 
-    return tuple(ordered.values()) if all(map(visit, added)) else None
+    return tuple(ordered.items()) if all(visit(new) for _, new in plan.replaced) else None
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta["val"], torch.SymInt)
 
 
 def _way(anchor: Node, end: Node) -> _Way | None:

@@ -7,7 +7,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -34,7 +33,7 @@ class Run:
 
     graph: Graph
     options: Options
-    rules: tuple[Rule[Any], ...]
+    rules: tuple[Rule, ...]
     report: Report
     target: Target = field(default_factory=Target)
     weights: Set[Node] | None = None

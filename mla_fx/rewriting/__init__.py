@@ -1,1 +1,1 @@
-"""From a match to nodes of a graph."""
+"""From a plan to nodes of a graph: expressions, layouts, drafts, and what they replace."""

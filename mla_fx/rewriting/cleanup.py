@@ -63,7 +63,7 @@ def drop_empty_parts(emit: Emitter) -> None:
             value = node.meta["val"]
             if not isinstance(value, torch.Tensor) or 0 not in shape_of(node):
                 continue
-            with emit.graph.inserting_before(node):
+            with emit.before(node):
                 sizes = list(map(emit.size, shape_of(node)))
                 empty = emit.call(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
             node.replace_all_uses_with(empty)
@@ -84,7 +84,7 @@ def _drop_round_trips(emit: Emitter, wide: Node, narrow: Node) -> None:
             stand_in(narrow, user)
             user.replace_all_uses_with(narrow)
         elif user.target in MOVES and user.all_input_nodes == [wide]:
-            with emit.graph.inserting_before(user):
+            with emit.before(user):
                 view = emit.call(user.target, narrow, *user.args[1:], **user.kwargs)
             _drop_round_trips(emit, user, view)
 

@@ -1,140 +1,197 @@
-"""Adding calls to a graph."""
+"""Drafting the calls of a plan, and adding drafts to a graph."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import RULE
+from mla_fx.graph.provenance import RULE, fused_name
+from mla_fx.graph.torch_private import share_storage
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
+from .draft import Draft, is_value, value_of
 from .fake_values import KnownValues, hashable
+from .inline import Traces
+from .plan import ByTarget, Call, Cast, Expression, Inlined, Stands, Value, ViewOf
 
 aten = torch.ops.aten
 
 
 class Emitter:
-    """Adds calls to one graph, each with what is known of its value; equal calls are made once.
+    """Drafts calls with what is known of their values, which changes nothing, and adds drafts to one graph; equal calls
+    are added once, and known once.
 
-    `added` lists the new nodes, `sources` the operations from which their operands were read, both since `at` began.
-    `refuses_positions` is what the target says of itself."""
+    `added` lists the new nodes since `at` began. `refuses_positions` is what the target says of itself."""
 
     def __init__(self, graph: Graph, *, refuses_positions: bool = True) -> None:
         self.graph, self.refuses_positions = graph, refuses_positions
         self.known = KnownValues(graph)
+        self.traces = Traces(self.known)
         self.added: list[Node] = []
-        self.sources: set[Node] = set()
-        self.traced: dict[Any, torch.fx.GraphModule] = {}
         self._calls: dict[Any, Node] = {}
-        self._anchor: Node | None = None
+        self._drafts: dict[Any, Any] = {}
+        self._drafts_of: dict[Node, Draft] = {}
+        self._nodes: dict[Draft, Node] = {}
+        self._before: Node | None = None
         self._sizes: dict[Size, Node] | None = None
 
     @contextlib.contextmanager
     def at(self, anchor: Node, rule: str) -> Iterator[None]:
-        """New nodes go before `anchor`, come from its source line, and say which rule made them.
-
-        If the rule refuses after all, they are taken back."""
-        self.added, self.sources, self._anchor = [], set(), anchor
-        try:
-            with self.graph.inserting_before(anchor):
-                yield
-        except NoMatch:
-            self.roll_back()
-            raise
+        """New nodes go before `anchor`, come from its source line, and say which rule made them."""
+        self.added, self._drafts, self._nodes = [], {}, {}
+        with self.before(anchor):
+            yield
         for node in self.added:
             node.meta[RULE] = rule
             for name in ("stack_trace", "nn_module_stack", "seq_nr"):
                 if name in anchor.meta and name not in node.meta:
                     node.meta[name] = anchor.meta[name]
 
-    def roll_back(self) -> None:
-        """Removes what was added: a rewrite that was refused leaves no trace."""
-        while self.added:
-            node = self.added.pop()
-            if not node._erased:
-                self.graph.erase_node(node)
+    @contextlib.contextmanager
+    def before(self, node: Node) -> Iterator[None]:
+        """New nodes go before this one, and what is made once and used again stands there already."""
+        outer, self._before = self._before, node
+        try:
+            with self.graph.inserting_before(node):
+                yield
+        finally:
+            self._before = outer
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call node with its value's metadata. The same call made before is reused."""
-        key = (target, hashable(args), hashable(kwargs))
-        if key in self._calls and not self._calls[key]._erased:
-            return self._calls[key]
-        value = self.known.of_call(target, args, kwargs)
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = value
-        self._calls[key] = node
-        self.added.append(node)
+    # --- drafts --------------------------------------------------------------------------------------------------
+
+    def draft(self, part: Any) -> Any:
+        """An expression as a draft, or the node that it is; a size as a number, or as what computes it. Raises NoMatch
+        if an operator refuses its operands."""
+        if isinstance(part, Expression):
+            if part not in self._drafts:
+                self._drafts[part] = _DRAFTED[type(part)](self, part)
+            return self._drafts[part]
+        if isinstance(part, (list, tuple)):
+            return type(part)(map(self.draft, part))
+        return self.size(part) if isinstance(part, sympy.Expr) else part
+
+    def drafted(self, target: Any, *args: Any, **options: Any) -> Draft | Node:
+        """A call on nodes and drafts, or the node that an equal call was added as. A fused operator is a draft in any
+        case: what is lost is asked of each."""
+        key = (target, hashable(args), hashable(options))
+        if key not in self._drafts:
+            node = self._calls.get(key)
+            if node is not None and not node._erased and fused_name(node) is None:
+                return node
+            self._drafts[key] = self._fresh(target, args, options)
+        found: Draft = self._drafts[key]
+        return found
+
+    def _fresh(self, target: Any, args: Any, options: Any) -> Draft:
+        return Draft(target, args, options, self.known.of_call(target, args, options))
+
+    def draft_of(self, node: Node) -> Draft | None:
+        """What a node was added from; None for one that was there."""
+        return self._drafts_of.get(node)
+
+    def inlined(self, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any) -> Any:
+        """The drafts that a function of tensors makes, in place of its results."""
+        return self.traces.drafted(function, args, options, decompositions)
+
+    def _call(self, part: Call) -> Draft | Node:
+        return self.drafted(part.target, *map(self.draft, part.args), **_mapped(self.draft, part.options))
+
+    def _cast(self, part: Cast) -> Draft | Node:
+        value: Draft | Node = self.draft(part.value)
+        if value_of(value).dtype == part.dtype:
+            return value
+        return self.drafted(torch.ops.prims.convert_element_type.default, value, part.dtype)
+
+    def _view(self, part: ViewOf) -> Draft | Node:
+        value: Draft | Node = self.draft(part.value)
+        if not share_storage(value_of(value), part.base.meta["val"]):
+            raise NoMatch(part.because, part.base)
+        return value
+
+    # --- nodes ---------------------------------------------------------------------------------------------------
+
+    def call(self, target: Any, *args: Any, **options: Any) -> Node:
+        """Adds a call."""
+        return self.node(self._fresh(target, args, options))
+
+    def node(self, part: Draft | Node) -> Node:
+        """Adds a draft, and the drafts that it is computed from."""
+        if isinstance(part, Node):
+            return part
+        node = self._nodes.get(part)
+        if node is None or not self._is_usable(node):
+            args, kwargs = map_aggregate((part.args, part.kwargs), self._added)
+            key = (part.target, hashable(args), hashable(kwargs))
+            node = self._calls.get(key)
+            if node is None or not self._is_usable(node):
+                node = self._calls[key] = self._create(part, args, kwargs)
+            self._nodes[part] = node
         return node
 
-    def copy(self, node: Node, copies: Mapping[Node, Node]) -> Node:
-        """A call of another graph, with the values that its operands have here. The same call made before is reused."""
-        args, kwargs = (torch.fx.map_arg(value, copies.__getitem__) for value in (node.args, node.kwargs))
-        key = (node.target, hashable(args), hashable(kwargs))
-        made = self._calls.get(key)
-        if made is not None and not made._erased and (self._anchor is None or made < self._anchor):
-            return made
-        self._calls[key] = new = self.graph.node_copy(node, copies.__getitem__)
-        self.added.append(new)
-        return new
+    def _added(self, leaf: Any) -> Any:
+        return self.node(leaf) if isinstance(leaf, Draft) else leaf
 
-    def module(self, module: GraphModule) -> Node:
+    def _create(self, part: Draft, args: Any, kwargs: Any) -> Node:
+        if isinstance(part.target, GraphModule):
+            node = self._module(part.target)
+        else:
+            node = self.graph.create_node("call_function", part.target, args, kwargs, part.name)
+        node.meta.update(part.meta)
+        if part.value is not None:
+            node.meta["val"] = part.value
+        if isinstance(part.value, torch.SymInt) and self._sizes is not None:
+            self._sizes[size_of(part.value)] = node
+        self.added.append(node)
+        self._drafts_of[node] = part
+        return node
+
+    def _module(self, module: GraphModule) -> Node:
         """A module of the graph's own that an operator calls."""
         owner = self.graph.owning_module
         assert owner is not None, "a graph that is compiled belongs to a module"
         name = f"mla_fx_{len(list(owner.children()))}"
         owner.add_submodule(name, copy.copy(module))
-        node = self.graph.get_attr(name)
-        self.added.append(node)
-        return node
-
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        if node.meta["val"].dtype == dtype:
-            return node
-        return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
-
-    def scaled(self, node: Node, factor: float) -> Node:
-        return node if factor == 1.0 else self.call(aten.mul.Tensor, node, factor)
+        return self.graph.get_attr(name)
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     def size(self, size: Size) -> Any:
-        """A size as an operator's argument: a number, or the node that computes it."""
+        """A size as an operator's argument: a number, or what computes it."""
         if isinstance(size, int):
             return size
         if self._sizes is None:
             self._sizes = _known_sizes(self.graph)
         known = self._sizes.get(size)
-        if known is None or known._erased or self._is_behind(known):
-            self._sizes[size] = self._computed(size)
-        return self._sizes[size]
+        return known if known is not None and self._is_usable(known) else self._computed(size)
 
-    def _is_behind(self, node: Node) -> bool:
-        """The node does not stand before the new ones, which may be what it is computed from."""
-        return self._anchor is not None and not node < self._anchor
+    def _is_usable(self, node: Node) -> bool:
+        """The node is still there, and stands before the new ones, which may be what it is computed from."""
+        return not node._erased and (self._before is None or node < self._before)
 
-    def _computed(self, size: Size) -> Node:
-        for node in itertools.takewhile(lambda node: not self._is_behind(node), self.graph.nodes):
+    def _computed(self, size: Size) -> Draft | Node:
+        for node in itertools.takewhile(self._is_usable, self.graph.nodes):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and size in (sizes := list(shape_of(node))):
-                return self.call(aten.sym_size.int, node, sizes.index(size))
+                return self.drafted(aten.sym_size.int, node, sizes.index(size))
         if not isinstance(size, (sympy.Mul, sympy.Add)):
             raise NoMatch(f"the size {size} is not known to the graph")
         combine = operator.mul if isinstance(size, sympy.Mul) else operator.add
-        first, *rest = map(self._argument, size.args)
-        for part in rest:
-            first = self.call(combine, first, part)
-        assert isinstance(first, Node), "a symbolic size is computed by a node"
-        return first
+        parts = map(self._argument, size.args)
+        whole: Draft | Node = functools.reduce(lambda *both: self.drafted(combine, *both), parts)
+        assert is_value(whole), "a symbolic size is computed"
+        return whole
 
     def _argument(self, size: sympy.Expr) -> Any:
         return int(size) if size.is_Integer else self.size(size)
@@ -147,3 +204,18 @@ def _known_sizes(graph: Graph) -> dict[Size, Node]:
         if isinstance(value, torch.SymInt):
             sizes.setdefault(size_of(value), node)
     return sizes
+
+
+_DRAFTED: dict[type[Expression], Callable[[Emitter, Any], Any]] = {
+    Value: lambda emit, part: part.node,
+    Call: Emitter._call,
+    Cast: Emitter._cast,
+    Inlined: lambda emit, part: emit.inlined(part.function, *map(emit.draft, part.args)),
+    ByTarget: lambda emit, part: emit.draft(part.refusing if emit.refuses_positions else part.skipping),
+    Stands: lambda emit, part: emit.draft(part.value),
+    ViewOf: Emitter._view,
+}
+
+
+def _mapped(function: Callable[[Any], Any], values: dict[str, Any]) -> dict[str, Any]:
+    return {name: function(value) for name, value in values.items()}

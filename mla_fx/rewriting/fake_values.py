@@ -22,6 +22,8 @@ from mla_fx.graph.torch_private import (
 )
 from mla_fx.readings.sizes import size_of
 
+from .draft import Draft, is_value, known, value_of
+
 aten = torch.ops.aten
 
 VIEWS = frozenset({aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default})
@@ -40,7 +42,7 @@ class KnownValues:
         self._signatures: dict[Node, tuple[Any, Any]] = {}
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a call whose arguments are nodes. Raises NoMatch if an operator refuses them."""
+        """The result of a call on nodes and drafts. Raises NoMatch if an operator refuses them."""
         if not _makes_new_tensors(target):
             return self._computed(target, args, kwargs)
         key = (target, hashable(args, self.signature), hashable(kwargs, self.signature))
@@ -49,24 +51,26 @@ class KnownValues:
             return self._values[key]
         return tree_map_only(torch.Tensor, self._another, self._values[key])
 
-    def signature(self, node: Node) -> Any:
-        """The signature of a node's value, which several rules ask for."""
-        value = node.meta.get("val")
-        asked, known = self._signatures.get(node, (None, None))
+    def signature(self, part: Node | Draft) -> Any:
+        """The signature of a value; that of a node several rules ask for."""
+        if isinstance(part, Draft):
+            return signature(part.value)
+        node, value = part, part.meta.get("val")
+        asked, found = self._signatures.get(node, (None, None))
         if asked is None or asked is not value:
-            known = signature(value)
-            self._signatures[node] = value, known
-        return known
+            found = signature(value)
+            self._signatures[node] = value, found
+        return found
 
     def faking(self) -> contextlib.AbstractContextManager[Any]:
         """Where tensors that are made are fake ones, if those of the graph are."""
         return self.fake_mode or contextlib.nullcontext()
 
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if self.fake_mode is not None and target in VIEWS and not has_symbolic_sizes(args[0].meta["val"]):
+        if self.fake_mode is not None and target in VIEWS and not has_symbolic_sizes(value_of(args[0])):
             return self._viewed(target, args)
-        args = _known(args)
-        kwargs = {name: _known(value) for name, value in kwargs.items()}
+        args = known(args)
+        kwargs = {name: known(value) for name, value in kwargs.items()}
         try:
             with self.faking():
                 return target(*args, **kwargs)
@@ -77,14 +81,14 @@ class KnownValues:
         """A view of a tensor of known sizes. Rewriting makes a dozen for each layer, and asking the tensor behind the
         fake one is five times quicker than dispatching through fake tensors; what the same view of such a tensor was
         before need not even be asked."""
-        source = args[0].meta["val"]
+        source = value_of(args[0])
         key = (target, source.shape, source.stride(), source.dtype, hashable(args[1:], self.signature))
-        known = self._views.get(key)
+        seen = self._views.get(key)
         with in_kernel_invocation_manager(self.fake_mode):
-            if known is not None:
-                view = source.as_strided(known.sizes, known.strides, source.storage_offset() + known.offset)
+            if seen is not None:
+                view = source.as_strided(seen.sizes, seen.strides, source.storage_offset() + seen.offset)
             else:
-                view = target(*_known(args))
+                view = target(*known(args))
                 self._views[key] = _view(source, view)
         return fake_tensor(self.fake_mode, view, source.device)
 
@@ -125,20 +129,13 @@ def unshared(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _known(value: Any) -> Any:
-    """An argument with nodes replaced by what is known about their values."""
-    if isinstance(value, Node):
-        return value.meta["val"]
-    return [_known(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def hashable(value: Any, of_node: Callable[[Node], Any] | None = None) -> Any:
-    """Arguments as a key, with nodes replaced by what `of_node` says of them, if it is given."""
+def hashable(value: Any, of_value: Callable[[Any], Any] | None = None) -> Any:
+    """Arguments as a key, with nodes and drafts replaced by what `of_value` says of them, if it is given."""
     if isinstance(value, (list, tuple)):
-        return tuple([hashable(item, of_node) for item in value])
+        return tuple([hashable(item, of_value) for item in value])
     if isinstance(value, dict):
-        return tuple([(name, hashable(item, of_node)) for name, item in sorted(value.items())])
-    return of_node(value) if of_node is not None and isinstance(value, Node) else (type(value), value)
+        return tuple([(name, hashable(item, of_value)) for name, item in sorted(value.items())])
+    return of_value(value) if of_value is not None and is_value(value) else (type(value), value)
 
 
 def signature(value: Any) -> Any:

@@ -1,40 +1,57 @@
-"""A function's graph, spliced into another."""
+"""A function of tensors as the calls that it makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from mla_fx.graph.aliasing import written
-from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_unflatten
+from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_map_only, tree_unflatten
 
-from .emitter import Emitter
-from .fake_values import hashable, signature, unshared
+from .draft import Draft, is_value, value_of
+from .fake_values import KnownValues, hashable, signature, unshared
+
+if TYPE_CHECKING:
+    from .emitter import Emitter
+
+
+class Traces:
+    """Functions traced for one graph, once for equal shapes and options."""
+
+    def __init__(self, known: KnownValues) -> None:
+        self.known = known
+        self._traced: dict[Any, GraphModule] = {}
+
+    def drafted(
+        self, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], decompositions: Any
+    ) -> Any:
+        """The functional graph of `function` on nodes and drafts, as drafts in the place of its results."""
+        leaves, structure = tree_flatten((args, dict(options)))
+        given = [leaf for leaf in leaves if is_value(leaf)]
+        values = [value_of(leaf) for leaf in given]
+        described = tuple(None if is_value(leaf) else hashable(leaf) for leaf in leaves)
+        key = (function, tuple(map(signature, values)), described, structure)
+        if key not in self._traced:
+
+            def positional(*given: Any) -> Any:
+                rest = iter(given)
+                filled = [next(rest) if is_value(leaf) else leaf for leaf in leaves]
+                args, kwargs = tree_unflatten(filled, structure)
+                return function(*args, **kwargs)
+
+            with self.known.faking():
+                self._traced[key] = _trace(positional, values, decompositions)
+        return _drafts(self._traced[key], given)
 
 
 def inline(
-    emit: Emitter, function: Callable[..., Any], *arguments: Any, decompositions: Any = None, **options: Any
+    emit: Emitter, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any
 ) -> Any:
-    """The functional graph of `function` on `arguments`, spliced in; traced once for equal shapes and options."""
-    leaves, structure = tree_flatten((arguments, options))
-    nodes = [leaf for leaf in leaves if isinstance(leaf, Node)]
-    values = [node.meta["val"] for node in nodes]
-    described = tuple(None if isinstance(leaf, Node) else hashable(leaf) for leaf in leaves)
-    key = (function, tuple(map(signature, values)), described, structure)
-    if key not in emit.traced:
-
-        def positional(*given: Any) -> Any:
-            rest = iter(given)
-            filled = [next(rest) if isinstance(leaf, Node) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(filled, structure)
-            return function(*args, **kwargs)
-
-        with emit.known.faking():
-            emit.traced[key] = _trace(positional, values, decompositions)
-    return _splice(emit, emit.traced[key], nodes)
+    """Adds the calls that `function` makes on nodes; returns its results."""
+    return tree_map_only(Draft, emit.node, emit.inlined(function, *args, decompositions=decompositions, **options))
 
 
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
@@ -50,17 +67,23 @@ def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any)
     return traced
 
 
-def _splice(emit: Emitter, traced: GraphModule, arguments: list[Node]) -> Any:
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    copies: dict[Node, Node] = dict(zip(placeholders, arguments, strict=True))
+def _drafts(traced: GraphModule, given: list[Any]) -> Any:
+    """The calls of a traced graph on what is given for its inputs."""
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    drafts: dict[Node, Any] = dict(zip(inputs, given, strict=True))
     for node in traced.graph.nodes:
         if node.op == "output":
-            return torch.fx.map_arg(node.args[0], copies.__getitem__)
+            return torch.fx.map_arg(node.args[0], drafts.__getitem__)
         if node.op == "placeholder":
             continue
         if node.op == "get_attr":  # a branch of a conditional
-            copies[node] = emit.module(getattr(traced, str(node.target)))
+            drafts[node] = Draft(getattr(traced, str(node.target)), (), {}, None)
             continue
-        assert node.op == "call_function", f"cannot splice a {node.op} node"
-        copies[node] = emit.copy(node, copies)
+        assert node.op == "call_function", f"cannot inline a {node.op} node"
+        args, kwargs = (_with(drafts, value) for value in (node.args, node.kwargs))
+        drafts[node] = Draft(node.target, args, kwargs, node.meta.get("val"), node.name, node.meta)
     raise AssertionError("a traced graph ends with its output")
+
+
+def _with(drafts: Mapping[Node, Any], value: Any) -> Any:
+    return torch.fx.node.map_aggregate(value, lambda leaf: drafts[leaf] if isinstance(leaf, Node) else leaf)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.attention import Attention, Mask
@@ -16,8 +15,8 @@ from mla_fx.readings.causal import CausalByPosition, causal_by_position
 from mla_fx.readings.element import Element, is_coarser
 from mla_fx.readings.sizes import Size, plain, product
 
-from .emitter import Emitter
 from .materialize import Axes, Dims, axes, tensor
+from .plan import Call, Cast, Expression
 
 aten = torch.ops.aten
 
@@ -49,33 +48,33 @@ def counts_from_first(causal: CausalByPosition, s: Axes) -> bool:
     return plain(causal.position + causal.more - product(axis.size for axis in s)) == 0
 
 
-def emit_masks(
-    emit: Emitter, found: Attention, causal: CausalByPosition | None, dims: tuple[Axes, Axes, Axes, Axes]
-) -> tuple[Node | None, Node | None, float | None]:
+def mask_operands(
+    found: Attention, causal: CausalByPosition | None, dims: tuple[Axes, Axes, Axes, Axes]
+) -> tuple[Expression | None, Expression | None, float | None]:
     """A mask that broadcasts to `dims`, which are those of sequences, heads, tokens and keys, or None and lengths that
     say the same, where the masks are known to be causal; and with what scores are filled where they are hidden, None
     for minus infinity."""
     if causal is not None:
         with contextlib.suppress(NoMatch):  # the mask may be any: only as lengths it is one of these
-            return None, _context_lens(emit, found, causal, dims[0]), causal.fill
-    return emit_mask(emit, found.masks, dims), None, found.fill
+            return None, _context_lens(found, causal, dims[0]), causal.fill
+    return joined_masks(found.masks, dims), None, found.fill
 
 
-def _context_lens(emit: Emitter, found: Attention, causal: CausalByPosition, b: Axes) -> Node:
+def _context_lens(found: Attention, causal: CausalByPosition, b: Axes) -> Expression:
     """How many keys the last row of each sequence sees, int64 [B] or [1]."""
     device = found.node.meta["val"].device
-    if isinstance(causal.position, Element):
-        positions = emit.cast(tensor(emit, causal.position, (b,)), torch.int64)
-        held = positions.meta["val"].device
-        if held != device:
-            raise NoMatch(f"the positions are on {held}, the attention is on {device}", causal.position.origin)
-        return _added(emit, positions, causal.more)
-    length = emit.size(causal.position + causal.more)
-    return emit.call(aten.full.default, [1], length, dtype=torch.int64, device=device)
+    if not isinstance(causal.position, Element):
+        return lengths(causal.position + causal.more, device)
+    held = causal.position.origin.meta["val"].device
+    if held != device:
+        raise NoMatch(f"the positions are on {held}, the attention is on {device}", causal.position.origin)
+    positions = Cast(tensor(causal.position, (b,)), torch.int64)
+    return positions if causal.more == 0 else Call(aten.add.Tensor, positions, causal.more)
 
 
-def _added(emit: Emitter, positions: Node, more: Size) -> Node:
-    return positions if more == 0 else emit.call(aten.add.Tensor, positions, emit.size(more))
+def lengths(length: Size, device: torch.device) -> Expression:
+    """One length for all sequences, int64 [1]."""
+    return Call(aten.full.default, [1], length, dtype=torch.int64, device=device)
 
 
 def _check_type(mask: Mask, dtype: torch.dtype) -> None:
@@ -85,25 +84,24 @@ def _check_type(mask: Mask, dtype: torch.dtype) -> None:
         raise NoMatch(f"the mask is held in {held[0]}, the operator computes in {dtype}", mask.node)
 
 
-def emit_mask(emit: Emitter, masks: Sequence[Mask], dims: Dims) -> Node | None:
+def joined_masks(masks: Sequence[Mask], dims: Dims) -> Expression | None:
     """The masks as one tensor that broadcasts to `dims`: conditions alone as a condition, which is True where a score
     is kept; else numbers to be added. None without masks."""
-    conditions = [_kept(emit, mask, dims) for mask in masks if mask.fill is not None]
-    numbers = [tensor(emit, mask.element, dims) for mask in masks if mask.fill is None]
-    kept = _together(emit, aten.logical_and.default, conditions)
-    added = _together(emit, aten.add.Tensor, numbers)
+    numbers = [mask.element for mask in masks if mask.fill is None]
+    kept = _together(aten.logical_and.default, [_kept(mask, dims) for mask in masks if mask.fill is not None])
+    added = _together(aten.add.Tensor, [tensor(element, dims) for element in numbers])
     if kept is None or added is None:
         return added if kept is None else kept
     # a masked score is minus infinity, whatever is added to it
-    value = added.meta["val"]
-    never = emit.call(aten.full.default, [], -math.inf, dtype=value.dtype, device=value.device)
-    return emit.call(aten.where.self, kept, added, never)
+    dtype = functools.reduce(torch.promote_types, (element.dtype for element in numbers))
+    device = numbers[0].origin.meta["val"].device
+    return Call(aten.where.self, kept, added, Call(aten.full.default, [], -math.inf, dtype=dtype, device=device))
 
 
-def _together(emit: Emitter, combine: object, values: Sequence[Node]) -> Node | None:
-    return functools.reduce(lambda left, right: emit.call(combine, left, right), values) if values else None
+def _together(combine: object, values: Sequence[Expression]) -> Expression | None:
+    return functools.reduce(lambda *both: Call(combine, *both), values) if values else None
 
 
-def _kept(emit: Emitter, mask: Mask, dims: Dims) -> Node:
-    condition = tensor(emit, mask.element, dims)
-    return condition if mask.keep_where else emit.call(aten.logical_not.default, condition)
+def _kept(mask: Mask, dims: Dims) -> Expression:
+    condition = tensor(mask.element, dims)
+    return condition if mask.keep_where else Call(aten.logical_not.default, condition)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import Axis, Index, axes_of, composite, cuts, slowest_first, substitute
+from mla_fx.readings.axes import Axis, Index, axes_of, cuts, slowest_first, substitute
 from mla_fx.readings.element import Element
 from mla_fx.readings.sizes import Size, at_most, product, ratio, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
 
+from .draft import Draft, value_of
 from .emitter import Emitter
+from .plan import Call, Cast, Expression, Part, Value, first_node, times
 
 aten = torch.ops.aten
 
@@ -27,29 +29,62 @@ Dims = Sequence[Sequence[Axis]]
 
 
 def tensor(
-    emit: Emitter, element: Element, dims: Dims, *, dtype: torch.dtype | None = None, expand: bool = False
-) -> Node:
+    element: Element | Part,
+    dims: Dims,
+    *,
+    dtype: torch.dtype | None = None,
+    expand: bool = False,
+    read_by: Node | None = None,
+) -> Expression:
     """The tensor whose element at `dims` is `element`; each dimension runs over some axes, slowest first.
 
     An axis the element does not depend on gives a dimension of one, or is repeated if `expand`. Raises NoMatch if the
-    element depends on other axes, or if `dtype` would round it where the program does not."""
+    element depends on other axes, or if `dtype` would round it where the program does not. `read_by` is the call by
+    which the program reads the element, if that does more than views and casts."""
+    base, index, factor = _base(element, dtype, read_by)
+    index, wanted = _parted(base, index, dims)
+    laid = _arranged(*_spread(base, index, wanted), wanted)
+    value = times(_expanded(laid, wanted) if expand else laid.value, factor)
+    wanted_dtype = dtype or (element.dtype if isinstance(element, Element) else None)
+    return value if wanted_dtype is None else Cast(value, wanted_dtype)
+
+
+class _Sized(NamedTuple):
+    """A tensor of some sizes."""
+
+    value: Expression
+    sizes: tuple[Size, ...]
+
+    @property
+    def node(self) -> Node:
+        """A node to name where it is refused."""
+        return first_node(self.value)
+
+    def reshaped(self, sizes: Sequence[Size]) -> _Sized:
+        if list(self.sizes) == list(sizes):
+            return self
+        unknown = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
+        inferred = unknown[0] if len(unknown) == 1 else None
+        given = [-1 if dim == inferred else size for dim, size in enumerate(sizes)]
+        return _Sized(Call(aten.reshape.default, self.value, given), tuple(sizes))
+
+
+def _base(
+    element: Element | Part, dtype: torch.dtype | None, read_by: Node | None
+) -> tuple[_Sized, tuple[Index, ...], float]:
+    """The tensor that an element is read from, the index, and the number it is multiplied by."""
+    if isinstance(element, Part):
+        return _Sized(element.value, element.sizes), element.index, 1.0
     if dtype is not None and not element.is_exact_in(dtype):
         held = element.dtype
         raise NoMatch(f"a value is held in {held}, which the operator would round to {dtype}", element.origin)
-    emit.sources.add(element.origin)
     node, index, factor = element.held
-    index, wanted = _parted(node, index, dims)
-    if len(index) == len(shape_of(node)) + 1:
-        node = emit.call(aten.view_as_real.default, _unconjugated(emit, node))
-    node = _arranged(emit, *_spread(emit, node, index, wanted), wanted)
-    if expand:
-        node = _expanded(emit, node, wanted)
-    return emit.cast(emit.scaled(node, factor), dtype or element.dtype)
-
-
-def result(node: Node, roles: Dims) -> Element:
-    """A new tensor as an element of the axes that its dimensions run over."""
-    return Element(node, tuple(map(composite, roles)))
+    value: Expression = Value(node, element.origin, read_by)
+    sizes = shape_of(node)
+    if len(index) == len(sizes) + 1:
+        value = Call(aten.resolve_conj.default, value) if node.meta["val"].is_conj() else value
+        value, sizes = Call(aten.view_as_real.default, value), (*sizes, 2)
+    return _Sized(value, sizes), index, factor
 
 
 def axes(index: Index, what: str, node: Node) -> Axes:
@@ -65,18 +100,14 @@ def ordered(found: Set[Axis], outer: Axes) -> Axes:
     return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
-def _unconjugated(emit: Emitter, node: Node) -> Node:
-    return emit.call(aten.resolve_conj.default, node) if node.meta["val"].is_conj() else node
-
-
-def _parted(node: Node, index: tuple[Index, ...], dims: Dims) -> tuple[tuple[Index, ...], list[Axes]]:
+def _parted(base: _Sized, index: tuple[Index, ...], dims: Dims) -> tuple[tuple[Index, ...], list[Axes]]:
     """Index and dimensions over axes of which neither reads only a part."""
     named = [axis for dim in dims for axis in dim]
     if len(set(named)) < len(named):
-        raise NoMatch("two dimensions of an operand run over one axis", node)
+        raise NoMatch("two dimensions of an operand run over one axis", base.node)
     replacements = cuts(index)
     if replacements is None:
-        raise NoMatch("a dimension is read in parts that do not go together", node)
+        raise NoMatch("a dimension is read in parts that do not go together", base.node)
     wanted = [_leaves(dim, replacements) for dim in dims]
     if not replacements:
         return index, wanted
@@ -91,59 +122,50 @@ def _leaves(dim: Sequence[Axis], replacements: dict[Axis, Index]) -> Axes:
     return tuple(axis for part in parts for axis in part if axis.size != 1)
 
 
-def _spread(emit: Emitter, node: Node, index: tuple[Index, ...], wanted: list[Axes]) -> tuple[Node, list[Axes]]:
-    """`node` with what is fixed selected away, and the groups of axes that its dimensions then run over.
+def _spread(base: _Sized, index: tuple[Index, ...], wanted: list[Axes]) -> tuple[_Sized, list[Axes]]:
+    """The tensor with what is fixed selected away, and the groups of axes that its dimensions then run over.
 
-    The node may have other dimensions than the groups say, if a reshape leads from one to the other."""
-    sizes = shape_of(node)
-    places = [place for part, size in zip(index, sizes, strict=True) for place in _places(node.graph, part, size)]
+    It may have other dimensions than the groups say, if a reshape leads from one to the other."""
+    places = [place for part, size in zip(index, base.sizes, strict=True) for place in _places(base, part, size)]
     places = [place for place in places if place.radix != 1]
     if all(place.is_whole for place in places):
-        return node, _grouped([(place.axis,) for place in places if place.axis], wanted)
-    node = reshape(emit, node, [place.radix for place in places])
+        return base, _grouped([(place.axis,) for place in places if place.axis], wanted)
+    value = base.reshaped([place.radix for place in places]).value
     units: list[Axes] = []
     for place in places:
         if place.axis is None:
-            node = emit.call(aten.select.int, node, len(units), emit.size(place.start))
+            value = Call(aten.select.int, value, len(units), place.start)
             continue
         if not place.is_whole:
-            stop = emit.size(place.start + place.axis.size)
-            node = emit.call(aten.slice.Tensor, node, len(units), emit.size(place.start), stop)
+            value = Call(aten.slice.Tensor, value, len(units), place.start, place.start + place.axis.size)
         units.append((place.axis,))
-    return node, _grouped(units, wanted)
+    return _Sized(value, tuple(axis.size for (axis,) in units)), _grouped(units, wanted)
 
 
-def _arranged(emit: Emitter, node: Node, units: list[Axes], wanted: list[Axes]) -> Node:
+def _arranged(base: _Sized, units: list[Axes], wanted: list[Axes]) -> _Sized:
     """Permutes and merges the groups of axes into the wanted dimensions."""
     present = {axis for unit in units for axis in unit}
     if present != {axis for dim in wanted for axis in dim if axis in present}:
-        raise NoMatch("a value depends on an axis it should not depend on", node)
+        raise NoMatch("a value depends on an axis it should not depend on", base.node)
     if sum(map(len, units)) != len(present):
-        raise NoMatch("a value is read along a diagonal", node)
+        raise NoMatch("a value is read along a diagonal", base.node)
     if any(not present.isdisjoint(dim) and not present.issuperset(dim) for dim in wanted):
-        raise NoMatch("a value depends on only a part of a dimension", node)
+        raise NoMatch("a value depends on only a part of a dimension", base.node)
     position = {axis: place for place, axis in enumerate(axis for dim in wanted for axis in dim)}
     order = sorted(range(len(units)), key=lambda unit: position[units[unit][0]])
     if order != list(range(len(units))):
-        node = reshape(emit, node, [product(axis.size for axis in unit) for unit in units])
-        node = emit.call(aten.permute.default, node, order)
-    return reshape(emit, node, [product(axis.size for axis in dim if axis in present) for dim in wanted])
+        base = base.reshaped([_size(unit) for unit in units])
+        base = _Sized(Call(aten.permute.default, base.value, order), tuple(base.sizes[unit] for unit in order))
+    return base.reshaped([_size(axis for axis in dim if axis in present) for dim in wanted])
 
 
-def _expanded(emit: Emitter, node: Node, wanted: list[Axes]) -> Node:
-    sizes = [product(axis.size for axis in dim) for dim in wanted]
-    if list(shape_of(node)) == sizes:
-        return node
-    return emit.call(aten.expand.default, node, [emit.size(size) for size in sizes])
+def _expanded(base: _Sized, wanted: list[Axes]) -> Expression:
+    sizes = list(map(_size, wanted))
+    return base.value if list(base.sizes) == sizes else Call(aten.expand.default, base.value, sizes)
 
 
-def reshape(emit: Emitter, node: Node, sizes: Sequence[Size]) -> Node:
-    if list(shape_of(node)) == list(sizes):
-        return node
-    unknown = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
-    inferred = unknown[0] if len(unknown) == 1 else None
-    given = [-1 if dim == inferred else emit.size(size) for dim, size in enumerate(sizes)]
-    return emit.call(aten.reshape.default, node, given)
+def _size(axes: Iterable[Axis]) -> Size:
+    return product(axis.size for axis in axes)
 
 
 class _Place(NamedTuple):
@@ -158,7 +180,7 @@ class _Place(NamedTuple):
         return self.axis is not None and self.start == 0 and self.axis.size == self.radix
 
 
-def _places(graph: Graph, part: Index, size: Size) -> list[_Place]:
+def _places(base: _Sized, part: Index, size: Size) -> list[_Place]:
     if part.axis is not None and part.axis.size == size:
         return [_Place(size, part.axis, 0)]
     rest, offset = size, part.offset
@@ -172,11 +194,11 @@ def _places(graph: Graph, part: Index, size: Size) -> list[_Place]:
         offset = offset - start * stride
         because = f"a dimension of {size} is read in steps of {stride}, which is no view of it"
         if radix is None:
-            raise NoMatch(because + unproved(graph, rest, MULTIPLE, stride))
+            raise NoMatch(because + unproved(base.node.graph, rest, MULTIPLE, stride))
         if not digit.is_whole:
             raise NoMatch(because)
         if not at_most(start + digit.size, radix):
-            raise NoMatch(because + unproved(graph, start + digit.size, AT_MOST, radix))
+            raise NoMatch(because + unproved(base.node.graph, start + digit.size, AT_MOST, radix))
         out.append(_Place(radix, digit.axis, start))
         rest = stride
     if rest != 1 or not part.terms:
@@ -199,22 +221,22 @@ def _grouped(units: list[Axes], wanted: list[Axes]) -> list[Axes]:
 # --- strides -----------------------------------------------------------------------------------------------------
 
 
-def laid_out_as(emit: Emitter, old: Node, new: Node) -> Node:
+def laid_out_as(emit: Emitter, old: Node, new: Node | Draft) -> Node | Draft:
     """`new` with the strides of `old`: what follows was traced for those, and a view of other ones would fail."""
     strides, offset = _strides_and_offset(old)
     if (strides, offset) == _strides_and_offset(new):
         return new
     order = _slowest_first(strides)
     if order == list(range(len(order))):
-        return emit.call(aten.clone.default, new, memory_format=torch.contiguous_format)
-    ordered = emit.call(aten.permute.default, new, order)
-    dense = emit.call(aten.clone.default, ordered, memory_format=torch.contiguous_format)
-    return emit.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
+        return emit.drafted(aten.clone.default, new, memory_format=torch.contiguous_format)
+    ordered = emit.drafted(aten.permute.default, new, order)
+    dense = emit.drafted(aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return emit.drafted(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
 
-def fill_memory_alike(one: Node, other: Node) -> bool:
+def fill_memory_alike(one: Node, other: Node | Draft) -> bool:
     """Both are all that their memory holds, in the same order: what reads one by strides may read the other."""
-    is_whole = all(_is_whole(node.meta["val"]) for node in (one, other))
+    is_whole = all(_is_whole(value_of(part)) for part in (one, other))
     return is_whole and _strides_and_offset(one) == _strides_and_offset(other)
 
 
@@ -222,8 +244,8 @@ def _is_whole(value: torch.Tensor) -> bool:
     return statically_known_true(value.numel() * value.dtype.itemsize == value.untyped_storage().nbytes())
 
 
-def _strides_and_offset(node: Node) -> tuple[list[Size], Size]:
-    value = node.meta["val"]
+def _strides_and_offset(part: Node | Draft) -> tuple[list[Size], Size]:
+    value = value_of(part)
     return [size_of(stride) for stride in value.stride()], size_of(value.storage_offset())
 
 

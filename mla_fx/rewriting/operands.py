@@ -25,9 +25,9 @@ from mla_fx.readings.rope import Rope, Table
 from mla_fx.readings.sizes import Size, at_most, plain, product
 from mla_fx.readings.views import shape_of
 
-from .emitter import Emitter
-from .materialize import Axes, Dims, axes, result, tensor
-from .replacement import Replacement, replaced
+from .materialize import Axes, Dims, axes, tensor
+from .plan import ByTarget, Call, Expression, Part, Replaced, Stands, result
+from .replacement import replaced
 
 aten = torch.ops.aten
 
@@ -142,24 +142,23 @@ def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:
         raise NoMatch("the norm is taken over something else than the columns of a row", norm.node)
 
 
-def emit_table(emit: Emitter, table: Table, pair: Index, outer: Dims) -> Node:
+def table(found: Table, pair: Index, outer: Dims) -> Expression:
     """cos or sin with all its columns, [*outer, Dr]: those of the pairs' first elements, then of their second ones."""
-    pairs = axes(pair, "a rotary table", table.node)
-    first, second = table.first, table.second
+    pairs = axes(pair, "a rotary table", found.node)
+    first, second = found.first, found.second
     if len(pairs) == 1:
         other = Axis(pairs[0].size)
         whole_table = joined(first, pairs, renamed(second, {pairs[0]: of_axis(other)}), (other,))
         if whole_table is not None:
-            return tensor(emit, whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
-    halves = [tensor(emit, half, [*outer, pairs], expand=True) for half in (first, second)]
-    return emit.call(aten.cat.default, halves, -1)
+            return tensor(whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
+    return Call(aten.cat.default, [tensor(half, [*outer, pairs], expand=True) for half in (first, second)], -1)
 
 
-def emit_tables(emit: Emitter, rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Node | None]:
+def tables(rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Expression | None]:
     """cos and sin as they are named, each None if there is no rotation."""
     if rotation is None:
         return [None for _ in names]
-    return [emit_table(emit, getattr(rotation, name), rotation.pair, outer) for name in names]
+    return [table(getattr(rotation, name), rotation.pair, outer) for name in names]
 
 
 # --- caches ------------------------------------------------------------------------------------------------------
@@ -209,44 +208,56 @@ def _counted(update: CacheUpdate) -> IntegerSum | None:
     return None if update.position is None else IntegerSum(shifted(update.token, update.position))
 
 
-def emit_cache(emit: Emitter, cache: CacheRoles) -> Node:
+def old_cache(cache: CacheRoles) -> Expression:
     """The cache before the write, [B,1,T,width]."""
     old = Element(cache.update.old, cache.update.index)
-    return tensor(emit, old, (cache.batch, (), cache.slot, cache.width))
+    return tensor(old, (cache.batch, (), cache.slot, cache.width))
 
 
-def emit_new_cache(emit: Emitter, like: Node, *sizes: Size) -> Node:
-    """A cache for rows that are appended, which are written into it alone; of the type of `like`."""
-    value = like.meta["val"]
-    return emit.call(aten.empty.memory_format, list(map(emit.size, sizes)), dtype=value.dtype, device=value.device)
+def new_cache(like: Node, dtype: torch.dtype, *sizes: Size) -> Expression:
+    """A cache for rows that are appended, which are written into it alone; on the device of `like`."""
+    return Call(aten.empty.memory_format, list(sizes), dtype=dtype, device=like.meta["val"].device)
 
 
-def emit_caches(emit: Emitter, latent: CacheRoles, keys: CacheRoles | None) -> tuple[Node, Node, Node]:
+def positions_and_caches(
+    latent: CacheRoles, keys: CacheRoles | None
+) -> tuple[Expression, Expression, Expression]:
     """Positions, and the caches of latents and rotary keys before the write; without the latter, one of no columns."""
     others = () if keys is None else (keys,)
-    positions = emit_positions(emit, latent, *others, is_skipped=not emit.refuses_positions)
-    kv_cache = emit_cache(emit, latent)
-    if keys is None:
-        return positions, kv_cache, emit_new_cache(emit, kv_cache, *shape_of(kv_cache)[:-1], 0)
-    return positions, kv_cache, emit_cache(emit, keys)
+    found = ByTarget(*(positions(latent, *others, is_skipped=is_skipped) for is_skipped in (False, True)))
+    if keys is not None:
+        return found, old_cache(latent), old_cache(keys)
+    old = latent.update.old
+    sizes = (_size(latent.batch), 1, _size(latent.slot), 0)
+    return found, old_cache(latent), new_cache(old, old.meta["val"].dtype, *sizes)
 
 
-def emit_positions(emit: Emitter, cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) -> Node:
+def _size(axes: Axes) -> Size:
+    return product(axis.size for axis in axes)
+
+
+def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) -> Expression:
     """Where the rows go, [B or 1, S] int64, counted from the start: in others that are written alike too.
 
     A position that the program refuses becomes one beyond the end, so that the new write refuses it too; with
     `is_skipped` one that is not in the cache becomes negative, for a write that skips it."""
     position = cache.update.position
     assert position is not None, "rows that are appended have no positions"
-    alike = (other.update.position for other in others)
-    emit.sources.update(place.origin for place in alike if isinstance(place, Element))
     if isinstance(position, Element):
         _check_apart(cache, position)
-        return _given_positions(emit, cache, position, is_skipped)
-    rows = cache.update.rows.meta["val"]
-    length, start = emit.size(product(axis.size for axis in cache.token)), emit.size(position)
-    options = {"start": start, "step": 1, "dtype": torch.int64, "device": rows.device, "requires_grad": False}
-    return emit.call(aten.unsqueeze.default, emit.call(torch.ops.prims.iota.default, length, **options), 0)
+        alike = tuple(other.update.position.origin for other in others if isinstance(other.update.position, Element))
+        return Stands(_given_positions(cache, position, is_skipped), alike)
+    device = cache.update.rows.meta["val"].device
+    options = {"start": position, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
+    counted = Call(torch.ops.prims.iota.default, _size(cache.token), **options)
+    return Call(aten.unsqueeze.default, counted, 0)
+
+
+def batch_of_positions(cache: CacheRoles) -> Size:
+    """B of `positions`: one where all sequences are written to the same ones."""
+    found = [place for place in (cache.update.position, cache.update.offset) if isinstance(place, Element)]
+    is_own = any(axis in place.axes for place in found for axis in cache.batch)
+    return _size(cache.batch) if is_own else 1
 
 
 def _check_apart(cache: CacheRoles, position: Element) -> None:
@@ -257,32 +268,32 @@ def _check_apart(cache: CacheRoles, position: Element) -> None:
         raise NoMatch("all tokens of a sequence are written to one position", position.origin)
 
 
-def _given_positions(emit: Emitter, cache: CacheRoles, position: Element, is_skipped: bool) -> Node:
+def _given_positions(cache: CacheRoles, position: Element, is_skipped: bool) -> Expression:
     """Positions that the program computes, or the slots at offsets within blocks. One side is the new write's own to
     look at: where it refuses rows that is the end of the cache, and where it skips them its start."""
     update = cache.update
     sizes = shape_of(update.old)[update.dim : update.behind]
-    given = tensor(emit, position, cache.row, dtype=torch.int64)
+    device = position.origin.meta["val"].device
+    given = tensor(position, cache.row, dtype=torch.int64)
     if update.offset is not None:
-        (blocks, size), places = sizes, (given, tensor(emit, update.offset, cache.row, dtype=torch.int64))
-        block, offset = (_counted_from_start(emit, *pair) for pair in zip(places, ((blocks,), (size,)), strict=True))
-        given = emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, block, emit.size(size)), offset)
-        sides = [_is_below(emit, block, (blocks,)), _is_below(emit, offset, (size,))]
-        sides += [_is_from_start(emit, place) for place in (block, offset)]
-        return _or_else(emit, sides, given, -1 if is_skipped else _count(emit, sizes))
+        (blocks, size), places = sizes, (given, tensor(update.offset, cache.row, dtype=torch.int64))
+        block, offset = (_counted_from_start(*pair) for pair in zip(places, ((blocks,), (size,)), strict=True))
+        given = Call(aten.add.Tensor, Call(aten.mul.Tensor, block, size), offset)
+        sides = [_is_below(block, (blocks,)), _is_below(offset, (size,)), _is_from_start(block), _is_from_start(offset)]
+        return _or_else(sides, given, -1 if is_skipped else _count(sizes), device)
     is_counted, is_below = _proved(integer_sum(position), product(sizes))
     if update.wraps and not is_counted:
-        given = _counted_from_start(emit, given, sizes)
+        given = _counted_from_start(given, sizes)
     if is_skipped:
-        return given if is_below else _or_else(emit, [_is_below(emit, given, sizes)], given, -1)
-    return given if is_counted else _or_else(emit, [_is_from_start(emit, given)], given, _count(emit, sizes))
+        return given if is_below else _or_else([_is_below(given, sizes)], given, -1, device)
+    return given if is_counted else _or_else([_is_from_start(given)], given, _count(sizes), device)
 
 
-def _count(emit: Emitter, sizes: Sequence[Size]) -> Any:
+def _count(sizes: Sequence[Size]) -> Any:
     """The number of slots, by the sizes that the cache has: the graph need not know what these are made of."""
     if all(isinstance(size, int) for size in sizes):
         return product(sizes)
-    return functools.reduce(lambda *both: emit.call(operator.mul, *both), map(emit.size, sizes))
+    return functools.reduce(lambda *both: Call(operator.mul, *both), sizes)
 
 
 def _proved(position: IntegerSum, slots: Size) -> tuple[bool, bool]:
@@ -292,43 +303,49 @@ def _proved(position: IntegerSum, slots: Size) -> tuple[bool, bool]:
     return is_counted, is_below
 
 
-def _counted_from_start(emit: Emitter, given: Node, sizes: Sequence[Size]) -> Node:
+def _counted_from_start(given: Expression, sizes: Sequence[Size]) -> Expression:
     """Positions below zero count from the end, in an indexed assignment."""
-    is_negative = emit.call(aten.lt.Scalar, given, 0)
-    return emit.call(aten.where.self, is_negative, emit.call(aten.add.Tensor, given, _count(emit, sizes)), given)
+    is_negative = Call(aten.lt.Scalar, given, 0)
+    return Call(aten.where.self, is_negative, Call(aten.add.Tensor, given, _count(sizes)), given)
 
 
-def _is_below(emit: Emitter, place: Node, sizes: Sequence[Size]) -> Node:
-    return emit.call(aten.lt.Scalar, place, _count(emit, sizes))
+def _is_below(place: Expression, sizes: Sequence[Size]) -> Expression:
+    return Call(aten.lt.Scalar, place, _count(sizes))
 
 
-def _is_from_start(emit: Emitter, place: Node) -> Node:
-    return emit.call(aten.ge.Scalar, place, 0)
+def _is_from_start(place: Expression) -> Expression:
+    return Call(aten.ge.Scalar, place, 0)
 
 
-def _or_else(emit: Emitter, conditions: Sequence[Node], given: Node, other: Any) -> Node:
+def _or_else(
+    conditions: Sequence[Expression],
+    given: Expression,
+    other: Any,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Expression:
     """Positions where all conditions hold, and `other` in the place of the rest."""
-    holds = functools.reduce(lambda *both: emit.call(aten.logical_and.default, *both), conditions)
-    options = {"dtype": given.meta["val"].dtype, "device": given.meta["val"].device, "pin_memory": False}
-    return emit.call(aten.where.self, holds, given, emit.call(aten.full.default, [], other, **options))
+    holds = functools.reduce(lambda *both: Call(aten.logical_and.default, *both), conditions)
+    rest = Call(aten.full.default, [], other, dtype=dtype, device=device, pin_memory=False)
+    return Call(aten.where.self, holds, given, rest)
 
 
-def emit_block_table(emit: Emitter, rows: Axes, pages: Axes, found: Paged, other: Paged) -> Node:
+def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expression:
     """The table [B, Blocks] that two caches are read by. A negative number that the program refuses becomes one beyond
     the end, which the operator refuses too."""
-    table = tensor(emit, found.table, (rows, pages), expand=True)
-    if (found.wraps and other.wraps) or not emit.refuses_positions:
-        return table
-    return _or_else(emit, [_is_from_start(emit, table)], table, emit.size(extent(found.block)))
+    given = tensor(found.table, (rows, pages), expand=True)
+    if found.wraps and other.wraps:
+        return given
+    device = found.table.origin.meta["val"].device
+    refusing = _or_else([_is_from_start(given)], given, extent(found.block), device, found.table.dtype)
+    return ByTarget(refusing=refusing, skipping=given)
 
 
-def replace_cache(emit: Emitter, cache: CacheRoles, out: Node) -> Replacement:
+def replaced_cache(cache: CacheRoles, out: Expression) -> Replaced:
     """Uses the [B,1,T,width] cache that an operator returned wherever the written one was used."""
-    element = result(out, (cache.batch, (), cache.slot, cache.width))
-    return replaced(emit, cache.update.node, cache.update.index, element)
+    return replaced(cache.update.node, cache.update.index, result(out, (cache.batch, (), cache.slot, cache.width)))
 
 
-def replace_rows(emit: Emitter, cache: CacheRoles, rows: Element) -> Replacement:
+def replaced_rows(cache: CacheRoles, rows: Part) -> Replaced:
     """Uses the rows that an operator returned wherever the new rows were used."""
-    update = cache.update
-    return replaced(emit, update.rows, update.place, rows)
+    return replaced(cache.update.rows, cache.update.place, rows)

@@ -1,8 +1,8 @@
-"""Values for values: what a rewrite returns, and applying all of it or none."""
+"""Values for values: a plan that is drafted, checked against loss, and applied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +11,16 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import stride_readers
 from mla_fx.graph.dead_code import erase_unread, unread_without
-from mla_fx.graph.provenance import name_of, stand_in
+from mla_fx.graph.provenance import fused_name, name_of, stand_in
 from mla_fx.readings.axes import Index
 from mla_fx.readings.calls import args_of
-from mla_fx.readings.element import Element, constant, is_coarser
+from mla_fx.readings.element import constant, is_coarser
 from mla_fx.readings.views import MOVERS
 
+from .draft import Draft, in_order
 from .emitter import Emitter
 from .materialize import axes, fill_memory_alike, laid_out_as, tensor
+from .plan import Call, Cast, Expression, Part, Plan, Replaced
 
 aten = torch.ops.aten
 
@@ -40,53 +42,68 @@ OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default,
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """`new` is used wherever `old` was: the same values, in whatever layout. What reads the old one decides about that
-    where it is applied, place by place, so that no rule has to look at readers."""
+class Drafted:
+    """A plan of which all calls are drafted, operands first, and none is in the graph."""
 
-    old: Node
-    new: Node
+    replaced: tuple[tuple[Node, Draft | Node], ...]
+    sources: Set[Node]
+    calls: tuple[Draft, ...]
+
+    @classmethod
+    def of(cls, replaced: Iterable[tuple[Node, Draft | Node]], sources: Set[Node]) -> Drafted:
+        news = tuple(replaced)
+        return cls(news, sources, tuple(in_order(new for _, new in news)))
+
+    @property
+    def olds(self) -> list[Node]:
+        return [old for old, _ in self.replaced]
+
+    @property
+    def fused(self) -> list[Draft]:
+        """The calls of operators of this project."""
+        return [call for call in self.calls if fused_name(call) is not None]
 
 
-def replaced(emit: Emitter, old: Node, index: Sequence[Index], element: Element, *, padding: int = 0) -> Replacement:
-    """`element` in the place of `old` read at `index`; behind it come `padding` zeros."""
-    dims = [axes(part, f"a dimension of {old.name}", old) for part in index]
-    new = tensor(emit, element, dims, dtype=element.dtype, expand=True)
-    new = emit.cast(new, old.meta["val"].dtype)
-    if padding:
-        new = emit.call(aten.constant_pad_nd.default, new, [0, padding])
-    return Replacement(old, new)
+def drafted(emit: Emitter, plan: Plan) -> Drafted:
+    """Raises NoMatch if an operator refuses its operands."""
+    return Drafted.of([(one.old, emit.draft(one.new)) for one in plan.replaced], plan.sources)
 
 
-def apply(emit: Emitter, replacements: Sequence[Replacement]) -> list[Node]:
-    """Uses every new value for its old one, and erases what nobody reads any more; returns what was erased, in order.
+def replaced(old: Node, index: Sequence[Index], part: Part, *, padding: int = 0) -> Replaced:
+    """`part` in the place of `old` read at `index`; behind it come `padding` zeros."""
+    dims = [axes(place, f"a dimension of {old.name}", old) for place in index]
+    new: Expression = Cast(tensor(part, dims, expand=True), old.meta["val"].dtype)
+    return Replaced(old, Call(aten.constant_pad_nd.default, new, [0, padding]) if padding else new)
+
+
+def apply(emit: Emitter, plan: Drafted) -> list[Node]:
+    """Adds the calls, uses every new value for its old one, and erases what nobody reads any more; returns what was
+    erased, in order.
 
     Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one is used, or if
     one is read in a way that only the memory of the old one allows."""
-    olds = {replacement.old for replacement in replacements}
-    unread = unread_without(olds)
-    news = [(one.old, _fitting(emit, one, unread)) for one in replacements]
-    added = set(emit.added)
-    first = min(olds)
-    for node in (*_needed(added, olds, first), *emit.added):
+    unread = unread_without(plan.olds)
+    news = [(old, _fitting(emit, old, new, unread)) for old, new in plan.replaced]
+    first = min(plan.olds)
+    for node in _needed([new for _, new in news], set(plan.olds), first):
         first.prepend(node)
-    for old, new in news:
-        stand_in(new, old)
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in added)
-    return erase_unread(olds)
+    with emit.before(first):
+        for old, new in [(old, emit.node(new)) for old, new in news]:
+            stand_in(new, old)
+            old.replace_all_uses_with(new)
+    return erase_unread(plan.olds)
 
 
-def _fitting(emit: Emitter, one: Replacement, unread: set[Node]) -> Node:
+def _fitting(emit: Emitter, old: Node, new: Draft | Node, unread: Set[Node]) -> Draft | Node:
     """The new value in a layout that suits all who read the old one."""
-    readers = [user for user in one.old.users if user not in unread and user not in emit.added]
-    if all(_takes_any_layout(user, one.old) for user in readers):
-        return one.new
-    new = laid_out_as(emit, one.old, one.new)
-    by_strides = next(stride_readers(one.old), None)
-    if by_strides is not None and not fill_memory_alike(one.old, new):
-        reason = f"{name_of(by_strides)} reads {one.old.name} by its strides, and would read other elements"
+    if all(_takes_any_layout(user, old) for user in old.users if user not in unread):
+        return new
+    fitting = laid_out_as(emit, old, new)
+    by_strides = next(stride_readers(old), None)
+    if by_strides is not None and not fill_memory_alike(old, fitting):
+        reason = f"{name_of(by_strides)} reads {old.name} by its strides, and would read other elements"
         raise NoMatch(reason, by_strides)
-    return new
+    return fitting
 
 
 def _takes_any_layout(user: Node, value: Node) -> bool:
@@ -96,13 +113,14 @@ def _takes_any_layout(user: Node, value: Node) -> bool:
     return is_row or user.target in ATTENTION
 
 
-def _needed(added: set[Node], olds: set[Node], first: Node) -> list[Node]:
+def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[Node]:
     """The operands, at first and second hand, that stand behind `first`, in order."""
-    pending = [operand for node in added for operand in node.all_input_nodes]
+    parts = (*news, *(operand for call in in_order(news) for operand in call.operands))
+    pending = [part for part in parts if isinstance(part, Node)]
     found: set[Node] = set()
     while pending:
         node = pending.pop()
-        if node in added or node in found or node < first:
+        if node in found or node < first:
             continue
         if node in olds:
             raise NoMatch("the operator would need a value that it computes itself", node)
@@ -111,14 +129,14 @@ def _needed(added: set[Node], olds: set[Node], first: Node) -> list[Node]:
     return sorted(found)
 
 
-def check_nothing_is_lost(replacements: Iterable[Replacement], sources: set[Node], dtype: torch.dtype) -> set[Node]:
+def check_nothing_is_lost(olds: Iterable[Node], sources: Set[Node], dtype: torch.dtype) -> set[Node]:
     """All that the old values are computed from enters the new ones, and nothing on the way is rounded coarser than
     the operator rounds, which computes in `dtype`. Raises NoMatch; returns the nodes that it looked at.
 
     `sources` are the operations from which the operator's operands are read. Between them and the old values lies what
     the patterns have read; this holds whatever they may have overlooked."""
     seen = set(sources)
-    lost = _lost([replacement.old for replacement in replacements], seen, dtype)
+    lost = _lost(list(olds), seen, dtype)
     if lost is not None:
         raise NoMatch(f"{name_of(lost)} enters the result, and would not enter the operator", lost)
     return seen - sources

@@ -149,7 +149,7 @@ def test_a_tensor_built_from_an_element_is_the_value(program, random):
     emit = Emitter(traced.graph)
     try:
         with emit.at(traced.graph.output_node(), "test"):
-            built = tensor(emit, element, [tuple(index[dim].axes) for dim in order], expand=True)
+            built = emit.node(emit.draft(tensor(element, [tuple(index[dim].axes) for dim in order], expand=True)))
     except NoMatch:
         reject()  # a read that is no view is refused, never guessed; if most were, hypothesis would say so
     expected = traced.values[traced.out].permute(order)
@@ -210,7 +210,8 @@ def built_for(traced):
     index = fresh_index(traced.out)
     emit = Emitter(traced.graph)
     with emit.at(traced.graph.output_node(), "test"):
-        return tensor(emit, resolve(traced.out, index), [tuple(part.axes) for part in index][::-1], expand=True)
+        built = tensor(resolve(traced.out, index), [tuple(part.axes) for part in index][::-1], expand=True)
+        return emit.node(emit.draft(built))
 
 
 def symbolic(name):

@@ -1,1 +1,1 @@
-"""Operators that the compiler emits, with shapes and options of its own."""
+"""Operators that the compiler emits."""

@@ -1,1 +1,1 @@
-"""Operators of the vendor that the compiler never emits."""
+"""The vendor's operators that the compiler never emits: for code that calls them itself."""

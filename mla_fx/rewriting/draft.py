@@ -1,0 +1,65 @@
+"""A call that may be added to a graph, with what is known of its value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+
+class Draft:
+    """A call on nodes, on other drafts, and on constants. Two are the same if they are one object."""
+
+    __slots__ = ("args", "kwargs", "meta", "name", "target", "value")
+
+    def __init__(
+        self,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        value: Any,
+        name: str | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.target, self.args, self.kwargs, self.value = target, args, kwargs, value
+        self.name, self.meta = name, meta or {}
+
+    @property
+    def operands(self) -> list[Node | Draft]:
+        """The nodes and drafts among its arguments."""
+        leaves: list[Any] = []
+        map_aggregate((self.args, self.kwargs), leaves.append)
+        return [leaf for leaf in leaves if is_value(leaf)]
+
+
+def is_value(part: Any) -> bool:
+    return isinstance(part, (Node, Draft))
+
+
+def value_of(part: Node | Draft) -> Any:
+    """What is known of a value."""
+    return part.value if isinstance(part, Draft) else part.meta["val"]
+
+
+def known(value: Any) -> Any:
+    """An argument with nodes and drafts replaced by what is known about their values."""
+    if is_value(value):
+        return value_of(value)
+    return [known(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def in_order(ends: Iterable[Node | Draft]) -> list[Draft]:
+    """All drafts behind some values, operands first."""
+    ordered: dict[Draft, None] = {}
+
+    def visit(part: Node | Draft) -> None:
+        if isinstance(part, Draft) and part not in ordered:
+            for operand in part.operands:
+                visit(operand)
+            ordered[part] = None
+
+    for end in ends:
+        visit(end)
+    return list(ordered)

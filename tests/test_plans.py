@@ -1,0 +1,131 @@
+"""Plans by themselves: what a rule makes of a match that was written by hand, and what the engine makes of a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mla_fx.patterns.rms_norm import RmsNormAlone
+from torch.fx import Graph
+
+from mla_fx.errors import NoMatch
+from mla_fx.matching.match import Match
+from mla_fx.readings.axes import Axis, of_axis
+from mla_fx.readings.element import Element
+from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.materialize import tensor
+from mla_fx.rewriting.plan import ByTarget, Call, Cast, Plan, Replaced, ViewOf
+from mla_fx.rewriting.replacement import Drafted, apply, drafted
+from mla_fx.rule import OperandAxes
+
+aten = torch.ops.aten
+TOKENS, WIDTH = Axis(3), Axis(4)
+
+
+def value(name, *sizes, dtype=torch.float32):
+    """A value that belongs to no program: an input of a graph of its own."""
+    node = Graph().placeholder(name)
+    node.meta["val"] = torch.empty(*sizes, dtype=dtype, device="meta")
+    return node
+
+
+def read(node, *axes):
+    return Element(node, tuple(map(of_axis, axes)))
+
+
+def norm_of(x, gamma, out, *, over=WIDTH, factor=1.0):
+    norm = RmsNorm(out, x, gamma, (of_axis(over),), 1e-6, gamma_after_cast=True, factor=factor)
+    dims = OperandAxes(out, (of_axis(TOKENS), of_axis(WIDTH)))
+    return Match({"x": x, "gamma": gamma}, {"norm": norm, "value.axes": dims})
+
+
+def test_a_rule_is_tried_without_a_program():
+    """The value is stored the other way around, so that it is permuted first."""
+    x, gamma, out = value("x", 4, 3), value("gamma", 4), value("out", 3, 4)
+    plan = RmsNormAlone().rewrite(norm_of(read(x, WIDTH, TOKENS), read(gamma, WIDTH), out))
+    (one,) = plan.replaced
+    assert one.old is out
+    norm = one.new.value
+    assert norm.target is torch.ops.mla_fx.rms_norm.default
+    assert norm.options == {"epsilon": 1e-6, "gamma_after_cast": True}
+    permuted = norm.args[0].value
+    assert (permuted.target, permuted.args[0].node, permuted.args[1]) == (aten.permute.default, x, [1, 0])
+    assert plan.sources == {x, gamma}
+
+
+REFUSED = {
+    "the norm is multiplied by a number, 2": {"factor": 2.0},
+    "the norm is taken over something else than the columns of a row": {"over": TOKENS},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_rule_refuses_without_a_program(reason):
+    x, gamma, out = value("x", 3, 4), value("gamma", 4), value("out", 3, 4)
+    with pytest.raises(NoMatch, match=reason):
+        RmsNormAlone().rewrite(norm_of(read(x, TOKENS, WIDTH), read(gamma, WIDTH), out, **REFUSED[reason]))
+
+
+def traced():
+    graph = Graph()
+    x, y = (graph.placeholder(name) for name in "xy")
+    for node in (x, y):
+        node.meta["val"] = torch.empty(3, 4, device="meta")
+    out = graph.call_function(aten.sin.default, (x,))
+    out.meta["val"] = torch.empty(3, 4, device="meta")
+    graph.output((out, y))
+    return graph, x, y, out
+
+
+def test_drafting_adds_nothing():
+    graph, x, _, out = traced()
+    before = str(graph)
+    shared = Call(aten.mul.Tensor, x, 2.0)
+    plan = Plan(Replaced(out, Call(aten.add.Tensor, shared, Call(aten.mul.Tensor, x, 2.0))))
+    emit = Emitter(graph)
+    with emit.at(out, "test"):
+        draft = drafted(emit, plan)
+        assert [call.target for call in draft.calls] == [aten.mul.Tensor, aten.add.Tensor], "equal calls are one"
+        assert str(graph) == before
+        apply(emit, draft)
+    assert str(graph) != before
+    assert aten.sin.default not in {node.target for node in graph.nodes}
+
+
+def test_an_operator_that_refuses_leaves_no_trace():
+    graph, x, y, out = traced()
+    before = str(graph)
+    refused = Call(torch.ops.mla_fx.rms_norm.default, Call(aten.neg.default, x), y, epsilon=1e-6, gamma_after_cast=True)
+    emit = Emitter(graph)
+    with pytest.raises(NoMatch, match="the operator refuses: gamma"), emit.at(out, "test"):
+        drafted(emit, Plan(Replaced(out, refused)))
+    assert str(graph) == before
+
+
+def test_sources_are_those_of_all_that_is_called():
+    x, y, z = value("x", 3, 4), value("y", 3, 4), value("z", 3, 4)
+    gathered = tensor(read(y, TOKENS, WIDTH), [(TOKENS,), (WIDTH,)], read_by=z)
+    either = ByTarget(refusing=Call(aten.neg.default, x), skipping=gathered)
+    assert Plan(Replaced(z, Cast(either, torch.bfloat16))).sources == {x, y, z}
+    assert Plan(Replaced(z, Call(aten.cat.default, [x, gathered]))).sources == {x, y, z}
+
+
+def test_what_must_be_a_view_and_is_none_is_refused():
+    graph, x, _, out = traced()
+    emit = Emitter(graph)
+    with emit.at(out, "test"):
+        emit.draft(ViewOf(Call(aten.reshape.default, x, [12]), x, "it would be a copy"))
+        with pytest.raises(NoMatch, match="it would be a copy"):
+            emit.draft(ViewOf(Call(aten.neg.default, x), x, "it would be a copy"))
+
+
+def test_an_equal_fused_call_is_checked_for_itself():
+    """Two places that call the same: neither takes over what was found of the other."""
+    graph, x, y, out = traced()
+    emit = Emitter(graph)
+    norm = Call(torch.ops.mla_fx.rms_norm.default, x, Call(aten.select.int, y, 0, 0), epsilon=1e-6)
+    with emit.at(out, "test"):
+        emit.node(emit.draft(norm))
+    with emit.at(out, "test"):
+        again = Drafted.of([(out, emit.draft(norm))], set())
+    assert [call.target for call in again.fused] == [torch.ops.mla_fx.rms_norm.default]
