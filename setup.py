@@ -2,6 +2,7 @@
 
 from setuptools import find_packages, setup
 
-LOWERING = [f"mla_fx.{package}" for package in find_packages(include=["lowering", "lowering.*"])]
+FOLDERS = ["patterns", "patterns.*", "lowering", "lowering.*"]
+PLUGINS = [f"mla_fx.{package}" for package in find_packages(include=FOLDERS)]
 
-setup(packages=[*find_packages(include=["mla_fx", "mla_fx.*"]), "mla_fx.patterns", *LOWERING])
+setup(packages=[*find_packages(include=["mla_fx", "mla_fx.*"]), *PLUGINS])

@@ -15,14 +15,11 @@ import operator
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
 from torch.fx import Node
 
-from mla_fx.cases import DR, HCKV, HE, B, D, N, S
 from mla_fx.matching.pattern import Pattern
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.sizes import product
-from mla_fx.rewriting.factors import query_factor, query_scale
 from mla_fx.rewriting.operands import (
     CacheRoles,
     cache_roles,
@@ -76,6 +73,9 @@ from mla_fx.rule import (
     twin,
     var,
 )
+
+from . import cases
+from .factors import query_factor, query_scale
 
 aten = torch.ops.aten
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
@@ -146,74 +146,6 @@ WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE, "query": QUERY}, fixed=
 RESULTS = ("query", "query_rope", "kv_cache", "kr_cache")
 
 
-class _DirectQuery(Layer):
-    """DeepSeek-V2-Lite: no low-rank query."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Parameter(torch.randn(N * (D + DR), HE) * HE**-0.5)
-
-    def query(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.q)
-
-
-class _Complex(Layer):
-    """DeepSeek's own code: rotation as a product of complex numbers, read and written interleaved."""
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turn = torch.complex(cos[..., : DR // 2], sin[..., : DR // 2])
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], DR // 2, 2))
-        return torch.view_as_real(pairs * turn).flatten(-2)
-
-
-class _NoRotation(Layer):
-    """Kimi Linear: the last columns of query and key are shared but not rotated."""
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return x
-
-
-class _Scaled(Layer):
-    """LongCat: query and latent are multiplied by numbers."""
-
-    def query(self, x: Tensor) -> Tensor:
-        return super().query(x) * 1.5
-
-    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        latent, k_rope = super().rows(x)
-        return latent * 0.75, k_rope
-
-
-class _ScaledByToken(Layer):
-    """Mistral 4: the query is multiplied by a number for each position; Mistral Large 4: and for each head."""
-
-    def query(self, x: Tensor) -> Tensor:
-        scale = torch.arange(1.0, S + 1).view(S, 1, 1) + torch.linspace(0, 1, N).view(N, 1)
-        return super().query(x).view(B, S, N, D + DR) * scale
-
-
-class _Bias(Layer):
-    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        kv = nn.functional.linear(x, self.kv_a, torch.ones(HCKV + DR))
-        latent, k_rope = torch.split(kv, [HCKV, DR], dim=-1)
-        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
-
-
-class _LayerNorm(Layer):
-    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, gamma.shape, gamma)
-
-
-class _OtherTables(Layer):
-    def rotate_key(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.rotate(x, sin, cos)
-
-
-class _OtherTokens(Layer):
-    def query(self, x: Tensor) -> Tensor:
-        return super().query(x.flip(1))
-
-
 class MlaProlog(Rule):
     stage = "prolog"
     targets = (torch.ops.mla_fx.latent_attention.default,)
@@ -221,19 +153,19 @@ class MlaProlog(Rule):
     yields_to_target = True
     accepts = (
         Case("low-rank query, halves rotated, rows written", Layer, ONE_EACH),
-        Case("direct query", _DirectQuery, ONE_EACH),
-        Case("complex rotation", _Complex, ONE_EACH),
-        Case("no rotation", _NoRotation, ONE_EACH),
+        Case("direct query", cases.DirectQuery, ONE_EACH),
+        Case("complex rotation", cases.Complex, ONE_EACH),
+        Case("no rotation", cases.NoRotation, ONE_EACH),
         Case("no rotary part", NoRotaryPart, ONE_EACH),
         Case("rows appended", Appended, ONE_EACH),
-        Case("query and latent multiplied by numbers", _Scaled, ONE_EACH),
-        Case("query multiplied by a number for each token and head", _ScaledByToken, ONE_EACH),
+        Case("query and latent multiplied by numbers", cases.Scaled, ONE_EACH),
+        Case("query multiplied by a number for each token and head", cases.ScaledByToken, ONE_EACH),
     )
     rejects = (
-        Case("projection with a bias", _Bias, because="has a bias"),
-        Case("LayerNorm", _LayerNorm, because="LayerNorm"),
-        Case("key rotated by other tables", _OtherTables, because="different tensors"),
-        Case("query made from other tokens", _OtherTokens, because="token_x is not one tensor"),
+        Case("projection with a bias", cases.Bias, because="has a bias"),
+        Case("LayerNorm", cases.LayerNorm, because="LayerNorm"),
+        Case("key rotated by other tables", cases.OtherTables, because="different tensors"),
+        Case("query made from other tokens", cases.OtherTokens, because="token_x is not one tensor"),
     )
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:

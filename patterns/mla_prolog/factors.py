@@ -1,35 +1,28 @@
-"""The numbers and tensors by which operands of the prolog and of attention are multiplied."""
+"""The numbers and tensors by which the query of a prolog is multiplied."""
 
 from __future__ import annotations
 
 import math
 
-import torch
-
-from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.readings.attention import Attention
 from mla_fx.readings.axes import Axis, axes_of, of_axis
-from mla_fx.readings.contraction import Contraction
-from mla_fx.readings.element import Element, computed_from
+from mla_fx.readings.element import computed_from
 from mla_fx.readings.reading import renamed
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.readings.rope import Rope
+from mla_fx.rule import Contraction, Element, Match, NoMatch, RmsNorm, Rope
 
 
 def query_factor(match: Match) -> float:
     """The number by which the query is multiplied, in all its parts."""
     uq, uk, qr = match.reading(Contraction, "uq"), match.reading(Contraction, "uk"), match.get(Contraction, "qr")
-    turned = rotation_factor(match.get(Rope, "query_rope.rope"), match.get(Rope, "kr_cache.rope"))
+    turned = _rotation_factor(match.get(Rope, "query_rope.rope"), match.get(Rope, "kr_cache.rope"))
     nope = uq.factor * uk.factor
-    if qr is not None and not is_same_number(nope, qr.factor * turned):
+    if qr is not None and not _is_same_number(nope, qr.factor * turned):
         numbers = f"q_nope is multiplied by {nope:.6g}, q_rope beside k_rope by {qr.factor * turned:.6g}"
         raise NoMatch(f"{numbers}, the prolog by one number", qr.node)
     norm = match.get(RmsNorm, "cq")
     return nope if norm is None else nope * norm.factor
 
 
-def rotation_factor(query: Rope | None, keys: Rope | None) -> float:
+def _rotation_factor(query: Rope | None, keys: Rope | None) -> float:
     """By which number the query's tables are multiplied beside the key's: both are rotated by the same tables in the
     same layout, or neither is."""
     if query is None and keys is None:
@@ -45,13 +38,13 @@ def rotation_factor(query: Rope | None, keys: Rope | None) -> float:
         for own, other in ((mine.first, theirs.first), (mine.second, theirs.second)):
             (number, table), (divisor, same) = own.apart(), renamed(other, pair).apart()
             factor = number / divisor if factor is None else factor
-            if table != same or not is_same_number(number, factor * divisor):
+            if table != same or not _is_same_number(number, factor * divisor):
                 raise NoMatch(f"{name} of the query and {name} of the key are different tensors", other.origin)
     assert factor is not None, "a rotation has tables"
     return factor
 
 
-def is_same_number(one: float, other: float) -> bool:
+def _is_same_number(one: float, other: float) -> bool:
     """The same but for what float64 loses on the way."""
     return math.isclose(one, other, rel_tol=1e-12)
 
@@ -75,32 +68,3 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
     if any(nope.origin is source or source in computed_from(nope.origin, since=source) for source in sources):
         raise NoMatch("the query is multiplied by a tensor that is computed from it", nope.origin)
     return nope
-
-
-def attention_factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
-    """The softmax scale, and by which numbers operands and the result are multiplied besides: nope and rotary scores
-    have one scale, and what the program scales down before a product is not left larger in float16."""
-    found = match.reading(Attention, "attention")
-    nope, up, rotary, down = (match.get(Contraction, name) for name in ("nope", "up", "rope", "down"))
-    assert nope is not None, "every pattern has it"
-    # an absorbed query is taken as it is, and its factor is part of it
-    expanded = 1.0 if up is None or keys == "absorbed" else up.factor
-    values = found.value_factor * (1.0 if down is None else down.factor)
-    factors: dict[str, float] = {}
-    if dtype == torch.float16 and abs(expanded) < 1 and keys == "expanded":
-        factors["weight_uk"], expanded = expanded, 1.0
-    if dtype == torch.float16 and abs(values) < 1 and down is not None:
-        factors["weight_uv"], values = values, 1.0
-    factors["out"], query = values, "query" if keys == "absorbed" else "q_nope"
-    scale = own = nope.factor * expanded
-    if rotary is not None and rotary.factor != own:
-        # a query of float16 is only made smaller, of another type not much larger
-        most = 1.0 if dtype == torch.float16 else torch.finfo(dtype).max ** 0.25
-        if abs(own) > most * abs(rotary.factor):
-            factors["q_rope"] = rotary.factor / own
-        else:
-            scale, factors[query] = rotary.factor, own / rotary.factor
-    for name, factor in factors.items():
-        if not 16 * torch.finfo(dtype).tiny <= abs(factor) <= torch.finfo(dtype).max:
-            raise NoMatch(f"{name} would be multiplied by {factor:.6g}, and {dtype} has no room for that", found.node)
-    return scale, factors

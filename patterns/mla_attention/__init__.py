@@ -26,10 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, DV, HCKV, B, D, N, S, T
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.readings.attention import anchors, attention, weighted_sum
 from mla_fx.readings.axes import Axis
@@ -38,7 +36,6 @@ from mla_fx.readings.contraction import parted_at, segments
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.quantised import quantised_up_projection
 from mla_fx.readings.sizes import at_most, product
-from mla_fx.rewriting.factors import attention_factors
 from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
 from mla_fx.rewriting.operands import check_weight
 from mla_fx.rule import (
@@ -72,6 +69,9 @@ from mla_fx.rule import (
     twin,
     var,
 )
+
+from . import cases
+from .factors import attention_factors
 
 aten = torch.ops.aten
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv")
@@ -110,90 +110,6 @@ class _Roles:
     dv: Axes
 
 
-class _Absorbed(Layer):
-    """DeepSeek's inference code: weight_uk multiplied into the query, weight_uv into the result."""
-
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
-        weight = self.kv_b.view(N, D + DV, HCKV)
-        query = torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D])
-        scores = torch.einsum("bnsc,btc->bnst", query, latent[:, 0])
-        scores = scores + torch.einsum("bnsr,btr->bnst", q_rope, k_rope[:, 0])
-        out = torch.einsum("bnst,btc->bnsc", (scores / (D + DR) ** 0.5 + mask).softmax(-1), latent[:, 0])
-        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
-
-
-class _WrittenKeys(Layer):
-    """Hugging Face since 5.23: the key is put together by writing two slices of an empty tensor."""
-
-    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        expanded = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2)
-        k_nope, value = torch.split(expanded, [D, DV], dim=-1)
-        key = latent.new_empty(B, N, T, D + DR)
-        key[..., :D] = k_nope
-        key[..., D:] = k_rope
-        return key, value
-
-
-class _Fused(Layer):
-    """One call of PyTorch's attention, which AOTAutograd takes apart where value and query widths differ."""
-
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
-        key, value = self.keys(latent, k_rope)
-        query = torch.cat((q_nope, q_rope), dim=-1)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-
-class _QueryInTwo(Layer):
-    """Nope and rope part of the query projected apart and joined, only to be parted again."""
-
-    def query(self, x: Tensor) -> Tensor:
-        weights = torch.split(self.q_b.view(N, D + DR, -1), [D, DR], dim=1)
-        latent = self.norm(x @ self.q_a.T, self.q_gamma)
-        return torch.cat([torch.einsum("bsc,ndc->bsnd", latent, part) for part in weights], dim=-1)
-
-
-class _KeysPerHead(Layer):
-    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        return super().keys(latent, k_rope * torch.arange(1.0, N + 1).view(1, N, 1, 1))
-
-
-class _Sink(Layer):
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
-        key, value = self.keys(latent, k_rope)
-        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) + mask
-        sink = torch.ones(B, N, S, 1)
-        return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ value
-
-
-class _ExpandedCache(Layer):
-    """transformers before 5: keys and values of every head are cached."""
-
-    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = super().keys(latent, k_rope)
-        position = torch.arange(T)
-        caches = torch.zeros(B, N, T, D + DR), torch.zeros(B, N, T, DV)
-        return caches[0].index_copy(2, position, key), caches[1].index_copy(2, position, value)
-
-
-class _HiddenStates(NoRotaryPart):
-    """Multi-head attention: keys and values are made of what nothing was projected down for."""
-
-    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(x[..., :HCKV], self.kv_gamma).unsqueeze(1), x[..., :DR].unsqueeze(1)
-
-
-class _OneKey(Layer):
-    """The absorbed query and the key are one tensor each, of which the values are the first columns."""
-
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
-        weight = self.kv_b.view(N, D + DV, HCKV)
-        query = torch.cat((torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D]), q_rope), dim=-1)
-        query, key = query * torch.arange(1.0, S + 1).view(S, 1), torch.cat((latent, k_rope), dim=-1)
-        key = torch.zeros(B, 1, T, HCKV + DR).index_copy(2, torch.arange(T), key)
-        out = (query @ key.transpose(-1, -2) + mask).softmax(-1) @ key[..., :HCKV]
-        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
-
-
 CACHED_EXPANDED = "keys and values are cached expanded, per head: latent attention needs the latents cached"
 QUANTISED = "latents are projected up by a weight that is stored in {}: leave kv_b_proj in bf16"
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
@@ -203,18 +119,18 @@ class MlaAttention(Rule):
     stage = "attention"
     accepts = (
         Case("keys joined by cat", Layer, ONE_EACH),
-        Case("keys written into an empty tensor", _WrittenKeys, ONE_EACH),
-        Case("scaled_dot_product_attention", _Fused, ONE_EACH),
-        Case("absorbed by einsum", _Absorbed, ONE_EACH),
-        Case("query projected in two", _QueryInTwo, ONE_EACH),
-        Case("attention sink", _Sink, ONE_EACH),
+        Case("keys written into an empty tensor", cases.WrittenKeys, ONE_EACH),
+        Case("scaled_dot_product_attention", cases.Fused, ONE_EACH),
+        Case("absorbed by einsum", cases.Absorbed, ONE_EACH),
+        Case("query projected in two", cases.QueryInTwo, ONE_EACH),
+        Case("attention sink", cases.Sink, ONE_EACH),
         Case("no rotary part", NoRotaryPart, ONE_EACH),
-        Case("one tensor for latents and rotary keys", _OneKey, {"latent_attention": 1}),
+        Case("one tensor for latents and rotary keys", cases.OneKey, {"latent_attention": 1}),
     )
     rejects = (
-        Case("rotary key of each head", _KeysPerHead, because="k_rope is not shared across heads"),
-        Case("expanded keys and values cached", _ExpandedCache, because=CACHED_EXPANDED),
-        Case("multi-head attention without a rotary part", _HiddenStates, because="were projected down"),
+        Case("rotary key of each head", cases.KeysPerHead, because="k_rope is not shared across heads"),
+        Case("expanded keys and values cached", cases.ExpandedCache, because=CACHED_EXPANDED),
+        Case("multi-head attention without a rotary part", cases.HiddenStates, because="were projected down"),
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:

@@ -1,0 +1,93 @@
+"""Layers whose attention is over latents, or only looks like it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_fx.cases import DR, DV, HCKV, B, D, N, S, T
+from mla_fx.rule import Layer, NoRotaryPart
+
+
+class Absorbed(Layer):
+    """DeepSeek's inference code: weight_uk multiplied into the query, weight_uv into the result."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        weight = self.kv_b.view(N, D + DV, HCKV)
+        query = torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D])
+        scores = torch.einsum("bnsc,btc->bnst", query, latent[:, 0])
+        scores = scores + torch.einsum("bnsr,btr->bnst", q_rope, k_rope[:, 0])
+        out = torch.einsum("bnst,btc->bnsc", (scores / (D + DR) ** 0.5 + mask).softmax(-1), latent[:, 0])
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
+
+
+class WrittenKeys(Layer):
+    """Hugging Face since 5.23: the key is put together by writing two slices of an empty tensor."""
+
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        expanded = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2)
+        k_nope, value = torch.split(expanded, [D, DV], dim=-1)
+        key = latent.new_empty(B, N, T, D + DR)
+        key[..., :D] = k_nope
+        key[..., D:] = k_rope
+        return key, value
+
+
+class Fused(Layer):
+    """One call of PyTorch's attention, which AOTAutograd takes apart where value and query widths differ."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+class QueryInTwo(Layer):
+    """Nope and rope part of the query projected apart and joined, only to be parted again."""
+
+    def query(self, x: Tensor) -> Tensor:
+        weights = torch.split(self.q_b.view(N, D + DR, -1), [D, DR], dim=1)
+        latent = self.norm(x @ self.q_a.T, self.q_gamma)
+        return torch.cat([torch.einsum("bsc,ndc->bsnd", latent, part) for part in weights], dim=-1)
+
+
+class KeysPerHead(Layer):
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        return super().keys(latent, k_rope * torch.arange(1.0, N + 1).view(1, N, 1, 1))
+
+
+class Sink(Layer):
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) + mask
+        sink = torch.ones(B, N, S, 1)
+        return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ value
+
+
+class ExpandedCache(Layer):
+    """transformers before 5: keys and values of every head are cached."""
+
+    def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = super().keys(latent, k_rope)
+        position = torch.arange(T)
+        caches = torch.zeros(B, N, T, D + DR), torch.zeros(B, N, T, DV)
+        return caches[0].index_copy(2, position, key), caches[1].index_copy(2, position, value)
+
+
+class HiddenStates(NoRotaryPart):
+    """Multi-head attention: keys and values are made of what nothing was projected down for."""
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x[..., :HCKV], self.kv_gamma).unsqueeze(1), x[..., :DR].unsqueeze(1)
+
+
+class OneKey(Layer):
+    """The absorbed query and the key are one tensor each, of which the values are the first columns."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        weight = self.kv_b.view(N, D + DV, HCKV)
+        query = torch.cat((torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D]), q_rope), dim=-1)
+        query, key = query * torch.arange(1.0, S + 1).view(S, 1), torch.cat((latent, k_rope), dim=-1)
+        key = torch.zeros(B, 1, T, HCKV + DR).index_copy(2, torch.arange(T), key)
+        out = (query @ key.transpose(-1, -2) + mask).softmax(-1) @ key[..., :HCKV]
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])

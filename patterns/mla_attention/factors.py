@@ -1,0 +1,36 @@
+"""The softmax scale of an attention, and the numbers by which its operands are multiplied."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_fx.rule import Attention, Contraction, Match, NoMatch
+
+
+def attention_factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
+    """The softmax scale, and by which numbers operands and the result are multiplied besides: nope and rotary scores
+    have one scale, and what the program scales down before a product is not left larger in float16."""
+    found = match.reading(Attention, "attention")
+    nope, up, rotary, down = (match.get(Contraction, name) for name in ("nope", "up", "rope", "down"))
+    assert nope is not None, "every pattern has it"
+    # an absorbed query is taken as it is, and its factor is part of it
+    expanded = 1.0 if up is None or keys == "absorbed" else up.factor
+    values = found.value_factor * (1.0 if down is None else down.factor)
+    factors: dict[str, float] = {}
+    if dtype == torch.float16 and abs(expanded) < 1 and keys == "expanded":
+        factors["weight_uk"], expanded = expanded, 1.0
+    if dtype == torch.float16 and abs(values) < 1 and down is not None:
+        factors["weight_uv"], values = values, 1.0
+    factors["out"], query = values, "query" if keys == "absorbed" else "q_nope"
+    scale = own = nope.factor * expanded
+    if rotary is not None and rotary.factor != own:
+        # a query of float16 is only made smaller, of another type not much larger
+        most = 1.0 if dtype == torch.float16 else torch.finfo(dtype).max ** 0.25
+        if abs(own) > most * abs(rotary.factor):
+            factors["q_rope"] = rotary.factor / own
+        else:
+            scale, factors[query] = rotary.factor, own / rotary.factor
+    for name, factor in factors.items():
+        if not 16 * torch.finfo(dtype).tiny <= abs(factor) <= torch.finfo(dtype).max:
+            raise NoMatch(f"{name} would be multiplied by {factor:.6g}, and {dtype} has no room for that", found.node)
+    return scale, factors
