@@ -46,7 +46,7 @@ def test_failing_pass_is_an_error_when_strict(decode):
         compiled(module, strict=True)(*arguments)
 
 
-@pytest.mark.parametrize("step", ["replace_cache", "_cache_operands"])
+@pytest.mark.parametrize("step", ["replaced_cache", "_cache_operands"])
 def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, step):
     def fail(*_):
         raise ZeroDivisionError("a bug")
@@ -57,7 +57,7 @@ def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, 
         check_runs_as_it_came(module, arguments, compiled(module))
 
 
-def test_refusal_in_the_midst_of_a_rewrite_takes_back_what_was_added(decode, monkeypatch):
+def test_refusal_in_the_midst_of_a_rewrite_adds_nothing(decode, monkeypatch):
     def refuse(*_):
         raise mla_fx.NoMatch("not like this")
 

@@ -14,10 +14,11 @@ from mla_fx.driver import discovery
 from mla_fx.readings import calls as asked
 
 ROOT = Path(inspect.getfile(mla_fx)).parent
-RULES = [Path(inspect.getfile(type(rule))) for rule in discovery.rules()]
+PATTERNS = Path(inspect.getfile(type(discovery.rules()[0]))).parent
 READINGS = [path for path in Path(readings.__path__[0]).glob("*.py") if path.stem != "sizes"]  # which sees no nodes
-OTHERS = [ROOT / f"{name}.py" for name in ("binding", "factors", "layout", "masks", "match", "operands")]
-FILES = sorted({*RULES, *READINGS, *OTHERS})
+WORDS = [ROOT / "matching" / f"{name}.py" for name in ("match", "pattern")]
+OPERANDS = [ROOT / "rewriting" / f"{name}.py" for name in ("masks", "materialize", "operands")]
+FILES = sorted({*PATTERNS.rglob("*.py"), *READINGS, *WORDS, *OPERANDS})
 
 # Arguments are asked for here, and noted.
 NOTING = {"args_of", "options_of", "operands_of"}
