@@ -10,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.errors import NoMatch
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.inline import inline
 from mla_fx.rewriting.plan import Call, Inlined, Plan, Replaced
 from mla_fx.rewriting.replacement import apply, check_nothing_is_lost, drafted
 
@@ -154,7 +153,7 @@ def test_what_a_function_writes_of_its_own_is_spliced_in_as_values():
 
     graph = Rewritten(lambda x: (x.sin(), x.cos()))
     with graph.emit.at(graph.anchor, "test"):
-        graph["sin"].replace_all_uses_with(inline(graph.emit, shifted, graph["x"]))
+        graph["sin"].replace_all_uses_with(graph.emit.inline(shifted, graph["x"]))
     assert {aten.add.Tensor, aten.mul.Tensor} <= {node.target for node in graph.graph.nodes}
     (x,) = graph.inputs
     torch.testing.assert_close(graph.run(), ((x + 1) * 2, x.cos()))

@@ -19,7 +19,7 @@ import mla_fx
 from mla_fx import cases
 from mla_fx.debug.report import Report
 from mla_fx.debug.verify import Verification
-from mla_fx.passes import lower
+from mla_fx.rewriting.emitter import Emitter
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 HALVES = torch.bfloat16, torch.float16
@@ -96,15 +96,15 @@ def test_a_wrong_rule_is_named_with_its_layer(monkeypatch, fault, named):
 def test_verify_finds_a_wrong_lowering(monkeypatch):
     """What the rules made is right, and what the target makes of it is not."""
 
-    def wrong(emit, function, *args, **options):
+    def wrong(self, function, *args, **options):
         def slightly(*given, **settings):
             return function(*given, **settings) * 1.001
 
         is_attention = function.__module__.endswith("latent_attention")
-        return inline(emit, slightly if is_attention else function, *args, **options)
+        return inline(self, slightly if is_attention else function, *args, **options)
 
-    inline = lower.inline
-    monkeypatch.setattr(lower, "inline", wrong)
+    inline = Emitter.inline
+    monkeypatch.setattr(Emitter, "inline", wrong)
     with pytest.raises(mla_fx.VerificationError, match=r"output 0 of the compiled graph is .* away from the exact one"):
         compiled(Model(), verify="first", target="inductor")(*cases.inputs())
 

@@ -20,7 +20,6 @@ from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.inline import inline
 from mla_fx.target import Target
 
 ALWAYS = 2**62
@@ -66,11 +65,11 @@ def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
 def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
     options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
-    query = inline(emit, absorb_query, q_nope, weight_uk)
+    query = emit.inline(absorb_query, q_nope, weight_uk)
     target = torch.ops.mla_fx.latent_attention.default
     out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
     out.meta[REPLACED] = node.meta.get(REPLACED, [])
-    expanded = inline(emit, expand_output, out, weight_uv)
+    expanded = emit.inline(expand_output, out, weight_uv)
     stand_in(expanded, node)
     node.replace_all_uses_with(expanded)
     node.graph.erase_node(node)

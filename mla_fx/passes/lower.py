@@ -11,7 +11,6 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.readings.calls import args_of
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.inline import inline
 from mla_fx.target import Compiled, Lowering
 
 
@@ -57,7 +56,7 @@ def _known(value: Any) -> Any:
 
 def _replace(emit: Emitter, node: Node, function: Compiled, decompositions: Any) -> None:
     with emit.at(node, "lower"):
-        results = inline(emit, function, *args_of(node), decompositions=decompositions, **node.kwargs)
+        results = emit.inline(function, *args_of(node), decompositions=decompositions, **node.kwargs)
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
     else:

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import RULE, fused_name
-from mla_fx.graph.torch_private import share_storage
+from mla_fx.graph.torch_private import share_storage, tree_map_only
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
@@ -125,6 +125,11 @@ class Emitter:
     def call(self, target: Any, *args: Any, **options: Any) -> Node:
         """Adds a call."""
         return self.node(self._fresh(target, args, options))
+
+    def inline(self, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any) -> Any:
+        """Adds the calls that a function of tensors makes on nodes; returns its results."""
+        drafts = self.inlined(function, *args, decompositions=decompositions, **options)
+        return tree_map_only(Draft, self.node, drafts)
 
     def node(self, part: Draft | Node) -> Node:
         """Adds a draft, and the drafts that it is computed from."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from mla_fx.graph.aliasing import written
-from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_map_only, tree_unflatten
+from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_unflatten
 
 from .draft import Draft, is_value, value_of
 from .fake_values import KnownValues, hashable, signature, unshared
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 
 class Traces:
@@ -45,13 +42,6 @@ class Traces:
             with self.known.faking():
                 self._traced[key] = _trace(positional, values, decompositions)
         return _drafts(self._traced[key], given)
-
-
-def inline(
-    emit: Emitter, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any
-) -> Any:
-    """Adds the calls that `function` makes on nodes; returns its results."""
-    return tree_map_only(Draft, emit.node, emit.inlined(function, *args, decompositions=decompositions, **options))
 
 
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
