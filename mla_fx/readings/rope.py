@@ -64,12 +64,25 @@ class Term:
     right: Element
 
     def over(self, factor: Element) -> Element | None:
-        """What multiplies `factor`, which has no number of its own."""
+        """What multiplies `factor`, which has no number of its own. The number that it comes with here multiplies that
+        instead; raises NoMatch if this may lead out of the range of its type."""
         for mine, other in ((self.left, self.right), (self.right, self.left)):
             number, plain = mine.apart()
-            if plain == factor:
-                return other.times(number)
+            if plain != factor:
+                continue
+            if not _has_room(number, other.dtype):
+                reason = f"a table of the rotation would be multiplied by {number:.6g}, and {other.dtype} has no room"
+                raise NoMatch(f"{reason} for that", other.origin)
+            return other.times(number)
         return None
+
+
+def _has_room(number: float, dtype: torch.dtype) -> bool:
+    """Values of float16 are only made smaller, and no more than their digits bear; of other types not much larger."""
+    if dtype == torch.float16:
+        return 1 / 16 <= abs(number) <= 1
+    most = torch.finfo(dtype).max ** 0.25 if dtype.is_floating_point else 1.0
+    return 1 / most <= abs(number) <= most
 
 
 def pair_index(size: int, layout: str, which: int, pair: Axis) -> Index:

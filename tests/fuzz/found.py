@@ -88,6 +88,7 @@ FOUND = (
         "cold S=T=D-none-eager-query (float16)", (("loud", "arg10_1", -0.5, False), ("loud", "arg6_1", -0.25, False))
     ),
     Mutant("absorbed (float32)", (("loud", "arg8_1", -1, True), ("scale", "arg2_1", -1, 0.0, "mul"))),
+    Mutant("one head-eager-view_transpose (float16)", (("taken_back", "mm_1", 0, 1e-06),)),
     # what hangs on the last digit
     Mutant("tied (float16)", (("shared_out", "mm_1", 0, 1024.0), ("loud", "arg4_1", -0.25, True))),
     Mutant("blind row (bfloat16)", (("loud", "arg10_1", -8, False),)),
