@@ -154,7 +154,7 @@ class KvRmsnormRopeCache(Rule):
             options["kc_scale"] = norm.factor
         if rotation is not None:
             options["rope_layout"] = rotation.layout
-        if latent.update.position is None:
+        if latent.update.is_appended:
             index, replaced_by = None, _replaced_rows
             ckv_cache, k_cache = _new_cache(latent, latent), _new_cache(latent, keys)
             options["cache_mode"] = "BNSD"

@@ -193,7 +193,7 @@ class _Stored(Pattern):
         other = match.readings.get(self.beside)
         if isinstance(other, CacheUpdate):
             update = update.beside(other)
-        written = match.choose(self.name, "append" if update.position is None else "write").read(self.name, update)
+        written = match.choose(self.name, "append" if update.is_appended else "write").read(self.name, update)
         yield from self.row.bindings(update.row, written, nearest)
 
 

@@ -16,7 +16,7 @@ from mla_fx.readings.integers import INTEGERS, whole_number
 from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
 from .calls import args_of, argument, options_of
 from .element import Element, element_of, operand, resolve
-from .reading import Reading, renamed
+from .reading import Parts, Reading, renamed
 from .sizes import Size, at_most, product
 from .unproved import EQUAL, unproved
 from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
@@ -33,28 +33,55 @@ WHERE = "the cache is written where a condition holds, not at positions"
 
 
 @dataclass(frozen=True)
+class Appended(Parts):
+    """Where a row goes is a matter of the program: it is appended by `cat`, or is some columns of a wider one."""
+
+
+@dataclass(frozen=True)
+class From(Parts):
+    """Rows follow each other from a slot, which may be a symbol."""
+
+    start: Size
+
+
+@dataclass(frozen=True)
+class At(Parts):
+    """Each row has its slot, an element of a tensor of positions; if it `wraps`, a negative one counts from the end."""
+
+    slot: Element
+    wraps: bool
+
+
+@dataclass(frozen=True)
+class InBlocks(Parts):
+    """Each row has its block and an offset in there; negative ones count from the end."""
+
+    block: Element
+    offset: Element
+
+
+@dataclass(frozen=True)
 class CacheUpdate(Reading):
     """Rows of a value written into it along dimension `dim`; `index` are indices of its own for the whole value.
 
-    `row` is an element of the new rows, `token` the index along which they are counted. `position` says where a row
-    goes: an element of the index tensor, or a size for the first row, which may be a symbol; None where that is a
-    matter of the program, since rows are appended by `cat`, or are some columns of wider ones. With `wraps` a negative
-    position counts from the end. With `is_paged` slots are counted through `dim`, blocks, and the next dimension,
-    offsets in them; `offset` then says where in its block a row goes, and None that the position is that of a slot.
+    `rows` are the new ones, read at `place` as the element `row`, and counted along `token`; `where` says where they
+    go. With `is_paged` slots are counted through `dim`, blocks, and the next dimension, offsets in them.
 
-    Of wider rows, `index` and `row` speak of some columns alone, and `rows` are these, read at `place`."""
+    Of wider rows, `index` and `row` speak of some columns alone, and `rows` are these."""
 
     index: tuple[Index, ...]
     dim: int
     old: Node
     rows: Node
+    place: tuple[Index, ...]
     row: Element
     token: Index
-    position: Element | Size | None
-    wraps: bool = False
+    where: Appended | From | At | InBlocks
     is_paged: bool = False
-    offset: Element | None = None
-    place: tuple[Index, ...] = ()
+
+    @property
+    def is_appended(self) -> bool:
+        return isinstance(self.where, Appended)
 
     @property
     def behind(self) -> int:
@@ -138,7 +165,7 @@ def _of_columns(update: CacheUpdate, columns: Index) -> CacheUpdate:
             raise NoMatch("the rows that are written are not put together from those of latent and rotary key", rows)
         rows, place = further
     index = (*update.index[:-1], columns)
-    return replace(update, index=index, rows=rows, place=place, position=None, wraps=False, offset=None)
+    return replace(update, index=index, rows=rows, place=place, where=Appended())
 
 
 def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -178,8 +205,8 @@ def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     if len(joined) != 2 or dim == len(index) - 1:
         raise NoMatch("expected the old rows and the new ones in one cat", node)
     (old, _, _), (rows, _, _) = joined
-    token, row = _rows(index, dim, rows)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, None, place=row)
+    token, place = _rows(index, dim, rows)
+    return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), token, Appended())
 
 
 def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -191,8 +218,8 @@ def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     if step != 1:
         raise NoMatch(f"the cache is overwritten in steps of {step}, expected neighbouring rows", node)
     # the slice holds all the rows, so that where there is one its start was not clamped to the end of the cache
-    token, row = _rows(index, dim, rows)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, start, place=row)
+    token, place = _rows(index, dim, rows)
+    return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), token, From(start))
 
 
 def _overwritten_at_one(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -202,7 +229,7 @@ def _overwritten_at_one(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     if position is None:
         raise NoMatch(NEGATIVE, node)
     place = (*index[:dim], *index[dim + 1 :])
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, place), ZERO, position, place=place)
+    return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), ZERO, From(position))
 
 
 def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
@@ -227,10 +254,9 @@ def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, r
     sizes = shape_of(old)
     lead = _rows_at(node, rows, sizes[:dim], shape_of(where), sizes[dim + 1 :])
     row = (*index[:dim], *lead, *index[dim + 1 :])
-    wraps = node.target is not aten.index_copy.default
     place = broadcast(rows, row)
-    element, position = resolve(rows, place), resolve(where, lead)
-    return CacheUpdate(node, index, dim, old, rows, element, _counted(lead), position, wraps, place=place)
+    at = At(resolve(where, lead), wraps=node.target is not aten.index_copy.default)
+    return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), _counted(lead), at)
 
 
 def _counted(lead: tuple[Index, ...]) -> Index:
@@ -249,9 +275,9 @@ def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Nod
     place = broadcast(rows, (*index[:dim], *lead, *index[dim + 2 :]))
     block, offset = (operand(place, lead) for place in places)
     slot = _slot(block, offset, sizes[dim + 1])
-    at = (block, offset) if slot is None else (slot, None)
-    row = resolve(rows, place)
-    return CacheUpdate(node, index, dim, old, rows, row, _counted(lead), at[0], True, True, at[1], place)
+    at = InBlocks(block, offset) if slot is None else At(slot, wraps=True)
+    row, token = resolve(rows, place), _counted(lead)
+    return CacheUpdate(node, index, dim, old, rows, place, row, token, at, is_paged=True)
 
 
 def _slot(block: Element, offset: Element, size: Size) -> Element | None:
@@ -297,8 +323,8 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     sizes = shape_of(old)
     _rows_at(node, rows, sizes[:1], (shape_of(positions)[-1],) if rank == 2 else (), sizes[2:])
     place = broadcast(rows, (*lead, *index[2:]))
-    row, position = resolve(rows, place), operand(positions, lead)
-    return CacheUpdate(node, index, 1, old, rows, row, token, position, True, place=place)
+    at = At(operand(positions, lead), wraps=True)
+    return CacheUpdate(node, index, 1, old, rows, place, resolve(rows, place), token, at)
 
 
 def _counts_sequences(where: Node, old: Node) -> bool:
@@ -322,13 +348,14 @@ def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     """`cache.scatter(dim, positions expanded over the row, rows)`."""
     old, dim, where, rows = args_of(node)
     dim = dim % len(index)
-    token, row = _rows(index, dim, rows)
+    token, place = _rows(index, dim, rows)
     if shape_of(where) != shape_of(rows) or _without(shape_of(rows), dim) != _without(shape_of(old), dim):
         raise NoMatch("only a part of the rows is scattered into the cache", node)
-    position = resolve(where, row)
+    position = resolve(where, place)
     if not position.axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
         raise NoMatch("the elements of one row are scattered to different positions", node)
-    return CacheUpdate(node, index, dim, old, rows, resolve(rows, row), token, position, place=row)
+    at = At(position, wraps=False)
+    return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), token, at)
 
 
 def _without(sizes: tuple[Size, ...], dim: int) -> tuple[Size, ...]:

@@ -18,20 +18,13 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A computation as it was read from `node`. Its parts are elements, indices, other readings, and tuples of them."""
-
-    node: Node
-
-    @property
-    def constants(self) -> tuple[Any, ...]:
-        """What must be equal in two readings for them to be the same computation, besides their operands."""
-        return ()
+class Parts:
+    """What is made of elements, indices, other parts, tuples of them, and constants."""
 
     @classmethod
     @functools.cache
     def names(cls) -> tuple[str, ...]:
-        """Its parts by name, in order."""
+        """The parts by name, in order."""
         return tuple(part.name for part in fields(cls))
 
     @property
@@ -43,6 +36,18 @@ class Reading:
     @property
     def elements(self) -> Iterator[Element]:
         return (part for part in self._parts if isinstance(part, Element))
+
+
+@dataclass(frozen=True)
+class Reading(Parts):
+    """A computation as it was read from `node`."""
+
+    node: Node
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """What must be equal in two readings for them to be the same computation, besides their operands."""
+        return ()
 
     @property
     def indices(self) -> Iterator[Index]:
@@ -62,7 +67,7 @@ def _collect(value: Any, found: list[Element | Index]) -> None:
     elif isinstance(value, tuple):
         for item in value:
             _collect(item, found)
-    elif isinstance(value, Reading):
+    elif isinstance(value, Parts):
         for name in value.names():
             _collect(getattr(value, name), found)
 
@@ -82,6 +87,6 @@ def _renamed(value: Any, replacements: Mapping[Axis, Index]) -> Any:
         return value.renamed(replacements)
     if isinstance(value, tuple):
         return tuple([_renamed(item, replacements) for item in value])
-    if isinstance(value, Reading):
+    if isinstance(value, Parts):
         return type(value)(*[_renamed(getattr(value, name), replacements) for name in value.names()])
     return value

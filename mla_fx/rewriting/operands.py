@@ -15,7 +15,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import OperandAxes, Pattern, rms_norm, twin, var
 from mla_fx.readings.axes import ZERO, Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
-from mla_fx.readings.cache_update import CacheUpdate
+from mla_fx.readings.cache_update import Appended, At, CacheUpdate, From, InBlocks
 from mla_fx.readings.element import Element, computed_from, is_parameter, resolve
 from mla_fx.readings.integers import IntegerSum, integer_sum
 from mla_fx.readings.paged import Paged
@@ -194,18 +194,28 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
-    if mine.wraps != theirs.wraps:
+    if _wraps(mine) != _wraps(theirs):
         raise NoMatch("of latent and rotary key only one is written so that negative positions count", theirs.node)
-    is_same = mine.offset == theirs.offset and _counted(mine) == _counted(theirs)
-    if not is_same or latent.row != keys.row:
+    if latent.row != keys.row or _counted(mine) != _counted(theirs):
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
 
 
-def _counted(update: CacheUpdate) -> IntegerSum | None:
+def _wraps(update: CacheUpdate) -> bool:
+    """A negative position counts from the end."""
+    return isinstance(update.where, InBlocks) or (isinstance(update.where, At) and update.where.wraps)
+
+
+def _counted(update: CacheUpdate) -> object:
     """Where a row goes, as far as it is counted, since each cache may count its positions anew; None if appended."""
-    if isinstance(update.position, Element):
-        return integer_sum(update.position)
-    return None if update.position is None else IntegerSum(shifted(update.token, update.position))
+    match update.where:
+        case From(start):
+            return IntegerSum(shifted(update.token, start))
+        case At(slot):
+            return integer_sum(slot)
+        case InBlocks(block, offset):
+            return integer_sum(block), offset
+        case Appended():
+            return None
 
 
 def old_cache(cache: CacheRoles) -> Expression:
@@ -241,52 +251,71 @@ def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) 
 
     A position that the program refuses becomes one beyond the end, so that the new write refuses it too; with
     `is_skipped` one that is not in the cache becomes negative, for a write that skips it."""
-    position = cache.update.position
-    assert position is not None, "rows that are appended have no positions"
-    if isinstance(position, Element):
-        _check_apart(cache, position)
-        alike = tuple(other.update.position.origin for other in others if isinstance(other.update.position, Element))
-        return Stands(_given_positions(cache, position, is_skipped), alike)
-    device = cache.update.rows.meta["val"].device
-    options = {"start": position, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
-    counted = Call(torch.ops.prims.iota.default, _size(cache.token), **options)
-    return Call(aten.unsqueeze.default, counted, 0)
+    match cache.update.where:
+        case At(slot):
+            found = _slots(cache, slot, is_skipped)
+        case InBlocks(block, offset):
+            found = _slots_in_blocks(cache, block, offset, is_skipped)
+        case From(start):
+            device = cache.update.rows.meta["val"].device
+            options = {"start": start, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
+            counted = Call(torch.ops.prims.iota.default, _size(cache.token), **options)
+            return Call(aten.unsqueeze.default, counted, 0)
+        case Appended():
+            raise AssertionError("rows that are appended have no positions")
+    alike = (part.origin for other in others for part in _positioned(other))
+    return Stands(found, tuple(alike))
+
+
+def _positioned(cache: CacheRoles) -> tuple[Element, ...]:
+    """The tensors that say where rows go."""
+    return tuple(cache.update.where.elements)
 
 
 def batch_of_positions(cache: CacheRoles) -> Size:
     """B of `positions`: one where all sequences are written to the same ones."""
-    found = [place for place in (cache.update.position, cache.update.offset) if isinstance(place, Element)]
-    is_own = any(axis in place.axes for place in found for axis in cache.batch)
+    is_own = any(axis in part.axes for part in _positioned(cache) for axis in cache.batch)
     return _size(cache.batch) if is_own else 1
 
 
-def _check_apart(cache: CacheRoles, position: Element) -> None:
+def _check_apart(cache: CacheRoles) -> None:
     """Each token has a position of its own: of rows that go to one place, which one stays there is not said."""
-    offset = cache.update.offset
-    told = position.axes if offset is None else position.axes | offset.axes
-    if any(axis.size != 1 and axis not in told for axis in cache.token):
-        raise NoMatch("all tokens of a sequence are written to one position", position.origin)
+    parts = _positioned(cache)
+    if any(axis.size != 1 and all(axis not in part.axes for part in parts) for axis in cache.token):
+        raise NoMatch("all tokens of a sequence are written to one position", parts[0].origin)
 
 
-def _given_positions(cache: CacheRoles, position: Element, is_skipped: bool) -> Expression:
-    """Positions that the program computes, or the slots at offsets within blocks. One side is the new write's own to
-    look at: where it refuses rows that is the end of the cache, and where it skips them its start."""
-    update = cache.update
-    sizes = shape_of(update.old)[update.dim : update.behind]
-    device = position.origin.meta["val"].device
-    given = tensor(position, cache.row, dtype=torch.int64)
-    if update.offset is not None:
-        (blocks, size), places = sizes, (given, tensor(update.offset, cache.row, dtype=torch.int64))
-        block, offset = (_counted_from_start(*pair) for pair in zip(places, ((blocks,), (size,)), strict=True))
-        given = Call(aten.add.Tensor, Call(aten.mul.Tensor, block, size), offset)
-        sides = [_is_below(block, (blocks,)), _is_below(offset, (size,)), _is_from_start(block), _is_from_start(offset)]
-        return _or_else(sides, given, -1 if is_skipped else _count(sizes), device)
-    is_counted, is_below = _proved(integer_sum(position), product(sizes))
-    if update.wraps and not is_counted:
+def _slots(cache: CacheRoles, slot: Element, is_skipped: bool) -> Expression:
+    """Positions that the program computes. One side is the new write's own to look at: where it refuses rows that is
+    the end of the cache, and where it skips them its start."""
+    _check_apart(cache)
+    sizes, device = _slot_sizes(cache), slot.origin.meta["val"].device
+    given = tensor(slot, cache.row, dtype=torch.int64)
+    is_counted, is_below = _proved(integer_sum(slot), product(sizes))
+    if _wraps(cache.update) and not is_counted:
         given = _counted_from_start(given, sizes)
     if is_skipped:
         return given if is_below else _or_else([_is_below(given, sizes)], given, -1, device)
     return given if is_counted else _or_else([_is_from_start(given)], given, _count(sizes), device)
+
+
+def _slots_in_blocks(cache: CacheRoles, block: Element, offset: Element, is_skipped: bool) -> Expression:
+    """The slots at offsets within blocks: both sides of both are looked at here."""
+    _check_apart(cache)
+    sizes, device = _slot_sizes(cache), block.origin.meta["val"].device
+    counted = [
+        _counted_from_start(tensor(part, cache.row, dtype=torch.int64), (size,))
+        for part, size in zip((block, offset), sizes, strict=True)
+    ]
+    sides = [_is_below(part, (size,)) for part, size in zip(counted, sizes, strict=True)]
+    sides += map(_is_from_start, counted)
+    slots = Call(aten.add.Tensor, Call(aten.mul.Tensor, counted[0], sizes[1]), counted[1])
+    return _or_else(sides, slots, -1 if is_skipped else _count(sizes), device)
+
+
+def _slot_sizes(cache: CacheRoles) -> tuple[Size, ...]:
+    """The sizes of the dimensions that slots are counted through."""
+    return shape_of(cache.update.old)[cache.update.dim : cache.update.behind]
 
 
 def _count(sizes: Sequence[Size]) -> Any:

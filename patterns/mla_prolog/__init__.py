@@ -284,7 +284,7 @@ def _query_norm(match: Match) -> RmsNorm | None:
 def _cache_operands(
     match: Match, latent: CacheRoles | None, keys: CacheRoles | None, tokens: tuple[Axes, Axes]
 ) -> tuple[Expression | None, Expression, Expression, str]:
-    if latent is not None and latent.update.position is not None:
+    if latent is not None and not latent.update.is_appended:
         return *positions_and_caches(latent, keys), "Norm"
     given, x = _given(match), match["token_x"]
     lead = [product(axis.size for axis in role) for role in tokens]
@@ -322,7 +322,7 @@ def _replaced(
             yield Replaced(old, Cast(part, old.meta["val"].dtype))
         elif cache is None:
             yield Replaced(old, Call(aten.squeeze.dim, new, 2))
-        elif cache.update.position is None:
+        elif cache.update.is_appended:
             yield replaced_rows(cache, result(new, (cache.batch, cache.token, (), cache.width)))
         else:
             yield replaced_cache(cache, new)

@@ -6,7 +6,7 @@ from traced import B, D, S, T, Traced, agree, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import axes_of, fresh, shifted
-from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.cache_update import Appended, At, From, cache_update
 from mla_fx.readings.element import element_of, resolve
 from mla_fx.readings.views import fresh_index
 
@@ -60,14 +60,14 @@ def replayed(traced, found):
     lead = (*found.index[: found.dim], found.token, *found.index[found.dim + 1 :])
     rows = traced.read(found.row, *lead).movedim(found.dim, 0)
     old = traced.values[found.old].clone()
-    if found.position is None:
+    if isinstance(found.where, Appended):
         return torch.cat([old, rows.movedim(0, found.dim)], found.dim)
     new = old.movedim(found.dim, 0)
-    if isinstance(found.position, int):
-        new[found.position : found.position + len(rows)] = rows
+    if isinstance(found.where, From):
+        new[found.where.start : found.where.start + len(rows)] = rows
         return new.movedim(0, found.dim)
-    outer = (found.index[0],) if found.position.axes & set(found.index[0].axes) else ()
-    positions = traced.read(found.position, *outer, found.token).long()
+    outer = (found.index[0],) if found.where.slot.axes & set(found.index[0].axes) else ()
+    positions = traced.read(found.where.slot, *outer, found.token).long()
     for token, row in enumerate(rows):
         for sequence, slot in enumerate(positions[..., token].expand(len(row))):
             assert slot >= 0, "a negative position means skip"
@@ -90,15 +90,18 @@ def test_a_cache_update_is_read(name):
 def test_an_update_in_blocks_is_read(name):
     """Several rows may go to one slot, as in PyTorch's own write: here none do."""
     traced, found = read_update(IN_BLOCKS[name])
-    assert found.is_paged and found.wraps
-    assert (found.offset is None) == (name in ("slots", "slots of each sequence"))
+    assert found.is_paged
+    by_slots = isinstance(found.where, At)
+    assert by_slots == (name in ("slots", "slots of each sequence"))
     new, lead = traced.values[found.old].clone(), axes_of(found.token)
-    position = traced.read(found.position, *lead).long().expand([axis.size for axis in lead])
+    position, *offset = (traced.read(part, *lead).long() for part in found.where.elements)
+    position = position.expand([axis.size for axis in lead])
     rows = traced.read(found.row, *lead, found.index[-1])
-    if found.offset is None:
+    if by_slots:
+        assert found.where.wraps
         new.flatten(0, 1)[position] = rows
     else:
-        new[position, traced.read(found.offset, *lead).long()] = rows
+        new[(position, *offset)] = rows
     agree(new, traced.values[found.node])
 
 
@@ -118,7 +121,7 @@ def test_some_columns_of_an_update_are_read(name):
     whole, factor = fresh_index(traced.out), {0: 2.0, 5: 3.0}
     for start, stop in ((0, 5), (5, D)):
         found = cache_update(resolve(traced.out, (*whole[:-1], shifted(fresh(stop - start), start))))
-        assert found.position is None and found.rows.target is torch.ops.aten.mul.Tensor
+        assert isinstance(found.where, Appended) and found.rows.target is torch.ops.aten.mul.Tensor
         rows = factor[start] * traced.inputs[1][..., start:stop]
         agree(traced.values[found.rows], rows[0, 0] if name == "flat" else rows)
     with pytest.raises(NoMatch, match="not put together from those of latent and rotary key"):
@@ -195,7 +198,7 @@ def read_dynamic(function):
 
 def test_a_slice_may_begin_at_a_symbol():
     traced, found = read_dynamic(at(lambda cache: cache.shape[0]))
-    assert traced.number(found.position) == B and not isinstance(found.position, int)
+    assert traced.number(found.where.start) == B and not isinstance(found.where.start, int)
     assert found.row.node.name == "r"
 
 
