@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from mla_fx.graph.torch_compilers import (
 )
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
+from mla_fx.ops.common.stays import Stays
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 aten = torch.ops.aten
@@ -152,29 +153,29 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
     return word
 
 
-def _of_rows(rows: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+def _of_rows(rows: Tensor, weight: Tensor) -> Compiled | Stays:
     """On a CPU, for rows so small that a call of a library takes longer than their products, and for one row times a
     weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it."""
     sizes = *rows.shape, weight.shape[1]
     if weight.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
-        return None
+        return Stays()
     is_float = rows.dtype == weight.dtype and weight.dtype in (*HALVES, torch.float32)
     if is_float and 0 < rows.shape[0] <= FEW_ROWS and math.prod(sizes) <= SMALL:
         return small_products
-    return dot_products if rows.shape[0] == 1 and weight.stride(0) == 1 and _are_half(rows, weight) else None
+    return dot_products if rows.shape[0] == 1 and weight.stride(0) == 1 and _are_half(rows, weight) else Stays()
 
 
-def _of_heads(rows: Tensor, weights: Tensor) -> Callable[..., Tensor] | None:
+def _of_heads(rows: Tensor, weights: Tensor) -> Compiled | Stays:
     """For the rows of each head times its weights of 16 bits, which lie apart in memory, as those of keys and values
     in one projection do, on a CPU: its library copies such weights at every call, and slowly across their memory."""
     is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
     if weights.device.type != "cpu" or not is_fixed or not _are_half(rows, weights):
-        return None
+        return Stays()
     if weights.is_contiguous() or weights.mT.is_contiguous():
-        return None
+        return Stays()
     if isinstance(rows.shape[1], int) and 0 < rows.shape[1] <= FEW_ROWS:
         return sums_for_rows
-    return products_of_copies if weights.stride(1) == 1 else None
+    return products_of_copies if weights.stride(1) == 1 else Stays()
 
 
 def _are_half(rows: Tensor, weights: Tensor) -> bool:

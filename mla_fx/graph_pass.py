@@ -13,6 +13,7 @@ from .errors import FusionError, OptionError
 from .graph.torch_compilers import GraphPass, is_packaging
 from .graph.torch_private import OpOverload
 from .ops import catalogue
+from .ops.common.stays import Stays
 from .options import MODE, OWN
 from .passes.lower import lowered
 
@@ -77,10 +78,11 @@ def _check_portable(graph: Graph) -> None:
         own = next(filter(_is_own, (node.target, *node.args[:1])), None)
         if own is None:
             continue
-        reason = lowered(node, entries[own].portable_decomposition) if own in entries else None
+        answer = lowered(node, entries[own].portable_decomposition) if own in entries else None
+        why = answer.reason if isinstance(answer, Stays) else "it writes its arguments, or takes lengths as numbers"
         raise FusionError(
             f"a package of AOTInductor runs where there is no mla_fx, but the graph calls {own}, which cannot be taken "
-            f"apart: {reason if isinstance(reason, str) else 'it writes its arguments, or takes lengths as numbers'}"
+            f"apart: {why}"
         )
 
 

@@ -9,12 +9,12 @@ from torch.fx import GraphModule
 
 from .errors import OptionError
 from .graph.torch_private import OpOverload
+from .ops.common.stays import Stays
 
 Compiled = Callable[..., Any]
 
-# Asked with what is known of a call's arguments: the plain function to be traced in its place, or a sentence that says
-# why the call stays, which goes to the report; None where it stays and there is nothing to tell.
-Lowering = Callable[..., "Compiled | str | None"]
+# Asked with what is known of a call's arguments: the plain function to be traced in its place, or that the call stays.
+Lowering = Callable[..., Compiled | Stays]
 
 # A compiler of operator graphs, called as `compiler(gm, inputs, is_inference=..., **whatever the target likes)`.
 Compiler = Callable[..., Compiled]

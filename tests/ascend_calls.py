@@ -13,6 +13,8 @@ from mla_fx.lowering.ascend.surface import Surface
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from mla_fx.ops.common.stays import Stays
+
 A2 = Surface("Ascend910B3", "ge", hoists=True)
 B, S, HE, HCQ, N, D, HCKV, DR, T = 2, 3, 7168, 1536, 32, 128, 512, 64, 256
 
@@ -111,13 +113,15 @@ def arguments_of(operator):
 
 
 def lower(operator, surface=A2, **changes):
+    """The plain function, or the sentence that says why the call stays."""
     module = importlib.import_module(f"mla_fx.lowering.ascend.{operator}")
     assert operator == module.OPERATOR
     call = calls()[operator] | changes
     record = arguments_of(operator)
     fields = [field for field in dataclasses.fields(record) if not field.kw_only]
     args = [call.pop(field.name, None) for field in fields]
-    return module.lower(surface, *args, **call)
+    answer = module.lower(surface, *args, **call)
+    return answer.reason if isinstance(answer, Stays) else answer
 
 
 def named(cases):

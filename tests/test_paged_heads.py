@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 import mla_fx
+from mla_fx.ops.common.stays import Stays
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 GATHERS = ("index.Tensor", "index_select", "embedding")
@@ -506,7 +507,7 @@ def test_a_refusing_target_keeps_the_graph(monkeypatch):
 
     operator = torch.ops.mla_fx.paged_attention.batched
     monkeypatch.setattr(Reference, "runs_operators", False)
-    monkeypatch.setattr(Reference, "lowerings", lambda *_, **__: {operator: lambda *_, **__: NOT_LOWERED})
+    monkeypatch.setattr(Reference, "lowerings", lambda *_, **__: {operator: lambda *_, **__: Stays(NOT_LOWERED)})
     report = check(Engine())
     assert not report.fused and reasons(report) == [f"target 'reference': {NOT_LOWERED}"]
     assert report.graphs["captured"] == report.graphs["clean up"] if report.graphs else True

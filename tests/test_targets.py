@@ -16,6 +16,7 @@ from mla_fx import cases
 from mla_fx.driver import discovery
 from mla_fx.driver.compilation import automatic_target
 from mla_fx.ops import catalogue
+from mla_fx.ops.common.stays import Stays
 from mla_fx.passes import absorb
 from mla_fx.target import Target
 
@@ -115,7 +116,7 @@ def test_a_choice_over_parts_of_caches_is_left_to_the_operator():
         whole, parts = (both[..., :20].clone(), both[..., 20:].clone()), (both[..., :20], both[..., 20:])
         options = {"scale": 1.0, "max_absorbed_tokens": 4}
         assert entry.kernel_decomposition(query, rope, *whole, up, up, None, **options) is entry.kernel
-        assert entry.kernel_decomposition(query, rope, *parts, up, up, None, **options) == (
+        assert entry.kernel_decomposition(query, rope, *parts, up, up, None, **options) == Stays(
             "it chooses its form by the number of query tokens of each call, and its caches do not lie in one piece"
         )
 
@@ -125,5 +126,5 @@ def test_operators_say_what_they_decompose_to():
     sample = next(entries["mla_attention"].samples(torch.float32))
     assert entries["mla_attention"].decomposition(*sample.args, **sample.kwargs) is entries["mla_attention"].body
     int8 = torch.zeros(2, dtype=torch.int8)
-    assert "quantised" in entries["latent_attention"].decomposition(int8)
-    assert "lengths" in entries["paged_attention"].decomposition()
+    assert "quantised" in entries["latent_attention"].decomposition(int8).reason
+    assert "lengths" in entries["paged_attention"].decomposition().reason

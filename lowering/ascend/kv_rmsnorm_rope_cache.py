@@ -4,7 +4,7 @@ That function is for graphs only: run eagerly it returns caches that nothing was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.common.sizes import statically_known_true
+from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.arguments import Arguments
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLAIN_MODES, is_quantised
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
+from mla_fx.target import Compiled
 
 from . import limits
 from .surface import A2, A3, A5, Surface
@@ -26,8 +28,8 @@ KERNEL = "KvRmsNormRopeCache"
 CACHES = ("k_cache", "ckv_cache")
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
-    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
+    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
 
 
 # --- what the kernel cannot do ------------------------------------------------------------------------------------

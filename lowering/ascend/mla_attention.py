@@ -5,13 +5,15 @@ columns, and values as many."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.emitted.mla_attention import Arguments
+from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
 from . import limits
@@ -21,8 +23,8 @@ from .surface import Surface
 OPERATOR = "mla_attention"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
-    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
+    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
 
 
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.emitted.mla_prolog import check
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
+from mla_fx.target import Compiled
 
 from . import first_prologs, limits, mla_prolog_v3
 from .mla_prolog_v3 import KERNEL
@@ -27,8 +29,8 @@ OWN_MODES = ("Norm", "BSND")  # of which the vendor's first interface knows noth
 PAGE_SIZES = (128, 16)  # those that attention takes too, the better one first
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
-    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain(surface)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
+    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain(surface))
 
 
 @functools.cache

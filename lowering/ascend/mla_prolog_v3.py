@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.vendor.mla_prolog_v3.arguments import Arguments
+from mla_fx.target import Compiled
 
 from . import limits
 from .lengths import as_tensor
@@ -29,10 +31,12 @@ PER_TILE = 3  # kv_cache_quant_mode of packed rows, which have no kr_cache
 OPTIONS = tuple(Arguments.__dataclass_fields__)[11:]
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
     if surface.prolog != "v3":
-        return f"the prolog of torch_npu is {surface.prolog} here, by its version or by option prolog; {KERNEL} is v3"
-    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain(surface)
+        return Stays(
+            f"the prolog of torch_npu is {surface.prolog} here, by its version or by option prolog; {KERNEL} is v3"
+        )
+    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain(surface))
 
 
 @functools.cache

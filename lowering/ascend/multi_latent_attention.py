@@ -4,13 +4,14 @@ ATB leaves rows of sequences without a context undefined; `mla_fx.multi_latent_a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_fx.ops.common.paged import TILE
+from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.vendor.multi_latent_attention.arguments import (
     DECODE,
     INT8,
@@ -24,6 +25,7 @@ from mla_fx.ops.vendor.multi_latent_attention.arguments import (
     modes,
     results,
 )
+from mla_fx.target import Compiled
 
 from . import limits
 from .fused_infer_attention_score import KERNEL, attend_to_pages, latent_refusals
@@ -34,11 +36,11 @@ ATB = "MultiLatentAttentionOperation"
 NO_CONVERTER = f"torch.ops.atb has no converter to GE, and {KERNEL}, which has one, takes"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
     a = Arguments(*args, **kwargs)
     if surface.mode == "ge":
-        return next(refusals_of_ge(surface, a), "") or as_fused_infer_attention_score
-    return next(refusals_of_atb(surface, a), "") or as_atb
+        return unless(next(refusals_of_ge(surface, a), None), as_fused_infer_attention_score)
+    return unless(next(refusals_of_atb(surface, a), None), as_atb)
 
 
 # --- what the kernels cannot do -----------------------------------------------------------------------------------

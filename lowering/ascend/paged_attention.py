@@ -4,11 +4,12 @@ ATB's own operators in torch_npu have neither a converter to GE nor a fake kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.vendor.paged_attention.arguments import Arguments
 from mla_fx.ops.vendor.paged_attention.options import (
     BSND,
@@ -19,6 +20,7 @@ from mla_fx.ops.vendor.paged_attention.options import (
     UNQUANTIZED,
     read_options,
 )
+from mla_fx.target import Compiled
 
 from . import limits
 from .fused_infer_attention_score import KERNEL, attend_to_pages, chip_refusals
@@ -39,8 +41,8 @@ BASE = {
 HEAD_SIZES = tuple(range(16, 257, 16))
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
-    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
+    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
 
 
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:

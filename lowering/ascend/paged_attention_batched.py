@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_fx.ops.common.stays import Stays
+
 from .fused_infer_attention_score import KERNEL
 from .surface import Surface
 
@@ -11,5 +13,5 @@ OPERATOR = "paged_attention.batched"
 NOT_LOWERED = f"attention over keys and values of each head in pages is not given to {KERNEL} yet"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> str:
-    return NOT_LOWERED
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Stays:
+    return Stays(NOT_LOWERED)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.emitted.rope import Arguments
+from mla_fx.target import Compiled
 
 from . import limits
 from .surface import A2, A3, Surface
@@ -17,8 +19,8 @@ OPERATOR = "rope"
 KERNELS = {"interleave_half": "InterleaveRope", "half_half": "RotaryMul"}
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Callable[..., Any] | str:
-    return next(refusals(surface, Arguments(*args, **kwargs)), "") or plain
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
+    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
 
 
 def refusals(surface: Surface, a: Arguments) -> Iterator[str]:

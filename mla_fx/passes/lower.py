@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
+from mla_fx.ops.common.stays import Stays
 from mla_fx.readings.calls import args_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Lowering
@@ -16,33 +18,29 @@ from mla_fx.target import Compiled, Lowering
 
 def lower(
     graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any, *, keeps_calls: bool
-) -> dict[str, int]:
+) -> Counter[str]:
     """Puts plain functions in the place of calls: the target's, or the operator's body if it has none and no call may
     stay. Returns what is to be told, and how often: why calls were not lowered, and what became of plain operators."""
-    emit = Emitter(graph)
+    emit, told = Emitter(graph), Counter[str]()
     known = {entry.overload: entry.decomposition for entry in catalogue().values()}
     bodies = {} if keeps_calls else known
-    told: dict[str, int] = {}
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
-            found = lowered(node, lowering)
-            if isinstance(found, str):
-                body = lowered(node, bodies[operator]) if operator in bodies else None
-                kept = "stays a call" if body is None or isinstance(body, str) else "becomes its body"
-                _tell(told, f"{operator._opname} {kept}: {found}")
-                found = body
-            if found is not None and not isinstance(found, str):
-                if operator not in known:
-                    _tell(told, f"{operator._opname} is computed as {found.__name__}")
-                _replace(emit, node, found, decompositions)
+            answer = found = lowered(node, lowering)
+            if isinstance(answer, Stays) and operator in bodies:
+                found = lowered(node, bodies[operator])
+            if isinstance(answer, Stays) and answer.reason:
+                kept = "stays a call" if isinstance(found, Stays) else "becomes its body"
+                told[f"{operator._opname} {kept}: {answer.reason}"] += 1
+            if isinstance(found, Stays):
+                continue
+            if operator not in known:
+                told[f"{operator._opname} is computed as {found.__name__}"] += 1
+            _replace(emit, node, found, decompositions)
     return told
 
 
-def _tell(told: dict[str, int], sentence: str) -> None:
-    told[sentence] = told.get(sentence, 0) + 1
-
-
-def lowered(node: Node, lowering: Lowering) -> Compiled | str | None:
+def lowered(node: Node, lowering: Lowering) -> Compiled | Stays:
     """What a target makes of a call, of whose arguments it is told what is known."""
     options = {name: _known(value) for name, value in node.kwargs.items()}
     return lowering(*map(_known, args_of(node)), **options)

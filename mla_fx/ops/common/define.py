@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from mla_fx.ops.common.overloads import Overloads, is_required
+from mla_fx.ops.common.stays import Stays, unless
 
 Kernel = Callable[..., Any]
-Stays = Callable[..., "str | None"]
+WhyStays = Callable[..., "str | None"]
 Record = TypeVar("Record")
 
 NAMESPACE = "mla_fx"
@@ -65,23 +66,23 @@ class Operator:
     host: OpOverload | None
     inplace_host: OpOverload | None
     traceable: bool
-    stays: Stays
+    stays: WhyStays
     kernel: Kernel
-    kernel_stays: Stays
+    kernel_stays: WhyStays
     portable: Kernel
 
-    def decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
-        """What a compiler may trace in place of a call with such arguments, or a sentence: why the call must stay."""
-        return self._refusal(*args, **kwargs) or self.stays(*args, **kwargs) or self.body
+    def decomposition(self, *args: Any, **kwargs: Any) -> Kernel | Stays:
+        """What a compiler may trace in place of a call with such arguments, or why the call must stay."""
+        return unless(self._refusal(*args, **kwargs) or self.stays(*args, **kwargs), self.body)
 
-    def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
+    def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | Stays:
         """The same for a compiler that has PyTorch's own attention."""
-        return self._refusal(*args, **kwargs) or self.kernel_stays(*args, **kwargs) or self.kernel
+        return unless(self._refusal(*args, **kwargs) or self.kernel_stays(*args, **kwargs), self.kernel)
 
-    def portable_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | str:
+    def portable_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | Stays:
         """The same for a graph that is to run where there is no such operator."""
         stays = self.kernel_stays(*args, **kwargs)
-        return self._refusal(*args, **kwargs) or (self.kernel if stays is None else self.portable)
+        return unless(self._refusal(*args, **kwargs), self.kernel if stays is None else self.portable)
 
     def _refusal(self, *args: Any, **kwargs: Any) -> str | None:
         if not self.traceable:
