@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.cases import DV
-from mla_fx.ops.common.check import check_rank, check_shape, check_tensors
-from mla_fx.ops.common.define import Sample, define
-from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops import Sample, Sampler, check_letters, check_tensors, define
 from mla_fx.rule import (
     Call,
     Case,
@@ -60,10 +58,10 @@ def body(a: Arguments) -> Tensor:
 
 def check(a: Arguments) -> None:
     check_tensors(vars(a))
-    check_rank("latents", a.latents, "T, N, Hckv")
-    _, heads, rank = a.latents.shape
-    check_shape("weight_uv", a.weight_uv, "N, Dv, Hckv", (heads, None, rank))
-    check_shape("weight_o", a.weight_o, "N*Dv, He", (heads * a.weight_uv.shape[1], None))
+    sizes: dict[str, int] = {}
+    check_letters(a, sizes, latents="T, N, Hckv", weight_uv="N, Dv, Hckv")
+    sizes["N*Dv"] = sizes["N"] * sizes["Dv"]
+    check_letters(a, sizes, weight_o="N*Dv, He")
 
 
 def fake(a: Arguments) -> Tensor:

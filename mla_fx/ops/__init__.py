@@ -2,17 +2,22 @@
 
 Every operator runs eagerly on any device, has a fake kernel that is exact for symbolic shapes, and refuses bad
 arguments with a `ValueError` before anything is written. They are for inference: none has an autograd formula.
-A new operator is a new file or folder here; no code lists them.
+A new operator is a new file or folder here; no code lists them. One that lies elsewhere, beside the pattern that fuses
+to it, is declared with what is exported here: `define`, `Sample`, `Sampler` and the checks.
 """
 
 import importlib
 import pkgutil
 
-from .common.check import check_values
+from .common.check import check_dtype, check_letters, check_rank, check_shape, check_tensors, check_values
 from .common.collector import collector_paused
-from .common.define import Operator
+from .common.define import Operator, Sample, define
+from .common.sample import Sampler
 
-__all__ = ["Operator", "catalogue", "check_values"]
+__all__ = [
+    "Operator", "Sample", "Sampler", "catalogue", "check_dtype", "check_letters", "check_rank", "check_shape",
+    "check_tensors", "check_values", "define",
+]  # fmt: skip
 
 with collector_paused():
     _MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")]
