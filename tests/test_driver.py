@@ -94,7 +94,7 @@ def test_who_insists_on_fusion_is_told(decode, options, complaint):
 
 
 def test_a_training_graph_that_cannot_be_looked_at_trains_on(monkeypatch):
-    monkeypatch.setattr(compilation, "survey", fail)
+    monkeypatch.setattr(compilation, "triage", fail)
     model, x = nn.Linear(3, 3), torch.ones(2, 3)
     with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="looking at a training graph failed") as caught:
         with_backend(model)(x).sum().backward()
@@ -152,7 +152,7 @@ def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
     with_backend(module, target=target, dump=str(tmp_path))(*arguments)
     report = mla_fx.last_report()
     assert [record.name for record in report.passes] == [step.name for step in PIPELINE]
-    assert [step.name for step in PIPELINE[-4:]] == ["reinplace", "lower", "lower the rest", "prepare"]
+    assert [step.name for step in PIPELINE[-4:]] == ["reinplace", "lower", "lower the rest", "hoist"]
     assert all(record.milliseconds > 0 for record in report.passes)
     files = sorted(path.name for path in (tmp_path / "graph_000").glob("*.py"))
     assert (files[0], files[-1], len(files)) == ("00_captured.py", f"{len(PIPELINE):02}_prepare.py", len(PIPELINE) + 1)
@@ -295,5 +295,5 @@ def test_a_graph_without_softmax_or_calls_of_ours_goes_no_further_than_the_surve
     graph = torch.fx.symbolic_trace(nn.Linear(3, 3)).graph
     run = Run(graph, Options(), discovery.rules(), mla_fx.Report())
     run_pipeline(run)
-    assert [record.name for record in run.report.passes] == ["functionalize", "survey"]
+    assert [record.name for record in run.report.passes] == ["functionalize", "triage"]
     assert run.report.notes == ["no attention in this graph: there is nothing to fuse"]

@@ -63,7 +63,7 @@ class Watched(Compilation):
 
     def rewrite(self, gm, **options):
         run = super().rewrite(gm, **options)
-        self.laid_out = run.prepared.laid_out
+        self.laid_out = run.hoisted.laid_out
         return run
 
 

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 from mla_fx.ops import catalogue
-from mla_fx.passes.functionalize import WRAPPER, as_functional
+from mla_fx.passes.functionalize import WRAPPER, functionalize
 
 TWINS = [entry for entry in catalogue().values() if entry.inplace is not None]
 CACHED = [entry for entry in TWINS if entry.inplace._schema.returns]  # others return nothing
@@ -27,7 +27,7 @@ def compiled(function, graphs):
 
     def compiler(gm, inputs):
         before = len(gm.graph.find_nodes(op="call_function", target=WRAPPER))
-        assert as_functional(gm.graph) == before > 0
+        assert functionalize(gm.graph) == before > 0
         gm.graph.lint()
         gm.recompile()
         graphs.append(gm.graph)
@@ -181,7 +181,7 @@ def test_rows_that_may_be_left_as_they_are_keep_the_twin(name, lengths):
     stayed = []
 
     def compiler(gm, inputs):
-        assert as_functional(gm.graph) == 0
+        assert functionalize(gm.graph) == 0
         stayed.extend(gm.graph.find_nodes(op="call_function", target=WRAPPER))
         return gm.forward
 

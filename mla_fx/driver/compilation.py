@@ -17,9 +17,9 @@ from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
 from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
-from mla_fx.passes.pipeline import PIPELINE, SURVEY, run_pipeline
+from mla_fx.passes.pipeline import PIPELINE, TRIAGE, run_pipeline
 from mla_fx.passes.run import Pass, Run
-from mla_fx.passes.triage import survey, tell_undecomposed
+from mla_fx.passes.triage import tell_undecomposed, triage
 from mla_fx.rule import Rule
 from mla_fx.target import Compiled, Compiler, Target
 
@@ -89,7 +89,7 @@ class Compilation:
             prepares = self.target.prepares and self.options.lay_out
             run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
             try:
-                compiled = run.prepared.around(compile_graph(run.prepared.known(gm.graph, inputs)))
+                compiled = run.hoisted.around(compile_graph(run.hoisted.known(gm.graph, inputs)))
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
                 if not run.is_changed:
@@ -104,13 +104,13 @@ class Compilation:
     def rewrite(self, gm: GraphModule, *, weights: Set[Node] | None = None) -> Run:
         """Runs the passes over an operator graph. Whatever fails in them, the user gets a graph that runs.
 
-        With `weights`, the graph may want other inputs than it came with: those of `Run.prepared`."""
+        With `weights`, the graph may want other inputs than it came with: those of `Run.hoisted`."""
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
         run = Run(gm.graph, self.options, self.rules, self.report, self.target, weights, on_stage=recorder.stage)
         try:
             name_inputs(gm.graph, self.input_names)
             with torch.no_grad():
-                run_pipeline(run, (SURVEY,) if self.is_broken else self.passes)
+                run_pipeline(run, (TRIAGE,) if self.is_broken else self.passes)
         except Exception as error:
             run.restore(gm)
             self._fail(f"pass {run.step!r}", error)
@@ -132,7 +132,7 @@ class Compilation:
         """What is said of a forward graph that needs gradients."""
         self.report.is_training = True
         try:
-            survey(graph, self.report, is_inference=False)
+            triage(graph, self.report, is_inference=False)
         except Exception as error:
             self._fail("looking at a training graph", error)
         self._judge()

@@ -1,7 +1,7 @@
 """The user's own calls of operators that write caches or outputs in place, taken back to the functional operators.
 
-AOTAutograd keeps a graph functional by wrapping such a call: `auto_functionalized_v2(twin, ..., _all_bases=[...])`
-returns the results of the twin and then what each base, a tensor that it wrote to, has become. After this pass a
+AOTAutograd keeps a graph functional by wrapping such a call: `auto_functionalized_v2(form, ..., _all_bases=[...])`
+returns the results of that form and then what each base, a tensor that it wrote to, has become. After this pass a
 target meets one form of each operator, whoever called it."""
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ class Written:
         return value if self.view is None else emit.call(self.view[1], base, value, *self.parts)
 
 
-def wraps_twins(graph: Graph) -> bool:
-    """Whether there is a call of a twin; most graphs wrap nothing."""
+def calls_in_place_forms(graph: Graph) -> bool:
+    """Whether there is a call of an in-place form; most graphs wrap nothing."""
     return any(args_of(node)[0] in _functional() for node in graph.find_nodes(op="call_function", target=WRAPPER))
 
 
-def as_functional(graph: Graph) -> int:
-    """Takes back all calls of twins whose writes are results of the functional operator; returns how many."""
+def functionalize(graph: Graph) -> int:
+    """Takes back all calls of in-place forms whose writes are results of the functional operator; returns how many."""
     emit, functional = Emitter(graph), _functional()
     wrapped = graph.find_nodes(op="call_function", target=WRAPPER)
-    calls = [(node, functional[twin]) for node in wrapped if (twin := args_of(node)[0]) in functional]
+    calls = [(node, functional[form]) for node in wrapped if (form := args_of(node)[0]) in functional]
     calls = [(node, plain) for node, plain in calls if _writes_caches(node, plain) or _writes_all_rows(node)]
     for node, plain in calls:
-        with emit.at(node, "twins"):
+        with emit.at(node, "functionalize"):
             _replace(emit, node, plain)
     return len(calls)
 
 
 @functools.cache
 def _functional() -> dict[OpOverload, OpOverload]:
-    """The functional operator of each twin."""
+    """The functional operator of each in-place form."""
     found = {}
     for entry in catalogue().values():
-        for twin, plain in ((entry.inplace, entry.overload), (entry.inplace_host, entry.host)):
-            if twin is not None and plain is not None:
-                found[twin] = plain
+        for form, plain in ((entry.inplace, entry.overload), (entry.inplace_host, entry.host)):
+            if form is not None and plain is not None:
+                found[form] = plain
     return found
 
 
@@ -94,15 +94,15 @@ def _arguments(overload: OpOverload) -> list[str]:
     return [argument.name for argument in overload._schema.arguments]
 
 
-def _written(twin: OpOverload) -> list[str]:
-    return [argument.name for argument in twin._schema.arguments if argument.is_write]
+def _written(form: OpOverload) -> list[str]:
+    return [argument.name for argument in form._schema.arguments if argument.is_write]
 
 
 def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
-    twin: OpOverload = args_of(node)[0]
+    form: OpOverload = args_of(node)[0]
     options = dict(node.kwargs)
     bases: list[Node] = list(options.pop("_all_bases"))  # type: ignore[arg-type]  # a list of nodes, here
-    found = {name: _place(options, name) for name in _written(twin)}
+    found = {name: _place(options, name) for name in _written(form)}
     places = {name: place for name, place in found.items() if place is not None}
     written = {name: place.read(emit, bases[place.base]) for name, place in places.items()}
     results = _results(emit, plain, options | written)
@@ -110,7 +110,7 @@ def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
         updated = results.get(f"{name}_out", results.get(name))
         assert updated is not None, "all that is written is among the functional results"
         bases[place.base] = place.write(emit, bases[place.base], updated)
-    kept = [results[result.name] for result in twin._schema.returns]
+    kept = [results[result.name] for result in form._schema.returns]
     _hand_over(node, [*kept, *bases] if kept else [None, *bases])
 
 
@@ -140,7 +140,7 @@ def _results(emit: Emitter, plain: OpOverload, values: dict[str, Any]) -> dict[s
 def _hand_over(node: Node, values: Sequence[Node | None]) -> None:
     for user in list(node.users):
         value = values[args_of(user)[1]]
-        assert value is not None, "nobody reads the result of a twin that has none"
+        assert value is not None, "nobody reads the result of a call that has none"
         user.replace_all_uses_with(value)
         node.graph.erase_node(user)
     node.graph.erase_node(node)

@@ -120,7 +120,7 @@ def refresh(*sources: torch.nn.Module | Tensor) -> None:
 
 
 @dataclass
-class Prepared:
+class Hoisted:
     """What is done to the inputs of a compiled graph before each call: some are viewed, then laid-out ones added."""
 
     views: dict[int, list[int]] = field(default_factory=dict)
@@ -156,9 +156,9 @@ class Prepared:
         return lambda *given: compiled(*self.inputs(given))
 
 
-def prepare(graph: Graph, weights: Set[Node]) -> Prepared:
+def hoist(graph: Graph, weights: Set[Node]) -> Hoisted:
     """Takes out of the graph what can be done before it is called. `weights` are graph inputs that seldom change."""
-    prepared = Prepared()
+    prepared = Hoisted()
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
     for source in written_inputs & places.keys():

@@ -10,6 +10,9 @@ from mla_fx.debug.report import PassRecord, Report
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
 from mla_fx.ops.common.collector import collector_paused
+from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
+from mla_fx.passes.hoist import hoist
+from mla_fx.passes.triage import triage
 from mla_fx.readings.cache_update import written_alike
 from mla_fx.readings.sizes import known_by
 from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
@@ -18,25 +21,23 @@ from mla_fx.target import Lowering
 
 from .absorb import absorb
 from .apply_rules import recognise
-from .functionalize import as_functional, wraps_twins
-from .hoist import inputs_of, prepare
+from .hoist import inputs_of
 from .invariants import check, held_values
 from .lower import lower
 from .reinplace import reinplace
 from .run import Pass, Run
-from .triage import survey
 
 
-def take_back_twins(run: Run) -> None:
+def take_back_in_place_forms(run: Run) -> None:
     """Makes the user's own calls functional, where a target cannot run them as they are."""
-    if not run.target.runs_operators and wraps_twins(run.graph):
+    if not run.target.runs_operators and calls_in_place_forms(run.graph):
         run.keep_original()
-        as_functional(run.graph)
+        functionalize(run.graph)
 
 
 def look_around(run: Run) -> None:
     """Ends the run where there is nothing to try; else has it known what the graph says of its sizes."""
-    run.is_done = not survey(run.graph, run.report)
+    run.is_done = not triage(run.graph, run.report)
     if not run.is_done:
         fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
         environment = getattr(fake_mode, "shape_env", None)
@@ -91,18 +92,18 @@ def lower_plain(run: Run) -> None:
         _lower(run, run.target.plain_lowerings(run.options.extra), keeps_calls=True)
 
 
-def prepare_inputs(run: Run) -> None:
+def hoist_weights(run: Run) -> None:
     if run.fused and run.weights is not None:
         run.keep_original()
-        run.prepared = prepare(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
+        run.hoisted = hoist(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
         _erase_orphans(run)
-        _note(run.report, {run.prepared.summary(): 1} if run.prepared.summary() else {})
+        _note(run.report, {run.hoisted.summary(): 1} if run.hoisted.summary() else {})
 
 
-SURVEY = Pass("survey", look_around)
+TRIAGE = Pass("triage", look_around)
 PIPELINE = (
-    Pass("functionalize", take_back_twins),
-    SURVEY,
+    Pass("functionalize", take_back_in_place_forms),
+    TRIAGE,
     Pass("recognise attention", recognise(Stage.ATTENTION)),
     Pass("choose absorbed or expanded", choose_absorbed),
     Pass("recognise context", recognise(Stage.CONTEXT)),
@@ -113,7 +114,7 @@ PIPELINE = (
     Pass("reinplace", reinplace_caches),
     Pass("lower", lower_fused),
     Pass("lower the rest", lower_plain),
-    Pass("prepare", prepare_inputs),
+    Pass("hoist", hoist_weights),
 )
 
 
@@ -151,7 +152,7 @@ def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: b
 
 
 def _memory(run: Run) -> Memory:
-    weights = sum(value.bytes for value in run.prepared.laid_out if value.sources)
+    weights = sum(value.bytes for value in run.hoisted.laid_out if value.sources)
     calls = sum(count_fused(run.graph).values())
     peak = peak_of_temporaries(run.graph, is_fused=run.target.fuses_loops)
     return Memory(max(map(len, run.fused.values())), run.caches, weights, peak, run.unfused, calls)

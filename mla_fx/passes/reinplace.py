@@ -45,7 +45,7 @@ class Update:
 
 
 def reinplace(graph: Graph) -> Counter[str]:
-    """Turns fused operators that update caches into their in-place twins; returns why others stay, and how many.
+    """Turns fused operators that update caches into their in-place forms; returns why others stay, and how many.
 
     An update qualifies if each cache it is given is a view of a graph input, the updated cache is copied back into
     just that view's place, beside which the input stays what it was, and nothing behind the operator reads the old
@@ -53,25 +53,25 @@ def reinplace(graph: Graph) -> Counter[str]:
     refusals: Counter[str] = Counter()
     if not graph.find_nodes(op="call_function", target=aten.copy_.default):
         return refusals
-    twins = {entry.overload: entry for entry in catalogue().values() if entry.inplace is not None}
+    writing = {entry.overload: entry for entry in catalogue().values() if entry.inplace is not None}
     order = {node: position for position, node in enumerate(graph.nodes)}
-    for node in [node for node in graph.nodes if node.target in twins]:
-        twin = twins[node.target]
+    for node in [node for node in graph.nodes if node.target in writing]:
+        form = writing[node.target]
         try:
-            updates = _updates(node, twin, order)
+            updates = _updates(node, form, order)
         except NoMatch as refusal:
-            refusals[f"{twin.name} does not write its caches in place: {refusal.reason}"] += 1
+            refusals[f"{form.name} does not write its caches in place: {refusal.reason}"] += 1
         else:
-            order[_write_in_place(node, twin, updates)] = order[node]
+            order[_write_in_place(node, form, updates)] = order[node]
     return refusals
 
 
 # --- may it? ---------------------------------------------------------------------------------------------------------
 
 
-def _updates(node: Node, twin: Operator, order: dict[Node, int]) -> list[Update]:
+def _updates(node: Node, form: Operator, order: dict[Node, int]) -> list[Update]:
     """What is written, each into a graph input of its own: one view of it is given, and one result copied back."""
-    results = _written_results(twin).items()
+    results = _written_results(form).items()
     return [_update(node, position, name, order) for position, name in results if _is_used(node, position, name)]
 
 
@@ -81,10 +81,10 @@ def _is_used(node: Node, position: int, name: str) -> bool:
     return not isinstance(given, Node) or 0 not in shape_of(given) or bool(_results(node, position))
 
 
-def _written_results(twin: Operator) -> dict[int, str]:
+def _written_results(form: Operator) -> dict[int, str]:
     """Which result is the updated form of which argument."""
-    arguments = {argument.name for argument in twin.overload._schema.arguments}
-    names = [result.name.removesuffix("_out") for result in twin.overload._schema.returns]
+    arguments = {argument.name for argument in form.overload._schema.arguments}
+    names = [result.name.removesuffix("_out") for result in form.overload._schema.returns]
     return {place: name for place, name in enumerate(names) if name in arguments}
 
 
@@ -177,12 +177,12 @@ def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part
 # --- do it -----------------------------------------------------------------------------------------------------------
 
 
-def _write_in_place(node: Node, twin: Operator, updates: list[Update]) -> Node:
-    assert twin.inplace is not None, "only operators with a twin are looked at"
-    graph, updated = node.graph, _written_results(twin)
-    kept = [position for position in range(len(twin.overload._schema.returns)) if position not in updated]
+def _write_in_place(node: Node, form: Operator, updates: list[Update]) -> Node:
+    assert form.inplace is not None, "only operators with a form are looked at"
+    graph, updated = node.graph, _written_results(form)
+    kept = [position for position in range(len(form.overload._schema.returns)) if position not in updated]
     with graph.inserting_before(node):
-        call = graph.call_function(twin.inplace, args_of(node), node.kwargs)
+        call = graph.call_function(form.inplace, args_of(node), node.kwargs)
         call.meta = {**node.meta, "val": tuple(node.meta["val"][position] for position in kept)}
         for place, position in enumerate(kept):
             for result in _results(node, position):

@@ -14,12 +14,12 @@ from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.debug.report import Report
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.options import Options
+from mla_fx.passes.hoist import Hoisted
 from mla_fx.rewriting.cleanup import Snapshot
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rule import Rule
 from mla_fx.target import Lowering, Target
 
-from .hoist import Prepared
 from .invariants import Held, held_values
 
 
@@ -37,8 +37,8 @@ class Run:
     report: Report
     target: Target = field(default_factory=Target)
     weights: Set[Node] | None = None
-    prepared: Prepared = field(default_factory=Prepared)
-    step: str = "survey"
+    hoisted: Hoisted = field(default_factory=Hoisted)
+    step: str = "triage"
     is_done: bool = False
     until_done: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     fired: Counter[str] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class Run:
         if self.original is not None:
             self.graph = gm.graph = self.original.restore()
             self.original = self.rewritten = self._emit = None
-            self.prepared = Prepared()
+            self.hoisted = Hoisted()
             gm.recompile()
 
 

@@ -42,7 +42,7 @@ CUT_BEHIND = (
 CUT_BEFORE = "attention without the projections that feed it; a graph break may cut the layer"
 
 
-def survey(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
+def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     """Notes in the report what there is, and what keeps a graph that may hold MLA from being looked at.
 
     Returns whether there is anything that patterns, or a target, can be tried on."""

@@ -52,7 +52,7 @@ def _with_weights_kept(program: Program) -> tuple[Call, Report]:
     compilation = Compilation(Options(), _Keeping(), Report(target=_Keeping.name))
     given = zip(program.gm.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
     weights = {node for node, value in given if isinstance(value, torch.nn.Parameter)}
-    prepared = compilation.rewrite(program.gm, weights=weights).prepared
+    prepared = compilation.rewrite(program.gm, weights=weights).hoisted
     return prepared.around(lambda *inputs: run(program.gm, inputs)), compilation.report
 
 
