@@ -14,11 +14,11 @@ EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
 COPIED = """
 import sys
 import mla_fx.patterns
-from mla_fx import discover
-from mla_fx.trial import check_accepted, check_refused
+from mla_fx.driver import discovery
+from mla_fx.driver.try_cases import check_accepted, check_refused
 
 mla_fx.patterns.__path__.append(sys.argv[1])
-(rule,) = [rule for rule in discover.rules() if rule.name == "add_a_pattern"]
+(rule,) = [rule for rule in discovery.rules() if rule.name == "add_a_pattern"]
 for case in rule.accepts:
     check_accepted(case)
 for case in rule.rejects:
