@@ -12,23 +12,22 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from mla_fx.errors import OptionError
+from mla_fx.errors import NoMatch, OptionError
 from mla_fx.graph.torch_compilers import (
     compile_fx,
     compile_fx_frozen,
     compile_fx_inner,
     inductor_decompositions,
+    inductor_key,
     inductor_modes,
     inductor_options,
     inductor_type,
     is_freezing,
     is_packaging,
-    note_of,
-    with_note,
+    not_cached,
 )
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
-from mla_fx.ops.common.stays import Stays
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 aten = torch.ops.aten
@@ -96,7 +95,7 @@ class Inductor(Target):
         options: Mapping[str, Any],
     ) -> Compiled:
         """One AOTAutograd pass: Inductor traces, and the graph is rewritten on its way into the inner compiler, whose
-        cache is so keyed by the rewritten graph. AOTAutograd's, which comes first, keeps the report beside it."""
+        cache is so keyed by the rewritten graph. A graph from AOTAutograd's, which comes first, needs its report."""
         is_frozen, is_fresh = is_freezing(), False
         fused = fusing(_freezing(gm, fusing) if is_frozen else compile_fx_inner)
         wants = _wants_dot_products(options)
@@ -107,14 +106,15 @@ class Inductor(Target):
             if given.get("is_backward"):
                 return compile_fx_inner(graph_module, inputs, **given)
             is_fresh = True
-            return with_note(fused(graph_module, inputs, **given), fusing.told())
+            compiled = fused(graph_module, inputs, **given)
+            return compiled if fusing.save_report(inductor_key(compiled)) else not_cached(compiled)
 
         theirs = {name: value for name, value in options.items() if name != DOT_PRODUCTS}
         settings = {**_for_meta(example_inputs), **theirs}
         if is_frozen:
             settings["freezing"], key = False, None  # what is frozen is fused by then
         compiled = compile_fx(gm, example_inputs, inner, settings, key)
-        if is_fresh or fusing.recall(note_of(compiled)):
+        if is_fresh or fusing.load_report(inductor_key(compiled)):
             return compiled
         return compile_fx(gm, example_inputs, inner, settings, None)
 
@@ -153,29 +153,33 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
     return word
 
 
-def _of_rows(rows: Tensor, weight: Tensor) -> Compiled | Stays:
+def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:
     """On a CPU, for rows so small that a call of a library takes longer than their products, and for one row times a
     weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it."""
     sizes = *rows.shape, weight.shape[1]
     if weight.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
-        return Stays()
+        raise NoMatch("Inductor's own product is for other devices, and for sizes that are symbols")
     is_float = rows.dtype == weight.dtype and weight.dtype in (*HALVES, torch.float32)
     if is_float and 0 < rows.shape[0] <= FEW_ROWS and math.prod(sizes) <= SMALL:
         return small_products
-    return dot_products if rows.shape[0] == 1 and weight.stride(0) == 1 and _are_half(rows, weight) else Stays()
+    if rows.shape[0] != 1 or weight.stride(0) != 1 or not _are_half(rows, weight):
+        raise NoMatch("a library multiplies such rows quicker")
+    return dot_products
 
 
-def _of_heads(rows: Tensor, weights: Tensor) -> Compiled | Stays:
+def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
     """For the rows of each head times its weights of 16 bits, which lie apart in memory, as those of keys and values
     in one projection do, on a CPU: its library copies such weights at every call, and slowly across their memory."""
     is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
     if weights.device.type != "cpu" or not is_fixed or not _are_half(rows, weights):
-        return Stays()
+        raise NoMatch("Inductor's own product is for other devices and dtypes, and for sizes that are symbols")
     if weights.is_contiguous() or weights.mT.is_contiguous():
-        return Stays()
+        raise NoMatch("a library reads such weights as they lie")
     if isinstance(rows.shape[1], int) and 0 < rows.shape[1] <= FEW_ROWS:
         return sums_for_rows
-    return products_of_copies if weights.stride(1) == 1 else Stays()
+    if weights.stride(1) != 1:
+        raise NoMatch("a library copies such weights quickly enough")
+    return products_of_copies
 
 
 def _are_half(rows: Tensor, weights: Tensor) -> bool:

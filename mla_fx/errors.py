@@ -6,7 +6,8 @@ from torch.fx import Node
 
 
 class NoMatch(Exception):  # noqa: N818  it is a refusal, part of every normal compilation
-    """A pattern does not apply: a sentence for the user, and the node that broke it."""
+    """A refusal: a pattern does not apply, or a target does not take a call. A sentence for the user, and the node that
+    broke the pattern."""
 
     def __init__(self, reason: str, node: Node | None = None) -> None:
         super().__init__(reason)

@@ -9,11 +9,10 @@ from torch.fx import Graph, GraphModule
 from .debug.report import Report
 from .driver import cache_key, report_log
 from .driver.compilation import Compilation, checked, through_dynamo
-from .errors import FusionError, OptionError
+from .errors import FusionError, NoMatch, OptionError
 from .graph.torch_compilers import GraphPass, is_packaging
 from .graph.torch_private import OpOverload
 from .ops import catalogue
-from .ops.common.stays import Stays
 from .options import MODE, OWN
 from .passes.lower import lowered
 
@@ -78,8 +77,12 @@ def _check_portable(graph: Graph) -> None:
         own = next(filter(_is_own, (node.target, *node.args[:1])), None)
         if own is None:
             continue
-        answer = lowered(node, entries[own].portable_decomposition) if own in entries else None
-        why = answer.reason if isinstance(answer, Stays) else "it writes its arguments, or takes lengths as numbers"
+        why = "it writes its arguments, or takes lengths as numbers"
+        if own in entries:
+            try:
+                lowered(node, entries[own].portable_decomposition)
+            except NoMatch as refusal:
+                why = refusal.reason
         raise FusionError(
             f"a package of AOTInductor runs where there is no mla_fx, but the graph calls {own}, which cannot be taken "
             f"apart: {why}"

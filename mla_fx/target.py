@@ -9,12 +9,12 @@ from torch.fx import GraphModule
 
 from .errors import OptionError
 from .graph.torch_private import OpOverload
-from .ops.common.stays import Stays
 
 Compiled = Callable[..., Any]
 
-# Asked with what is known of a call's arguments: the plain function to be traced in its place, or that the call stays.
-Lowering = Callable[..., Compiled | Stays]
+# Asked with what is known of a call's arguments: the plain function to be traced in its place. Raises NoMatch with the
+# reason if the call stays.
+Lowering = Callable[..., Compiled]
 
 # A compiler of operator graphs, called as `compiler(gm, inputs, is_inference=..., **whatever the target likes)`.
 Compiler = Callable[..., Compiled]
@@ -33,11 +33,12 @@ class Fusing(Protocol):
     def keeps(self, size: int) -> None:
         """Takes note of so many bytes that the compiler keeps beside the model's weights."""
 
-    def told(self) -> str | None:
-        """What is kept beside the graph that was compiled just now; None where neither may be kept."""
+    def save_report(self, graph_key: str | None) -> bool:
+        """Saves the report of the graph that was compiled just now for a later process, under the key by which the
+        compiler keeps that graph, if it does. Returns False if the graph must not be kept either."""
 
-    def recall(self, told: str) -> bool:
-        """Takes up what was told of a graph that had been kept; whether it could."""
+    def load_report(self, graph_key: str | None) -> bool:
+        """Takes up the report of a graph that the compiler had kept. Returns False if there is none."""
 
 
 class Target:

@@ -13,7 +13,7 @@ from mla_fx.lowering.ascend.surface import Surface
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mla_fx.ops.common.stays import Stays
+from mla_fx.errors import NoMatch
 
 A2 = Surface("Ascend910B3", "ge", hoists=True)
 B, S, HE, HCQ, N, D, HCKV, DR, T = 2, 3, 7168, 1536, 32, 128, 512, 64, 256
@@ -120,8 +120,10 @@ def lower(operator, surface=A2, **changes):
     record = arguments_of(operator)
     fields = [field for field in dataclasses.fields(record) if not field.kw_only]
     args = [call.pop(field.name, None) for field in fields]
-    answer = module.lower(surface, *args, **call)
-    return answer.reason if isinstance(answer, Stays) else answer
+    try:
+        return module.lower(surface, *args, **call)
+    except NoMatch as refusal:
+        return refusal.reason
 
 
 def named(cases):

@@ -155,7 +155,7 @@ def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
     assert [step.name for step in PIPELINE[-4:]] == ["reinplace", "lower", "lower the rest", "hoist"]
     assert all(record.milliseconds > 0 for record in report.passes)
     files = sorted(path.name for path in (tmp_path / "graph_000").glob("*.py"))
-    assert (files[0], files[-1], len(files)) == ("00_captured.py", f"{len(PIPELINE):02}_prepare.py", len(PIPELINE) + 1)
+    assert (files[0], files[-1], len(files)) == ("00_captured.py", f"{len(PIPELINE):02}_hoist.py", len(PIPELINE) + 1)
     lowered = (tmp_path / "graph_000" / files[-1]).read_text()
     assert ("mla_fx.mla_prolog_(" in lowered) == (target == "reference")
     assert ("aten.amax" in lowered) == (target == "inductor")

@@ -23,7 +23,8 @@ from zoo.sizes import DECODE
 import mla_fx
 from mla_fx.debug.memory import Memory
 from mla_fx.debug.report import Miss, PassRecord, Report
-from mla_fx.driver import cache_key, compilation
+from mla_fx.driver import cache_key, compilation, report_cache
+from mla_fx.graph.torch_compilers import cache_folder
 
 ROOT = Path(__file__).parents[1]
 HIT = {"autograd_cache_hit": 1, "fxgraph_cache_hit": 1}
@@ -47,11 +48,11 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     assert (first["counted"], second["counted"]) == (MISS, HIT)
     assert first["fused"] == second["fused"] == {**ALL, "latent_output": 1}
     *before, note = first["told"].splitlines()
-    assert second["told"].splitlines() == [*before, f"  {cache_key.FROM_CACHE}", note]
+    assert second["told"].splitlines() == [*before, f"  {report_cache.FROM_CACHE}", note]
     rule.write_text(f"# Changed.\n{rule.read_text()}")
     changed = start(cache, 3, rule.parent)
     assert (changed["counted"], changed["fused"]) == ({**MISS, "fxgraph_cache_hit": 1}, first["fused"])
-    assert cache_key.FROM_CACHE not in changed["told"]
+    assert report_cache.FROM_CACHE not in changed["told"]
 
 
 # --- in one process, which forgets ------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ def test_who_watches_sees_it_compiled(layer, tmp_path):
     """A dump, or the texts of `explain`, are made by the passes."""
     anew(layer)
     assert anew(layer, dump=str(tmp_path)) == {"fxgraph_cache_hit": 1}
-    assert list(tmp_path.rglob("*_prepare.py"))
+    assert list(tmp_path.rglob("*_hoist.py"))
     report = mla_fx.explain(layer[0])(*copy.deepcopy(layer[1]))
     assert counted() == {"fxgraph_cache_hit": 1}
     assert report.fused == ALL and "captured" in report.graphs
@@ -136,13 +137,29 @@ def test_what_failed_is_tried_again(layer, monkeypatch):
 
 
 @pytest.mark.usefixtures("kept")
-def test_without_a_report_a_graph_is_compiled_anew(layer, monkeypatch):
-    """The one from the cache is let go: a report that says nothing would be wrong."""
+@pytest.mark.parametrize("text", [None, "{", "{}", '{"misses": 1}'])
+def test_without_a_report_a_graph_is_compiled_anew(layer, text):
+    """As after `torch.compiler.load_cache_artifacts`, which knows no reports. The report is then saved again."""
     anew(layer)
-    monkeypatch.setattr("mla_fx.lowering.inductor.note_of", lambda compiled: "")
+    for saved in (cache_folder() / "mla_fx").iterdir():
+        saved.unlink() if text is None else saved.write_text(text)
     assert anew(layer) == {"autograd_cache_hit": 1, "fxgraph_cache_hit": 2}
     assert mla_fx.last_report().fused == ALL
-    assert cache_key.FROM_CACHE not in mla_fx.last_report().notes
+    assert report_cache.FROM_CACHE not in mla_fx.last_report().notes
+    assert anew(layer) == HIT
+    assert report_cache.FROM_CACHE in mla_fx.last_report().notes
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_folder_that_cannot_be_written_costs_time_alone(layer, monkeypatch):
+    def refuse(self, text):
+        raise PermissionError(self)
+
+    monkeypatch.setattr(cache_key, "source_hash", lambda: "of a read-only folder")
+    monkeypatch.setattr(Path, "write_text", refuse)
+    anew(layer)
+    assert anew(layer)["autograd_cache_hit"] == 1
+    assert mla_fx.last_report().fused == ALL
 
 
 @pytest.mark.slow
@@ -194,6 +211,6 @@ def test_reports_are_kept_whole():
         memory = Memory(1, None, 2, 3, 4, 0)
         return Report({"mla_prolog": 1}, {"rope": 2}, [miss], [record], target="inductor", memory=[memory], **parts)
 
-    kept = cache_key.from_text(cache_key.as_text(reported(hindrances=["training"], is_training=True)))
-    assert kept == reported(notes=[cache_key.FROM_CACHE], hindrances=["training"], is_training=True)
+    kept = report_cache.from_text(report_cache.as_text(reported(hindrances=["training"], is_training=True)))
+    assert kept == reported(notes=[report_cache.FROM_CACHE], hindrances=["training"], is_training=True)
     assert str(kept.passes[0].fired) == "Counter({'mla_prolog': 1})"

@@ -41,8 +41,8 @@ def test_relative_imports_are_read_as_full_names():
 
 
 @pytest.mark.parametrize("path", OPERATORS, ids=name_of)
-def test_operators_import_torch_and_nothing_else_of_ours(path):
-    allowed = ("torch", "mla_fx.ops", *sys.stdlib_module_names)
+def test_operators_import_torch_and_nothing_else_of_ours_but_errors(path):
+    allowed = ("torch", "mla_fx.ops", "mla_fx.errors", *sys.stdlib_module_names)
     assert [module for module in imports(path) if not is_within(module, *allowed)] == []
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 import mla_fx
-from mla_fx.ops.common.stays import Stays
+from mla_fx.errors import NoMatch
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 GATHERS = ("index.Tensor", "index_select", "embedding")
@@ -505,9 +505,11 @@ def test_a_refusing_target_keeps_the_graph(monkeypatch):
     from mla_fx.lowering.ascend.paged_attention_batched import NOT_LOWERED
     from mla_fx.lowering.reference import Reference
 
-    operator = torch.ops.mla_fx.paged_attention.batched
+    def refuse(*args, **kwargs):
+        raise NoMatch(NOT_LOWERED)
+
     monkeypatch.setattr(Reference, "runs_operators", False)
-    monkeypatch.setattr(Reference, "lowerings", lambda *_, **__: {operator: lambda *_, **__: Stays(NOT_LOWERED)})
+    monkeypatch.setattr(Reference, "lowerings", lambda *_, **__: {torch.ops.mla_fx.paged_attention.batched: refuse})
     report = check(Engine())
     assert not report.fused and reasons(report) == [f"target 'reference': {NOT_LOWERED}"]
     assert report.graphs["captured"] == report.graphs["clean up"] if report.graphs else True

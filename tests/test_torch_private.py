@@ -233,24 +233,33 @@ def test_inductor_freezes_through_the_callers_compiler():
 
 
 def test_a_cache_keeps_what_it_was_given_a_key_for():
-    """With a note beside it; without a note, nothing is kept."""
-    seen, keys, notes = [], iter("aaabb"), []
-
-    def inner(gm, inputs, **given):
-        seen.append(len(notes))
-        note = None if notes.count("") == 3 else f"note {len(notes)}"
-        return torch_compilers.with_note(torch_compilers.compile_fx_inner(gm, inputs, **given), note)
+    """With Inductor's key of it, which is known both times; and not what must not be kept."""
+    fresh, found, calls = [], [], iter([("a", True), ("a", True), ("b", False), ("b", True), ("b", True)])
 
     def backend(gm, example_inputs):
-        compiled = torch_compilers.compile_fx(gm, example_inputs, inner, {}, next(keys))
-        notes.append("" if len(notes) in seen else torch_compilers.note_of(compiled))
+        key, is_kept = next(calls)
+
+        def inner(gm, inputs, **given):
+            compiled = torch_compilers.compile_fx_inner(gm, inputs, **given)
+            fresh.append(torch_compilers.inductor_key(compiled))
+            return compiled if is_kept else torch_compilers.not_cached(compiled)
+
+        before = len(fresh)
+        compiled = torch_compilers.compile_fx(gm, example_inputs, inner, {}, key)
+        found.append(torch_compilers.inductor_key(compiled) if len(fresh) == before else None)
         return compiled
 
     with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=True):
         for _ in range(5):
             torch._dynamo.reset()
             torch.compile(plus_one, backend=backend)(torch.ones(3))
-    assert notes == ["", "note 0", "note 0", "", "note 3"]
+    assert len(fresh) == 3 and fresh[0] and set(fresh) == {fresh[0]}
+    assert found == [None, fresh[0], None, None, fresh[0]]
+
+
+def test_where_caches_lie(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
+    assert torch_compilers.cache_folder() == tmp_path / "caches"
 
 
 def test_a_run_of_dynamo_ends_with_its_reset():

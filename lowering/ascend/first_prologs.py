@@ -7,13 +7,13 @@ the hidden write too, and is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 
 from . import limits
@@ -40,32 +40,33 @@ VERSIONS = {
 }
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
-    """Why the kernel cannot take this call."""
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    """Raises NoMatch unless the kernel takes this call."""
     version = VERSIONS[surface.prolog]
     kernel = version.kernel
-    yield from limits.chip(surface, kernel, (A2, A3))
+    limits.chip(surface, kernel, (A2, A3))
     if surface.mode == "aclgraph":
-        yield f"{kernel} writes caches that its schema says it only reads; a captured graph keeps no order for that"
+        writes = f"{kernel} writes caches that its schema says it only reads"
+        raise NoMatch(f"{writes}; a captured graph keeps no order for that")
     if a.cache_mode not in CACHE_MODES:
-        yield f"cache_mode is {a.cache_mode!r}; {kernel} takes {limits.listed(CACHE_MODES)}"
+        raise NoMatch(f"cache_mode is {a.cache_mode!r}; {kernel} takes {limits.listed(CACHE_MODES)}")
     for name in SCALES:
         if (scale := getattr(a, name)) != 1.0:
-            yield f"{name} is {scale:.6g}; {kernel} has no factor there, MlaPrologV3 has"
+            raise NoMatch(f"{name} is {scale:.6g}; {kernel} has no factor there, MlaPrologV3 has")
     assert a.weight_dq is not None, "a query of full rank was refused"
     heads, nope, rank = a.weight_uk.shape
-    yield from limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, HIDDEN)
-    yield from limits.size("weight_dq has Hcq", a.weight_dq.shape[1], kernel, QUERY_RANKS)
-    yield from limits.size("weight_uk has N", heads, kernel, version.heads)
-    yield from limits.size("weight_uk has D", nope, kernel, NOPE)
-    yield from limits.size("weight_uk has Hckv", rank, kernel, RANK)
-    yield from limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, kernel, ROPE)
+    limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, HIDDEN)
+    limits.size("weight_dq has Hcq", a.weight_dq.shape[1], kernel, QUERY_RANKS)
+    limits.size("weight_uk has N", heads, kernel, version.heads)
+    limits.size("weight_uk has D", nope, kernel, NOPE)
+    limits.size("weight_uk has Hckv", rank, kernel, RANK)
+    limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, kernel, ROPE)
     for name in ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
-        yield from limits.dtype(name, getattr(a, name), kernel, (torch.bfloat16,))
+        limits.dtype(name, getattr(a, name), kernel, (torch.bfloat16,))
     for name in ("kv_cache", "kr_cache"):
         cache: Tensor = getattr(a, name)
-        yield from limits.dense(name, cache, kernel)
-        yield from limits.size(f"{name} has BlockSize", cache.shape[1], kernel, PAGES)
+        limits.dense(name, cache, kernel)
+        limits.size(f"{name} has BlockSize", cache.shape[1], kernel, PAGES)
 
 
 def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:

@@ -5,13 +5,14 @@ In all calls the rows of a sequence are its last ones: row s of S attends to key
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.pages import context_of
 
@@ -34,56 +35,56 @@ Named = tuple[str, Tensor]
 # --- what the kernel cannot do ---------------------------------------------------------------------------------------
 
 
-def chip_refusals(surface: Surface) -> Iterator[str]:
-    yield from limits.chip(surface, KERNEL, (A2, A3))
+def refuse_chip(surface: Surface) -> None:
+    limits.chip(surface, KERNEL, (A2, A3))
 
 
-def latent_refusals(surface: Surface, query: Named, rope: Named, caches: Sequence[Named]) -> Iterator[str]:
-    """Of attention over latents: absorbed queries [...,N,Hckv] and [...,N,Dr], and the caches of both parts."""
+def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[Named]) -> None:
+    """For attention over latents: absorbed queries [...,N,Hckv] and [...,N,Dr], and the caches of both parts."""
     name, absorbed = query
-    yield from chip_refusals(surface)
-    yield from limits.size(f"{name} has N", absorbed.shape[-2], KERNEL, LATENT_HEADS)
-    yield from limits.size(f"{name} has Hckv", absorbed.shape[-1], KERNEL, (RANK,))
-    yield from limits.size(f"{rope[0]} has Dr", rope[1].shape[-1], KERNEL, (ROPE,))
-    yield from limits.dtype(name, absorbed, KERNEL, limits.HALVES)
+    refuse_chip(surface)
+    limits.size(f"{name} has N", absorbed.shape[-2], KERNEL, LATENT_HEADS)
+    limits.size(f"{name} has Hckv", absorbed.shape[-1], KERNEL, (RANK,))
+    limits.size(f"{rope[0]} has Dr", rope[1].shape[-1], KERNEL, (ROPE,))
+    limits.dtype(name, absorbed, KERNEL, limits.HALVES)
     for cache in caches:
-        yield from limits.dense(*cache, KERNEL)
+        limits.dense(*cache, KERNEL)
 
 
-def mask_refusals(
+def refuse_masks(
     surface: Surface, a: latent_attention.Arguments | mla_attention.Arguments, tokens: int
-) -> Iterator[str]:
-    """Of what a fused attention sees, when it is not all keys from each row."""
+) -> None:
+    """Raises NoMatch for masks and lengths that the kernel cannot take."""
     if surface.mode == "aclgraph" and (a.context_lens is not None or a.mask is not None):
-        yield f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers of the host"
+        raise NoMatch(f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers of the host")
     if a.context_lens is None and surface.mode == "aclgraph":
         queries = a.query if isinstance(a, latent_attention.Arguments) else a.q_nope
-        yield from _fixed_lengths(queries.shape[0], tokens if a.is_causal else context_of(a.kv_cache, a.block_table))
+        _refuse_computed(queries.shape[0], tokens if a.is_causal else context_of(a.kv_cache, a.block_table))
     if a.mask is not None:
-        yield from _masked(surface, a.mask, tokens)
+        _refuse_mask(surface, a.mask, tokens)
     is_one = limits.known_equal(tokens, 1)
     if a.mask is None and a.context_lens is None and not a.is_causal and not is_one:
-        yield f"all keys are visible to each of S = {tokens} tokens; {KERNEL} lets only the last one see all"
+        raise NoMatch(f"all keys are visible to each of S = {tokens} tokens; {KERNEL} lets only the last one see all")
 
 
-def _masked(surface: Surface, mask: Tensor, tokens: int) -> Iterator[str]:
+def _refuse_mask(surface: Surface, mask: Tensor, tokens: int) -> None:
     if not surface.trusts_masks:
-        yield (
+        raise NoMatch(
             f"mask is a tensor; {KERNEL} takes the length of each sequence, so the mask must be causal, provably, or "
             "by your word: option causal_masks"
         )
     if mask.dim() == 4 and not limits.known_equal(mask.shape[1], 1):
-        yield f"mask has shape {list(mask.shape)}; a causal mask is the same for all heads"
+        raise NoMatch(f"mask has shape {list(mask.shape)}; a causal mask is the same for all heads")
     if mask.dim() < 2 or not limits.known_equal(mask.shape[-2], tokens):
-        yield f"mask has shape {list(mask.shape)}; a causal mask has a row for each of S = {tokens} tokens"
+        raise NoMatch(f"mask has shape {list(mask.shape)}; a causal mask has a row for each of S = {tokens} tokens")
 
 
-def _fixed_lengths(batch: int | torch.SymInt, visible: int | torch.SymInt) -> Iterator[str]:
+def _refuse_computed(batch: int | torch.SymInt, visible: int | torch.SymInt) -> None:
     """torchair updates a length between replays where it is an input of the graph, and takes no computed one."""
     if not isinstance(batch, int):
-        yield f"the batch is {batch}; a captured {KERNEL} takes a number that is known ahead of time"
+        raise NoMatch(f"the batch is {batch}; a captured {KERNEL} takes a number that is known ahead of time")
     if not isinstance(visible, int):
-        yield f"{visible} keys are visible; a captured {KERNEL} takes a number that is known ahead of time"
+        raise NoMatch(f"{visible} keys are visible; a captured {KERNEL} takes a number that is known ahead of time")
 
 
 # --- the call --------------------------------------------------------------------------------------------------------

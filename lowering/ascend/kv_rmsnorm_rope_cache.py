@@ -4,16 +4,15 @@ That function is for graphs only: run eagerly it returns caches that nothing was
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.cache import page_count
 from mla_fx.ops.common.sizes import statically_known_true
-from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.arguments import Arguments
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLAIN_MODES, is_quantised
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
@@ -28,63 +27,65 @@ KERNEL = "KvRmsNormRopeCache"
 CACHES = ("k_cache", "ckv_cache")
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain
 
 
 # --- what the kernel cannot do ------------------------------------------------------------------------------------
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
-    yield from rotation(a)
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    refuse_rotation(a)
     if a.kc_scale != 1.0:
-        yield f"kc_scale is {a.kc_scale:.6g}; {KERNEL} stores norms as they are"
-    yield from limits.dtype("kv", a.kv, KERNEL, limits.HALVES)
+        raise NoMatch(f"kc_scale is {a.kc_scale:.6g}; {KERNEL} stores norms as they are")
+    limits.dtype("kv", a.kv, KERNEL, limits.HALVES)
     for name in ("gamma", "cos", "sin"):
-        yield from limits.dtype(name, getattr(a, name), KERNEL, (a.kv.dtype,))
+        limits.dtype(name, getattr(a, name), KERNEL, (a.kv.dtype,))
     if a.v is None:
-        yield from limits.chip(surface, KERNEL, (A2, A3, A5))
-        yield from latent_sizes(a)
+        limits.chip(surface, KERNEL, (A2, A3, A5))
+        refuse_latent_sizes(a)
     else:
-        yield from limits.chip(surface, f"{KERNEL} with v", (A2, A3))
-        yield from key_sizes(a, a.v)
+        limits.chip(surface, f"{KERNEL} with v", (A2, A3))
+        refuse_key_sizes(a, a.v)
     for name in CACHES:
-        yield from limits.dense(name, getattr(a, name), KERNEL)
+        limits.dense(name, getattr(a, name), KERNEL)
     if a.cache_mode not in CONTIGUOUS_MODES:
-        yield from pages(a)
+        refuse_pages(a)
 
 
-def rotation(a: Arguments) -> Iterator[str]:
+def refuse_rotation(a: Arguments) -> None:
     if a.cos is None:
-        yield f"cos and sin are None; {KERNEL} always rotates"
+        raise NoMatch(f"cos and sin are None; {KERNEL} always rotates")
     if a.rope_layout != "interleave_half":
-        yield f"rope_layout is {a.rope_layout!r}; {KERNEL} reads neighbours and writes halves, 'interleave_half'"
+        takes = f"{KERNEL} reads neighbours and writes halves, 'interleave_half'"
+        raise NoMatch(f"rope_layout is {a.rope_layout!r}; {takes}")
 
 
-def latent_sizes(a: Arguments) -> Iterator[str]:
+def refuse_latent_sizes(a: Arguments) -> None:
     rank = a.gamma.shape[0]
-    yield from limits.size("gamma has Hckv", rank, KERNEL, (512,))
-    yield from limits.size("kv has Dr", a.kv.shape[-1] - rank, KERNEL, (64,))
+    limits.size("gamma has Hckv", rank, KERNEL, (512,))
+    limits.size("kv has Dr", a.kv.shape[-1] - rank, KERNEL, (64,))
 
 
-def key_sizes(a: Arguments, v: Tensor) -> Iterator[str]:
+def refuse_key_sizes(a: Arguments, v: Tensor) -> None:
     assert a.cos is not None, "a call without rotation was refused"
-    yield from limits.size("kv has N", a.kv.shape[1], f"{KERNEL} with v", (1, 2, 4, 8))
-    yield from limits.size("kv has Dk", a.kv.shape[-1], f"{KERNEL} with v", (192,))
-    yield from limits.size("cos has Dr", a.cos.shape[-1], f"{KERNEL} with v", (64,))
-    yield from limits.size("v has Dv", v.shape[-1], f"{KERNEL} with v", (128,))
+    limits.size("kv has N", a.kv.shape[1], f"{KERNEL} with v", (1, 2, 4, 8))
+    limits.size("kv has Dk", a.kv.shape[-1], f"{KERNEL} with v", (192,))
+    limits.size("cos has Dr", a.cos.shape[-1], f"{KERNEL} with v", (64,))
+    limits.size("v has Dv", v.shape[-1], f"{KERNEL} with v", (128,))
 
 
-def pages(a: Arguments) -> Iterator[str]:
+def refuse_pages(a: Arguments) -> None:
     blocks, size = a.k_cache.shape[:2]
     if a.cache_mode not in PLAIN_MODES or is_quantised(a):
         step = 32 if is_quantised(a) else 16
         if not limits.holds(size % step == 0):
             allowed = f"multiples of {step} in cache_mode {a.cache_mode!r}"
-            yield f"k_cache has BlockSize = {size}; {KERNEL} takes {allowed}"
+            raise NoMatch(f"k_cache has BlockSize = {size}; {KERNEL} takes {allowed}")
     needed = a.kv.shape[0] * page_count(a.kv.shape[2], size)
     if statically_known_true(blocks < needed):
-        yield f"k_cache has BlockNum = {blocks}; {KERNEL} takes B*Ceil(S/BlockSize) = {needed} or more"
+        raise NoMatch(f"k_cache has BlockNum = {blocks}; {KERNEL} takes B*Ceil(S/BlockSize) = {needed} or more")
 
 
 # --- the call -----------------------------------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.stays import Stays, unless
+from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
@@ -23,34 +22,36 @@ OPERATOR = "latent_attention"
 PAGE = 128  # tokens of a page, where the cache leaves the choice
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     if a.query_rope is None or a.kr_cache is None:
-        yield f"query_rope is None; {KERNEL} takes absorbed queries with a rotary part"
-        return
+        raise NoMatch(f"query_rope is None; {KERNEL} takes absorbed queries with a rotary part")
     if a.sinks is not None:
-        yield f"sinks are given; {KERNEL} takes them for values of up to {EXPANDED} columns, not for latents of {RANK}"
+        takes = f"{KERNEL} takes them for values of up to {EXPANDED} columns, not for latents of {RANK}"
+        raise NoMatch(f"sinks are given; {takes}")
     caches = [("kv_cache", a.kv_cache), ("kr_cache", a.kr_cache)]
-    yield from kernel.latent_refusals(surface, ("query", a.query), ("query_rope", a.query_rope), caches)
+    kernel.refuse_latent(surface, ("query", a.query), ("query_rope", a.query_rope), caches)
     tokens = a.query.shape[1]
     if not any(limits.known_equal(tokens, count) for count in range(1, LATENT_TOKENS + 1)):
-        yield f"query has S = {tokens}; {KERNEL} takes 1 to {LATENT_TOKENS} tokens with absorbed queries"
-    yield from kernel.mask_refusals(surface, a, tokens)
+        raise NoMatch(f"query has S = {tokens}; {KERNEL} takes 1 to {LATENT_TOKENS} tokens with absorbed queries")
+    kernel.refuse_masks(surface, a, tokens)
     if a.block_table is not None:
-        yield from pages(a.kv_cache, a.kr_cache)
+        refuse_pages(a.kv_cache, a.kr_cache)
 
 
-def pages(kv_cache: Tensor, kr_cache: Tensor) -> Iterator[str]:
-    """Of a context that lies in pages."""
+def refuse_pages(kv_cache: Tensor, kr_cache: Tensor) -> None:
+    """For a context that lies in pages."""
     size = kv_cache.shape[1]
     if page_size(size) is None:
-        yield f"kv_cache has BlockSize = {size}; {KERNEL} takes multiples of {PAGE_SIZES[-1]}"
+        raise NoMatch(f"kv_cache has BlockSize = {size}; {KERNEL} takes multiples of {PAGE_SIZES[-1]}")
     blocks, others = kv_cache.shape[0], kr_cache.shape[0]
     if not limits.holds(blocks == others):
-        yield f"kv_cache has {blocks} blocks and kr_cache {others}; {KERNEL} takes one table for caches of one number"
+        takes = f"{KERNEL} takes one table for caches of one number"
+        raise NoMatch(f"kv_cache has {blocks} blocks and kr_cache {others}; {takes}")
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,14 +1,15 @@
-"""Limits of the vendor's kernels as sentences. Each function yields one if its limit is not known to hold.
+"""Limits of the vendor's kernels. Each function raises NoMatch if its limit is not known to hold.
 
 A size that is a symbol is guarded to stay within its limit, where the call at hand does: another one compiles anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .surface import Surface
@@ -16,36 +17,35 @@ from .surface import Surface
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def chip(surface: Surface, kernel: str, allowed: Sequence[str]) -> Iterator[str]:
+def chip(surface: Surface, kernel: str, allowed: Sequence[str]) -> None:
     if not surface.chip.startswith(tuple(allowed)):
-        yield f"the chip is {surface.chip}; {kernel} exists on {listed(allowed)}"
+        raise NoMatch(f"the chip is {surface.chip}; {kernel} exists on {listed(allowed)}")
 
 
-def size(of: str, value: int, kernel: str, allowed: Sequence[int]) -> Iterator[str]:
+def size(of: str, value: int, kernel: str, allowed: Sequence[int]) -> None:
     """`of` says which size this is, as in "weight_dq has Hcq"."""
     if not any(holds(value == one) for one in allowed):
-        yield f"{of} = {value}; {kernel} takes {listed(allowed)}"
+        raise NoMatch(f"{of} = {value}; {kernel} takes {listed(allowed)}")
 
 
-def page_size(cache: str, value: int, kernel: str, step: int, largest: int) -> Iterator[str]:
+def page_size(cache: str, value: int, kernel: str, step: int, largest: int) -> None:
     if not (holds(value % step == 0) and holds(value >= step) and holds(value <= largest)):
-        yield f"{cache} has BlockSize = {value}; {kernel} takes multiples of {step} up to {largest}"
+        raise NoMatch(f"{cache} has BlockSize = {value}; {kernel} takes multiples of {step} up to {largest}")
 
 
-def dtype(name: str, tensor: Tensor, kernel: str, allowed: Sequence[torch.dtype]) -> Iterator[str]:
+def dtype(name: str, tensor: Tensor, kernel: str, allowed: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in allowed:
-        yield f"{name} has dtype {tensor.dtype}; {kernel} takes {listed(allowed)}"
+        raise NoMatch(f"{name} has dtype {tensor.dtype}; {kernel} takes {listed(allowed)}")
 
 
-def dense(name: str, tensor: Tensor, kernel: str, first: int = 0) -> Iterator[str]:
+def dense(name: str, tensor: Tensor, kernel: str, first: int = 0) -> None:
     """All axes from `first` on lie in memory one behind another."""
     wanted = 1
     for axis in range(tensor.dim() - 1, first - 1, -1):
         if not known_equal(tensor.stride(axis), wanted) and not known_equal(tensor.shape[axis], 1):
             where = "" if first == 0 else f" behind axis {first - 1}"
-            strides = list(tensor.stride())
-            yield f"{name} has shape {list(tensor.shape)} and strides {strides}; {kernel} takes no gaps{where}"
-            return
+            has = f"shape {list(tensor.shape)} and strides {list(tensor.stride())}"
+            raise NoMatch(f"{name} has {has}; {kernel} takes no gaps{where}")
         wanted = wanted * tensor.shape[axis]
 
 

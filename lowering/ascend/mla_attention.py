@@ -5,13 +5,12 @@ columns, and values as many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.stays import Stays, unless
+from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_attention import Arguments
 from mla_fx.target import Compiled
 
@@ -23,38 +22,41 @@ from .surface import Surface
 OPERATOR = "mla_attention"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
-    yield from kernel.chip_refusals(surface)
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    kernel.refuse_chip(surface)
     if a.block_table is not None:
-        yield f"block_table is given; {KERNEL} takes keys and values that are expanded, and these lie in no pages"
+        takes = f"{KERNEL} takes keys and values that are expanded, and these lie in no pages"
+        raise NoMatch(f"block_table is given; {takes}")
     batch, tokens = a.q_nope.shape[:2]
-    yield from size_refusals(a)
-    yield from limits.dtype("q_nope", a.q_nope, KERNEL, (torch.bfloat16,))
+    refuse_sizes(a)
+    limits.dtype("q_nope", a.q_nope, KERNEL, (torch.bfloat16,))
     if a.sinks is not None:
-        yield from limits.dtype("sinks", a.sinks, KERNEL, (torch.bfloat16,))
-        yield from limits.size("with sinks, weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
-    yield from kernel.mask_refusals(surface, a, tokens)
+        limits.dtype("sinks", a.sinks, KERNEL, (torch.bfloat16,))
+        limits.size("with sinks, weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
+    kernel.refuse_masks(surface, a, tokens)
     if a.context_lens is None and a.mask is None and not a.is_causal:
         return
     is_whole = a.is_causal and limits.known_equal(tokens, a.kv_cache.shape[1])
     if not is_whole and not limits.known_equal(batch, 1):
-        yield f"the batch is {batch}; {KERNEL} finds the keys of one sequence only where they fill a part of the cache"
+        takes = f"{KERNEL} finds the keys of one sequence only where they fill a part of the cache"
+        raise NoMatch(f"the batch is {batch}; {takes}")
 
 
-def size_refusals(a: Arguments) -> Iterator[str]:
+def refuse_sizes(a: Arguments) -> None:
     width, values = a.q_nope.shape[3], a.weight_uv.shape[1]
     if a.q_rope is None:
         what = "without a rotary part, q_nope has D"
-        yield from limits.size(what, width, KERNEL, tuple(EXPANDED_UNROTATED))
-        yield from limits.size("weight_uv has Dv", values, KERNEL, EXPANDED_UNROTATED.get(width, (EXPANDED,)))
+        limits.size(what, width, KERNEL, tuple(EXPANDED_UNROTATED))
+        limits.size("weight_uv has Dv", values, KERNEL, EXPANDED_UNROTATED.get(width, (EXPANDED,)))
         return
-    yield from limits.size("q_nope has D", width, KERNEL, (EXPANDED,))
-    yield from limits.size("weight_uv has Dv", values, KERNEL, (EXPANDED,))
-    yield from limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
+    limits.size("q_nope has D", width, KERNEL, (EXPANDED,))
+    limits.size("weight_uv has Dv", values, KERNEL, (EXPANDED,))
+    limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:

@@ -5,14 +5,14 @@ What the compiler makes of contiguous caches is paged for the kernel: T position
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.stays import Stays, unless
+from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_prolog import check
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
@@ -29,8 +29,9 @@ OWN_MODES = ("Norm", "BSND")  # of which the vendor's first interface knows noth
 PAGE_SIZES = (128, 16)  # those that attention takes too, the better one first
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain(surface))
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain(surface)
 
 
 @functools.cache
@@ -42,55 +43,56 @@ def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
 # --- what the kernel cannot do ---------------------------------------------------------------------------------------
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
-    yield from absent(surface, a)
-    yield from rotations(surface, a)
-    yield from formats(surface, a)
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    refuse_left_out(surface, a)
+    refuse_rotations(surface, a)
+    refuse_formats(surface, a)
     if a.cache_mode == "Norm":
-        yield from contiguous_caches(surface, a)
+        refuse_unpaged(surface, a)
     if surface.prolog == "v3":
-        yield from mla_prolog_v3.refusals(surface, as_v3(paged(a, page_shapes)))
+        mla_prolog_v3.refuse_unsupported(surface, as_v3(paged(a, page_shapes)))
     else:
-        yield from first_prologs.refusals(surface, paged(a, page_shapes))
+        first_prologs.refuse_unsupported(surface, paged(a, page_shapes))
 
 
 def kernel(surface: Surface) -> str:
     return KERNEL if surface.prolog == "v3" else first_prologs.VERSIONS[surface.prolog].kernel
 
 
-def absent(surface: Surface, a: Arguments) -> Iterator[str]:
+def refuse_left_out(surface: Surface, a: Arguments) -> None:
     if a.weight_dq is None:
-        yield f"weight_dq is None; {kernel(surface)} makes the query of a compressed one"
+        raise NoMatch(f"weight_dq is None; {kernel(surface)} makes the query of a compressed one")
     if a.rope_sin is None:
-        yield f"rope_sin and rope_cos are None; {kernel(surface)} always rotates"
+        raise NoMatch(f"rope_sin and rope_cos are None; {kernel(surface)} always rotates")
 
 
-def rotations(surface: Surface, a: Arguments) -> Iterator[str]:
+def refuse_rotations(surface: Surface, a: Arguments) -> None:
     if a.rope_layout == "interleave_interleave":
-        yield f"rope_layout is {a.rope_layout!r}; {kernel(surface)} writes halves, which are other bytes in kr_cache"
+        writes = f"{kernel(surface)} writes halves, which are other bytes in kr_cache"
+        raise NoMatch(f"rope_layout is {a.rope_layout!r}; {writes}")
     if a.rope_layout == "half_half" and not surface.hoists:
-        yield (
+        raise NoMatch(
             f"rope_layout is {a.rope_layout!r}; {kernel(surface)} reads neighbours, and the columns of weights are "
             "not reordered ahead of time here"
         )
 
 
-def formats(surface: Surface, a: Arguments) -> Iterator[str]:
+def refuse_formats(surface: Surface, a: Arguments) -> None:
     """In the vendor's own cache modes the caller has seen to the formats of weights."""
     if a.cache_mode in OWN_MODES and not surface.hoists:
-        yield (
+        raise NoMatch(
             f"weights are not known to lie in FRACTAL_NZ, which {kernel(surface)} reads, and are not laid out ahead of "
             "time here: a graph pass cannot, and option lay_out says whether the backend does"
         )
 
 
-def contiguous_caches(surface: Surface, a: Arguments) -> Iterator[str]:
-    yield from limits.dense("kv_cache", a.kv_cache, kernel(surface))
-    yield from limits.dense("kr_cache", a.kr_cache, kernel(surface))
+def refuse_unpaged(surface: Surface, a: Arguments) -> None:
+    limits.dense("kv_cache", a.kv_cache, kernel(surface))
+    limits.dense("kr_cache", a.kr_cache, kernel(surface))
     positions = a.kv_cache.shape[2]
     if page_size(positions) is None:
         allowed = f"so T must be a multiple of {PAGE_SIZES[-1]}"
-        yield f"kv_cache has T = {positions}; {kernel(surface)} writes pages, {allowed}"
+        raise NoMatch(f"kv_cache has T = {positions}; {kernel(surface)} writes pages, {allowed}")
 
 
 def page_size(positions: int | torch.SymInt) -> int | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
-from mla_fx.ops.common.stays import Stays
+from mla_fx.errors import NoMatch
 
 from .surface import Surface
 
 OPERATOR = "mla_prolog_quant"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Stays:
-    return Stays("torch_npu has no operator for it, only pypto a kernel; mla_prolog_v3 has int8 modes like it")
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NoMatch("torch_npu has no operator for it, only pypto a kernel; mla_prolog_v3 has int8 modes like it")

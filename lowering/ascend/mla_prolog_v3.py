@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.stays import Stays, unless
+from mla_fx.errors import NoMatch
 from mla_fx.ops.vendor.mla_prolog_v3.arguments import Arguments
 from mla_fx.target import Compiled
 
@@ -31,12 +31,12 @@ PER_TILE = 3  # kv_cache_quant_mode of packed rows, which have no kr_cache
 OPTIONS = tuple(Arguments.__dataclass_fields__)[11:]
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     if surface.prolog != "v3":
-        return Stays(
-            f"the prolog of torch_npu is {surface.prolog} here, by its version or by option prolog; {KERNEL} is v3"
-        )
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain(surface))
+        chosen = f"{surface.prolog} here, by its version or by option prolog"
+        raise NoMatch(f"the prolog of torch_npu is {chosen}; {KERNEL} is v3")
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain(surface)
 
 
 @functools.cache
@@ -45,33 +45,33 @@ def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
     return lambda *args, **kwargs: prolog(surface, Arguments(*args, **kwargs))
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
-    """Why the kernel cannot take this call; the operator itself has checked what goes with what."""
-    yield from limits.chip(surface, KERNEL, (A2, A3, A5))
-    yield from sizes(a)
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    """Raises NoMatch unless the kernel takes this call; the operator itself has checked what goes with what."""
+    limits.chip(surface, KERNEL, (A2, A3, A5))
+    refuse_sizes(a)
     for name in ("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
-        yield from limits.dtype(name, getattr(a, name), KERNEL, (torch.bfloat16,))
-    yield from caches(a)
+        limits.dtype(name, getattr(a, name), KERNEL, (torch.bfloat16,))
+    refuse_caches(a)
 
 
-def sizes(a: Arguments) -> Iterator[str]:
+def refuse_sizes(a: Arguments) -> None:
     """As the weights have them: those of activations may be symbols where these are numbers."""
-    yield from limits.size("weight_dq has He", a.weight_dq.shape[0], KERNEL, HIDDEN)
-    yield from limits.size("weight_dq has Hcq", a.weight_dq.shape[1], KERNEL, QUERY_RANKS)
+    limits.size("weight_dq has He", a.weight_dq.shape[0], KERNEL, HIDDEN)
+    limits.size("weight_dq has Hcq", a.weight_dq.shape[1], KERNEL, QUERY_RANKS)
     heads, nope, rank = a.weight_uk.shape
-    yield from limits.size("weight_uk has N", heads, KERNEL, HEADS)
-    yield from limits.size("weight_uk has D", nope, KERNEL, NOPE)
-    yield from limits.size("weight_uk has Hckv", rank, KERNEL, RANK)
-    yield from limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, KERNEL, ROPE)
+    limits.size("weight_uk has N", heads, KERNEL, HEADS)
+    limits.size("weight_uk has D", nope, KERNEL, NOPE)
+    limits.size("weight_uk has Hckv", rank, KERNEL, RANK)
+    limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, KERNEL, ROPE)
 
 
-def caches(a: Arguments) -> Iterator[str]:
+def refuse_caches(a: Arguments) -> None:
     names = ("kv_cache",) if a.kv_cache_quant_mode == PER_TILE else ("kv_cache", "kr_cache")
     for name in names:
         cache: Tensor = getattr(a, name)
-        yield from limits.dense(name, cache, KERNEL, first=1)
+        limits.dense(name, cache, KERNEL, first=1)
         if a.cache_mode.startswith("PA"):
-            yield from limits.page_size(name, cache.shape[1], KERNEL, 16, 1024)
+            limits.page_size(name, cache.shape[1], KERNEL, 16, 1024)
 
 
 def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:

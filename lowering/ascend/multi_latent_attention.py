@@ -4,14 +4,13 @@ ATB leaves rows of sequences without a context undefined; `mla_fx.multi_latent_a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.paged import TILE
-from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.vendor.multi_latent_attention.arguments import (
     DECODE,
     INT8,
@@ -28,7 +27,7 @@ from mla_fx.ops.vendor.multi_latent_attention.arguments import (
 from mla_fx.target import Compiled
 
 from . import limits
-from .fused_infer_attention_score import KERNEL, attend_to_pages, latent_refusals
+from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_latent
 from .surface import A2, A3, Surface
 
 OPERATOR = "multi_latent_attention"
@@ -36,46 +35,50 @@ ATB = "MultiLatentAttentionOperation"
 NO_CONVERTER = f"torch.ops.atb has no converter to GE, and {KERNEL}, which has one, takes"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     a = Arguments(*args, **kwargs)
     if surface.mode == "ge":
-        return unless(next(refusals_of_ge(surface, a), None), as_fused_infer_attention_score)
-    return unless(next(refusals_of_atb(surface, a), None), as_atb)
+        refuse_for_ge(surface, a)
+        return as_fused_infer_attention_score
+    refuse_for_atb(surface, a)
+    return as_atb
 
 
 # --- what the kernels cannot do -----------------------------------------------------------------------------------
 
 
-def refusals_of_ge(surface: Surface, a: Arguments) -> Iterator[str]:
+def refuse_for_ge(surface: Surface, a: Arguments) -> None:
     mode = modes(a)
     if mode.calc == RING:
-        yield f"calc_type is {mode.calc!r}; {NO_CONVERTER} {DECODE!r} or {SPEC!r}"
+        raise NoMatch(f"calc_type is {mode.calc!r}; {NO_CONVERTER} {DECODE!r} or {SPEC!r}")
     if mode.cache not in (SPLIT, NZ):
-        yield f"cache_mode is {mode.cache!r}; {NO_CONVERTER} {SPLIT!r} or {NZ!r}"
+        raise NoMatch(f"cache_mode is {mode.cache!r}; {NO_CONVERTER} {SPLIT!r} or {NZ!r}")
     if mode.calc == SPEC and not is_causal(a.q_nope):
         heads = a.q_nope.shape[1]
-        yield f"q_nope has {heads} heads; {NO_CONVERTER} {SPEC!r} with 128 heads alone, where it is causal"
+        raise NoMatch(f"q_nope has {heads} heads; {NO_CONVERTER} {SPEC!r} with 128 heads alone, where it is causal")
     assert a.q_rope is not None and a.k_rope is not None, "a merged cache was refused"
     caches = [("ctkv", a.ctkv), ("k_rope", a.k_rope)]
-    yield from latent_refusals(surface, ("q_nope", a.q_nope), ("q_rope", a.q_rope), caches)
+    refuse_latent(surface, ("q_nope", a.q_nope), ("q_rope", a.q_rope), caches)
 
 
-def refusals_of_atb(surface: Surface, a: Arguments) -> Iterator[str]:
+def refuse_for_atb(surface: Surface, a: Arguments) -> None:
     mode = modes(a)
-    yield from limits.chip(surface, ATB, (A2, A3))
+    limits.chip(surface, ATB, (A2, A3))
     if mode.cache == MERGED:
-        yield f"cache_mode is {mode.cache!r}; torch.ops.atb takes latents and rotary keys in two caches"
+        raise NoMatch(f"cache_mode is {mode.cache!r}; torch.ops.atb takes latents and rotary keys in two caches")
     if mode.cache == INT8 and mode.calc == RING:
-        yield f"calc_type is {mode.calc!r}; with cache_mode {mode.cache!r}, torch_npu has lse in the wrong dtype"
+        has = f"with cache_mode {mode.cache!r}, torch_npu has lse in the wrong dtype"
+        raise NoMatch(f"calc_type is {mode.calc!r}; {has}")
     for name in ("context_lens", "q_seqlen"):
         if isinstance(getattr(a, name), Tensor):
-            yield f"{name} is a tensor; torch.ops.atb takes a host list, as the overload `host` does"
+            raise NoMatch(f"{name} is a tensor; torch.ops.atb takes a host list, as the overload `host` does")
     if any(limits.known_equal(length, 0) for length in a.context_lens):
-        yield f"context_lens is {a.context_lens}; {ATB} leaves the rows of sequences without a context undefined"
+        leaves = f"{ATB} leaves the rows of sequences without a context undefined"
+        raise NoMatch(f"context_lens is {a.context_lens}; {leaves}")
     for name in ("q_rope", "k_rope"):
-        yield from limits.dtype(name, getattr(a, name), ATB, limits.HALVES)
+        limits.dtype(name, getattr(a, name), ATB, limits.HALVES)
     for name in ("ctkv", "k_rope"):
-        yield from limits.dense(name, getattr(a, name), ATB)
+        limits.dense(name, getattr(a, name), ATB)
 
 
 # --- the calls ----------------------------------------------------------------------------------------------------

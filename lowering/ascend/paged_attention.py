@@ -4,12 +4,11 @@ ATB's own operators in torch_npu have neither a converter to GE nor a fake kerne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from mla_fx.ops.common.stays import Stays, unless
+from mla_fx.errors import NoMatch
 from mla_fx.ops.vendor.paged_attention.arguments import Arguments
 from mla_fx.ops.vendor.paged_attention.options import (
     BSND,
@@ -23,7 +22,7 @@ from mla_fx.ops.vendor.paged_attention.options import (
 from mla_fx.target import Compiled
 
 from . import limits
-from .fused_infer_attention_score import KERNEL, attend_to_pages, chip_refusals
+from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_chip
 from .surface import Surface
 
 OPERATOR = "paged_attention"
@@ -41,53 +40,56 @@ BASE = {
 HEAD_SIZES = tuple(range(16, 257, 16))
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
-    yield from scenario(a)
-    yield from chip_refusals(surface)
-    yield from limits.dtype("query", a.query, KERNEL, limits.HALVES)
-    yield from sizes(a)
-    yield from lengths(a)
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    refuse_scenario(a)
+    refuse_chip(surface)
+    limits.dtype("query", a.query, KERNEL, limits.HALVES)
+    refuse_sizes(a)
+    refuse_lengths(a)
     for name in ("key_cache", "value_cache"):
-        yield from limits.dense(name, getattr(a, name), KERNEL)
+        limits.dense(name, getattr(a, name), KERNEL)
 
 
-def scenario(a: Arguments) -> Iterator[str]:
+def refuse_scenario(a: Arguments) -> None:
     options = read_options(a)
     chosen = (options.mask, options.quant, options.compress, options.calc, options.scale, options.layout)
     for (name, wanted), value in zip(BASE.items(), chosen, strict=True):
         if value != wanted:
-            yield f"{name} is {value!r}; {NO_GRAPH} {wanted!r}"
+            raise NoMatch(f"{name} is {value!r}; {NO_GRAPH} {wanted!r}")
     if options.nz:
-        yield f"the caches are NZ; {NO_GRAPH} plain ones here"
+        raise NoMatch(f"the caches are NZ; {NO_GRAPH} plain ones here")
     if a.value_cache is None:
-        yield f"value_cache is None; {NO_GRAPH} keys and values in two caches"
+        raise NoMatch(f"value_cache is None; {NO_GRAPH} keys and values in two caches")
     if a.q_scale not in (0.0, 1.0):
-        yield f"q_scale is {a.q_scale}; {NO_GRAPH} no scale of the query"
+        raise NoMatch(f"q_scale is {a.q_scale}; {NO_GRAPH} no scale of the query")
 
 
-def lengths(a: Arguments) -> Iterator[str]:
+def refuse_lengths(a: Arguments) -> None:
     """A sequence without a context takes no row of query, but one of the kernel's."""
     given: object = a.context_lens
     if isinstance(given, Tensor):
-        yield f"context_lens is a tensor, which may hold 0; {NO_GRAPH} a context for each row of query"
-    elif not limits.holds(a.query.shape[0] == len(a.context_lens)):
-        yield f"query has {a.query.shape[0]} rows and context_lens {len(a.context_lens)}; {NO_GRAPH} equally many"
-    elif not all(limits.holds(length > 0) for length in a.context_lens):
-        yield f"context_lens is {given}, which may hold 0; {NO_GRAPH} a context for each row of query"
+        raise NoMatch(f"context_lens is a tensor, which may hold 0; {NO_GRAPH} a context for each row of query")
+    if not limits.holds(a.query.shape[0] == len(a.context_lens)):
+        counts = f"query has {a.query.shape[0]} rows and context_lens {len(a.context_lens)}"
+        raise NoMatch(f"{counts}; {NO_GRAPH} equally many")
+    if not all(limits.holds(length > 0) for length in a.context_lens):
+        raise NoMatch(f"context_lens is {given}, which may hold 0; {NO_GRAPH} a context for each row of query")
 
 
-def sizes(a: Arguments) -> Iterator[str]:
+def refuse_sizes(a: Arguments) -> None:
     assert a.value_cache is not None, "a combined cache was refused"
     heads, kv_heads = a.query.shape[1], a.key_cache.shape[2]
-    yield from limits.size("query has D", a.query.shape[2], KERNEL, HEAD_SIZES)
-    yield from limits.size("value_cache has Dv", a.value_cache.shape[3], KERNEL, (a.query.shape[2],))
-    yield from limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, 16, 512)
+    limits.size("query has D", a.query.shape[2], KERNEL, HEAD_SIZES)
+    limits.size("value_cache has Dv", a.value_cache.shape[3], KERNEL, (a.query.shape[2],))
+    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, 16, 512)
     if not limits.holds(heads <= 64 * kv_heads):
-        yield f"query has {heads} heads and key_cache {kv_heads}; {KERNEL} takes up to 64 for each of key_cache"
+        takes = f"{KERNEL} takes up to 64 for each of key_cache"
+        raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
-from mla_fx.ops.common.stays import Stays
+from mla_fx.errors import NoMatch
 
 from .fused_infer_attention_score import KERNEL
 from .surface import Surface
@@ -13,5 +13,5 @@ OPERATOR = "paged_attention.batched"
 NOT_LOWERED = f"attention over keys and values of each head in pages is not given to {KERNEL} yet"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Stays:
-    return Stays(NOT_LOWERED)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NoMatch(NOT_LOWERED)

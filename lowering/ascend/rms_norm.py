@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.stays import Stays, unless
 from mla_fx.ops.emitted.rms_norm import Arguments
 from mla_fx.target import Compiled
 
@@ -21,13 +19,14 @@ KERNEL = "RmsNorm"
 DTYPES = (*limits.HALVES, torch.float32)
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
-    yield from limits.chip(surface, KERNEL, (A2, A3, A5))
-    yield from limits.dtype("x", a.x, KERNEL, DTYPES)
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    limits.chip(surface, KERNEL, (A2, A3, A5))
+    limits.dtype("x", a.x, KERNEL, DTYPES)
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:

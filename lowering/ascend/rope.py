@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.stays import Stays, unless
+from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.rope import Arguments
 from mla_fx.target import Compiled
 
@@ -19,18 +18,18 @@ OPERATOR = "rope"
 KERNELS = {"interleave_half": "InterleaveRope", "half_half": "RotaryMul"}
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled | Stays:
-    return unless(next(refusals(surface, Arguments(*args, **kwargs)), None), plain)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return plain
 
 
-def refusals(surface: Surface, a: Arguments) -> Iterator[str]:
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel = KERNELS.get(a.rope_layout)
     if kernel is None:
-        yield f"rope_layout is {a.rope_layout!r}; {' and '.join(KERNELS.values())} write halves"
-        return
-    yield from limits.chip(surface, kernel, (A2, A3))
-    yield from limits.dtype("x", a.x, kernel, limits.HALVES)
-    yield from limits.size("x has Dr", a.x.shape[-1], kernel, (64,))
+        raise NoMatch(f"rope_layout is {a.rope_layout!r}; {' and '.join(KERNELS.values())} write halves")
+    limits.chip(surface, kernel, (A2, A3))
+    limits.dtype("x", a.x, kernel, limits.HALVES)
+    limits.size("x has Dr", a.x.shape[-1], kernel, (64,))
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,26 +1,20 @@
-"""Compiled graphs that outlive their process: the key under which one is kept, and the report kept beside it."""
+"""The key under which a compiled graph outlives its process."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
-import json
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.debug.memory import Memory
-from mla_fx.debug.report import Miss, PassRecord, Report
 from mla_fx.graph.torch_private import is_traceable_wrapper_subclass, memory_of
 from mla_fx.options import Options
 
 from . import discovery
-
-FROM_CACHE = "compiled before and taken from PyTorch's cache: this is what was reported then, with the lines of then"
 
 
 def key(options: Options, inputs: Sequence[Any] = ()) -> str:
@@ -59,18 +53,3 @@ def _hash_of(rules: discovery.Found) -> str:
             digest.update(name.encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def as_text(report: Report) -> str:
-    """The report of one graph as JSON."""
-    return json.dumps(report.to_dict())
-
-
-def from_text(text: str) -> Report:
-    """The report that was kept, with a note that says so. Raises ValueError for anything else."""
-    parts = json.loads(text)
-    parts["misses"] = [Miss(**miss) for miss in parts["misses"]]
-    parts["passes"] = [PassRecord(**{**record, "fired": Counter(record["fired"])}) for record in parts["passes"]]
-    parts["memory"] = [Memory(**memory) for memory in parts["memory"]]
-    parts["notes"] = [FROM_CACHE, *parts["notes"]]
-    return Report(**parts)

@@ -23,7 +23,7 @@ from mla_fx.passes.triage import tell_undecomposed, triage
 from mla_fx.rule import Rule
 from mla_fx.target import Compiled, Compiler, Target
 
-from . import cache_key, discovery, report_log
+from . import cache_key, discovery, report_cache, report_log
 from .dynamo_inputs import input_names, name_inputs, recover_floats
 
 
@@ -52,6 +52,7 @@ class Compilation:
     is_broken: bool = False
     input_names: tuple[str, ...] = ()
     key: str | None = None
+    source: str = ""
 
     @classmethod
     def prepare(
@@ -74,7 +75,7 @@ class Compilation:
             self.input_names = input_names(gm.graph)
         except Exception as error:
             self._fail("reading Dynamo's graph", error)
-        self.key = self._key(example_inputs)
+        self.key, self.source = self._key(example_inputs), gm.code
         self._check_saved()
         return self.target.compile(gm, example_inputs, self, self.options.extra)
 
@@ -156,19 +157,19 @@ class Compilation:
         is_keepable = is_usual and not is_watched and cache_key.are_plain(inputs)
         return cache_key.key(self.options, inputs) if is_keepable else None
 
-    def told(self) -> str | None:
-        """The report, unless something failed: that may go well the next time."""
-        return None if self.is_broken else cache_key.as_text(self.report)
+    def save_report(self, graph_key: str | None) -> bool:
+        """Where something failed, nothing is kept: that may go well the next time."""
+        if self.key is not None and graph_key is not None and not self.is_broken:
+            report_cache.save(self.report, self.key, self.source, graph_key)
+        return not self.is_broken
 
-    def recall(self, told: str) -> bool:
-        """The report of the graph that was kept becomes that of this compilation, and is judged as it was then."""
-        try:
-            kept = cache_key.from_text(told)
-        except ValueError:
-            return False
-        vars(self.report).update(vars(kept))
-        self._judge()
-        return True
+    def load_report(self, graph_key: str | None) -> bool:
+        """The report that was saved becomes that of this compilation, and is judged as it was then."""
+        found = report_cache.load(self.key, self.source, graph_key) if self.key and graph_key else None
+        if found is not None:
+            vars(self.report).update(vars(found))
+            self._judge()
+        return found is not None
 
     # --- the fence ---------------------------------------------------------------------------------------------------
 

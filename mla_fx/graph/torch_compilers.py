@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_origin
 
 import torch
@@ -15,11 +16,13 @@ __all__ = [
     "GraphPass",
     "aot_autograd",
     "as_boxed",
+    "cache_folder",
     "compile_fx",
     "compile_fx_frozen",
     "compile_fx_inner",
     "dynamo_run",
     "inductor_decompositions",
+    "inductor_key",
     "inductor_modes",
     "inductor_options",
     "inductor_type",
@@ -30,10 +33,9 @@ __all__ = [
     "is_lifted",
     "is_packaging",
     "is_saving",
-    "note_of",
+    "not_cached",
     "passing_dynamo",
     "static_inputs",
-    "with_note",
 ]
 
 # --- Dynamo and AOTAutograd ------------------------------------------------------------------------------------------
@@ -163,24 +165,28 @@ def is_saving() -> bool:
     return bool(config.bundled_autograd_cache and config.bypass_autograd_cache_key)
 
 
-def with_note(compiled: Callable[..., Any], note: str | None) -> Callable[..., Any]:
-    """What Inductor made of a graph, with a note that AOTAutograd's cache keeps beside it; without one, it keeps none.
-
-    Lines for debugging are all that this cache takes over from an inner compiler besides the key in Inductor's own."""
-    if note is None:
-        vars(compiled)["_fx_graph_cache_key"] = None
-    else:
-        lines = getattr(compiled, "_fx_graph_cache_debug_lines", None) or ()
-        vars(compiled)["_fx_graph_cache_debug_lines"] = [*lines, note]
+def not_cached(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What Inductor made of a graph, which AOTAutograd's cache then does not keep."""
+    vars(compiled)["_fx_graph_cache_key"] = None
     return compiled
 
 
-def note_of(compiled: Any) -> str:
-    """The note beside a graph from AOTAutograd's cache, or an empty string."""
+def inductor_key(compiled: Callable[..., Any]) -> str | None:
+    """The key in Inductor's cache of a graph that Inductor compiled just now, or that is from AOTAutograd's cache; None
+    if it is in neither."""
+    if key := getattr(compiled, "_fx_graph_cache_key", None):
+        return str(key)
     serialize = getattr(compiled, "serialize", None)
     forward = getattr(serialize and serialize(), "compiled_fw", None)
-    _, lines = getattr(forward, "fx_graph_cache_info", ("", ()))
-    return str(lines[-1]) if lines else ""
+    key, _ = getattr(forward, "fx_graph_cache_info", (None, ()))
+    return key
+
+
+def cache_folder() -> Path:
+    """The folder in which PyTorch's compilers have their caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import REPLACED, fused_name, module_of, name_of, source_of
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import NearestMiss
-from mla_fx.ops.common.stays import Stays
 from mla_fx.readings.calls import noting
 from mla_fx.rewriting.draft import Draft, known
 from mla_fx.rewriting.emitter import Emitter
@@ -135,9 +134,10 @@ def _ask_target(run: Run, call: Draft) -> None:
     lowering = run.lowerings.get(call.target)
     if lowering is None or run.target.runs_operators:
         return
-    answer = lowering(*known(call.args), **{name: known(value) for name, value in call.kwargs.items()})
-    if isinstance(answer, Stays):
-        raise NoMatch(f"target {run.target.name!r}: {answer.reason}")
+    try:
+        lowering(*known(call.args), **{name: known(value) for name, value in call.kwargs.items()})
+    except NoMatch as refusal:
+        raise NoMatch(f"target {run.target.name!r}: {refusal.reason}") from refusal
 
 
 def _first_dtype(value: Any) -> torch.dtype:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
-from mla_fx.ops.common.stays import Stays
 from mla_fx.readings.calls import args_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Lowering
@@ -26,22 +26,29 @@ def lower(
     bodies = {} if keeps_calls else known
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
-            answer = found = lowered(node, lowering)
-            if isinstance(answer, Stays) and operator in bodies:
-                found = lowered(node, bodies[operator])
-            if isinstance(answer, Stays) and answer.reason:
-                kept = "stays a call" if isinstance(found, Stays) else "becomes its body"
-                told[f"{operator._opname} {kept}: {answer.reason}"] += 1
-            if isinstance(found, Stays):
+            function, refusal = _asked(node, lowering)
+            if refusal is not None and operator in bodies:
+                function, _ = _asked(node, bodies[operator])
+            if refusal is not None and operator in known:
+                kept = "stays a call" if function is None else "becomes its body"
+                told[f"{operator._opname} {kept}: {refusal.reason}"] += 1
+            if function is None:
                 continue
             if operator not in known:
-                told[f"{operator._opname} is computed as {found.__name__}"] += 1
-            _replace(emit, node, found, decompositions)
+                told[f"{operator._opname} is computed as {function.__name__}"] += 1
+            _replace(emit, node, function, decompositions)
     return told
 
 
-def lowered(node: Node, lowering: Lowering) -> Compiled | Stays:
-    """What a target makes of a call, of whose arguments it is told what is known."""
+def _asked(node: Node, lowering: Lowering) -> tuple[Compiled | None, NoMatch | None]:
+    try:
+        return lowered(node, lowering), None
+    except NoMatch as refusal:
+        return None, refusal
+
+
+def lowered(node: Node, lowering: Lowering) -> Compiled:
+    """What a target makes of a call, of whose arguments it is told what is known. Raises NoMatch if the call stays."""
     options = {name: _known(value) for name, value in node.kwargs.items()}
     return lowering(*map(_known, args_of(node)), **options)
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.overloads import Overloads, is_required
-from mla_fx.ops.common.stays import Stays, unless
 
 Kernel = Callable[..., Any]
-WhyStays = Callable[..., "str | None"]
+Refusing = Callable[..., None]  # raises NoMatch, or does nothing
 Record = TypeVar("Record")
 
 NAMESPACE = "mla_fx"
 
 
-def never(a: Any) -> str | None:
-    return None
+def never(a: Any) -> None:
+    """Refuses nothing."""
 
 
 # (rtol, atol) for two correct evaluations of one operator whose sums were taken in different orders.
@@ -52,8 +52,8 @@ class Operator:
     `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
     is `(rtol, atol)`; `inplace` is the form that writes its caches or outputs and returns the other results, or None;
     `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
-    trace `body` in place of a call only if `traceable`, and if `stays`, given the same arguments, returns None; a
-    sentence from it says why this call has to stay. For `kernel` that is `kernel_stays`, which is `stays` unless given.
+    trace `body` in place of a call only if `traceable`, and if `refuse_body`, given the same arguments, does not raise
+    NoMatch. For `kernel` that is `refuse_kernel`, which is `refuse_body` unless given.
     `portable` is what a compiler traces where no call may stay, in more memory than the kernel wants.
     """
 
@@ -66,30 +66,37 @@ class Operator:
     host: OpOverload | None
     inplace_host: OpOverload | None
     traceable: bool
-    stays: WhyStays
+    refuse_body: Refusing
     kernel: Kernel
-    kernel_stays: WhyStays
+    refuse_kernel: Refusing
     portable: Kernel
 
-    def decomposition(self, *args: Any, **kwargs: Any) -> Kernel | Stays:
-        """What a compiler may trace in place of a call with such arguments, or why the call must stay."""
-        return unless(self._refusal(*args, **kwargs) or self.stays(*args, **kwargs), self.body)
+    def decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
+        """What a compiler may trace in place of a call with such arguments. Raises NoMatch if the call must stay."""
+        self._refuse_untraceable(*args, **kwargs)
+        self.refuse_body(*args, **kwargs)
+        return self.body
 
-    def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | Stays:
+    def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
         """The same for a compiler that has PyTorch's own attention."""
-        return unless(self._refusal(*args, **kwargs) or self.kernel_stays(*args, **kwargs), self.kernel)
+        self._refuse_untraceable(*args, **kwargs)
+        self.refuse_kernel(*args, **kwargs)
+        return self.kernel
 
-    def portable_decomposition(self, *args: Any, **kwargs: Any) -> Kernel | Stays:
+    def portable_decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
         """The same for a graph that is to run where there is no such operator."""
-        stays = self.kernel_stays(*args, **kwargs)
-        return unless(self._refusal(*args, **kwargs), self.kernel if stays is None else self.portable)
+        self._refuse_untraceable(*args, **kwargs)
+        try:
+            self.refuse_kernel(*args, **kwargs)
+        except NoMatch:
+            return self.portable
+        return self.kernel
 
-    def _refusal(self, *args: Any, **kwargs: Any) -> str | None:
+    def _refuse_untraceable(self, *args: Any, **kwargs: Any) -> None:
         if not self.traceable:
-            return "it reads lengths, or rounds in places that a compiler would not keep"
+            raise NoMatch("it reads lengths, or rounds in places that a compiler would not keep")
         if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
-            return "it is quantised, and compilers do not keep the roundings in between"
-        return None
+            raise NoMatch("it is quantised, and compilers do not keep the roundings in between")
 
 
 def define(
@@ -107,9 +114,9 @@ def define(
     lengths: Sequence[str] = (),
     enumerators: Mapping[str, int] | None = None,
     traceable: bool = True,
-    stays: Callable[[Record], str | None] = never,
+    refuse_body: Callable[[Record], None] = never,
     kernel: Callable[[Record], Any] | None = None,
-    kernel_stays: Callable[[Record], str | None] | None = None,
+    refuse_kernel: Callable[[Record], None] | None = None,
     portable: Callable[[Record], Any] | None = None,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
@@ -158,9 +165,9 @@ def define(
         host,
         inplace_host,
         traceable,
-        on_arguments(stays),
+        on_arguments(refuse_body),
         on_arguments(computed),
-        on_arguments(kernel_stays or stays),
+        on_arguments(refuse_kernel or refuse_body),
         on_arguments(portable or body),
     )
 

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
-from .pages import STAYS, check_contexts, context_of, in_one_piece, tiles
+from .pages import READS_PAGES, check_contexts, context_of, in_one_piece, tiles
 from .tiled_attention import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
 
 PART = 2**21  # scores at a time, at least; measured on a CPU
@@ -120,10 +121,10 @@ def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Argume
     return replace(part, mask=mask_of_rows(mask, first, last))
 
 
-def kernel_stays(a: Arguments) -> str | None:
-    if a.block_table is not None:
-        return STAYS
-    return IN_TILES if goes_by_tiles(a.query, a.kv_cache.shape[1]) else None
+def refuse_kernel(a: Arguments) -> None:
+    refuse_body(a)
+    if goes_by_tiles(a.query, a.kv_cache.shape[1]):
+        raise NoMatch(IN_TILES)
 
 
 def portable(a: Arguments) -> Tensor:
@@ -229,8 +230,9 @@ def paged_sample(
     return (query, query_rope, *caches, None, lens, None, table), {"scale": 0.3}
 
 
-def stays(a: Arguments) -> str | None:
-    return None if a.block_table is None else STAYS
+def refuse_body(a: Arguments) -> None:
+    if a.block_table is not None:
+        raise NoMatch(READS_PAGES)
 
 
 operator = define(
@@ -241,8 +243,8 @@ operator = define(
     check=check,
     fake=fake,
     samples=samples,
-    stays=stays,
+    refuse_body=refuse_body,
     kernel=kernel,
-    kernel_stays=kernel_stays,
+    refuse_kernel=refuse_kernel,
     portable=portable,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
 from mla_fx.ops.common.conditional import can_choose, conditional
 from mla_fx.ops.common.define import Sample, define
@@ -16,7 +17,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
-from .pages import STAYS, check_contexts, context_of, gathered, in_one_piece
+from .pages import READS_PAGES, check_contexts, context_of, gathered, in_one_piece
 from .tiled_attention import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that alone make a power of two
@@ -269,26 +270,30 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
     )
 
 
-def stays(a: Arguments) -> str | None:
+def refuse_body(a: Arguments) -> None:
     """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
-    return _reads_pages(a) or (CHOOSES if _chooses(a) else None)
+    _refuse_pages(a)
+    if _chooses(a):
+        raise NoMatch(CHOOSES)
 
 
-def kernel_stays(a: Arguments) -> str | None:
+def refuse_kernel(a: Arguments) -> None:
     if _chooses(a) and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
-        return f"{CHOOSES}, and its caches do not lie in one piece"
+        raise NoMatch(f"{CHOOSES}, and its caches do not lie in one piece")
     is_tiled = _chooses(a) or not _is_absorbed(a)
     is_masked = a.mask is not None or a.context_lens is not None
     if (_chooses(a) or (is_tiled and is_masked)) and not can_choose(_tensors(a).values()):
-        return COMPUTED
+        raise NoMatch(COMPUTED)
     context = context_of(a.kv_cache, a.block_table)
     fits = is_tiled and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
-    in_tiles = None if fits or not goes_by_tiles(a.q_nope, context) else IN_TILES
-    return _reads_pages(a) or in_tiles
+    _refuse_pages(a)
+    if not fits and goes_by_tiles(a.q_nope, context):
+        raise NoMatch(IN_TILES)
 
 
-def _reads_pages(a: Arguments) -> str | None:
-    return STAYS if a.block_table is not None and a.max_absorbed_tokens != 0 else None
+def _refuse_pages(a: Arguments) -> None:
+    if a.block_table is not None and a.max_absorbed_tokens != 0:
+        raise NoMatch(READS_PAGES)
 
 
 operator = define(
@@ -299,8 +304,8 @@ operator = define(
     check=check,
     fake=fake,
     samples=samples,
-    stays=stays,
+    refuse_body=refuse_body,
     kernel=kernel,
-    kernel_stays=kernel_stays,
+    refuse_kernel=refuse_kernel,
     portable=portable,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import FLOATS, Sizes, check_devices, check_dtype, check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
@@ -15,7 +16,7 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, check_mask, masked, share
-from .pages import STAYS, check_block_table, context_of, gathered, tiles
+from .pages import READS_PAGES, check_block_table, context_of, gathered, tiles
 from .tiled_attention import attend, seen_keys
 
 MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
@@ -171,8 +172,8 @@ def sample(dtype: torch.dtype, seed: int, steps: int, kv_heads: int = 2) -> tupl
     return draw.normal(2, steps, 4, 16), *caches, table
 
 
-def stays(a: Arguments) -> str | None:
-    return STAYS
+def refuse_body(a: Arguments) -> None:
+    raise NoMatch(READS_PAGES)
 
 
 operator = define(
@@ -183,6 +184,6 @@ operator = define(
     check=check,
     fake=fake,
     samples=samples,
-    stays=stays,
+    refuse_body=refuse_body,
     portable=portable,
 )

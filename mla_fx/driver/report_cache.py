@@ -1,0 +1,54 @@
+"""Reports of graphs that PyTorch's caches keep, each in a file of its own beside those caches."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+from mla_fx.debug.memory import Memory
+from mla_fx.debug.report import Miss, PassRecord, Report
+from mla_fx.graph.torch_compilers import cache_folder
+
+FROM_CACHE = "compiled before and taken from PyTorch's cache: this is what was reported then, with the lines of then"
+
+
+def save(report: Report, *key: str) -> None:
+    """Writes the report of one graph. Where the folder cannot be written, later processes compile the graph anew."""
+    path = _path(key)
+    unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(as_text(report))
+        unfinished.replace(path)
+
+
+def load(*key: str) -> Report | None:
+    """The report that was saved under this key, None if there is none that can be read."""
+    try:
+        return from_text(_path(key).read_text())
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _path(key: tuple[str, ...]) -> Path:
+    return cache_folder() / "mla_fx" / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
+
+
+def as_text(report: Report) -> str:
+    """The report of one graph as JSON."""
+    return json.dumps(report.to_dict())
+
+
+def from_text(text: str) -> Report:
+    """The report that was saved, with a note that says so. Raises ValueError, LookupError or TypeError for others."""
+    parts = json.loads(text)
+    parts["misses"] = [Miss(**miss) for miss in parts["misses"]]
+    parts["passes"] = [PassRecord(**{**record, "fired": Counter(record["fired"])}) for record in parts["passes"]]
+    parts["memory"] = [Memory(**memory) for memory in parts["memory"]]
+    parts["notes"] = [FROM_CACHE, *parts["notes"]]
+    return Report(**parts)
