@@ -128,7 +128,7 @@ def _freezing(traced: GraphModule, fusing: Fusing) -> Compiled:
         names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
         constants = [operator.attrgetter(name)(graph_module) for name in names]
         kept = (value for value in constants if isinstance(value, Tensor) and _memory(value) not in own)
-        fusing.keeps(sum(value.nbytes for value in kept))
+        fusing.report_weights(sum(value.nbytes for value in kept))
         return compiled
 
     return compile_frozen

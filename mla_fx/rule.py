@@ -30,11 +30,11 @@ from .matching.pattern import (
     either,
     gathered,
     having,
+    refused,
     rms_norm,
     rope,
     scaled,
     stored,
-    twin,
     var,
 )
 from .readings.attention import Attention
@@ -56,8 +56,8 @@ __all__ = [
     "Case", "Cast", "Contraction", "Element", "Expression", "Inlined", "Layer", "Match", "NearestMiss", "NoMatch",
     "NoRotaryPart", "Operand", "OperandAxes", "Paged", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope",
     "Rule", "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "bound", "contract", "either", "element_of",
-    "gathered", "having", "is_parameter", "ordered", "replaced", "result", "rms_norm", "roles", "rope", "scaled",
-    "shape_of", "stored", "tensor", "times", "twin", "var",
+    "gathered", "having", "is_parameter", "ordered", "refused", "replaced", "result", "rms_norm", "roles", "rope",
+    "scaled", "shape_of", "stored", "tensor", "times", "var",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Fusing(Protocol):
     def __call__(self, compiler: Compiler) -> Compiler:
         """`compiler` with every graph fused on its way in."""
 
-    def keeps(self, size: int) -> None:
+    def report_weights(self, size: int) -> None:
         """Takes note of so many bytes that the compiler keeps beside the model's weights."""
 
     def save_report(self, graph_key: str | None) -> bool:

@@ -287,9 +287,9 @@ def _masks(
 
 def _pages(found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Expression:
     """A view of a cache, as a copy of all of it would cost more than what is gathered."""
-    held = found.pages.dtype
-    if held not in FLOATS or is_coarser(dtype, held):
-        raise NoMatch(f"the cache is in {held}, and paged_attention computes in {dtype} here", found.node)
+    stored = found.pages.dtype
+    if stored not in FLOATS or is_coarser(dtype, stored):
+        raise NoMatch(f"the cache is in {stored}, and paged_attention computes in {dtype} here", found.node)
     if found.table.origin.meta["val"].device != found.node.meta["val"].device:
         raise NoMatch("the block table is on another device than the cache", found.table.origin)
     because = "the cache would have to be copied to be read as pages of rows of heads"

@@ -14,7 +14,7 @@ from mla_fx import cases
 from mla_fx.cases import DR, HCKV, B, D, Layer, N, S, T
 from mla_fx.graph.aliasing import may_share, owner, readers, surely_shares, written
 from mla_fx.graph.torch_private import make_fx
-from mla_fx.passes.invariants import check, held_values
+from mla_fx.passes.invariants import check, old_readers
 
 aten = torch.ops.aten
 
@@ -440,14 +440,14 @@ def test_a_node_without_metadata_is_found():
 
 def test_a_write_over_what_is_read_later_through_views_is_found():
     graph, nodes = chain()
-    held, known = held_values(graph), set(graph.nodes)
+    before, originals = old_readers(graph), set(graph.nodes)
     with graph.inserting_before(nodes["late"]):
         write = graph.call_function(aten.add_.Tensor, (nodes["x"], 1))
     write.meta["val"] = None
     with pytest.raises(RuntimeError, match=f"{write.name} writes x, of which {nodes['late'].name} reads"):
-        check(graph, known, held)
+        check(graph, originals, before)
     nodes["late"].append(write)
-    check(graph, known, held)
+    check(graph, originals, before)
 
 
 def test_written_is_what_the_schema_says():

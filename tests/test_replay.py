@@ -228,7 +228,7 @@ X, Y = torch.randn(3, 4), torch.randn(3, 4)
 def test_a_recipe_is_done_again():
     graph, (first, second) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
     emit, found = recorded(graph, first)
-    images = found.images(second, emit.known)
+    images = found.images(second, emit.fakes)
     assert {one.name: other.name for one, other in images.items()} == {"sin": "sin_1", "relu": "relu_1", "x_1": "y_1"}
     with emit.at(graph.output_node(), "test"):
         ((old, new),) = replay(emit, found, images).replaced
@@ -253,7 +253,7 @@ def test_what_is_not_the_same_is_not_taken_for_it(name):
     function, other = OTHERS[name]
     graph, (first, second) = sines(function, X, other)
     emit, found = recorded(graph, first)
-    assert found.images(second, emit.known) is None
+    assert found.images(second, emit.fakes) is None
 
 
 @pytest.mark.parametrize("looks", [True, False])
@@ -263,7 +263,7 @@ def test_what_was_looked_into_is_compared_though_it_is_an_operand(looks):
     (product,) = first.all_input_nodes
     looked_into = {first, product, *(product.all_input_nodes if looks else ())}
     emit, found = recorded(graph, first, looked_into=looked_into)
-    assert (found.images(second, emit.known) is None) == looks
+    assert (found.images(second, emit.fakes) is None) == looks
 
 
 def test_nothing_is_lost_elsewhere_if_what_was_checked_is_compared():
@@ -290,7 +290,7 @@ def test_a_result_of_another_kind_is_not_the_same():
     emit, found = recorded(graph, first)
     relu = second.all_input_nodes[0]
     relu.meta["val"] = relu.meta["val"].T.contiguous().T
-    assert found.images(second, emit.known) is None
+    assert found.images(second, emit.fakes) is None
 
 
 def test_conjugated_numbers_are_of_another_kind():
@@ -302,7 +302,7 @@ def test_a_way_that_ends_early_leads_nowhere():
     graph, (first, second) = sines(lambda x, y: (x.sin().neg(), y.sin()), X, Y)
     emit, found = recorded(graph, first, old=next(iter(first.users)))
     second.graph.output_node().args = ((second.graph.output_node().args[0][0],),)  # nobody uses the second sine
-    assert found.images(second, emit.known) is None
+    assert found.images(second, emit.fakes) is None
 
 
 def test_what_cannot_be_reached_from_the_anchor_makes_no_recipe():

@@ -197,10 +197,10 @@ def temporaries(step: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
+    allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     return peak
 
 

@@ -56,23 +56,23 @@ class Dry(Interpreter):
             outputs = self.run(*inputs)
         memories = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
 
-        def kept(value: Any) -> Any:
+        def copied(value: Any) -> Any:
             """What lies in the memory of an input is about to be written."""
-            value = self.told(value)
+            value = self.as_compared(value)
             is_shared = isinstance(value, Tensor) and memory_of(value) in memories
             return value.clone() if is_shared else value
 
-        written = {place: kept(value) for place, value in self.written.items()}
-        return Results([kept(value) for value in outputs], written, self.values)
+        written = {place: copied(value) for place, value in self.written.items()}
+        return Results([copied(value) for value in outputs], written, self.values)
 
-    def told(self, value: Any) -> Any:
+    def as_compared(self, value: Any) -> Any:
         """A value as it is compared."""
         return value
 
     def run_node(self, n: Node) -> Any:
         value = self._of(n)
         if n.name in self.wanted:
-            self.values[n.name] = self.told(value)
+            self.values[n.name] = self.as_compared(value)
         return value
 
     def _of(self, node: Node) -> Any:
@@ -115,7 +115,7 @@ class Wide(Dry):
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: _own(one, self.env[one]))
         return _as(self.dtype, self.call_function(node.target, args, kwargs))
 
-    def told(self, value: Any) -> Any:
+    def as_compared(self, value: Any) -> Any:
         return _as(self.dtype, value)
 
     def _moves_own(self, node: Node) -> bool:
@@ -157,8 +157,8 @@ def _as(dtype: torch.dtype, value: Any) -> Any:
 
 def _own(node: Node, value: Any) -> Any:
     """A value in the type that it has in the graph."""
-    known = node.meta.get("val")
-    return value.to(known.dtype) if isinstance(value, Tensor) and isinstance(known, Tensor) else value
+    fake = node.meta.get("val")
+    return value.to(fake.dtype) if isinstance(value, Tensor) and isinstance(fake, Tensor) else value
 
 
 # --- what rounding may decide ----------------------------------------------------------------------------------------

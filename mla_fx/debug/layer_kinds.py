@@ -31,7 +31,7 @@ class Kind:
         is_own = "forward" in vars(layer)  # of which it would be robbed
         return not is_own and _are_alike(self.first, layer, (self.place, place), {})
 
-    def keep(self, module: nn.Module, args: Any, returned: Any) -> None:
+    def remember(self, module: nn.Module, args: Any, returned: Any) -> None:
         self.returned = returned
 
     def pass_on(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def one_of_each_kind(function: Callable[..., Any]) -> Iterator[LayerCounts]:
     kinds = [kind for kind in _kinds(layers) if kind.others]
     with contextlib.ExitStack() as restored:
         for kind in kinds:
-            restored.callback(kind.first.register_forward_hook(kind.keep).remove)
+            restored.callback(kind.first.register_forward_hook(kind.remember).remove)
             for layer in kind.others:
                 layer.forward = kind.pass_on
                 restored.callback(delattr, layer, "forward")

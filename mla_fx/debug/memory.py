@@ -41,12 +41,12 @@ class Memory:
         parts = [f"{readable_size(self.weights / self.layers)} of weights beside the model's"]
         if self.caches is not None:
             parts.append(f"{readable_size(self.caches / self.layers)} of caches read")
-        told = f"memory, per layer of {self.layers}: {', '.join(parts)}"
+        sizes = f"memory, per layer of {self.layers}: {', '.join(parts)}"
         if self.temporaries is None or self.unfused is None:
-            return told
+            return sizes
         beside = " and what operators take inside" if self.calls else ""
         peaks = f"temporaries about {readable_size(self.temporaries)}{beside}, unfused {readable_size(self.unfused)}"
-        return f"{told}; {peaks}"
+        return f"{sizes}; {peaks}"
 
 
 def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:

@@ -26,10 +26,10 @@ class Miss:
     looks_like_mla: bool
 
     def __str__(self) -> str:
-        return f"{self.pattern}: {self.told}"
+        return f"{self.pattern}: {self.sentence}"
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """The reason and the place."""
         where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)
         return self.reason + (f" ({where})" if where else "")
@@ -114,8 +114,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in values that JSON has, under the names of its fields: all but `graphs`, the texts of stages."""
-        told = {part.name: _plain(getattr(self, part.name)) for part in fields(self) if part.name != "graphs"}
-        return {**told, "parts": [part.to_dict() for part in self.parts]}
+        values = {part.name: _plain(getattr(self, part.name)) for part in fields(self) if part.name != "graphs"}
+        return {**values, "parts": [part.to_dict() for part in self.parts]}
 
     def __repr__(self) -> str:
         graphs = f" in {len(self.parts)} graphs" if self.parts else ""
@@ -171,13 +171,13 @@ def _counted(misses: Sequence[Miss]) -> Iterator[str]:
         alike.setdefault(miss.kind, []).append(miss)
     together: dict[tuple[str, ...], list[list[Miss]]] = {}
     for found in alike.values():
-        together.setdefault(tuple(miss.told for miss in found), []).append(found)
+        together.setdefault(tuple(miss.sentence for miss in found), []).append(found)
     for same in together.values():
         (first, *more), patterns = same[0], ", ".join(found[0].pattern for found in same)
         last = more[-1].module if more else ""
         times = f"; {len(more) + 1} times" if more else ""
         where = f", the last in {last}" if last not in ("", first.module) else ""
-        yield f"{patterns}: {first.told}{times}{where}"
+        yield f"{patterns}: {first.sentence}{times}{where}"
 
 
 def _first_of(layers: Mapping[str, int], path: str) -> int:

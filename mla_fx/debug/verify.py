@@ -37,7 +37,7 @@ NO_FLOAT64 = {"mps", "npu"}
 MOST_NAMED = 4
 
 
-class Held(NamedTuple):
+class Closeness(NamedTuple):
     """One output or written input, and how far it and the unfused one are from the exact one."""
 
     what: str
@@ -70,18 +70,18 @@ class Verification:
                 return compiled(*given)
             self.calls += 1
             inputs = list(given[0] if takes_list else given)
-            exact, agreement = self._hold_rules(inputs)
-            plain, is_open = self._hold_rounding(inputs, exact)
+            exact, agreement = self._check_rules(inputs)
+            plain, is_open = self._check_rounding(inputs, exact)
             outputs = compiled(*given)
-            told = self._hold_compiled(outputs, inputs, plain, exact, is_open)
-            self.report.verified.append(f"call {self.calls}: {agreement}; {told}")
+            compared = self._check_compiled(outputs, inputs, plain, exact, is_open)
+            self.report.verified.append(f"call {self.calls}: {agreement}; {compared}")
             return outputs
 
         return as_boxed(checked) if takes_list else checked
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
-    def _hold_rules(self, inputs: Sequence[Any]) -> tuple[Results, str]:
+    def _check_rules(self, inputs: Sequence[Any]) -> tuple[Results, str]:
         dtype = _wide(inputs)
         theirs = _run(Wide(self.unfused, dtype, _choosing(self.unfused.graph)), inputs)
         ours = _run(Wide(self.fused, dtype), inputs)
@@ -121,21 +121,21 @@ class Verification:
 
     # --- what was compiled -------------------------------------------------------------------------------------------
 
-    def _hold_rounding(self, inputs: Sequence[Any], exact: Results) -> tuple[Results, set[Node]]:
+    def _check_rounding(self, inputs: Sequence[Any], exact: Results) -> tuple[Results, set[Node]]:
         """What the graph returns as it came, and what of it its own precision does not decide."""
         graph = self.unfused.graph
         plain = _run(Dry(self.unfused, _choosing(graph)), inputs)
         return plain, undecided(graph, plain.values, exact.values)
 
-    def _hold_compiled(
+    def _check_compiled(
         self, outputs: Sequence[Any], inputs: Sequence[Any], plain: Results, exact: Results, is_open: set[Node]
     ) -> str:
-        held, left_out = dict[str, Held](), 0
+        worst, left_out = dict[str, Closeness](), 0
         for kind, what, node, *values in self._compared(outputs, inputs, plain, exact):
             if node in is_open:
                 left_out += 1
                 continue
-            one = _held(what, *values)
+            one = _closeness(what, *values)
             if not one.share <= 1:
                 raise VerificationError(
                     f"call {self.calls}: {what} of the compiled graph is {one.error:.3g} away from the exact one, "
@@ -143,10 +143,10 @@ class Verification:
                     f"graph is {one.unfused:.3g} away. The rules agree, so it lies in what their operators were "
                     f"lowered or compiled to: {_listed(self.fused.graph.nodes)}"
                 )
-            held[kind] = max(one, held.get(kind, one), key=lambda one: one.share)
-        told = [*map(str, held.values())]
-        told += [f"{left_out} results hang on a choice that rounding may turn over"] if left_out else []
-        return ", ".join(told)
+            worst[kind] = max(one, worst.get(kind, one), key=lambda one: one.share)
+        lines = [*map(str, worst.values())]
+        lines += [f"{left_out} results hang on a choice that rounding may turn over"] if left_out else []
+        return ", ".join(lines)
 
     def _compared(
         self, outputs: Sequence[Any], inputs: Sequence[Any], plain: Results, exact: Results
@@ -200,21 +200,21 @@ def _run(graph: Dry, inputs: Sequence[Any]) -> Results:
         return graph.results(inputs)
 
 
-def _held(what: str, mine: Any, plain: Any, exact: Any) -> Held:
+def _closeness(what: str, mine: Any, plain: Any, exact: Any) -> Closeness:
     if not isinstance(plain, Tensor) or mine is plain:
-        return Held(what, 0.0, 0.0, 0.0)
+        return Closeness(what, 0.0, 0.0, 0.0)
     if not _is_alike(mine, plain):
-        return Held(what, math.inf, 0.0, math.inf)
+        return Closeness(what, math.inf, 0.0, math.inf)
     mine, plain, exact = map(_real, (mine, plain, exact))
     seen = plain.isfinite() & exact.isfinite()
     if not plain.is_floating_point() or not seen.any():
-        return Held(what, 0.0, 0.0, 0.0)
+        return Closeness(what, 0.0, 0.0, 0.0)
     floor = ULPS * torch.finfo(plain.dtype).eps + SAME[exact.dtype]
     mine, plain, exact = (value.to(exact.dtype)[seen] for value in (mine, plain, exact))
     (error, mean), (unfused, own_mean) = (_errors(value - exact) for value in (mine, plain))
     largest, size = _errors(exact)
     shares = _share(error, TIMES * unfused + floor * largest), _share(mean, TIMES * own_mean + floor * size)
-    return Held(what, _share(error, largest), _share(unfused, largest), max(shares))
+    return Closeness(what, _share(error, largest), _share(unfused, largest), max(shares))
 
 
 def _distance(mine: Any, theirs: Any) -> float:

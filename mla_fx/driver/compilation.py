@@ -90,7 +90,7 @@ class Compilation:
             prepares = self.target.prepares and self.options.lay_out
             run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
             try:
-                compiled = run.hoisted.around(compile_graph(run.hoisted.known(gm.graph, inputs)))
+                compiled = run.hoisted.around(compile_graph(run.hoisted.fake_inputs(gm.graph, inputs)))
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
                 if not run.is_changed:
@@ -138,8 +138,8 @@ class Compilation:
             self._fail("looking at a training graph", error)
         self._judge()
 
-    def keeps(self, size: int) -> None:
-        self.report.memory = [replace(told, weights=told.weights + size) for told in self.report.memory]
+    def report_weights(self, size: int) -> None:
+        self.report.memory = [replace(entry, weights=entry.weights + size) for entry in self.report.memory]
 
     def _check_saved(self) -> None:
         """Raises OptionError where `aot_compile` asks for what cannot be saved."""
@@ -187,8 +187,8 @@ class Compilation:
         """Something of ours failed: one warning, and nothing more is tried."""
         cause = f"{type(error).__name__}: {error}"
         self.is_broken = True
-        for told in (self.report.fused, self.report.pieces, self.report.modules, self.report.memory):
-            told.clear()
+        for entries in (self.report.fused, self.report.pieces, self.report.modules, self.report.memory):
+            entries.clear()
         self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
         if self.options.strict:
             raise FusionError(f"{what} failed: {cause}") from error

@@ -24,5 +24,5 @@ def expecting(**counts: int | tuple[int, ...]) -> Iterator[None]:
 
     fused = Report.merged(reports).fused
     if not wanted.is_met(fused):
-        told = "\n".join(map(str, reports)) or "nothing was compiled"
-        raise FusionError(f"expected {wanted}, fused {fused} in {len(reports)} graphs\n{told}")
+        listed = "\n".join(map(str, reports)) or "nothing was compiled"
+        raise FusionError(f"expected {wanted}, fused {fused} in {len(reports)} graphs\n{listed}")

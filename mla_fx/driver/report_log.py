@@ -22,7 +22,7 @@ class _Run:
     def __init__(self, most: int = 256) -> None:
         self._lock = threading.Lock()
         self._reports: deque[Report] = deque(maxlen=most)
-        self._is_told = False
+        self._is_read = False
         self._dynamo: object | None = None
 
     def add(self, report: Report) -> None:
@@ -30,14 +30,14 @@ class _Run:
 
         dynamo = dynamo_run()
         with self._lock:
-            if self._is_told or dynamo is None or dynamo is not self._dynamo:
+            if self._is_read or dynamo is None or dynamo is not self._dynamo:
                 self._reports.clear()
-            self._is_told, self._dynamo = False, dynamo
+            self._is_read, self._dynamo = False, dynamo
             self._reports.append(report)
 
     def reports(self) -> list[Report]:
         with self._lock:
-            self._is_told = True
+            self._is_read = True
             return list(self._reports)
 
 

@@ -15,7 +15,7 @@ way to satisfy it, so a choice that fails later is taken back; what fails deepes
                                      the same rows as those of another cache, token for token
     either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
     having(pattern)                  a tensor put together of several, one of which satisfies a pattern
-    twin(pattern, because)           what is near and yet no match, for a reason that is told before all others
+    refused(pattern, because)        what is near and yet no match, for a reason that comes before all others
 
 A match starts from a root, which gives the words their first elements:
 
@@ -123,7 +123,7 @@ class _Either(Pattern):
 
 
 @dataclass(frozen=True)
-class _Twin(Pattern):
+class _Refused(Pattern):
     pattern: Pattern
     because: str
 
@@ -213,8 +213,8 @@ def having(part: Pattern) -> Pattern:
     return _Having(part)
 
 
-def twin(pattern: Pattern, because: str) -> Pattern:
-    return _Twin(pattern, because)
+def refused(pattern: Pattern, because: str) -> Pattern:
+    return _Refused(pattern, because)
 
 
 def contract(left: Pattern, right: Pattern, name: str) -> Pattern:

@@ -16,7 +16,7 @@ from mla_fx.graph.provenance import REPLACED, fused_name, module_of, name_of, so
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import NearestMiss
 from mla_fx.readings.calls import noting
-from mla_fx.rewriting.draft import Draft, known
+from mla_fx.rewriting.draft import Draft, fake_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.replacement import Drafted, apply, check_nothing_is_lost, drafted
 from mla_fx.rule import Rule
@@ -59,7 +59,7 @@ def _miss(rule: Rule, anchor: Node, miss: NoMatch, depth: int) -> Miss:
 def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bool:
     """Does what was found at an earlier anchor, if everything is the same here."""
     for found in recipes:
-        images = found.images(anchor, run.emit.known)
+        images = found.images(anchor, run.emit.fakes)
         if images is None:
             continue
         with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):
@@ -135,7 +135,7 @@ def _ask_target(run: Run, call: Draft) -> None:
     if lowering is None or run.target.runs_operators:
         return
     try:
-        lowering(*known(call.args), **{name: known(value) for name, value in call.kwargs.items()})
+        lowering(*fake_of(call.args), **{name: fake_of(value) for name, value in call.kwargs.items()})
     except NoMatch as refusal:
         raise NoMatch(f"target {run.target.name!r}: {refusal.reason}") from refusal
 

@@ -102,7 +102,7 @@ def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
     form: OpOverload = args_of(node)[0]
     options = dict(node.kwargs)
     bases: list[Node] = list(options.pop("_all_bases"))  # type: ignore[arg-type]  # a list of nodes, here
-    found = {name: _place(options, name) for name in _written(form)}
+    found = {name: _written_argument(options, name) for name in _written(form)}
     places = {name: place for name, place in found.items() if place is not None}
     written = {name: place.read(emit, bases[place.base]) for name, place in places.items()}
     results = _results(emit, plain, options | written)
@@ -114,7 +114,7 @@ def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
     _hand_over(node, [*kept, *bases] if kept else [None, *bases])
 
 
-def _place(options: dict[str, Any], name: str) -> Written | None:
+def _written_argument(options: dict[str, Any], name: str) -> Written | None:
     """Takes from the wrapper's arguments those that say where the written argument `name` lies, if it is given."""
     prefix = f"_{name}_"
     parts = {key.removeprefix(prefix): options.pop(key) for key in list(options) if key.startswith(prefix)}

@@ -76,18 +76,18 @@ class _State:
 
     def __init__(self, source: Tensor | int) -> None:
         self.storage = StorageWeakRef(source.untyped_storage()) if isinstance(source, Tensor) else None  # type: ignore[no-untyped-call]  # torch left it so
-        self.place = _place(source)
+        self.version = _version(source)
         self.sample = _sample(source)
 
     def is_of(self, source: Tensor | int) -> bool:
         if self.storage is None or not isinstance(source, Tensor):
-            return self.place == _place(source)
+            return self.version == _version(source)
         is_same = self.storage.cdata == memory_of(source)
-        is_counted = is_same and None not in self.place and self.place == _place(source)
+        is_counted = is_same and None not in self.version and self.version == _version(source)
         return is_counted and torch.equal(self.sample, _sample(source))
 
 
-def _place(source: Tensor | int) -> tuple[int | None, ...]:
+def _version(source: Tensor | int) -> tuple[int | None, ...]:
     """A size, or where a tensor begins and how often it was written; None where nobody counts."""
     if not isinstance(source, Tensor):
         return (source,)
@@ -143,8 +143,8 @@ class Hoisted:
             ready[position] = given[position].view(sizes)
         return ready + [value(given) for value in self.laid_out]
 
-    def known(self, graph: Graph, given: Sequence[Any]) -> Sequence[Any]:
-        """What is known of the prepared inputs, given what is known of those that the graph came with."""
+    def fake_inputs(self, graph: Graph, given: Sequence[Any]) -> Sequence[Any]:
+        """Fake values of the prepared inputs, given those of the inputs that the graph came with."""
         if not self.views and not self.laid_out:
             return given
         return [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
@@ -262,10 +262,11 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
     before, asked = shape_of(source), args_of(view)[1]
     sizes = [size if isinstance(size, int) else -1 for size in asked]
     others = [user for user in source.users if user is not copies[0] and user.target not in RESHAPES]
-    known = [_known_size(graph, before[args_of(user)[1]]) for user in others if user.target is aten.sym_size.int]
-    if sizes.count(-1) > 1 or len(known) < len(others) or None in known:
+    asking = [user for user in others if user.target is aten.sym_size.int]
+    counted = [_size_without_asking(graph, before[args_of(user)[1]]) for user in asking]
+    if sizes.count(-1) > 1 or len(counted) < len(others) or None in counted:
         return None
-    for user, size in zip(others, known, strict=True):
+    for user, size in zip(others, counted, strict=True):
         user.replace_all_uses_with(size)
     alike = [node for node in _views(source) if node is not source and args_of(node)[1] == asked]
     source.meta["val"] = _of_shape(source.meta["val"], sizes)
@@ -275,7 +276,7 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
     return sizes
 
 
-def _known_size(graph: Graph, size: Size) -> Any:
+def _size_without_asking(graph: Graph, size: Size) -> Any:
     """A size without asking a tensor: a number, or the graph input that is this symbol; None if there is none."""
     inputs = graph.find_nodes(op="placeholder")
     symbols = (node for node in inputs if isinstance(node.meta["val"], torch.SymInt))

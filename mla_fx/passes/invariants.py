@@ -12,18 +12,19 @@ from mla_fx.readings.views import shape_of
 
 aten = torch.ops.aten
 
-Held = Mapping[Node, Set[Node]]
+OldReaders = Mapping[Node, Set[Node]]
 
 
-def held_values(graph: Graph) -> Held:
+def old_readers(graph: Graph) -> OldReaders:
     """For each graph input that the program writes: what reads it as it was before."""
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return {source: set(readers(source)) for copy in copies if isinstance(source := copy.args[0], Node)}
 
 
-def check(graph: Graph, known: Set[Node], held: Held) -> None:
-    """Raises RuntimeError if a node stands before an operand, if one that is not `known` has no metadata, or if one
-    writes over a value that is still read, itself or through views. `held` is what was read before the pass."""
+def check(graph: Graph, originals: Set[Node], readers_before: OldReaders) -> None:
+    """Raises RuntimeError if a node stands before an operand, if one that is not among `originals` has no metadata, or
+    if one writes over a value that is still read, itself or through views. `readers_before` is what `old_readers` found
+    before the pass."""
     placed: set[Node] = set()
     writes: list[Node] = []
     for node in graph.nodes:
@@ -31,23 +32,23 @@ def check(graph: Graph, known: Set[Node], held: Held) -> None:
             operand = next(operand for operand in node.all_input_nodes if operand not in placed)
             raise RuntimeError(f"{node.name} stands before its operand {operand.name}")
         placed.add(node)
-        if node in known or node.op != "call_function":
+        if node in originals or node.op != "call_function":
             continue
         if "val" not in node.meta:
             raise RuntimeError(f"{node.name} was added without metadata: meta['val'] is missing")
         if written(node):
             writes.append(node)
     if writes:
-        _check_writes(graph, writes, held)
+        _check_writes(graph, writes, readers_before)
 
 
-def _check_writes(graph: Graph, writes: list[Node], held: Held) -> None:
+def _check_writes(graph: Graph, writes: list[Node], readers_before: OldReaders) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
     for write in writes:
         for operand in written(write):
             source = owner(operand)
             if source.op != "placeholder" and 0 not in shape_of(operand):
                 raise RuntimeError(f"{write.name} writes {source.name}, which is no graph input")
-            for reader in held.get(source, ()):
+            for reader in readers_before.get(source, ()):
                 if reader is not write and order.get(reader, -1) > order[write]:
                     raise RuntimeError(f"{write.name} writes {source.name}, of which {reader.name} reads the old value")

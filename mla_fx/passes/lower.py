@@ -12,6 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.readings.calls import args_of
+from mla_fx.rewriting.draft import fake_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Lowering
 
@@ -20,24 +21,25 @@ def lower(
     graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any, *, keeps_calls: bool
 ) -> Counter[str]:
     """Puts plain functions in the place of calls: the target's, or the operator's body if it has none and no call may
-    stay. Returns what is to be told, and how often: why calls were not lowered, and what became of plain operators."""
-    emit, told = Emitter(graph), Counter[str]()
-    known = {entry.overload: entry.decomposition for entry in catalogue().values()}
-    bodies = {} if keeps_calls else known
+    stay. Returns notes for the report, each with its count: why calls were not lowered, and what plain operators
+    became."""
+    emit, notes = Emitter(graph), Counter[str]()
+    own = {entry.overload: entry.decomposition for entry in catalogue().values()}
+    bodies = {} if keeps_calls else own
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
             function, refusal = _asked(node, lowering)
             if refusal is not None and operator in bodies:
                 function, _ = _asked(node, bodies[operator])
-            if refusal is not None and operator in known:
-                kept = "stays a call" if function is None else "becomes its body"
-                told[f"{operator._opname} {kept}: {refusal.reason}"] += 1
+            if refusal is not None and operator in own:
+                outcome = "stays a call" if function is None else "becomes its body"
+                notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
             if function is None:
                 continue
-            if operator not in known:
-                told[f"{operator._opname} is computed as {function.__name__}"] += 1
+            if operator not in own:
+                notes[f"{operator._opname} is computed as {function.__name__}"] += 1
             _replace(emit, node, function, decompositions)
-    return told
+    return notes
 
 
 def _asked(node: Node, lowering: Lowering) -> tuple[Compiled | None, NoMatch | None]:
@@ -48,15 +50,9 @@ def _asked(node: Node, lowering: Lowering) -> tuple[Compiled | None, NoMatch | N
 
 
 def lowered(node: Node, lowering: Lowering) -> Compiled:
-    """What a target makes of a call, of whose arguments it is told what is known. Raises NoMatch if the call stays."""
-    options = {name: _known(value) for name, value in node.kwargs.items()}
-    return lowering(*map(_known, args_of(node)), **options)
-
-
-def _known(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_known(item) for item in value]
-    return value.meta.get("val") if isinstance(value, Node) else value
+    """What a target makes of a call, given what is known of its arguments. Raises NoMatch if the call stays."""
+    options = {name: fake_of(value) for name, value in node.kwargs.items()}
+    return lowering(*map(fake_of, args_of(node)), **options)
 
 
 def _replace(emit: Emitter, node: Node, function: Compiled, decompositions: Any) -> None:

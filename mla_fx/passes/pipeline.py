@@ -14,7 +14,7 @@ from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
 from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import triage
 from mla_fx.readings.cache_update import written_alike
-from mla_fx.readings.sizes import known_by
+from mla_fx.readings.sizes import size_facts
 from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
@@ -22,7 +22,7 @@ from mla_fx.target import Lowering
 from .absorb import absorb
 from .apply_rules import recognise
 from .hoist import inputs_of
-from .invariants import check, held_values
+from .invariants import check, old_readers
 from .lower import lower
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -41,7 +41,7 @@ def look_around(run: Run) -> None:
     if not run.is_done:
         fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
         environment = getattr(fake_mode, "shape_env", None)
-        run.until_done.enter_context(known_by(environment, lambda: written_alike(run.graph)))
+        run.until_done.enter_context(size_facts(environment, lambda: written_alike(run.graph)))
 
 
 def choose_absorbed(run: Run) -> None:
@@ -136,8 +136,8 @@ def _run_pass(run: Run, step: Pass) -> None:
     start, nodes, fired = time.perf_counter(), len(run.graph.nodes), run.fired.copy()
     step.apply(run)
     if run.original is not None:
-        check(run.graph, run.original.known, run.held)
-        run.held = held_values(run.graph)
+        check(run.graph, run.original.originals, run.readers_before)
+        run.readers_before = old_readers(run.graph)
     milliseconds = (time.perf_counter() - start) * 1e3
     record = PassRecord(step.name, milliseconds, nodes, len(run.graph.nodes), run.fired - fired)
     run.report.passes.append(record)

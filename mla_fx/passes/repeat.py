@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from mla_fx.readings.element import constant, is_parameter
 from mla_fx.rewriting.draft import Draft, is_value
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.fake_values import KnownValues
+from mla_fx.rewriting.fake_values import FakeValues
 from mla_fx.rewriting.replacement import Drafted
 
 MOST_NODES = 1000  # behind the replaced values; a larger part of a graph is not kept
@@ -38,7 +38,7 @@ class _Call(NamedTuple):
     target: Any
     args: Any
     kwargs: Any
-    known: Any  # the signature of the result
+    signature: Any  # of the result
 
 
 class _Way(NamedTuple):
@@ -72,7 +72,7 @@ class Recipe:
     replaced: tuple[tuple[Node, Draft | Node], ...]
     is_closed: bool
 
-    def images(self, anchor: Node, known: KnownValues) -> Images | None:
+    def images(self, anchor: Node, fakes: FakeValues) -> Images | None:
         """The nodes at `anchor` that stand for those of the recipe; None if anything is not the same there."""
         ends = [(end, way.end(anchor)) for end, way in self.ends]
         pending = [(end, there) for end, there in ends if there is not None]
@@ -87,7 +87,7 @@ class Recipe:
                 continue
             images[one] = other
             call = self.calls[one]
-            if other.op != one.op or known.signature(other) != call.known:
+            if other.op != one.op or fakes.signature(other) != call.signature:
                 return None
             if one in self.inputs:
                 if not _may_stand_for(one, other):
@@ -109,7 +109,7 @@ def recipe(
     """What was just found at `anchor`, before it is applied; None if it cannot be done again elsewhere. That nothing is
     lost was found by looking at the `checked` nodes."""
     ends = [(old, way) for old in plan.olds if (way := _way(anchor, old)) is not None]
-    calls = _behind([end for end, _ in ends], looked_into, emit.known)
+    calls = _behind([end for end, _ in ends], looked_into, emit.fakes)
     if calls is None or len(ends) < len(plan.olds) or any(_is_input(old, looked_into) for old in plan.olds):
         return None
     inputs = {node for node in calls if _is_input(node, looked_into)}
@@ -134,7 +134,7 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
     return Drafted.of([(images[old], image(new)) for old, new in found.replaced], sources)
 
 
-def _behind(ends: list[Node], looked_into: Set[Node], known: KnownValues) -> dict[Node, _Call] | None:
+def _behind(ends: list[Node], looked_into: Set[Node], fakes: FakeValues) -> dict[Node, _Call] | None:
     """The calls looked into behind the ends, and their operands; None if these are too many."""
     calls: dict[Node, _Call] = {}
     pending = list(ends)
@@ -144,7 +144,7 @@ def _behind(ends: list[Node], looked_into: Set[Node], known: KnownValues) -> dic
             continue
         if len(calls) == MOST_NODES:
             return None
-        calls[node] = _call(node, known)
+        calls[node] = _call(node, fakes)
         if not _is_input(node, looked_into):
             pending += node.all_input_nodes
     return calls
@@ -154,8 +154,8 @@ def _is_input(node: Node, looked_into: Set[Node]) -> bool:
     return node not in looked_into or is_parameter(node)
 
 
-def _call(node: Node, known: KnownValues) -> _Call:
-    return _Call(node, node.target, node.args, node.kwargs, known.signature(node))
+def _call(node: Node, fakes: FakeValues) -> _Call:
+    return _Call(node, node.target, node.args, node.kwargs, fakes.signature(node))
 
 
 def _added(

@@ -20,7 +20,7 @@ from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rule import Rule
 from mla_fx.target import Lowering, Target
 
-from .invariants import Held, held_values
+from .invariants import OldReaders, old_readers
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Run:
     original: Snapshot | None = None
     rewritten: Snapshot | None = None
     on_stage: Callable[[str, Graph], None] = lambda name, graph: None
-    held: Held = field(default_factory=dict)
+    readers_before: OldReaders = field(default_factory=dict)
     unfused: int | None = None
     caches: int | None = None
     _emit: Emitter | None = None
@@ -68,7 +68,7 @@ class Run:
         """Has the untouched graph kept, before anything else is changed."""
         if self.original is None:
             self.original = Snapshot(self.graph)
-            self.held = held_values(self.graph)
+            self.readers_before = old_readers(self.graph)
             self.unfused = peak_of_temporaries(self.graph, is_fused=self.target.fuses_loops)
 
     @property

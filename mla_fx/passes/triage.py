@@ -147,8 +147,8 @@ def _is_weight(node: Node) -> bool:
         if not operands or (len(operands) > 1 and called(node) not in SCALINGS):
             return False
         node, is_scaled = operands[0], is_scaled or len(operands) > 1
-    held = _value(node)
-    return getattr(held, "ndim", 0) <= 3 and (not is_scaled or getattr(held, "itemsize", 0) == 1)
+    fake = _value(node)
+    return getattr(fake, "ndim", 0) <= 3 and (not is_scaled or getattr(fake, "itemsize", 0) == 1)
 
 
 def _width(node: Node) -> int:

@@ -88,7 +88,7 @@ class Element:
         return _dtype(*self.seen)
 
     @property
-    def held(self) -> tuple[Node, tuple[Index, ...], float]:
+    def as_operand(self) -> tuple[Node, tuple[Index, ...], float]:
         """Where a rewrite reads the value: before casts, unless what they were applied to had been repeated first."""
         node, index = self.seen
         if index != self.index and {axis for part in index for axis in part.axes} != self.axes:
@@ -97,7 +97,7 @@ class Element:
 
     def is_exact_in(self, dtype: torch.dtype) -> bool:
         """Holding the value in `dtype` rounds it no further than the program does."""
-        node, index, _ = self.held
+        node, index, _ = self.as_operand
         return not is_coarser(dtype, _dtype(node, index)) or not is_coarser(dtype, self.coarsest or self.dtype)
 
     def at(self, replacements: Mapping[Axis, Index]) -> Element:
@@ -144,7 +144,7 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
     top: Place | None = None
     top_factor = factor
     peak = 1.0
-    held: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     since_factor: int | None = None
     while True:
         place = move(node, index) or rejoined(node, index)
@@ -153,29 +153,29 @@ def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
             continue
         if top is None:
             top = (node, index)
-        held.append(_dtype(node, index))
+        dtypes.append(_dtype(node, index))
         look_through = TRANSPARENT.get(node.target)
         step = None if look_through is None else look_through(node, index)
         if step is None:
-            if len(held) == 1:
-                return Element(node, index, factor, (), top, top_factor, held[0])
-            coarsest = functools.reduce(_coarser, held[:since_factor])
-            return Element(node, index, factor, _roundings(held), top, top_factor, coarsest, peak)
+            if len(dtypes) == 1:
+                return Element(node, index, factor, (), top, top_factor, dtypes[0])
+            coarsest = functools.reduce(_coarser, dtypes[:since_factor])
+            return Element(node, index, factor, _roundings(dtypes), top, top_factor, coarsest, peak)
         (node, index), number = step
         factor *= number
         peak = max(1.0, peak * abs(number))
-        since_factor = len(held) if since_factor is None and abs(number) != 1.0 else since_factor
+        since_factor = len(dtypes) if since_factor is None and abs(number) != 1.0 else since_factor
 
 
 def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return one if is_coarser(one, other) else other
 
 
-def _roundings(held: list[torch.dtype]) -> tuple[torch.dtype, ...]:
+def _roundings(dtypes: list[torch.dtype]) -> tuple[torch.dtype, ...]:
     """The types, of those in which a value was held, that may have changed it; the first one it was computed in."""
     rounded: list[torch.dtype] = []
-    finest = held[-1]
-    for dtype in reversed(held):
+    finest = dtypes[-1]
+    for dtype in reversed(dtypes):
         if is_coarser(dtype, finest):
             rounded.insert(0, dtype)
             finest = dtype
@@ -256,25 +256,25 @@ TRANSPARENT: dict[Any, Callable[[Node, tuple[Index, ...]], Step | None]] = {
 
 
 def constant(value: Any) -> float | None:
-    """The number that `value` is known to hold at compile time, as its type holds it, or None."""
+    """The number that `value` is known to hold at compile time, as its type stores it, or None."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
         return float(value) if isinstance(value, float) or abs(value) <= EXACT else None
-    held = value.meta.get("val") if isinstance(value, Node) else None
-    number = _filled(value) if isinstance(held, torch.Tensor) else None
-    return None if held is None or number is None else _as_held(number, held.dtype)
+    fake = value.meta.get("val") if isinstance(value, Node) else None
+    number = _filled(value) if isinstance(fake, torch.Tensor) else None
+    return None if fake is None or number is None else _as_stored(number, fake.dtype)
 
 
-def _as_held(number: float, dtype: torch.dtype) -> float | None:
+def _as_stored(number: float, dtype: torch.dtype) -> float | None:
     """A number as a tensor of the type holds it. None for whole numbers out of its range: operators wrap some of them,
     raise for others, and leave the rest to the machine."""
     if dtype.is_floating_point:
         return rounded(number, dtype)
     if dtype not in WHOLE or not math.isfinite(number):
         return None
-    whole, held = math.trunc(number), torch.iinfo(dtype)
-    return float(whole) if held.min <= whole <= held.max and abs(whole) <= EXACT else None
+    whole, limits = math.trunc(number), torch.iinfo(dtype)
+    return float(whole) if limits.min <= whole <= limits.max and abs(whole) <= EXACT else None
 
 
 WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -316,21 +316,21 @@ def _attribute(node: Node) -> float | None:
     """The value of a 0-d tensor that the graph holds as an attribute, and that is a literal of the program."""
     if node.op != "get_attr" or node.graph.owning_module is None:
         return None
-    held = _held_by(node)
-    if not isinstance(held, torch.Tensor) or type(held) not in (torch.Tensor, torch.nn.Parameter):
+    tensor = _attribute_of(node)
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    if held.ndim or held.device.type == "meta" or not _is_literal(node, held):
+    if tensor.ndim or tensor.device.type == "meta" or not _is_literal(node, tensor):
         return None
     with unset_fake_temporarily():
-        return constant(held.item())
+        return constant(tensor.item())
 
 
-def _is_literal(node: Node, held: torch.Tensor) -> bool:
+def _is_literal(node: Node, tensor: torch.Tensor) -> bool:
     """Nothing can change the attribute: it is no parameter or buffer, which users load, fill and update, unless they
     had it frozen, nor the memory of one, and no operation of the graph writes it."""
-    if not _is_named_as_literal(node) and not is_frozen(held):
+    if not _is_named_as_literal(node) and not is_frozen(tensor):
         return False
-    return not any(_is_state_of(other, node, held) for other in node.graph.find_nodes(op="get_attr"))
+    return not any(_is_state_of(other, node, tensor) for other in node.graph.find_nodes(op="get_attr"))
 
 
 def _is_named_as_literal(node: Node) -> bool:
@@ -344,15 +344,15 @@ def _is_named_as_literal(node: Node) -> bool:
     return LIFTED.fullmatch(name) is not None and not is_registered
 
 
-def _is_state_of(other: Node, node: Node, held: torch.Tensor) -> bool:
+def _is_state_of(other: Node, node: Node, tensor: torch.Tensor) -> bool:
     """A write of the attribute, or a name by which its memory is a parameter or buffer, shows that it may change."""
     if other.target == node.target:
         return next(writers(other), None) is not None
-    own = _held_by(other) if is_lifted(other) else None
-    return isinstance(own, torch.Tensor) and own.layout is torch.strided and share_storage(own, held)
+    own = _attribute_of(other) if is_lifted(other) else None
+    return isinstance(own, torch.Tensor) and own.layout is torch.strided and share_storage(own, tensor)
 
 
-def _held_by(node: Node) -> object:
+def _attribute_of(node: Node) -> object:
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 

@@ -57,22 +57,22 @@ def _has_sign(term: tuple[Any, Size]) -> bool:
     return at_most(term[1], 0) or at_most(0, term[1])
 
 
-_Known = dict[Place, IntegerSum]
+_Sums = dict[Place, IntegerSum]
 
 
-def integer_sum(element: Element, known: _Known | None = None) -> IntegerSum:
+def integer_sum(element: Element, sums: _Sums | None = None) -> IntegerSum:
     """Reads a whole number. Raises NoMatch if it is none.
 
     Sums are followed in 64 bits alone: of what a narrower type adds up, only the result is known. `known` is what was
     read of the same number before: nested sums double the ways to a term with each level."""
-    known = {} if known is None else known
+    sums = {} if sums is None else sums
     place = element.node, element.index
-    if place not in known:
-        known[place] = _counted(element, known)
-    return known[place]
+    if place not in sums:
+        sums[place] = _counted(element, sums)
+    return sums[place]
 
 
-def _counted(element: Element, known: _Known) -> IntegerSum:
+def _counted(element: Element, sums: _Sums) -> IntegerSum:
     node, index = element.node, element.index
     dtype = node.meta["val"].dtype
     if dtype not in INTEGERS:
@@ -83,7 +83,7 @@ def _counted(element: Element, known: _Known) -> IntegerSum:
     steps = _steps(node)
     if steps is not None:
         return IntegerSum(shifted(index[0], *steps))
-    if dtype == torch.int64 and (total := _summed(node, index, known)) is not None and _stays_in_range(total):
+    if dtype == torch.int64 and (total := _summed(node, index, sums)) is not None and _stays_in_range(total):
         return total
     return IntegerSum(ZERO, frozenset({(element, 1)}))
 
@@ -111,26 +111,26 @@ def _steps(node: Node) -> tuple[Size, int] | None:
 
 
 def _is_whole(value: Any) -> bool:
-    held = value.meta.get("val") if isinstance(value, Node) else value
-    return isinstance(held, (int, torch.SymInt)) and not isinstance(held, bool)
+    fake = value.meta.get("val") if isinstance(value, Node) else value
+    return isinstance(fake, (int, torch.SymInt)) and not isinstance(fake, bool)
 
 
-def _summed(node: Node, index: tuple[Index, ...], known: _Known) -> IntegerSum | None:
+def _summed(node: Node, index: tuple[Index, ...], sums: _Sums) -> IntegerSum | None:
     """A sum or a difference, or a number of 32 bits in 64."""
     if node.target in CASTS:
         source = args_of(node)[0]
-        return integer_sum(operand(source, index), known) if source.meta["val"].dtype in INTEGERS else None
+        return integer_sum(operand(source, index), sums) if source.meta["val"].dtype in INTEGERS else None
     if node.target in MULTIPLIES:
-        return _multiplied(node, index, known)
+        return _multiplied(node, index, sums)
     if node.target not in ADDS | SUBTRACTS | REVERSED or argument(node, 2, "alpha", 1) != 1:
         return None
-    left, right = (_addend(value, index, known) for value in args_of(node)[:2])
+    left, right = (_addend(value, index, sums) for value in args_of(node)[:2])
     if node.target in REVERSED:
         left, right = right, left
     return left.plus(right, 1 if node.target in ADDS else -1)
 
 
-def _multiplied(node: Node, index: tuple[Index, ...], known: _Known) -> IntegerSum | None:
+def _multiplied(node: Node, index: tuple[Index, ...], sums: _Sums) -> IntegerSum | None:
     """A count times a whole number."""
     value, other = args_of(node)[:2]
     if whole_number(other) is None:
@@ -138,21 +138,21 @@ def _multiplied(node: Node, index: tuple[Index, ...], known: _Known) -> IntegerS
     times = whole_number(other)
     if times is None or not isinstance(value, Node):
         return None
-    return IntegerSum(ZERO).plus(integer_sum(operand(value, index), known), times)
+    return IntegerSum(ZERO).plus(integer_sum(operand(value, index), sums), times)
 
 
 def whole_number(value: Any) -> Size | None:
     """A number that is known at compile time, or a size; None if it is neither, or no whole number."""
     if _is_whole(value):
         return integer(value)
-    known = constant(value)
-    return int(known) if known is not None and known.is_integer() and abs(known) < EXACT else None
+    number = constant(value)
+    return int(number) if number is not None and number.is_integer() and abs(number) < EXACT else None
 
 
-def _addend(value: Any, index: tuple[Index, ...], known: _Known) -> IntegerSum:
+def _addend(value: Any, index: tuple[Index, ...], sums: _Sums) -> IntegerSum:
     if _is_whole(value):
         return IntegerSum(Index(integer(value)))
-    return integer_sum(operand(value, index), known)
+    return integer_sum(operand(value, index), sums)
 
 
 # --- comparisons: what must not be above zero where one holds -----------------------------------------------------
@@ -182,8 +182,8 @@ COMPARISONS = {
 
 def excess(comparison: Node, index: tuple[Index, ...]) -> IntegerSum:
     """The comparison holds exactly where this is not above zero. Raises NoMatch if it is none of whole numbers."""
-    known: _Known = {}
-    left, right = (_addend(value, index, known) for value in args_of(comparison)[:2])
+    sums: _Sums = {}
+    left, right = (_addend(value, index, sums) for value in args_of(comparison)[:2])
     return COMPARISONS[comparison.target](left, right)
 
 

@@ -21,7 +21,7 @@ Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symb
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _Facts:
     """What is known of sizes. They are asked for often, so each expression is read once; a shape environment takes its
     time, so it is asked everything once.
 
@@ -32,7 +32,7 @@ class _Known:
     bounds: Iterable[sympy.Expr] = ()
     meant: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
 
-    def equated(self, found: Mapping[sympy.Symbol, Size]) -> _Known:
+    def equated(self, found: Mapping[sympy.Symbol, Size]) -> _Facts:
         """The same where a program cannot run without these symbols being equal to some size."""
         return replace(self, same=_joined(self.same, found))
 
@@ -55,51 +55,51 @@ class _Known:
         return is_known(self.environment, relation) or any(_never_negative(difference - bound) for bound in near)
 
 
-_NOTHING = _Known()
-_known: ContextVar[_Known] = ContextVar("what is known of the sizes of the graph at hand", default=_NOTHING)
+_NOTHING = _Facts()
+_facts: ContextVar[_Facts] = ContextVar("what is known of the sizes of the graph at hand", default=_NOTHING)
 
 
 @contextlib.contextmanager
-def known_by(environment: Any, written: Callable[[], Mapping[sympy.Symbol, Size]] = dict) -> Iterator[None]:
+def size_facts(environment: Any, written: Callable[[], Mapping[sympy.Symbol, Size]] = dict) -> Iterator[None]:
     """Proofs may use what a shape environment knows of the symbols that sizes are made of, and what its guards say;
     `written` says which are equal because something is written, and is asked with what is known by then."""
     guarded = [] if environment is None else guards(environment)
-    known = _NOTHING if environment is None else _known_of(environment, guarded)
-    token = _known.set(known)
+    facts = _NOTHING if environment is None else _facts_of(environment, guarded)
+    token = _facts.set(facts)
     try:
-        _known.set(known := known.equated(written()))
-        _known.set(known.equated(_guarded_alike(guarded, known.same)))
+        _facts.set(facts := facts.equated(written()))
+        _facts.set(facts.equated(_guarded_alike(guarded, facts.same)))
         yield
     finally:
-        _known.reset(token)
+        _facts.reset(token)
 
 
-def _known_of(environment: Any, guarded: Sequence[Any]) -> _Known:
+def _facts_of(environment: Any, guarded: Sequence[Any]) -> _Facts:
     signed = _signs(environment, guarded)
     same = _joined({}, signed)
     products, quotients = _divided(guarded, same)
     unsigned = {sympy.sympify(read): symbol for symbol, read in signed.items()}
     meant = {factor: quotient.xreplace(unsigned) for factor, quotient in quotients.items()} | unsigned
     bounds = dict.fromkeys(bound for guard in guarded for bound in _never_negative_where(guard))
-    return _Known(_joined(same, products), environment, bounds, meant)
+    return _Facts(_joined(same, products), environment, bounds, meant)
 
 
 def _joined(same: Mapping[sympy.Symbol, Size], found: Mapping[sympy.Symbol, Size]) -> Mapping[sympy.Symbol, Size]:
     for symbol, size in found.items():
         size = _read(size, same)
         if symbol not in same and symbol not in size.free_symbols:
-            same = {other: _read(known, {symbol: size}) for other, known in same.items()} | {symbol: size}
+            same = {other: _read(read, {symbol: size}) for other, read in same.items()} | {symbol: size}
     return same
 
 
 def _divided(
-    known: Iterable[Any], same: Mapping[sympy.Symbol, Size]
+    relations: Iterable[Any], same: Mapping[sympy.Symbol, Size]
 ) -> tuple[dict[sympy.Symbol, Size], dict[sympy.Symbol, sympy.Expr]]:
     """Sizes that are known to be multiples of others as products, so that what is left of them is no rounded fraction;
     and what the new factors in these products are."""
     products: dict[sympy.Symbol, Size] = {}
     quotients: dict[sympy.Symbol, sympy.Expr] = {}
-    for relation in known:
+    for relation in relations:
         if not isinstance(relation, sympy.Eq) or relation.rhs != 0 or not isinstance(relation.lhs, remainders()):
             continue
         number, divisor = (_read(part, same) for part in relation.lhs.args)
@@ -112,10 +112,10 @@ def _divided(
     return products, quotients
 
 
-def _signs(environment: Any, known: Iterable[Any]) -> dict[sympy.Symbol, Size]:
+def _signs(environment: Any, relations: Iterable[Any]) -> dict[sympy.Symbol, Size]:
     """Numbers that were symbols before anything was known of them, as symbols of the sign that they turned out to have:
     what a program says in Python, as the lengths of sequences, was made with none."""
-    symbols = {symbol for relation in known for symbol in relation.free_symbols if symbol.is_integer}
+    symbols = {symbol for relation in relations for symbol in relation.free_symbols if symbol.is_integer}
     found: dict[sympy.Symbol, Size] = {}
     for symbol in sorted((symbol for symbol in symbols if not symbol.is_positive), key=str):
         if is_known(environment, sympy.Ge(symbol, 1)):
@@ -125,16 +125,16 @@ def _signs(environment: Any, known: Iterable[Any]) -> dict[sympy.Symbol, Size]:
     return found
 
 
-def _guarded_alike(known: Iterable[Any], before: Mapping[sympy.Symbol, Size]) -> dict[sympy.Symbol, Size]:
+def _guarded_alike(relations: Iterable[Any], before: Mapping[sympy.Symbol, Size]) -> dict[sympy.Symbol, Size]:
     """Sizes that were found equal to what is computed of others, and of which no less is known than of themselves."""
     same: dict[sympy.Symbol, Size] = {}
-    for relation in known:
+    for relation in relations:
         if isinstance(relation, sympy.Eq):
             difference = _read(_read(relation.lhs - relation.rhs, before), same)
             sides = _sides(_signed(difference))
             size, found = sides if sides[0].is_Symbol else sides[::-1]
             if size.is_Symbol and size.is_positive and size not in found.free_symbols and _never_negative(found - 1):
-                same = {other: _read(known, {size: found}) for other, known in same.items()} | {size: found}
+                same = {other: _read(read, {size: found}) for other, read in same.items()} | {size: found}
     return same
 
 
@@ -178,7 +178,7 @@ def size_of(value: Any) -> Size:
     """A size as an int or a sympy expression; asking never adds a guard."""
     if isinstance(value, int):
         return value
-    return _known.get().read(value.node.expr)
+    return _facts.get().read(value.node.expr)
 
 
 def plain(size: Size) -> Size:
@@ -224,8 +224,8 @@ def at_most(small: Size, large: Size) -> bool:
         return small <= large
     if small == large or _never_negative(sympy.sympify(large) - sympy.sympify(small)):
         return True
-    known = _known.get()
-    return known.environment is not None and known.at_most(small, large)
+    facts = _facts.get()
+    return facts.environment is not None and facts.at_most(small, large)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,8 +31,8 @@ class Snapshot:
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
-        self.known = {node for node, *_ in self.nodes}
-        self.unused = {node for node in self.known if not node.users}
+        self.originals = {node for node, *_ in self.nodes}
+        self.unused = {node for node in self.originals if not node.users}
         self.owner = graph.owning_module
         self.signature = codegen_of(graph)
 

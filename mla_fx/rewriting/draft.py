@@ -39,15 +39,15 @@ def is_value(part: Any) -> bool:
 
 
 def value_of(part: Node | Draft) -> Any:
-    """What is known of a value."""
+    """Its fake value."""
     return part.value if isinstance(part, Draft) else part.meta["val"]
 
 
-def known(value: Any) -> Any:
-    """An argument with nodes and drafts replaced by what is known about their values."""
+def fake_of(value: Any) -> Any:
+    """An argument with the fake values of nodes and drafts in their place."""
     if is_value(value):
-        return value_of(value)
-    return [known(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return value.value if isinstance(value, Draft) else value.meta.get("val")
+    return [fake_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def in_order(ends: Iterable[Node | Draft]) -> list[Draft]:

@@ -22,7 +22,7 @@ from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
 from .draft import Draft, is_value, value_of
-from .fake_values import KnownValues, hashable
+from .fake_values import FakeValues, hashable
 from .inline import Traces
 from .plan import ByTarget, Call, Cast, Expression, Inlined, Stands, Value, ViewOf
 
@@ -37,8 +37,8 @@ class Emitter:
 
     def __init__(self, graph: Graph, *, refuses_positions: bool = True) -> None:
         self.graph, self.refuses_positions = graph, refuses_positions
-        self.known = KnownValues(graph)
-        self.traces = Traces(self.known)
+        self.fakes = FakeValues(graph)
+        self.traces = Traces(self.fakes)
         self.added: list[Node] = []
         self._calls: dict[Any, Node] = {}
         self._drafts: dict[Any, Any] = {}
@@ -95,7 +95,7 @@ class Emitter:
         return found
 
     def _fresh(self, target: Any, args: Any, options: Any) -> Draft:
-        return Draft(target, args, options, self.known.of_call(target, args, options))
+        return Draft(target, args, options, self.fakes.of_call(target, args, options))
 
     def draft_of(self, node: Node) -> Draft | None:
         """What a node was added from; None for one that was there."""
@@ -177,9 +177,9 @@ class Emitter:
         if isinstance(size, int):
             return size
         if self._sizes is None:
-            self._sizes = _known_sizes(self.graph)
-        known = self._sizes.get(size)
-        return known if known is not None and self._is_usable(known) else self._computed(size)
+            self._sizes = _sizes_of(self.graph)
+        node = self._sizes.get(size)
+        return node if node is not None and self._is_usable(node) else self._computed(size)
 
     def _is_usable(self, node: Node) -> bool:
         """The node is still there, and stands before the new ones, which may be what it is computed from."""
@@ -202,7 +202,7 @@ class Emitter:
         return int(size) if size.is_Integer else self.size(size)
 
 
-def _known_sizes(graph: Graph) -> dict[Size, Node]:
+def _sizes_of(graph: Graph) -> dict[Size, Node]:
     sizes: dict[Size, Node] = {}
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -22,7 +22,7 @@ from mla_fx.graph.torch_private import (
 )
 from mla_fx.readings.sizes import size_of
 
-from .draft import Draft, is_value, known, value_of
+from .draft import Draft, fake_of, is_value, value_of
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ VIEWS = frozenset({aten.reshape.default, aten.permute.default, aten.slice.Tensor
 DEPENDS_ON_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
-class KnownValues:
+class FakeValues:
     """Results of calls in one graph. Fused operators check a lot, and dispatching fake tensors is slow, so equal calls
     are computed once. Each result still is a tensor of its own: compilers ask by storage what aliases what."""
 
@@ -69,8 +69,8 @@ class KnownValues:
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self.fake_mode is not None and target in VIEWS and not has_symbolic_sizes(value_of(args[0])):
             return self._viewed(target, args)
-        args = known(args)
-        kwargs = {name: known(value) for name, value in kwargs.items()}
+        args = fake_of(args)
+        kwargs = {name: fake_of(value) for name, value in kwargs.items()}
         try:
             with self.faking():
                 return target(*args, **kwargs)
@@ -88,7 +88,7 @@ class KnownValues:
             if seen is not None:
                 view = source.as_strided(seen.sizes, seen.strides, source.storage_offset() + seen.offset)
             else:
-                view = target(*known(args))
+                view = target(*fake_of(args))
                 self._views[key] = _view(source, view)
         return fake_tensor(self.fake_mode, view, source.device)
 

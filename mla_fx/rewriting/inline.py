@@ -12,14 +12,14 @@ from mla_fx.graph.aliasing import written
 from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_unflatten
 
 from .draft import Draft, is_value, value_of
-from .fake_values import KnownValues, hashable, signature, unshared
+from .fake_values import FakeValues, hashable, signature, unshared
 
 
 class Traces:
     """Functions traced for one graph, once for equal shapes and options."""
 
-    def __init__(self, known: KnownValues) -> None:
-        self.known = known
+    def __init__(self, fakes: FakeValues) -> None:
+        self.fakes = fakes
         self._traced: dict[Any, GraphModule] = {}
 
     def drafted(
@@ -39,7 +39,7 @@ class Traces:
                 args, kwargs = tree_unflatten(filled, structure)
                 return function(*args, **kwargs)
 
-            with self.known.faking():
+            with self.fakes.faking():
                 self._traced[key] = _trace(positional, values, decompositions)
         return _drafts(self._traced[key], given)
 

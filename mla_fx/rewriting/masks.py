@@ -65,9 +65,9 @@ def _context_lens(found: Attention, causal: CausalByPosition, b: Axes) -> Expres
     device = found.node.meta["val"].device
     if not isinstance(causal.position, Element):
         return lengths(causal.position + causal.more, device)
-    held = causal.position.origin.meta["val"].device
-    if held != device:
-        raise NoMatch(f"the positions are on {held}, the attention is on {device}", causal.position.origin)
+    own = causal.position.origin.meta["val"].device
+    if own != device:
+        raise NoMatch(f"the positions are on {own}, the attention is on {device}", causal.position.origin)
     positions = Cast(tensor(causal.position, (b,)), torch.int64)
     return positions if causal.more == 0 else Call(aten.add.Tensor, positions, causal.more)
 
@@ -79,29 +79,29 @@ def lengths(length: Size, device: torch.device) -> Expression:
 
 def _check_type(mask: Mask, dtype: torch.dtype) -> None:
     """Numbers that are added are no operand any more, so that what they are rounded to counts as the program's."""
-    held = (mask.element.origin.meta["val"].dtype, *mask.element.roundings)
-    if mask.fill is None and any(is_coarser(own, dtype) for own in held):
-        raise NoMatch(f"the mask is held in {held[0]}, the operator computes in {dtype}", mask.node)
+    dtypes = (mask.element.origin.meta["val"].dtype, *mask.element.roundings)
+    if mask.fill is None and any(is_coarser(own, dtype) for own in dtypes):
+        raise NoMatch(f"the mask is held in {dtypes[0]}, the operator computes in {dtype}", mask.node)
 
 
 def joined_masks(masks: Sequence[Mask], dims: Dims) -> Expression | None:
     """The masks as one tensor that broadcasts to `dims`: conditions alone as a condition, which is True where a score
     is kept; else numbers to be added. None without masks."""
     numbers = [mask.element for mask in masks if mask.fill is None]
-    kept = _together(aten.logical_and.default, [_kept(mask, dims) for mask in masks if mask.fill is not None])
+    visible = _together(aten.logical_and.default, [_visible(mask, dims) for mask in masks if mask.fill is not None])
     added = _together(aten.add.Tensor, [tensor(element, dims) for element in numbers])
-    if kept is None or added is None:
-        return added if kept is None else kept
+    if visible is None or added is None:
+        return added if visible is None else visible
     # a masked score is minus infinity, whatever is added to it
     dtype = functools.reduce(torch.promote_types, (element.dtype for element in numbers))
     device = numbers[0].origin.meta["val"].device
-    return Call(aten.where.self, kept, added, Call(aten.full.default, [], -math.inf, dtype=dtype, device=device))
+    return Call(aten.where.self, visible, added, Call(aten.full.default, [], -math.inf, dtype=dtype, device=device))
 
 
 def _together(combine: object, values: Sequence[Expression]) -> Expression | None:
     return functools.reduce(lambda *both: Call(combine, *both), values) if values else None
 
 
-def _kept(mask: Mask, dims: Dims) -> Expression:
+def _visible(mask: Mask, dims: Dims) -> Expression:
     condition = tensor(mask.element, dims)
     return condition if mask.keep_where else Call(aten.logical_not.default, condition)

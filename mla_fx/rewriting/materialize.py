@@ -76,9 +76,8 @@ def _base(
     if isinstance(element, Part):
         return _Sized(element.value, element.sizes), element.index, 1.0
     if dtype is not None and not element.is_exact_in(dtype):
-        held = element.dtype
-        raise NoMatch(f"a value is held in {held}, which the operator would round to {dtype}", element.origin)
-    node, index, factor = element.held
+        raise NoMatch(f"a value is held in {element.dtype}, which the operator would round to {dtype}", element.origin)
+    node, index, factor = element.as_operand
     value: Expression = Value(node, element.origin, read_by)
     sizes = shape_of(node)
     if len(index) == len(sizes) + 1:

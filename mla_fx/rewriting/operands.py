@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import OperandAxes, Pattern, rms_norm, twin, var
+from mla_fx.matching.pattern import OperandAxes, Pattern, refused, rms_norm, var
 from mla_fx.readings.axes import ZERO, Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
 from mla_fx.readings.cache_update import Appended, At, CacheUpdate, From, InBlocks
 from mla_fx.readings.element import Element, computed_from, is_parameter, resolve
@@ -52,9 +52,9 @@ def last_dimension(operand: str) -> Callable[[Match], Axis]:
 
 
 def normed(value: str, operator: str) -> Pattern:
-    """A near twin: the value is normalised where `operator` takes it as it is."""
+    """A near refused: the value is normalised where `operator` takes it as it is."""
     norm = rms_norm(var(value), var(f"gamma of {value}"), name=f"norm of {value}")
-    return twin(norm, because=f"{value} is normalised, which {operator} does not do")
+    return refused(norm, because=f"{value} is normalised, which {operator} does not do")
 
 
 def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
@@ -85,7 +85,7 @@ class Joined:
 
 def joined(first: Element, columns: Axes, second: Element, others: Axes) -> Joined | None:
     """`first` along its columns and then `second` along its own, if they are neighbours in one tensor, else None."""
-    (node, left, factor), (other, right, other_factor) = _place(first), _place(second)
+    (node, left, factor), (other, right, other_factor) = _source(first), _source(second)
     if node is not other or (factor, other_factor) != (1.0, 1.0) or len(columns) > 1 or len(others) > 1:
         return None
     start, stop = (product(axis.size for axis in part) for part in (columns, others))
@@ -127,9 +127,9 @@ def _apart(one: Element, other: Element) -> str:
     return "two parameters, and the operator takes one matrix, which would be a copy of both"
 
 
-def _place(part: Element) -> tuple[Node, tuple[Index, ...], float]:
+def _source(part: Element) -> tuple[Node, tuple[Index, ...], float]:
     """Where a part lies: behind its roundings, if it has any, of which none may be lost."""
-    return part.held if part.roundings else (part.origin, part.index, part.factor)
+    return part.as_operand if part.roundings else (part.origin, part.index, part.factor)
 
 
 # --- norms and rotary tables -----------------------------------------------------------------------------------------

@@ -166,8 +166,8 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
 def _keeps(node: Node, dtype: torch.dtype) -> bool:
     """The node rounds nothing: its value is a number known at compile time, or a view of what is in the same type."""
     operands = [operand.meta.get("val") for operand in node.all_input_nodes]
-    held = {operand.dtype for operand in operands if isinstance(operand, torch.Tensor)}
-    return constant(node) is not None or (node.target in MOVERS and held == {dtype})
+    dtypes = {operand.dtype for operand in operands if isinstance(operand, torch.Tensor)}
+    return constant(node) is not None or (node.target in MOVERS and dtypes == {dtype})
 
 
 def _needed_operands(node: Node) -> list[Node]:

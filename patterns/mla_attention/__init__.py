@@ -61,12 +61,12 @@ from mla_fx.rule import (
     either,
     element_of,
     ordered,
+    refused,
     replaced,
     result,
     rms_norm,
     tensor,
     times,
-    twin,
     var,
 )
 
@@ -80,7 +80,7 @@ NOPE = either(
     expanded=contract(var("q_nope"), contract(LATENT, WEIGHT_UK, name="up"), name="nope"),
     normed=contract(
         var("q_nope"),
-        twin(
+        refused(
             rms_norm(contract(LATENT, WEIGHT_UK, name="up"), var("gamma"), name="norm"),
             because="keys are normalised for each head behind their up-projection, which cannot be absorbed then",
         ),

@@ -62,6 +62,7 @@ from mla_fx.rule import (
     contract,
     either,
     having,
+    refused,
     result,
     rms_norm,
     roles,
@@ -70,7 +71,6 @@ from mla_fx.rule import (
     shape_of,
     stored,
     tensor,
-    twin,
     var,
 )
 
@@ -88,7 +88,7 @@ Q_LATENT = bound(
         "query_rank",
         low=rms_norm(contract(TOKEN_X, var("weight_dq"), name="dq"), var("gamma_cq"), name="cq"),
         full=TOKEN_X,
-        joined=twin(
+        joined=refused(
             having(rms_norm(var("part"), var("gamma"), name="part.norm")),
             because="the query is made of a normed latent joined with more, mla_prolog makes it of one latent",
         ),
@@ -182,8 +182,8 @@ class MlaProlog(Rule):
         options, (b, s, n, _) = _options(match), roles(match, "query")
         scale = query_scale(match, {*b, *s, *n})
         given, dtype = _given(match), match["token_x"].dtype
-        if dtype != (held := given["kv_cache"].meta["val"].dtype):
-            raise NoMatch(f"token_x is {dtype}, the cache {held}", match["token_x"].origin)
+        if dtype != (cache_dtype := given["kv_cache"].meta["val"].dtype):
+            raise NoMatch(f"token_x is {dtype}, the cache {cache_dtype}", match["token_x"].origin)
         rotation = match.get(Rope, "kr_cache.rope")
         *index_and_caches, mode = _cache_operands(match, latent, keys, tokens)
         operands = (

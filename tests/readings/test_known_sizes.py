@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings import sizes
-from mla_fx.readings.sizes import at_most, known_by, ratio, remainders, size_of
+from mla_fx.readings.sizes import at_most, ratio, remainders, size_facts, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
 
@@ -51,7 +51,7 @@ def read(expression):
 
 
 def proved(small, large, *guards):
-    with known_by(Environment(*guards)):
+    with size_facts(Environment(*guards)):
         return at_most(read(small), read(large))
 
 
@@ -92,7 +92,7 @@ def test_remainders_of_common_factors(total, parts):
     """32 * tokens are known to be a multiple of 32 * sequences."""
     mod, _ = remainders()
     environment = Environment(sympy.Eq(mod(32 * total, 32 * parts), 0, evaluate=False), *POSITIVE)
-    with known_by(environment):
+    with size_facts(environment):
         assert ratio(read(total), read(parts)) is not None
     assert ratio(total, parts) is None
 

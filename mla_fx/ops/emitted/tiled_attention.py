@@ -98,10 +98,10 @@ def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float
     """Whether PyTorch's own attention says the same. `query` may be any tensor of its dtype and device."""
     if sinks is not None or (isinstance(context, int) and context < SHORT):
         return False
-    held = _held(query)
+    dtype = _mask_dtype(query)
     if fill is not None:
-        return max(fill, torch.finfo(held).min) <= LOWEST
-    return mask is None or mask.dtype == torch.bool or torch.promote_types(mask.dtype, held) == held
+        return max(fill, torch.finfo(dtype).min) <= LOWEST
+    return mask is None or mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
 
 
 def goes_by_tiles(queries: Tensor, context: int) -> bool:
@@ -161,13 +161,13 @@ def _expressed(query: Tensor, mask: Tensor | None, fill: float | None) -> Tensor
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
-    held = _held(query)
+    dtype = _mask_dtype(query)
     if fill is not None:
-        return torch.zeros_like(mask, dtype=held).masked_fill(~mask, max(fill, torch.finfo(held).min))
-    return mask if mask.dtype in (torch.bool, query.dtype) else mask.to(held)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, max(fill, torch.finfo(dtype).min))
+    return mask if mask.dtype in (torch.bool, query.dtype) else mask.to(dtype)
 
 
-def _held(query: Tensor) -> torch.dtype:
+def _mask_dtype(query: Tensor) -> torch.dtype:
     """The type in which a mask is added to scores."""
     return accumulation_dtype(query.dtype) if query.device.type == "cpu" else query.dtype
 

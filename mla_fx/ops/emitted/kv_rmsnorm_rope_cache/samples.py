@@ -98,8 +98,8 @@ def wide_sample(
     lead = (batch, max(heads, 1), block_size) if cache_mode == "Norm" else (blocks, block_size, max(heads, 1))
 
     def cache(row: str, width: int) -> Tensor:
-        held = draw.normal(*lead, width)
-        return (30 * held).clamp(-128, 127).to(torch.int8) if row in quantize else held
+        values = draw.normal(*lead, width)
+        return (30 * values).clamp(-128, 127).to(torch.int8) if row in quantize else values
 
     def columns(row: str, width: int, size: float, wanted: bool) -> Tensor | None:
         if row not in quantize or not wanted:

@@ -36,8 +36,8 @@ class Mask(NamedTuple):
             return self.table[:, positions][self.row]
         column = positions - self.shift.unsqueeze(-1)
         width = self.table.shape[1]
-        held = self.table[self.row.unsqueeze(-1), column.clamp(0, width - 1)]
-        return torch.where(column < 0, 0, torch.where(column < width, held, -torch.inf))
+        biases = self.table[self.row.unsqueeze(-1), column.clamp(0, width - 1)]
+        return torch.where(column < 0, 0, torch.where(column < width, biases, -torch.inf))
 
 
 def read_mask(
