@@ -16,6 +16,7 @@ from mla_fx.lowering import inductor
 from mla_fx.lowering.inductor import dot_products, products_of_copies, small_products, sums_for_rows
 
 import mla_fx
+from mla_fx.errors import NoMatch
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -110,7 +111,8 @@ def test_products_of_few_numbers_are_loops():
 
 @pytest.mark.parametrize("rows", [torch.randn(1, 12).double(), torch.randn(0, 12), torch.randn(9, 12)])
 def test_doubles_and_none_and_many_are_left_to_products(rows):
-    assert inductor._of_rows(rows, torch.randn(12, 7).to(rows.dtype)) is None
+    with pytest.raises(NoMatch, match="a library multiplies such rows quicker"):
+        inductor._of_rows(rows, torch.randn(12, 7).to(rows.dtype))
 
 
 def test_the_report_counts_them(nothing_is_small):
