@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.graph.aliasing import owner, readers
+from mla_fx.graph.aliasing import owners_in, readers
 from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
     """The most bytes that live at once beside the graph's inputs; a view lives as long as what it is a view of.
 
     With `is_fused`, what a compiler of loops computes where it is read, or writes in place, is not counted."""
-    owners = {node: owner(node) for node in graph.nodes}
+    owners = owners_in(graph)
     unstored = _computed_where_read(owners) | _written_in_place(graph, owners) if is_fused else set()
     last = _last_reads(owners, unstored)
     made = (node for node, base in owners.items() if base is node and node.op == "call_function")

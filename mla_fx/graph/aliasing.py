@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .torch_private import OpOverload
 
@@ -67,6 +67,15 @@ def owner(node: Node) -> Node:
     while node.op == "call_function" and (shared := may_share(node)):
         node = shared[0]
     return node
+
+
+def owners_in(graph: Graph) -> dict[Node, Node]:
+    """The owner of each value, in one walk."""
+    found: dict[Node, Node] = {}
+    for node in graph.nodes:
+        shared = may_share(node) if node.op == "call_function" else []
+        found[node] = found[shared[0]] if shared else node
+    return found
 
 
 def readers(value: Node) -> Iterator[Node]:

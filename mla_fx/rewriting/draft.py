@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.fx import Node
 from torch.fx.node import map_aggregate
@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 class Draft:
     """A call on nodes, on other drafts, and on constants. Two are the same if they are one object."""
 
-    __slots__ = ("args", "kwargs", "meta", "name", "target", "value")
+    __slots__ = ("args", "kwargs", "meta", "name", "operands", "target", "value")
 
     def __init__(
         self,
@@ -25,17 +25,13 @@ class Draft:
     ) -> None:
         self.target, self.args, self.kwargs, self.value = target, args, kwargs, value
         self.name, self.meta = name, meta or {}
-
-    @property
-    def operands(self) -> list[Node | Draft]:
-        """The nodes and drafts among its arguments."""
         leaves: list[Any] = []
-        map_aggregate((self.args, self.kwargs), leaves.append)
-        return [leaf for leaf in leaves if is_value(leaf)]
+        map_aggregate((args, kwargs), leaves.append)
+        self.operands: list[Node | Draft] = [leaf for leaf in leaves if is_value(leaf)]
 
 
-def is_value(part: Any) -> bool:
-    return isinstance(part, (Node, Draft))
+def is_value(part: Any) -> TypeGuard[Node | Draft]:
+    return type(part) is Draft or type(part) is Node
 
 
 def value_of(part: Node | Draft) -> Any:

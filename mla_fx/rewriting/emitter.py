@@ -86,12 +86,13 @@ class Emitter:
         """A call on nodes and drafts, or the node that an equal call was added as. A fused operator is a draft in any
         case: what is lost is asked of each."""
         key = (target, hashable(args), hashable(options))
-        if key not in self._drafts:
-            node = self._calls.get(key)
-            if node is not None and not node._erased and fused_name(node) is None:
-                return node
-            self._drafts[key] = self._fresh(target, args, options)
-        found: Draft = self._drafts[key]
+        found: Draft | None = self._drafts.get(key)
+        if found is not None:
+            return found
+        node = self._calls.get(key)
+        if node is not None and not node._erased and fused_name(node) is None:
+            return node
+        self._drafts[key] = found = self._fresh(target, args, options)
         return found
 
     def _fresh(self, target: Any, args: Any, options: Any) -> Draft:

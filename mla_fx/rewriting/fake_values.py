@@ -46,10 +46,11 @@ class FakeValues:
         if not _makes_new_tensors(target):
             return self._computed(target, args, kwargs)
         key = (target, hashable(args, self.signature), hashable(kwargs, self.signature))
-        if key not in self._values:
-            self._values[key] = self._computed(target, args, kwargs)
-            return self._values[key]
-        return tree_map_only(torch.Tensor, self._another, self._values[key])
+        found = self._values.get(key)
+        if found is not None:
+            return tree_map_only(torch.Tensor, self._another, found)
+        self._values[key] = found = self._computed(target, args, kwargs)
+        return found
 
     def signature(self, part: Node | Draft) -> Any:
         """The signature of a value; that of a node several rules ask for."""
@@ -131,11 +132,13 @@ def unshared(value: torch.Tensor) -> torch.Tensor:
 
 def hashable(value: Any, of_value: Callable[[Any], Any] | None = None) -> Any:
     """Arguments as a key, with nodes and drafts replaced by what `of_value` says of them, if it is given."""
+    if is_value(value):
+        return value if of_value is None else of_value(value)
     if isinstance(value, (list, tuple)):
         return tuple([hashable(item, of_value) for item in value])
     if isinstance(value, dict):
         return tuple([(name, hashable(item, of_value)) for name, item in sorted(value.items())])
-    return of_value(value) if of_value is not None and is_value(value) else (type(value), value)
+    return type(value), value
 
 
 def signature(value: Any) -> Any:

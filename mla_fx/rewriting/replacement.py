@@ -115,17 +115,18 @@ def _takes_any_layout(user: Node, value: Node) -> bool:
 
 def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[Node]:
     """The operands, at first and second hand, that stand behind `first`, in order."""
-    parts = (*news, *(operand for call in in_order(news) for operand in call.operands))
-    pending = [part for part in parts if isinstance(part, Node)]
-    found: set[Node] = set()
+    pending, drafts, found = list(news), set[Draft](), set[Node]()
     while pending:
-        node = pending.pop()
-        if node in found or node < first:
-            continue
-        if node in olds:
-            raise NoMatch("the operator would need a value that it computes itself", node)
-        found.add(node)
-        pending += node.all_input_nodes
+        part = pending.pop()
+        if isinstance(part, Draft):
+            if part not in drafts:
+                drafts.add(part)
+                pending += part.operands
+        elif part not in found and not part < first:
+            if part in olds:
+                raise NoMatch("the operator would need a value that it computes itself", part)
+            found.add(part)
+            pending += part.all_input_nodes
     return sorted(found)
 
 
