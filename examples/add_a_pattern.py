@@ -102,7 +102,7 @@ class LatentOutput(Rule):
             raise NoMatch("a product is multiplied by a number", out.node)
         for name in ("weight_uv", "weight_o"):
             if not is_parameter(match[name].node):
-                raise NoMatch(f"{name} is computed by the graph, expected a parameter", match[name].node)
+                raise NoMatch(f"{name} is computed in the graph, expected a parameter", match[name].node)
         t, he = roles(match, "value")
         n, hckv = tuple(axis for axis in out.axes if axis in match["latents"].axes), up.axes
         dv = tuple(axis for axis in out.axes if axis not in n)

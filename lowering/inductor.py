@@ -158,12 +158,12 @@ def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:
     weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it."""
     sizes = *rows.shape, weight.shape[1]
     if weight.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
-        raise NoMatch("Inductor's own product is for other devices, and for sizes that are symbols")
+        raise NoMatch("Inductor's own product is for other devices and symbolic sizes")
     is_float = rows.dtype == weight.dtype and weight.dtype in (*HALVES, torch.float32)
     if is_float and 0 < rows.shape[0] <= FEW_ROWS and math.prod(sizes) <= SMALL:
         return small_products
     if rows.shape[0] != 1 or weight.stride(0) != 1 or not _are_half(rows, weight):
-        raise NoMatch("a library multiplies such rows quicker")
+        raise NoMatch("a library multiplies such rows faster")
     return dot_products
 
 
@@ -172,13 +172,13 @@ def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
     in one projection do, on a CPU: its library copies such weights at every call, and slowly across their memory."""
     is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
     if weights.device.type != "cpu" or not is_fixed or not _are_half(rows, weights):
-        raise NoMatch("Inductor's own product is for other devices and dtypes, and for sizes that are symbols")
+        raise NoMatch("Inductor's own product is for other devices, dtypes and symbolic sizes")
     if weights.is_contiguous() or weights.mT.is_contiguous():
-        raise NoMatch("a library reads such weights as they lie")
+        raise NoMatch("a library reads such weights in their own layout")
     if isinstance(rows.shape[1], int) and 0 < rows.shape[1] <= FEW_ROWS:
         return sums_for_rows
     if weights.stride(1) != 1:
-        raise NoMatch("a library copies such weights quickly enough")
+        raise NoMatch("a library copies such weights fast enough")
     return products_of_copies
 
 

@@ -31,18 +31,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--context", type=int, default=4096, help="tokens in the cache (%(default)s)")
     demo.add_argument("--layers", type=int, default=1, help="decoder layers (%(default)s)")
     demo.set_defaults(run=_demo)
-    explain = commands.add_parser("explain", help="say what fuses in a model, what nearly does, and why not")
+    explain = commands.add_parser("explain", help="report what fuses in a model, what almost does, and why not")
     explain.add_argument(
         "model", metavar="MODEL_OR_SCRIPT", help="a transformers model type, or a .py file with a build()"
     )
     # The passes are the same for every target, and this one compiles in seconds.
-    explain.add_argument("--target", default="reference", help="where the graph goes (%(default)s)")
+    explain.add_argument("--target", default="reference", help="what the graph is compiled for (%(default)s)")
     explain.add_argument(
-        "--full", action="store_true", help="not a tiny model of that type but all layers and sizes, without values"
+        "--full", action="store_true", help="the full model on the meta device, not a tiny one"
     )
     explain.add_argument("--json", action="store_true", help="the report for programs, as JSON")
     explain.set_defaults(run=_explain)
-    coverage = commands.add_parser("coverage", help="make the table of what fuses in README.md anew, in a clone")
+    coverage = commands.add_parser("coverage", help="regenerate the tables of docs/coverage.md, in a clone")
     coverage.add_argument("--only", default="", help="one family or one axis of the zoo: shown, not written")
     coverage.set_defaults(run=lambda options: run_coverage(options.only))
     return parser

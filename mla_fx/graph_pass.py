@@ -84,8 +84,8 @@ def _check_portable(graph: Graph) -> None:
             except NoMatch as refusal:
                 why = refusal.reason
         raise FusionError(
-            f"a package of AOTInductor runs where there is no mla_fx, but the graph calls {own}, which cannot be taken "
-            f"apart: {why}"
+            f"a package of AOTInductor runs where there is no mla_fx, but the graph calls {own}, which cannot be "
+            f"decomposed: {why}"
         )
 
 
@@ -98,4 +98,4 @@ def _module_of(graph: Graph) -> GraphModule:
     owner = graph.owning_module
     if isinstance(owner, GraphModule) and owner.graph is graph:
         return owner
-    raise TypeError("MlaPass needs a graph that belongs to a GraphModule, this one belongs to none")
+    raise TypeError("MlaPass needs a graph that belongs to a GraphModule; this one does not")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 AUTO = "auto"
-EXPECTED = "it takes operators, or a mapping of operators to numbers of calls, or to tuples of them"
+EXPECTED = "it takes operators, or a mapping of operators to a number of calls or a tuple of numbers"
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _check_known(option: str, target: str, asked: Mapping[str, Target], targets:
         return
     unknown = f"unknown option {option!r} for target {target!r}"
     if option == "options":
-        raise OptionError(f"{unknown}; each option is given by its own name, as in target='reference'")
+        raise OptionError(f"{unknown}; options are keywords, as in target='reference'")
     others = [name for name, other in targets.items() if option in other.accepts()]
     if others:
         raise OptionError(f"{unknown}; it is one of target {_listed(others)}")

@@ -73,7 +73,7 @@ class _TwoPositions(_InTwo):
 class CombinedCache(Rule):
     stage = "context"
     targets = (aten.slice_scatter.default,)
-    accepts = (Case("columns written in two", _InTwo, {"mla_prolog": 1, "latent_attention": 1}),)
+    accepts = (Case("columns written in two parts", _InTwo, {"mla_prolog": 1, "latent_attention": 1}),)
     rejects = (Case("columns written to two positions", _TwoPositions, because="written to different positions"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
@@ -128,7 +128,7 @@ def _columns(node: Node) -> list[tuple[Size, Size]]:
     """Where the columns begin and end that are written, and those before and behind them."""
     bounds = written_slice(node)[1]
     if bounds is None or bounds[2] != 1:
-        raise NoMatch("the columns that are written are not known", node)
+        raise NoMatch("the written columns are not known", node)
     start, stop, _ = bounds
     ranges = (0, start), (start, stop), (stop, shape_of(node)[-1])
     return [(begin, end) for begin, end in ranges if begin != end]

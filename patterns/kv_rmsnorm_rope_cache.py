@@ -122,8 +122,8 @@ class KvRmsnormRopeCache(Rule):
     pattern = PATTERN
     yields_to_target = True
     accepts = (
-        Case("query made elsewhere", WeightedQuery, ONE_EACH),
-        Case("latent and key projected apart", _TwoProjections, ONE_EACH),
+        Case("query computed elsewhere", WeightedQuery, ONE_EACH),
+        Case("latent and key projected separately", _TwoProjections, ONE_EACH),
         Case("rows appended", _Appended, ONE_EACH),
         Case("no rotary part", _NoRotaryPart, ONE_EACH),
         Case("no rotary part, rows appended", _NoRotaryPartAppended, ONE_EACH),

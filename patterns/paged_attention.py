@@ -93,7 +93,7 @@ class _Serving(nn.Module):
         slots = self.table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
         caches = self.key_cache, self.value_cache
         for cache, row in zip(caches, rows, strict=True):
-            cache.flatten(0, 1)[slots] = row
+            cache.flatten(0, 1)[slots] = row.to(cache.dtype)
         key, value = (self.context(cache, table) for cache, table in zip(caches, self.tables(), strict=True))
         seen = self.seen(torch.arange(T), positions.unsqueeze(-1))
         return self.attend(query, key, value, seen.unsqueeze(1))
@@ -195,6 +195,28 @@ class _HeadsOfValues(_Serving):
         return self.weigh(query.transpose(1, 2) @ key.mT, value, seen).transpose(1, 2)
 
 
+class _OneHeadOfValues(_Serving):
+    """Each query head has a key head; all share one head of values."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        key = key.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ key.mT, value[:, :, :1].transpose(1, 2), seen).transpose(1, 2)
+
+
+class _WiderKeys(_Serving):
+    """Keys are cached in float32 and read so; values in bfloat16, in which the probabilities meet them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value_cache = self.value_cache.bfloat16()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().attend(query.bfloat16().float(), key, value, seen).float()
+
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1).bfloat16() @ value
+
+
 ONE = {"paged_attention": 1}
 
 
@@ -213,10 +235,12 @@ class PagedAttention(Rule):
     )
     rejects = (
         Case("two tables", _TwoTables, because="block_table is not one tensor"),
-        Case("first rows first", _RowsFirst, because="the rows of a block do not follow each other"),
-        Case("a weight for each key", _WeighedKeys, because="expected rows that are gathered, found mul"),
-        Case("attention sink", _Sink, because="an attention sink, which paged_attention has no operand for"),
-        Case("heads of values in another order", _HeadsOfValues, because="not of the same heads"),
+        Case("first rows first", _RowsFirst, because="the rows of a block are not consecutive"),
+        Case("a weight per key", _WeighedKeys, because="expected gathered rows, found mul"),
+        Case("attention sink", _Sink, because="paged_attention has no operand for an attention sink"),
+        Case("heads of values in another order", _HeadsOfValues, because="do not have the same heads"),
+        Case("one head of values", _OneHeadOfValues, because="do not have the same heads"),
+        Case("keys in a wider type", _WiderKeys, because="the cache is in torch.float32"),
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
@@ -237,7 +261,7 @@ class PagedAttention(Rule):
         found, scores = match.reading(Attention, "attention"), match.reading(Contraction, "scores")
         keys, values = match.reading(Paged, "keys"), match.reading(Paged, "values")
         if found.sink is not None:
-            raise NoMatch("an attention sink, which paged_attention has no operand for", found.node)
+            raise NoMatch("paged_attention has no operand for an attention sink", found.node)
         t, d = axes(found.keys, "the context", found.node), scores.axes
         (page, row), _ = (paged.blocks_and_rows(t) for paged in (keys, values))
         outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
@@ -246,10 +270,10 @@ class PagedAttention(Rule):
         h = ordered(keys.pages.axes - own - {*d}, outer)
         v = ordered(values.pages.axes - own - {*h}, outer)
         if not set(h) <= values.pages.axes or not {*h, *v} <= set(outer):
-            raise NoMatch("keys and values are not of the same heads", values.node)
+            raise NoMatch("keys and values do not have the same heads", values.node)
         rows = match["query"].axes - {*b, *h, *d}
         if not rows.isdisjoint(v):
-            raise NoMatch("keys and values are not of the same heads", values.node)
+            raise NoMatch("keys and values do not have the same heads", values.node)
         tokens = _tokens(found, rows, h)
         s, g = (ordered(part, outer) for part in (tokens, rows - tokens))
         n, dtype = (*h, *g), found.node.meta["val"].dtype
@@ -289,8 +313,8 @@ def _pages(found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Expressi
     """A view of a cache, as a copy of all of it would cost more than what is gathered."""
     stored = found.pages.dtype
     if stored not in FLOATS or is_coarser(dtype, stored):
-        raise NoMatch(f"the cache is in {stored}, and paged_attention computes in {dtype} here", found.node)
+        raise NoMatch(f"the cache is in {stored}; paged_attention computes in {dtype} here", found.node)
     if found.table.origin.meta["val"].device != found.node.meta["val"].device:
         raise NoMatch("the block table is on another device than the cache", found.table.origin)
-    because = "the cache would have to be copied to be read as pages of rows of heads"
+    because = "reading the cache as pages of rows of heads would copy it"
     return ViewOf(tensor(found.pages, dims, read_by=found.node), found.pages.origin, because)

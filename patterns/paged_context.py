@@ -97,7 +97,7 @@ class PagedContext(Rule):
             raise NoMatch("latent and rotary key are looked up by different tables", keys.table.origin)
         parted = cuts(part for found in (latent, keys) for part in found.indices)
         if parted is None:
-            raise NoMatch("latent and rotary key are gathered in blocks that do not go together", keys.node)
+            raise NoMatch("latent and rotary key are gathered in incompatible blocks", keys.node)
         latent, keys = (renamed(found, parted) for found in (latent, keys))
         context = tuple(leaf for axis in t for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))
         (page, row), _ = (found.blocks_and_rows(context) for found in (latent, keys))

@@ -65,9 +65,9 @@ class RmsNormAlone(Rule):
     yields_to_target = True
     tells_misses = False
     accepts = (
-        Case("query of which more is made", WeightedQuery, FUSED, pieces=True),
+        Case("query that is also read elsewhere", WeightedQuery, FUSED, pieces=True),
         Case("weight first", _WeightFirst, FUSED, pieces=True),
-        Case("norm of a value that is used again", _OneOfTwo, FUSED, pieces=True),
+        Case("norm of a value that is read elsewhere", _OneOfTwo, FUSED, pieces=True),
     )
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:

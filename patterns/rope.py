@@ -73,7 +73,7 @@ class RopeAlone(Rule):
     tells_misses = False
     accepts = (
         Case("halves", WeightedQuery, FUSED, pieces=True),
-        Case("neighbours written as halves", _Interleaved, FUSED, pieces=True),
+        Case("interleaved columns written as halves", _Interleaved, FUSED, pieces=True),
         Case("rows appended", _Appended, {"rms_norm": 2, "rope": 2, "latent_attention": 1}, pieces=True),
     )
 

@@ -26,7 +26,7 @@ MLA = {
     ),
     "several rows of few heads": (
         lambda: {"calc_type": "calc_type_spec", "q_seqlen": [1, 1]},
-        f"q_nope has 32 heads; {NO_CONVERTER} 'calc_type_spec' with 128 heads alone, where it is causal",
+        f"q_nope has 32 heads; {NO_CONVERTER} 'calc_type_spec' with 128 heads only, where it is causal",
     ),
     "N": (
         lambda: {"q_nope": make(B, 40, HCKV), "q_rope": make(B, 40, DR)},

@@ -90,7 +90,7 @@ PROLOG = {
 FIRST = {
     "no weight_dq": (
         lambda: {"weight_dq": None, "rmsnorm_gamma_cq": None},
-        "weight_dq is None; MlaPrologV3 makes the query of a compressed one",
+        "weight_dq is None; MlaPrologV3 computes the query from a compressed one",
     ),
     "no rotation": (
         lambda: {"rope_sin": None, "rope_cos": None},
@@ -98,7 +98,7 @@ FIRST = {
     ),
     "interleaved result": (
         lambda: {"rope_layout": "interleave_interleave"},
-        "rope_layout is 'interleave_interleave'; MlaPrologV3 writes halves, which are other bytes in kr_cache",
+        "rope_layout is 'interleave_interleave'; MlaPrologV3 writes halves, which reorders kr_cache",
     ),
     "T": (
         lambda: norm(positions=250),
@@ -133,11 +133,11 @@ EARLIER = {
     ),
     "a number on the query": (
         lambda: {"qc_qr_scale": 1.5},
-        "qc_qr_scale is 1.5; MlaPrologV2 has no factor there, MlaPrologV3 has",
+        "qc_qr_scale is 1.5; MlaPrologV2 has no such factor, MlaPrologV3 does",
     ),
     "a number on the latent": (
         lambda: {"kc_scale": 1.5},
-        "kc_scale is 1.5; MlaPrologV2 has no factor there, MlaPrologV3 has",
+        "kc_scale is 1.5; MlaPrologV2 has no such factor, MlaPrologV3 does",
     ),
 }
 
@@ -155,7 +155,7 @@ def test_where_the_first_prologs_are_chosen():
         "the chip is Ascend950PR; MlaProlog exists on Ascend910B or Ascend910_93"
     )
     assert lower("mla_prolog", dataclasses.replace(first, mode="aclgraph")) == (
-        "MlaProlog writes caches that its schema says it only reads; a captured graph keeps no order for that"
+        "MlaProlog writes caches that its schema marks as read-only; a captured graph does not order such writes"
     )
     assert lower("mla_prolog_v3", first) == (
         "the prolog of torch_npu is v1 here, by its version or by option prolog; MlaPrologV3 is v3"
@@ -213,8 +213,8 @@ def test_halves_are_read_where_the_columns_of_weights_can_be_reordered_once():
     halves = {"rope_layout": "half_half", "gamma_after_cast": True}
     assert callable(lower("mla_prolog", A2, **halves))
     assert lower("mla_prolog", dataclasses.replace(A2, hoists=False), **halves) == (
-        "rope_layout is 'half_half'; MlaPrologV3 reads neighbours, and the columns of weights are not reordered "
-        "ahead of time here"
+        "rope_layout is 'half_half'; MlaPrologV3 reads interleaved columns, and this target does not "
+        "reorder the columns of weights"
     )
 
 
@@ -226,7 +226,7 @@ KV = {
     "no rotation": (lambda: {"cos": None, "sin": None}, "cos and sin are None; KvRmsNormRopeCache always rotates"),
     "rope_layout": (
         lambda: {"rope_layout": "half_half"},
-        "rope_layout is 'half_half'; KvRmsNormRopeCache reads neighbours and writes halves, 'interleave_half'",
+        "rope_layout is 'half_half'; KvRmsNormRopeCache reads interleaved columns and writes halves, 'interleave_half'",
     ),
     "dtype": (
         lambda: {"kv": make(B, 1, S, HCKV + DR, dtype=torch.float32)},
@@ -334,5 +334,5 @@ def test_the_kernel_with_v_is_not_on_newer_chips():
 
 def test_pypto_alone_has_mla_prolog_quant():
     module = importlib.import_module("mla_fx.lowering.ascend.mla_prolog_quant")
-    with pytest.raises(NoMatch, match="torch_npu has no operator"):
+    with pytest.raises(NoMatch, match="torch_npu has no such operator"):
         module.lower(A2)

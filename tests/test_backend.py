@@ -80,7 +80,7 @@ def test_the_last_report_is_of_all_graphs_since_it_was_asked_for():
     assert str(mla_fx.last_report()).splitlines()[:3] == [
         str(mla_fx.last_report()).splitlines()[0],
         "  graph 0: fused mla_prolog x1, latent_attention x1",
-        "  graph 1: fused nothing, no attention in it",
+        "  graph 1: fused nothing, no attention",
     ]
     compiled(nn.ReLU())(torch.ones(1))
     assert (mla_fx.last_report().fused, mla_fx.last_report().parts) == ({}, [])
@@ -239,12 +239,12 @@ def test_near_miss_costs_one_warning():
         for _ in range(3):
             run(*copy.deepcopy(arguments))
     (message,) = mla_warnings(caught)
-    assert "looks like MLA stays unfused: mla_attention: keys and values are cached expanded, per head" in message
+    assert "looks like MLA was not fused: mla_attention: keys and values are cached expanded, per head" in message
 
 
 def test_strict_refuses_a_near_miss():
     module, arguments = expanded_cache(DECODE)
-    with pytest.raises(mla_fx.FusionError, match="looks like MLA stays unfused: mla_attention: keys and values are"):
+    with pytest.raises(mla_fx.FusionError, match="looks like MLA was not fused: mla_attention: keys and values are"):
         compiled(module, strict=True)(*arguments)
 
 
@@ -274,7 +274,7 @@ def test_training_graph_is_left_alone():
     with torch.enable_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.testing.assert_close(gradients(other, compiled(other)), gradients(module, module), **EXACT)
-    assert mla_warnings(caught) == ["mla_fx fuses inference only; a graph that needs gradients is left alone"]
+    assert mla_warnings(caught) == ["mla_fx fuses inference only; a graph that needs gradients is left unchanged"]
     assert mla_fx.last_report().fused == {}
 
 

@@ -151,6 +151,19 @@ def test_near_twins_of_one_cache(kind):
     assert report.fused == kind.fused and bool(report.misses) == (kind.fused != FUSED), str(report)
 
 
+class ValuesUnlikeLatents(InTwo):
+    def combine(self, scores, value):
+        return scores.softmax(-1) @ value.sin()
+
+
+def test_two_writes_stay_where_attention_does_not_fuse():
+    layer = ValuesUnlikeLatents()
+    x, tables, position, caches = arguments(layer.sizes, first=8)
+    report = check(layer, (x, tables, position, (torch.cat(caches, -1), caches[1])))
+    assert report.fused == {} and report.misses
+    assert not any(record.fired for record in report.passes), report.passes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", [pytest.param("combined", marks=pytest.mark.campaign), "combined_in_two", "combined_paged"]

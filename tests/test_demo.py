@@ -93,7 +93,7 @@ def test_missing_dependency_is_a_sentence():
 def test_unknown_model_type_lists_the_families(capsys):
     assert main(["explain", "deepseek_v99"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("mla_fx: transformers knows no model type 'deepseek_v99'; ")
+    assert message.startswith("mla_fx: transformers has no model type 'deepseek_v99'; ")
     assert {"deepseek_v3", "minicpm3", "kimi_linear"} <= set(message.replace(",", "").replace(".", "").split())
 
 

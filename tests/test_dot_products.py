@@ -111,7 +111,7 @@ def test_products_of_few_numbers_are_loops():
 
 @pytest.mark.parametrize("rows", [torch.randn(1, 12).double(), torch.randn(0, 12), torch.randn(9, 12)])
 def test_doubles_and_none_and_many_are_left_to_products(rows):
-    with pytest.raises(NoMatch, match="a library multiplies such rows quicker"):
+    with pytest.raises(NoMatch, match="a library multiplies such rows faster"):
         inductor._of_rows(rows, torch.randn(12, 7).to(rows.dtype))
 
 

@@ -96,7 +96,7 @@ def test_who_insists_on_fusion_is_told(decode, options, complaint):
 def test_a_training_graph_that_cannot_be_looked_at_trains_on(monkeypatch):
     monkeypatch.setattr(compilation, "triage", fail)
     model, x = nn.Linear(3, 3), torch.ones(2, 3)
-    with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="looking at a training graph failed") as caught:
+    with torch.enable_grad(), pytest.warns(mla_fx.MlaWarning, match="checking a training graph failed") as caught:
         with_backend(model)(x).sum().backward()
     assert model.weight.grad is not None and len(caught) == 1
 
@@ -132,8 +132,8 @@ def turn_round(run):
     ("spoil", "complaint"),
     [
         (forget_metadata, "was added without metadata"),
-        (write_too_early, "reads the old value"),
-        (turn_round, "stands before its operand"),
+        (write_too_early, "still reads its old value"),
+        (turn_round, "comes before its operand"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(decode, tmp_path, stric
     module, arguments = decode
     (tmp_path / "file").write_text("")
     (message,) = told(module, arguments, with_backend(module, dump=str(tmp_path / "file"), strict=strict))
-    assert "the dump is not complete: The dump folder" in message
+    assert "the dump is incomplete: The dump folder" in message
     assert mla_fx.last_report().fused == ALL
 
 
@@ -182,7 +182,7 @@ def test_a_dump_that_breaks_off_is_told_once(tmp_path, monkeypatch):
         for _ in range(3):
             recorder.stage("captured", torch.fx.Graph())
         recorder.finish()
-    assert [str(warning.message) for warning in caught] == ["mla_fx: the dump is not complete: a bug"]
+    assert [str(warning.message) for warning in caught] == ["mla_fx: the dump is incomplete: a bug"]
 
 
 # --- floats that `dynamic=True` lifted -------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_a_pass_leaves_training_graphs_alone():
         torch.testing.assert_close(gradients(other, with_pass(other, graph_pass)), gradients(module, module), **EXACT)
     assert len([warning for warning in caught if issubclass(warning.category, mla_fx.MlaWarning)]) == 1
     assert graph_pass.report.fused == {}
-    assert graph_pass.report.notes == ["training graph: left alone, mla_fx fuses inference only"]
+    assert graph_pass.report.notes == ["training graph: left unchanged, mla_fx fuses inference only"]
 
 
 def test_a_pass_called_without_a_word_knows_training_graphs_by_their_inputs():

@@ -71,7 +71,7 @@ class Whole(cases.Layer):
 @pytest.mark.parametrize("layer", [cases.Layer, Whole])
 def test_an_exported_program_is_to_be_decomposed(layer):
     exported, graph_pass = torch.export.export(layer(), cases.inputs()), mla_fx.MlaPass(strict=True)
-    with pytest.raises(mla_fx.FusionError, match=r"take run_decompositions\(\) of the exported program"):
+    with pytest.raises(mla_fx.FusionError, match=r"call run_decompositions\(\) on the exported program"):
         graph_pass(exported.graph_module)
     graph_pass(exported.run_decompositions().graph_module)
     assert graph_pass.report.fused == ALL

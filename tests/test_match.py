@@ -133,7 +133,7 @@ def test_two_tensors_do_not_share_a_name():
     operands = {"left": contract(X, W, name="left"), "right": contract(X, U, name="right")}
     found, nearest = match_all(operands, lambda x, y, w, u: (x @ w, y @ u), (3, 4), (3, 4), (4, 5), (4, 6))
     assert not found
-    assert nearest.miss.reason == "x is not one tensor: x in one place, y in the other"
+    assert nearest.miss.reason == "x is not one tensor: x in one place and y in another"
     assert nearest.miss.node.name == "y"
 
 

@@ -131,8 +131,8 @@ def test_unknown_sizes_are_not_told():
 
 
 def test_what_is_told():
-    told = "memory, per layer of 2: 1.5 KiB of weights beside the model's"
+    told = "memory, per layer of 2: 1.5 KiB of copies of weights"
     assert str(Memory(2, None, 3072, None, None, 0)) == told
     whole = Memory(2, 4 * MIB, 3072, 3 * MIB, 40 * MIB, 0)
     assert str(whole) == f"{told}, 2.0 MiB of caches read; temporaries about 3.0 MiB, unfused 40.0 MiB"
-    assert "3.0 MiB and what operators take inside, unfused" in str(replace(whole, calls=4))
+    assert "3.0 MiB and what operators allocate inside, unfused" in str(replace(whole, calls=4))

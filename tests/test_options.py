@@ -41,7 +41,7 @@ WRONG = {
     "in capitals": ({"Verify": "first"}, r"unknown option 'Verify' for target '\w+'; do you mean 'verify'\?$"),
     "misspelt, of the target": ({"freezng": True}, r"'freezng' for target '\w+'; do you mean 'freezing'\?$"),
     "like no other": ({"colour": 1}, r"known options are 'absorb', .* and those of the target: \d+ of its own$"),
-    "all in one": ({"options": {"strict": True}}, "each option is given by its own name, as in target='reference'"),
+    "all in one": ({"options": {"strict": True}}, "options are keywords, as in target='reference'"),
     "of another target": ({"target": "reference", "freezing": True}, "it is one of target 'inductor'$"),
     "of two targets": ({"freezing": True, "pieces": True}, "'pieces'"),
     "a type of the target's": ({"freezing": "yes"}, "option freezing is 'yes'; Inductor takes bool"),
@@ -278,10 +278,10 @@ class Cut(cases.Layer):
 
 
 HINDERED = {
-    Dropped: "attention with dropout is left alone",
-    DroppedInside: "attention with dropout is left alone",
-    Flexible: "flex_attention is not read",
-    Cut: "no softmax follows: attention of another kind is not read",
+    Dropped: "attention with dropout is not fused",
+    DroppedInside: "attention with dropout is not fused",
+    Flexible: "flex_attention is not supported",
+    Cut: "no softmax follows: the attention is of another kind",
 }
 
 
@@ -289,7 +289,7 @@ HINDERED = {
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 @pytest.mark.parametrize("kind", HINDERED, ids=lambda kind: kind.__name__)
 def test_strict_refuses_what_could_not_be_looked_at(kind, target):
-    with pytest.raises(mla_fx.FusionError, match=f"looks like MLA stays unfused: .*{HINDERED[kind]}"):
+    with pytest.raises(mla_fx.FusionError, match=f"looks like MLA was not fused: .*{HINDERED[kind]}"):
         with_backend(kind(), strict=True, target=target)(*cases.inputs())
 
 
@@ -312,7 +312,7 @@ def test_otherwise_it_is_told_once_and_noted(kind):
 def test_a_graph_after_the_break_says_what_it_lacks():
     with pytest.warns(mla_fx.MlaWarning):
         report = mla_fx.explain(Cut(), target="reference")(*cases.inputs())
-    assert "attention without the projections that feed it; a graph break may cut the layer" in report.notes
+    assert "attention without the projections that feed it; a graph break may have cut the layer" in report.notes
     assert "no attention in this graph: there is nothing to fuse" in report.notes
 
 
@@ -339,5 +339,5 @@ def test_a_pass_is_as_strict_with_a_warm_cache():
     for _ in range(2):
         torch._dynamo.reset()
         graph_pass = mla_fx.MlaPass(strict=True)
-        with pytest.raises(mla_fx.FusionError, match="looks like MLA stays unfused"):
+        with pytest.raises(mla_fx.FusionError, match="looks like MLA was not fused"):
             torch.compile(module, options={"post_grad_custom_pre_pass": graph_pass})(*copy.deepcopy(arguments))

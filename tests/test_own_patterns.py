@@ -141,7 +141,7 @@ def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
 def test_two_rules_may_not_have_one_name(tmp_path):
     mla_fx.register_patterns(folder_of(tmp_path / "mine", stages="STAGE = 'cache'", rope=RULE))
     told, report = told_while(fused)
-    assert "rope.py cannot be used, and is left out: NameError: there is another file called 'rope'" in told
+    assert "rope.py cannot be used and is skipped: NameError: another file is called 'rope'" in told
     assert report.fused == ALL
 
 
@@ -172,7 +172,7 @@ def test_an_entry_point_that_leads_nowhere_is_told_of(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     forget()
     told, report = told_while(fused)
-    assert "module 'own_rules_that_are_gone' cannot be used, and is left out: ModuleNotFoundError" in told
+    assert "module 'own_rules_that_are_gone' cannot be used and is skipped: ModuleNotFoundError" in told
     assert report.fused == ALL
 
 
@@ -199,7 +199,7 @@ def test_a_file_at_fault_is_named_once_and_the_others_go_on(tmp_path, files, cau
     folder = folder_of(tmp_path / "mine", **files)
     mla_fx.register_patterns(folder)
     told, report = told_while(fused)
-    assert told.startswith(f"mla_fx: {folder / 'at_fault.py'} cannot be used, and is left out: {cause}")
+    assert told.startswith(f"mla_fx: {folder / 'at_fault.py'} cannot be used and is skipped: {cause}")
     assert report.fused == ALL
     assert told.removeprefix("mla_fx: ") in report.notes
     torch._dynamo.reset()
@@ -216,7 +216,7 @@ def test_a_file_at_fault_in_the_folder_of_patterns_is_named(tmp_path, monkeypatc
     monkeypatch.setattr(mla_fx.patterns, "__path__", [*mla_fx.patterns.__path__, str(folder)])
     forget()
     told, report = told_while(fused)
-    assert told.startswith(f"mla_fx: {folder / 'at_fault.py'} cannot be used, and is left out: ModuleNotFoundError")
+    assert told.startswith(f"mla_fx: {folder / 'at_fault.py'} cannot be used and is skipped: ModuleNotFoundError")
     assert report.fused == ALL
 
 
@@ -229,7 +229,7 @@ def test_a_target_at_fault_is_named(tmp_path, monkeypatch):
     told, report = told_while(fused)
     assert told.startswith(f"mla_fx: {folder / 'at_fault.py'} cannot be used")
     assert report.fused == ALL
-    with pytest.raises(mla_fx.OptionError, match=r"at_fault\.py cannot be used, and is left out: ModuleNotFound"):
+    with pytest.raises(mla_fx.OptionError, match=r"at_fault\.py cannot be used and is skipped: ModuleNotFound"):
         mla_fx.get_backend(target="at_fault")
 
 

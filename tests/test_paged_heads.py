@@ -441,13 +441,13 @@ class OtherHeads(Turned):
 REFUSED = {
     TableTurned: "block_table is not one tensor",
     TableOfAnotherSequence: "block_table is not one tensor",
-    RowsFirst: "the rows of a block do not follow each other in the context",
+    RowsFirst: "the rows of a block are not consecutive in the context",
     Softcap: "the attention scores go through tanh",
     ScaledHeads: "the attention scores go through mul before the softmax, expected a product",
-    Weighed: "expected rows that are gathered, found mul",
-    Rounded: "what is gathered in torch.float64 is read in torch.float64",
-    Sinks: "an attention sink, which paged_attention has no operand for",
-    OtherHeads: "keys and values are not of the same heads",
+    Weighed: "expected gathered rows, found mul",
+    Rounded: "what is gathered in torch.float64 and read in torch.float64",
+    Sinks: "paged_attention has no operand for an attention sink",
+    OtherHeads: "keys and values do not have the same heads",
 }
 
 
@@ -471,7 +471,7 @@ def test_a_cache_that_would_have_to_be_copied_is_gathered():
     query = torch.randn(3, 5, HEADS, 8, generator=generator, dtype=torch.float64)
     table = torch.randperm(19, generator=generator)[:18].view(3, 6)
     report = check(Columned(), given=(query, table, *caches))
-    assert not report.fused and "the cache would have to be copied" in reasons(report)[0]
+    assert not report.fused and "reading the cache as pages of rows of heads would copy it" in reasons(report)[0]
 
 
 def test_masked_weights_are_no_attention():

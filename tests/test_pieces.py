@@ -27,13 +27,13 @@ def normed(x, gamma, over=-1, power=2):
 NORMS = {
     "plain": (lambda x, gamma: normed(x, gamma), None),
     "of what was centred": (lambda x, gamma: normed(x - x.mean(-1, keepdim=True), gamma), None),
-    "over another axis": (lambda x, gamma: normed(x, gamma, 1), "does not run along the normalised dimension"),
-    "over two axes": (lambda x, gamma: normed(x, gamma, (1, 2)), "does not run along the normalised dimension"),
-    "over an axis in between": (lambda x, gamma: normed(x.mT, gamma[:, None], 1), "than the columns of a row"),
+    "over another axis": (lambda x, gamma: normed(x, gamma, 1), "is not along the normalised dimension"),
+    "over two axes": (lambda x, gamma: normed(x, gamma, (1, 2)), "is not along the normalised dimension"),
+    "over an axis in between": (lambda x, gamma: normed(x.mT, gamma[:, None], 1), "not over the columns of a row"),
     "without a weight": (lambda x, gamma: normed(x, 1.0) + gamma, "multiplied by one weight, found nothing"),
     "of another value": (
         lambda x, gamma: gamma.exp() * (x + 1) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5),
-        "not the one whose mean square is taken",
+        "not the value whose mean square is computed",
     ),
     "LayerNorm": (
         lambda x, gamma: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5) * gamma,

@@ -55,7 +55,7 @@ def test_a_rule_is_tried_without_a_program():
 
 REFUSED = {
     "the norm is multiplied by a number, 2": {"factor": 2.0},
-    "the norm is taken over something else than the columns of a row": {"over": TOKENS},
+    "the norm is not over the columns of a row": {"over": TOKENS},
 }
 
 

@@ -107,7 +107,7 @@ class TwoQueryWeights(Layer):
 def test_two_parameters_where_the_operator_takes_one(kind):
     report = check(kind())
     assert report.fused == KEY_SIDE, str(report)
-    assert "are two parameters, and the operator takes one matrix, which would be a copy of both" in str(report)
+    assert "are two parameters; the operator takes one matrix, which would be a copy of both" in str(report)
 
 
 class Presplit(Absorbed):

@@ -84,12 +84,12 @@ ONE_TOKEN = Sizes(tokens=1)
 REASONS = {
     SoftCap: ({}, "the attention scores go through tanh before the softmax, expected a product"),
     Temperature: ({}, "the attention scores are multiplied by the graph input temperature, expected a number"),
-    NormedKeys: ({}, "keys are normalised for each head behind their up-projection, which cannot be absorbed then"),
+    NormedKeys: ({}, "keys are normalised per head after the up-projection, which therefore cannot be absorbed"),
     NormedQuery: (KEY_SIDE, "q_nope is normalised, which mla_prolog does not do"),
-    LayerNormedQuery: (KEY_SIDE, "a LayerNorm stands where an RMSNorm is expected"),
+    LayerNormedQuery: (KEY_SIDE, "expected an RMSNorm, found a LayerNorm"),
     GatedLatent: (ATTENTION, "an RMSNorm is multiplied by one weight, found the graph input kv_gamma, sigmoid"),
-    WrittenWhere: (ATTENTION, "the cache is written where a condition holds, not at positions"),
-    TwoWaysToWrite: (ATTENTION, "of latent and rotary key only one is written so that negative positions count"),
+    WrittenWhere: (ATTENTION, "the cache is written by a boolean mask, not at positions"),
+    TwoWaysToWrite: (ATTENTION, "negative positions are written for only one of latent and rotary key"),
 }
 
 

@@ -39,8 +39,10 @@ from mla_fx.readings.axes import (
     whole,
 )
 from mla_fx.readings.cache_update import cache_update
+from mla_fx.readings.causal import causal_by_position
 from mla_fx.readings.contraction import contraction
 from mla_fx.readings.element import Element, constant, element_of, resolve
+from mla_fx.readings.integers import integer_sum
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.rms_norm import rms_norm
 from mla_fx.readings.sizes import at_most, ratio
@@ -154,7 +156,7 @@ def test_an_element_read_across_a_boundary():
     element = resolve(traced.out, (of_axis(axis),))
     across = {axis: of_axis(Axis(4), 3)}
     for read in (element.at, element.renamed, lambda names: renamed(element.index[0], names)):
-        with refused("read across the boundary"):
+        with refused("read across a boundary"):
             read(across)
 
 
@@ -174,6 +176,17 @@ def test_flags_and_complex_numbers_are_no_constants():
     assert [constant(value) for value in compared.all_input_nodes] == [None, None]
 
 
+def test_a_whole_number_that_a_float_may_not_hold_is_no_constant():
+    assert constant(2**53) == 2.0**53
+    assert constant(2**53 + 1) is None and constant(-(2**60)) is None
+
+
+def test_a_whole_number_cast_from_a_float_is_not_followed():
+    found = integer_sum(element_of(Traced(lambda x: (x * 4).long() + 3, dense(S)).out))
+    ((summand, times),) = found.elements
+    assert (times, found.index.offset) == (1, 3) and summand.node.meta["val"].dtype == torch.int64
+
+
 def test_a_sum_that_is_too_long():
     def function(x, y):
         for _ in range(120):
@@ -185,7 +198,7 @@ def test_a_sum_that_is_too_long():
 
 
 def test_the_root_of_a_negative_number():
-    with refused("-2 to the power 0.5 is no number"):
+    with refused("-2 to the power 0.5 is not a number"):
         as_product(element_of(Traced(lambda x: (x * -2) ** 0.5, dense(D)).out))
 
 
@@ -209,13 +222,13 @@ def twice(x):
 NORMS = {
     "a negative epsilon": (lambda x, g: g * x * torch.rsqrt(x.square().mean(-1, True) - EPSILON), "compile-time"),
     "negative squares": (lambda x, g: g * root_of(x, -x.square().mean(-1, True)), "root are multiplied by -"),
-    "the token before": (lambda x, g: normed(x[:, 1:], g, x[:, :-1]), "is not the one whose mean square"),
-    "the other half": (lambda x, g: normed(x[..., 4:], g[:4], x[..., :4]), "is not the one whose mean square"),
-    "every other": (lambda x, g: normed(x[..., ::2], g[:4], x[..., :4]), "is not the one whose mean square"),
-    "first instead of every other": (lambda x, g: normed(x[..., :4], g[:4], x[..., ::2]), "is not the one whose mean"),
-    "rounded": (lambda x, g: normed(x.bfloat16().float(), g, x), "is not the one whose mean square"),
-    "repeated": (lambda x, g: g * root_of(x, twice(x).square().mean((1, -1))[..., None]), "is not the one"),
-    "the diagonal": (lambda x, g: normed(x, g, x.diagonal(0, 1, 2)[:, None]), "is not the one|expected"),
+    "the token before": (lambda x, g: normed(x[:, 1:], g, x[:, :-1]), "is not the value whose mean square"),
+    "the other half": (lambda x, g: normed(x[..., 4:], g[:4], x[..., :4]), "is not the value whose mean square"),
+    "every other": (lambda x, g: normed(x[..., ::2], g[:4], x[..., :4]), "is not the value whose mean square"),
+    "first instead of every other": (lambda x, g: normed(x[..., :4], g[:4], x[..., ::2]), "is not the value"),
+    "rounded": (lambda x, g: normed(x.bfloat16().float(), g, x), "is not the value whose mean square"),
+    "repeated": (lambda x, g: g * root_of(x, twice(x).square().mean((1, -1))[..., None]), "is not the value"),
+    "the diagonal": (lambda x, g: normed(x, g, x.diagonal(0, 1, 2)[:, None]), "is not the value|expected"),
 }
 
 
@@ -238,8 +251,8 @@ def test_a_norm_of_another_order_or_power(order, power):
 @pytest.mark.parametrize(
     ("squares", "reason"),
     [
-        (lambda x: x.square().sum(-1, True), "the norm is taken over a dimension of unknown size"),
-        (lambda x: x.square().mean(-1, True), "the mean is taken over a dimension of unknown size"),
+        (lambda x: x.square().sum(-1, True), "the norm is over a dimension of unknown size"),
+        (lambda x: x.square().mean(-1, True), "the mean is over a dimension of unknown size"),
     ],
 )
 def test_a_norm_of_unknown_width(squares, reason):
@@ -254,7 +267,7 @@ def test_a_norm_of_what_is_parted_in_another_way():
         mean = x.view(3, 4).square().mean(-1, True).expand(3, 4).reshape(12)
         return g * firsts * torch.rsqrt(mean + EPSILON)
 
-    with refused("is not the one whose mean square"):
+    with refused("is not the value whose mean square"):
         rms_norm(element_of(Traced(function, dense(12), dense(12)).out))
 
 
@@ -317,9 +330,9 @@ def guarded(condition):
 
 
 ATTENTIONS = {
-    "the sum of the first head": (lambda e: e / e[:, :1].sum(-1, keepdim=True), "is the sum of others"),
-    "the sum over all queries": (lambda e: e / e.sum((-1, -2), keepdim=True), "are not their sum|is not their sum"),
-    "the sum of other values": (lambda e: e / e.sin().sum(-1, keepdim=True), "is not their sum"),
+    "the sum of the first head": (lambda e: e / e[:, :1].sum(-1, keepdim=True), "by the sum of others"),
+    "the sum over all queries": (lambda e: e / e.sum((-1, -2), keepdim=True), "are not divided by their sum"),
+    "the sum of other values": (lambda e: e / e.sin().sum(-1, keepdim=True), "are not divided by their sum"),
     "a maximum": (lambda e: e / e.amax(-1, keepdim=True), "expected a softmax"),
 }
 
@@ -337,7 +350,7 @@ def test_a_maximum_over_the_queries_is_no_softmax():
         e = torch.exp(logits - logits.amax(-2, keepdim=True))
         return (e / (e * 1).sum(-1, keepdim=True)) @ v
 
-    with refused("not the largest of the scores"):
+    with refused("not the maximum of the scores"):
         read(function)
 
 
@@ -367,12 +380,12 @@ def test_a_guarded_softmax():
 
 
 def test_probabilities_that_are_replaced_by_a_number():
-    with refused("replaced where a condition holds"):
+    with refused("replaced under a condition"):
         read(lambda q, k, v: torch.where(MASK, 0.5, (q @ k.mT).softmax(-1)) @ v)
 
 
 def test_probabilities_that_are_left_out():
-    with refused("not all the probabilities"):
+    with refused("only some of the softmax's probabilities"):
         read(lambda q, k, v: (q @ k.mT).softmax(-1)[..., 2:] @ v[..., 2:, :])
 
 
@@ -385,10 +398,27 @@ def test_a_quotient_that_begins_no_attention(divided):
     assert not list(anchors(Traced(function, dense(S, 4), dense(D, D), decompose=False).graph))
 
 
+def test_a_number_subtracted_before_the_exponential_is_no_maximum():
+    def function(q, k, v):
+        e = torch.exp(q @ k.mT - 3.0)
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    with refused("not the maximum of the scores"):
+        read(function)
+
+
+def test_a_triangle_of_many_numbers_is_no_causal_mask():
+    position = torch.arange(T)
+    distance = (position - position[:, None]).float()
+    found = read(lambda q, k, v: (q @ k.mT + distance.triu(1)).softmax(-1) @ v, *[(B, T, D)] * 3, decompose=False)
+    with refused("more than one number above its diagonal"):
+        causal_by_position(found, (), axes_of(found.index[1]))
+
+
 FUSED = {
     "with dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
     "over a single key": lambda q, k, v: F.scaled_dot_product_attention(q, k[..., :1, :], v[..., :1, :]),
-    "of other sequences than the query": lambda q, k, v: F.scaled_dot_product_attention(q, k[0], v[0]),
+    "belongs to other sequences than the query": lambda q, k, v: F.scaled_dot_product_attention(q, k[0], v[0]),
     "output is not used": lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[1],
 }
 
@@ -422,14 +452,14 @@ def read(function, *shapes, **options):
 
 ALL = slice(None)
 UPDATES = {
-    "where a condition holds": lambda cache, r: written(cache, (ALL, ALL, torch.ones(T).bool()), cache + 1),
+    "by a boolean mask": lambda cache, r: written(cache, (ALL, ALL, torch.ones(T).bool()), cache + 1),
     "along several dimensions": lambda cache, r: written(cache, (torch.arange(B), ALL, SLOTS[:B]), r[:, :, 0]),
     "broadcast into the cache": lambda cache, r: written(cache, (ALL, ALL, SLOTS), r[..., :1]),
     "in steps of 2": lambda cache, r: written(cache, (ALL, ALL, slice(0, 5, 2)), r),
-    "a part of the rows": lambda cache, r: cache.scatter(2, SLOTS.view(1, 1, S, 1).expand(B, 1, S, 4), r),
+    "only some of the rows": lambda cache, r: cache.scatter(2, SLOTS.view(1, 1, S, 1).expand(B, 1, S, 4), r),
     "to different positions": lambda cache, r: cache.scatter(2, torch.arange(D).expand(B, 1, S, D) % T, r),
-    "in one cat": lambda cache, r: torch.cat([cache, r[:, :, :1].expand_as(cache)], -1),
-    "not simply counted": lambda cache, r: written(
+    "one cat of the old and the new rows": lambda cache, r: torch.cat([cache, r[:, :, :1].expand_as(cache)], -1),
+    "not 0, 1, 2": lambda cache, r: written(
         cache[:, 0], (torch.arange(B)[None], SLOTS.expand(B, S)[:, :B]), r[:, 0, :B]
     ),
 }
@@ -439,6 +469,15 @@ UPDATES = {
 def test_near_twins_of_a_cache_update(reason):
     with refused(reason):
         read_update(UPDATES[reason])
+
+
+def test_one_row_at_a_position_that_may_be_negative():
+    def function(cache, row, positions):
+        return torch.select_scatter(cache, row, 2, positions.shape[0] - 4)
+
+    traced = Traced(function, dense(B, 1, T, D), dense(B, 1, D), dense(6), dynamic=True)
+    with refused("from a position that may be negative"):
+        cache_update(element_of(traced.out))
 
 
 def joined(function, *shapes):
@@ -457,7 +496,7 @@ def test_two_caches_of_different_layouts():
 
 
 def test_two_caches_of_different_numbers_of_rows():
-    with refused("in rows or slots of different numbers"):
+    with refused("have different numbers of rows or slots"):
         joined(lambda a, r, p: (torch.cat([a, r], 1), torch.cat([a, p], 1)), (B, T, D), (B, 1, D), (B, 2, D))
 
 
@@ -502,7 +541,7 @@ def test_two_elements_that_are_one():
 
 
 def test_two_readings_that_part_one_dimension_differently():
-    with refused("part one dimension in ways that do not go together"):
+    with refused("split one dimension in incompatible ways"):
         Match().bind("x", digit_of_twelve(6, 2)).bind("y", digit_of_twelve(4, 3)).settled()
 
 
@@ -517,16 +556,16 @@ def test_a_cache_that_is_written_in_an_unknown_way_is_no_row():
 
 SIZES = [sympy.Symbol(name, integer=True, positive=True) for name in "mn"]
 TENSORS = {  # an element, and the dimensions it is wanted along
-    "which the operator would round": (line(0, (A4, 6)), [[A4]], {"dtype": torch.bfloat16}),
+    "would be rounded to torch.bfloat16 by the operator": (line(0, (A4, 6)), [[A4]], {"dtype": torch.bfloat16}),
     "run over one axis": (line(0, (A4, 6)), [[A4], [A4]], {}),
-    "in parts that do not go together": (
+    "in incompatible parts": (
         Element(SQUARE, (digit_of_twelve(6, 2).index[0], digit_of_twelve(4, 3).index[0])), [[A12]], {}
     ),
-    "on an axis it should not": (line(0, (A4, 6), (B6, 1)), [[A4]], {}),
+    "on an axis that it must not": (line(0, (A4, 6), (B6, 1)), [[A4]], {}),
     "along a diagonal": (Element(SQUARE, (of_axis(A4), of_axis(A4))), [[A4]], {}),
-    "on only a part of a dimension": (line(0, (A4, 6)), [[A4, B6]], {}),
-    "none is known to be the largest": (line(0, *zip((A4, B4), SIZES, strict=True)), [[A4], [B4]], {}),
-    "in steps of 5, which is no view": (line(0, (A4, 5)), [[A4]], {}),
+    "on only part of a dimension": (line(0, (A4, 6)), [[A4, B6]], {}),
+    "none of them provably the largest": (line(0, *zip((A4, B4), SIZES, strict=True)), [[A4], [B4]], {}),
+    "in steps of 5, which no view": (line(0, (A4, 5)), [[A4]], {}),
 }  # fmt: skip
 
 
@@ -538,7 +577,7 @@ def test_an_element_that_is_no_tensor(reason):
 
 
 def test_a_dimension_that_is_no_whole_axis():
-    with refused("the width is read in steps or from the midst"):
+    with refused("the width is read in steps or from an offset"):
         axes(of_axis(A4, 2), "the width", LINE)
 
 
@@ -724,20 +763,20 @@ class KeyByQuery(Layer):
 LAYERS = {
     KeyByQuery: ("k_rope depends on more than its own dimensions",),
     OneAppended: ("are not cached in the same way", "latent and rotary key are written to different positions"),
-    ComputedUp: ("weight_uk is computed by the graph, expected a parameter",),
-    ComputedQuery: ("weight_uq is computed by the graph, expected a parameter",),
+    ComputedUp: ("weight_uk is computed in the graph, expected a parameter",),
+    ComputedQuery: ("weight_uq is computed in the graph, expected a parameter",),
     ScaledStates: ("a projection of the prolog is multiplied by 1.5",),
-    CrossedQuery: ("the weights of q_nope and q_rope are not neighbours in one matrix",),
-    ApartRows: ("the weights of latent and rotary key are two parameters, and the operator takes one matrix",),
-    CrossedRows: ("the weights of latent and rotary key are not neighbours in one matrix",),
+    CrossedQuery: ("the weights of q_nope and q_rope are not adjacent in one matrix",),
+    ApartRows: ("the weights of latent and rotary key are two parameters; the operator takes one matrix",),
+    CrossedRows: ("the weights of latent and rotary key are not adjacent in one matrix",),
     KeyAsItIs: ("only one of query and key is rotated",),
     KeyInPairs: ("the query is rotated in layout half_half, the key in interleave_interleave",),
     TurnedCaches: ("the cache is written along the last dimension, expected whole rows",),
-    GroupsOfOneWeight: ("the norm is taken over something else than the columns of a row",),
-    TwoMatrices: ("the weights of latent and rotary key are two parameters, and the operator takes one matrix",),
-    OneRow: ("the weights of latent and rotary key are not neighbours in one matrix",),
-    TurnedRows: ("query and cached rows are not made from the same tokens",),
-    OneContext: ("the latent does not run along the context",),
+    GroupsOfOneWeight: ("the norm is not over the columns of a row",),
+    TwoMatrices: ("the weights of latent and rotary key are two parameters; the operator takes one matrix",),
+    OneRow: ("the weights of latent and rotary key are not adjacent in one matrix",),
+    TurnedRows: ("query and cached rows are not computed from the same tokens",),
+    OneContext: ("the latent is not along the context",),
     OneColumn: (),
 }
 
@@ -775,7 +814,7 @@ class NormsApart(Layer):
 def test_norms_that_round_in_different_places():
     layer = NormsApart().bfloat16()
     report = check_no_further(layer, in_type(arguments_of(layer), torch.bfloat16))
-    assert "the two norms of the prolog round at different places" in {miss.reason for miss in report.misses}
+    assert "the two norms of the prolog round in different places" in {miss.reason for miss in report.misses}
 
 
 # --- what is put together from readings ------------------------------------------------------------------------------
@@ -838,19 +877,26 @@ def held(*given):
     return copied_back(*given[:-2], HELD, given[-1])
 
 
+def read_by_strides(*given):
+    results = fused(*given)
+    for cache, result in zip(given[-2:], results[:2], strict=True):
+        cache.copy_(result)
+    return results[0].as_strided((T, 6), (6, 1)).clone()
+
+
 HELD = torch.zeros(B, 1, T, 6)
 IN_PLACE = {
-    written_twice: "the graph input of k_cache is not written once and whole",
-    written_by_columns: "the graph input of k_cache is not written once and whole",
-    scaled: "the updated k_cache is not what the graph input becomes, element for element",
-    held: "k_cache is no view of a graph input",
+    written_twice: "the graph input of k_cache is not written exactly once and completely",
+    written_by_columns: "the graph input of k_cache is not written exactly once and completely",
+    scaled: "the updated k_cache differs from what the graph input becomes",
+    held: "k_cache is not a view of a graph input",
 }
 
 
-def reinplaced(function, width=20):
+def reinplaced(function, width=20, room=T):
     """What is said when the caches of a traced call are to be written in place."""
     given = dense(B, 1, S, 26), dense(20), dense(B, 1, S, 6), dense(B, 1, S, 6), torch.arange(S).expand(B, S)
-    caches = dense(B, 1, T, 6), dense(B, 1, T, width)
+    caches = dense(B, 1, room, 6)[:, :, :T], dense(B, 1, T, width)
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*given, *caches).graph
     return [sentence.partition(": ")[2] for sentence in reinplace(graph)]
 
@@ -864,8 +910,14 @@ def test_caches_that_may_not_be_written_in_place(function):
     assert reinplaced(function) == [IN_PLACE[function]]
 
 
+def test_a_cache_with_gaps_that_is_read_by_strides():
+    reason = "the updated k_cache is read by its strides, and the graph input has other strides"
+    assert reinplaced(read_by_strides) == []
+    assert reinplaced(read_by_strides, room=2 * T) == [reason]
+
+
 def test_caches_in_one_graph_input():
-    assert reinplaced(in_one_input, 26) == ["another operand lies in the same graph input as k_cache"]
+    assert reinplaced(in_one_input, 26) == ["another operand is in the same graph input as k_cache"]
 
 
 def test_what_is_no_view_shares_nothing_surely():

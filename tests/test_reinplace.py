@@ -233,7 +233,7 @@ REFUSED = {
     ReturnsNew: "the updated kv_cache is an output",
     ReturnsViewOfNew: "the updated kr_cache is an output",
     ComparesBoth: "reads the kv_cache from before",
-    Cloned: "kv_cache is no view of a graph input",
+    Cloned: "kv_cache is not a view of a graph input",
     RoomyRestored: "the updated kv_cache is not what the graph input becomes",
     RoomyHalf: "the updated kv_cache is not what the graph input becomes",
     TwoSteps: KEPT,
@@ -428,7 +428,7 @@ def chain():
 def test_a_node_before_its_operand_is_found():
     graph, nodes = chain()
     nodes["late"].append(nodes["part"])  # behind what reads it
-    with pytest.raises(RuntimeError, match=f"{nodes['late'].name} stands before its operand {nodes['part'].name}"):
+    with pytest.raises(RuntimeError, match=f"{nodes['late'].name} comes before its operand {nodes['part'].name}"):
         check(graph, set(graph.nodes), {})
 
 
@@ -444,7 +444,7 @@ def test_a_write_over_what_is_read_later_through_views_is_found():
     with graph.inserting_before(nodes["late"]):
         write = graph.call_function(aten.add_.Tensor, (nodes["x"], 1))
     write.meta["val"] = None
-    with pytest.raises(RuntimeError, match=f"{write.name} writes x, of which {nodes['late'].name} reads"):
+    with pytest.raises(RuntimeError, match=f"{write.name} writes x, but {nodes['late'].name} still reads"):
         check(graph, originals, before)
     nodes["late"].append(write)
     check(graph, originals, before)

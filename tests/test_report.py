@@ -66,7 +66,7 @@ nearest misses:
         text = str(report(fused={"latent_attention": 61}, memory=alike, notes=["caches written in place"]))
         self.assertExpectedInline(text, """\
 mla_fx on inductor: fused latent_attention x61 in 1.8 ms
-  memory, per layer of 61: 0.0 KiB of weights beside the model's, 18.0 MiB of caches read; temporaries about 27.0 MiB, unfused 2586.0 MiB
+  memory, per layer of 61: 0.0 KiB of copies of weights, 18.0 MiB of caches read; temporaries about 27.0 MiB, unfused 2586.0 MiB
   caches written in place""")  # noqa: E501  # the text as it is printed
 
     def test_two_patterns_that_failed_alike(self):
@@ -113,7 +113,7 @@ def test_the_text_of_several_graphs_has_a_line_for_each():
     assert str(Report.merged([*parts, report(has_attention=True)])).splitlines() == [
         "mla_fx on inductor: fused mla_prolog x2 in 5 graphs in 8.8 ms",
         "  graphs 0, 1: fused mla_prolog x1",
-        "  graphs 2, 3: fused nothing, no attention in it",
+        "  graphs 2, 3: fused nothing, no attention",
         "  graph 4: fused nothing",
         "  nothing here (2 times)",
     ]

@@ -60,7 +60,7 @@ class ThereAndBack(Parts):
 def test_fill_that_is_infinite_on_its_way():
     assert "latent_attention" in check(ThereAndBack(-1e4)).fused
     report = check(ThereAndBack(torch.finfo(torch.float64).min))
-    assert any("which is infinite before it is scaled back" in miss.reason for miss in report.misses), str(report)
+    assert any("which is infinite before the scale is applied" in miss.reason for miss in report.misses), str(report)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_what_is_filled(kind, fill):
 
 def test_part_of_the_scores_is_filled():
     reasons = [miss.reason for miss in check(OnlyNope(-1.5)).misses]
-    assert reasons == ["only a part of the attention scores is filled with a number"]
+    assert reasons == ["only part of the attention scores is filled with a number"]
 
 
 def test_lowest_number_enlarged():

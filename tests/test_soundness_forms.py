@@ -92,7 +92,7 @@ def test_sink_in_the_type_of_the_model(dtype):
     assert check_no_further(module, in_type(arguments(), dtype)).fused.get(ATTENTION)
 
 
-NO_NUMBER = "the attention sink is no number for each head"
+NO_NUMBER = "the attention sink is not one number per head"
 OTHERS = {
     "of the scores": (lambda m, s, v: m.beside(s, s[..., :1].exp()).softmax(-1)[..., :-1] @ v, NO_NUMBER),
     "of tokens": (lambda m, s, v: m.beside(s, of_tokens(s)).softmax(-1)[..., :-1] @ v, NO_NUMBER),
@@ -107,7 +107,7 @@ OTHERS = {
         ),
         NO_NUMBER,
     ),
-    "two": (lambda m, s, v: m.beside(m.beside(s)).softmax(-1)[..., :-2] @ v, "not all the probabilities"),
+    "two": (lambda m, s, v: m.beside(m.beside(s)).softmax(-1)[..., :-2] @ v, "only some of the softmax's"),
     "with a value": (
         lambda m, s, v: m.beside(s).softmax(-1) @ torch.cat((v, v[:, :, :1] + 1), 2),
         "go through cat before",
@@ -180,14 +180,14 @@ class OtherLatents(Unrotated):
         return super().keys(latent, k_rope)[0], super().keys(latent + 1, k_rope)[1]
 
 
-NOT_DOWN = "keys and values are not expanded from latents that were projected down"
+NOT_DOWN = "keys and values are not expanded from a down-projected latent"
 UNROTATED = {
     "hidden states": (HiddenStates, Sizes(rank=32), NOT_DOWN),
     "projected up": (Unrotated, Sizes(rank=40), NOT_DOWN),
     "as wide as the heads": (Unrotated, Sizes(nope=2, value=2, rank=16), NOT_DOWN),
     "query of the latents": (QueryOfLatents, Sizes(query_rank=20), NOT_DOWN),
     "other latents": (OtherLatents, Sizes(), "kv_cache is not one tensor"),
-    "one head": (Unrotated, Sizes(heads=1), "no heads that share a latent"),
+    "one head": (Unrotated, Sizes(heads=1), "no heads share a latent"),
 }
 
 

@@ -116,7 +116,7 @@ def test_a_choice_over_parts_of_caches_is_left_to_the_operator():
         whole, parts = (both[..., :20].clone(), both[..., 20:].clone()), (both[..., :20], both[..., 20:])
         options = {"scale": 1.0, "max_absorbed_tokens": 4}
         assert entry.kernel_decomposition(query, rope, *whole, up, up, None, **options) is entry.kernel
-        with pytest.raises(NoMatch, match="and its caches do not lie in one piece"):
+        with pytest.raises(NoMatch, match="and its caches are not contiguous"):
             entry.kernel_decomposition(query, rope, *parts, up, up, None, **options)
 
 

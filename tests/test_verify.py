@@ -88,7 +88,7 @@ def test_verify_finds_a_wrong_rule(monkeypatch, fault, dtype):
 @pytest.mark.parametrize("fault, named", [("scale 1 % off", "mla_attention"), ("rotation the other way", "mla_prolog")])
 def test_a_wrong_rule_is_named_with_its_layer(monkeypatch, fault, named):
     plant(monkeypatch, fault)
-    with pytest.raises(mla_fx.VerificationError, match=rf"in attention, put in by (\w+, )*{named}"):
+    with pytest.raises(mla_fx.VerificationError, match=rf"in attention, added by (\w+, )*{named}"):
         compiled(Model(), verify="first")(*cases.inputs())
 
 
@@ -239,7 +239,7 @@ def test_a_row_that_attends_to_nothing_is_let_pass_and_said():
     out = compiled(Blind(), verify="always")(*cases.inputs())
     report = mla_fx.last_report()
     assert report.fused and out.isfinite().all()
-    assert f"{cases.B * cases.HE} numbers of rows that attend to nothing: NaN unfused" in report.verified[0]
+    assert f"{cases.B * cases.HE} numbers in rows that attend to nothing: NaN unfused" in report.verified[0]
 
 
 def test_whole_numbers_and_flags_must_be_the_same():
@@ -266,7 +266,7 @@ def test_a_choice_that_rounding_may_turn_over_is_left_out(gap, is_held):
             other(x)
     else:
         other(x)
-        assert "1 results hang on a choice" in report.verified[0]
+        assert "1 results depend on a choice" in report.verified[0]
 
 
 @pytest.mark.parametrize("once, runs", [(True, 1), (False, 3)])

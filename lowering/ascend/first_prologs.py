@@ -46,13 +46,13 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel = version.kernel
     limits.chip(surface, kernel, (A2, A3))
     if surface.mode == "aclgraph":
-        writes = f"{kernel} writes caches that its schema says it only reads"
-        raise NoMatch(f"{writes}; a captured graph keeps no order for that")
+        writes = f"{kernel} writes caches that its schema marks as read-only"
+        raise NoMatch(f"{writes}; a captured graph does not order such writes")
     if a.cache_mode not in CACHE_MODES:
         raise NoMatch(f"cache_mode is {a.cache_mode!r}; {kernel} takes {limits.listed(CACHE_MODES)}")
     for name in SCALES:
         if (scale := getattr(a, name)) != 1.0:
-            raise NoMatch(f"{name} is {scale:.6g}; {kernel} has no factor there, MlaPrologV3 has")
+            raise NoMatch(f"{name} is {scale:.6g}; {kernel} has no such factor, MlaPrologV3 does")
     assert a.weight_dq is not None, "a query of full rank was refused"
     heads, nope, rank = a.weight_uk.shape
     limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, HIDDEN)

@@ -56,7 +56,7 @@ def refuse_masks(
 ) -> None:
     """Raises NoMatch for masks and lengths that the kernel cannot take."""
     if surface.mode == "aclgraph" and (a.context_lens is not None or a.mask is not None):
-        raise NoMatch(f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers of the host")
+        raise NoMatch(f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers on the host")
     if a.context_lens is None and surface.mode == "aclgraph":
         queries = a.query if isinstance(a, latent_attention.Arguments) else a.q_nope
         _refuse_computed(queries.shape[0], tokens if a.is_causal else context_of(a.kv_cache, a.block_table))
@@ -64,14 +64,15 @@ def refuse_masks(
         _refuse_mask(surface, a.mask, tokens)
     is_one = limits.known_equal(tokens, 1)
     if a.mask is None and a.context_lens is None and not a.is_causal and not is_one:
-        raise NoMatch(f"all keys are visible to each of S = {tokens} tokens; {KERNEL} lets only the last one see all")
+        visible = f"all keys are visible to each of S = {tokens} tokens"
+        raise NoMatch(f"{visible}; {KERNEL} lets only the last token see all keys")
 
 
 def _refuse_mask(surface: Surface, mask: Tensor, tokens: int) -> None:
     if not surface.trusts_masks:
         raise NoMatch(
-            f"mask is a tensor; {KERNEL} takes the length of each sequence, so the mask must be causal, provably, or "
-            "by your word: option causal_masks"
+            f"mask is a tensor; {KERNEL} takes the length of each sequence, and the mask is not provably "
+            "causal; set causal_masks=True if it is"
         )
     if mask.dim() == 4 and not limits.known_equal(mask.shape[1], 1):
         raise NoMatch(f"mask has shape {list(mask.shape)}; a causal mask is the same for all heads")
@@ -82,9 +83,9 @@ def _refuse_mask(surface: Surface, mask: Tensor, tokens: int) -> None:
 def _refuse_computed(batch: int | torch.SymInt, visible: int | torch.SymInt) -> None:
     """torchair updates a length between replays where it is an input of the graph, and takes no computed one."""
     if not isinstance(batch, int):
-        raise NoMatch(f"the batch is {batch}; a captured {KERNEL} takes a number that is known ahead of time")
+        raise NoMatch(f"the batch is {batch}; a captured {KERNEL} takes a number known at compile time")
     if not isinstance(visible, int):
-        raise NoMatch(f"{visible} keys are visible; a captured {KERNEL} takes a number that is known ahead of time")
+        raise NoMatch(f"{visible} keys are visible; a captured {KERNEL} takes a number known at compile time")
 
 
 # --- the call --------------------------------------------------------------------------------------------------------

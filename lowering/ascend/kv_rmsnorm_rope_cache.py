@@ -58,7 +58,7 @@ def refuse_rotation(a: Arguments) -> None:
     if a.cos is None:
         raise NoMatch(f"cos and sin are None; {KERNEL} always rotates")
     if a.rope_layout != "interleave_half":
-        takes = f"{KERNEL} reads neighbours and writes halves, 'interleave_half'"
+        takes = f"{KERNEL} reads interleaved columns and writes halves, 'interleave_half'"
         raise NoMatch(f"rope_layout is {a.rope_layout!r}; {takes}")
 
 

@@ -50,7 +50,7 @@ def refuse_pages(kv_cache: Tensor, kr_cache: Tensor) -> None:
         raise NoMatch(f"kv_cache has BlockSize = {size}; {KERNEL} takes multiples of {PAGE_SIZES[-1]}")
     blocks, others = kv_cache.shape[0], kr_cache.shape[0]
     if not limits.holds(blocks == others):
-        takes = f"{KERNEL} takes one table for caches of one number"
+        takes = f"{KERNEL} takes one table, for caches with equal numbers of blocks"
         raise NoMatch(f"kv_cache has {blocks} blocks and kr_cache {others}; {takes}")
 
 

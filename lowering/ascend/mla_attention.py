@@ -30,7 +30,7 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel.refuse_chip(surface)
     if a.block_table is not None:
-        takes = f"{KERNEL} takes keys and values that are expanded, and these lie in no pages"
+        takes = f"{KERNEL} takes expanded keys and values, which are not paged"
         raise NoMatch(f"block_table is given; {takes}")
     batch, tokens = a.q_nope.shape[:2]
     refuse_sizes(a)
@@ -43,7 +43,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
         return
     is_whole = a.is_causal and limits.known_equal(tokens, a.kv_cache.shape[1])
     if not is_whole and not limits.known_equal(batch, 1):
-        takes = f"{KERNEL} finds the keys of one sequence only where they fill a part of the cache"
+        takes = f"{KERNEL} takes one sequence where keys fill a part of the cache"
         raise NoMatch(f"the batch is {batch}; {takes}")
 
 

@@ -61,19 +61,19 @@ def kernel(surface: Surface) -> str:
 
 def refuse_left_out(surface: Surface, a: Arguments) -> None:
     if a.weight_dq is None:
-        raise NoMatch(f"weight_dq is None; {kernel(surface)} makes the query of a compressed one")
+        raise NoMatch(f"weight_dq is None; {kernel(surface)} computes the query from a compressed one")
     if a.rope_sin is None:
         raise NoMatch(f"rope_sin and rope_cos are None; {kernel(surface)} always rotates")
 
 
 def refuse_rotations(surface: Surface, a: Arguments) -> None:
     if a.rope_layout == "interleave_interleave":
-        writes = f"{kernel(surface)} writes halves, which are other bytes in kr_cache"
+        writes = f"{kernel(surface)} writes halves, which reorders kr_cache"
         raise NoMatch(f"rope_layout is {a.rope_layout!r}; {writes}")
     if a.rope_layout == "half_half" and not surface.hoists:
         raise NoMatch(
-            f"rope_layout is {a.rope_layout!r}; {kernel(surface)} reads neighbours, and the columns of weights are "
-            "not reordered ahead of time here"
+            f"rope_layout is {a.rope_layout!r}; {kernel(surface)} reads interleaved columns, and this target "
+            "does not reorder the columns of weights"
         )
 
 
@@ -81,8 +81,8 @@ def refuse_formats(surface: Surface, a: Arguments) -> None:
     """In the vendor's own cache modes the caller has seen to the formats of weights."""
     if a.cache_mode in OWN_MODES and not surface.hoists:
         raise NoMatch(
-            f"weights are not known to lie in FRACTAL_NZ, which {kernel(surface)} reads, and are not laid out ahead of "
-            "time here: a graph pass cannot, and option lay_out says whether the backend does"
+            f"{kernel(surface)} reads weights in FRACTAL_NZ, and these are not laid out so: a graph pass cannot, "
+            "and the backend does with option lay_out"
         )
 
 

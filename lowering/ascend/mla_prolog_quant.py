@@ -12,4 +12,4 @@ OPERATOR = "mla_prolog_quant"
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> NoReturn:
-    raise NoMatch("torch_npu has no operator for it, only pypto a kernel; mla_prolog_v3 has int8 modes like it")
+    raise NoMatch("torch_npu has no such operator, only pypto has a kernel; mla_prolog_v3 has similar int8 modes")

@@ -55,7 +55,7 @@ def refuse_for_ge(surface: Surface, a: Arguments) -> None:
         raise NoMatch(f"cache_mode is {mode.cache!r}; {NO_CONVERTER} {SPLIT!r} or {NZ!r}")
     if mode.calc == SPEC and not is_causal(a.q_nope):
         heads = a.q_nope.shape[1]
-        raise NoMatch(f"q_nope has {heads} heads; {NO_CONVERTER} {SPEC!r} with 128 heads alone, where it is causal")
+        raise NoMatch(f"q_nope has {heads} heads; {NO_CONVERTER} {SPEC!r} with 128 heads only, where it is causal")
     assert a.q_rope is not None and a.k_rope is not None, "a merged cache was refused"
     caches = [("ctkv", a.ctkv), ("k_rope", a.k_rope)]
     refuse_latent(surface, ("q_nope", a.q_nope), ("q_rope", a.q_rope), caches)

@@ -10,7 +10,7 @@ from .fused_infer_attention_score import KERNEL
 from .surface import Surface
 
 OPERATOR = "paged_attention.batched"
-NOT_LOWERED = f"attention over keys and values of each head in pages is not given to {KERNEL} yet"
+NOT_LOWERED = f"attention over paged keys and values per head is not lowered to {KERNEL} yet"
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> NoReturn:

@@ -20,5 +20,5 @@ def run_coverage(only: str) -> int:
     require("rich")
     tests = Path(mla_fx.__file__).parents[1] / "tests"
     if not (tests / PROGRAM).is_dir():
-        raise CommandError(f"the models of the table come with the repository, not with the package; {tests} has none.")
+        raise CommandError(f"the models of the table are in the repository, not in the package; {tests} has none.")
     return subprocess.run([sys.executable, "-m", f"tests.{PROGRAM}", "--only", only], cwd=tests.parent).returncode

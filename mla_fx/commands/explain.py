@@ -84,7 +84,7 @@ def _config_class(model_type: str) -> Any:
     if model_type not in CONFIG_MAPPING:
         families = ", ".join(mla_families())
         raise CommandError(
-            f"transformers knows no model type {model_type!r}; those with Multi-head Latent Attention are {families}."
+            f"transformers has no model type {model_type!r}; those with Multi-head Latent Attention are {families}."
         )
     config_class = CONFIG_MAPPING[model_type]
     return config_class.sub_configs.get("text_config", config_class)

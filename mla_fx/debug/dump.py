@@ -153,7 +153,7 @@ def _next_free(folder: Path) -> Path:
             with contextlib.suppress(FileExistsError):
                 (free := folder / f"graph_{number:03d}").mkdir()
                 return free
-    raise AssertionError("counting ends with a free number")
+    raise AssertionError("the loop ends at a free number")
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class Dry(Interpreter):
             return super().run_node(node)
         target, source = node.all_input_nodes[0], node.all_input_nodes[-1]
         if node.target is not aten.copy_.default or target not in self.places:
-            raise VerificationError(f"{node.target} writes what is no input of the graph, which verify cannot undo")
+            raise VerificationError(f"{node.target} writes a value that is not a graph input, which verify cannot undo")
         old, new = self.env[target], self.env[source]
         self.written[self.places[target]] = value = new if new.shape == old.shape else new.expand(old.shape)
         return value

@@ -38,13 +38,13 @@ class Memory:
     calls: int
 
     def __str__(self) -> str:
-        parts = [f"{readable_size(self.weights / self.layers)} of weights beside the model's"]
+        parts = [f"{readable_size(self.weights / self.layers)} of copies of weights"]
         if self.caches is not None:
             parts.append(f"{readable_size(self.caches / self.layers)} of caches read")
         sizes = f"memory, per layer of {self.layers}: {', '.join(parts)}"
         if self.temporaries is None or self.unfused is None:
             return sizes
-        beside = " and what operators take inside" if self.calls else ""
+        beside = " and what operators allocate inside" if self.calls else ""
         peaks = f"temporaries about {readable_size(self.temporaries)}{beside}, unfused {readable_size(self.unfused)}"
         return f"{sizes}; {peaks}"
 

@@ -46,5 +46,5 @@ class Recorder:
             write()
         except Exception as error:
             self._dump, self._keep_text = None, False
-            self._report.notes.append(f"the dump is not complete: {error}")
-            warnings.warn(f"mla_fx: the dump is not complete: {error}", MlaWarning, stacklevel=2)
+            self._report.notes.append(f"the dump is incomplete: {error}")
+            warnings.warn(f"mla_fx: the dump is incomplete: {error}", MlaWarning, stacklevel=2)

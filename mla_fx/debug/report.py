@@ -108,8 +108,8 @@ class Report:
         if not layers:
             return self
         counts = {name: sum(_first_of(layers, path) for path in paths) for name, paths in self.modules.items()}
-        listed = ", ".join(f"{path} stands for {count}" for path, count in layers.items())
-        note = f"of layers that are alike one was traced: {listed}"
+        listed = ", ".join(f"{path} for {count}" for path, count in layers.items())
+        note = f"traced one of each group of equal layers: {listed}"
         return replace(self, fused=counts, notes=[note, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,13 +137,13 @@ class Report:
         fused, pieces = (
             ", ".join(f"{name} x{count}" for name, count in counts.items()) for counts in (self.fused, self.pieces)
         )
-        return f"fused {fused or 'nothing'}" + (f", and beside them {pieces}" if pieces else "")
+        return f"fused {fused or 'nothing'}" + (f", and also {pieces}" if pieces else "")
 
     def _of_parts(self) -> Iterator[str]:
         """A line for what came of each graph, shared by those of which the same did."""
         alike: dict[str, list[int]] = {}
         for number, part in enumerate(self.parts):
-            without = "" if part.fused or part.has_attention else ", no attention in it"
+            without = "" if part.fused or part.has_attention else ", no attention"
             alike.setdefault(part._outcome + without, []).append(number)
         for outcome, numbers in alike.items():
             yield f"graph{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {outcome}"

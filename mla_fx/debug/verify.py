@@ -93,10 +93,10 @@ class Verification:
         if not error <= SAME[dtype]:
             raise VerificationError(
                 f"call {self.calls}: in {name}, where hardly anything rounds, results of the fused graph are "
-                f"{error:.3g} away from those of the unfused one, relative to the largest element; {SAME[dtype]:.3g} "
-                f"is allowed. {self._culprit(inputs, dtype)}"
+                f"{error:.3g} away from those of the unfused one, relative to the largest element; the limit is "
+                f"{SAME[dtype]:.3g}. {self._culprit(inputs, dtype)}"
             )
-        but = f", but for {blind} numbers of rows that attend to nothing: NaN unfused, finite fused" if blind else ""
+        but = f", but for {blind} numbers in rows that attend to nothing: NaN unfused, finite fused" if blind else ""
         return theirs, f"rules agree in {name} to {error:.1e}{but}"
 
     def _culprit(self, inputs: Sequence[Any], dtype: torch.dtype) -> str:
@@ -113,11 +113,11 @@ class Verification:
                 computed = _behind(node, agreeing)
                 rules = dict.fromkeys(rule for one in computed if (rule := one.meta.get(RULE)))
                 return (
-                    f"The first to differ, by {error:.3g}, is what has the place of {old}; it is computed by "
-                    f"{_listed(computed)}, put in by {', '.join(rules)}"
+                    f"The first value to differ, by {error:.3g}, replaces {old}; it is computed by "
+                    f"{_listed(computed)}, added by {', '.join(rules)}"
                 )
             agreeing.add(node)
-        return f"Of the values that were replaced none differs by itself; fused are {_listed(self.fused.graph.nodes)}"
+        return f"None of the replaced values differs by itself; fused are {_listed(self.fused.graph.nodes)}"
 
     # --- what was compiled -------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Verification:
                 )
             worst[kind] = max(one, worst.get(kind, one), key=lambda one: one.share)
         lines = [*map(str, worst.values())]
-        lines += [f"{left_out} results hang on a choice that rounding may turn over"] if left_out else []
+        lines += [f"{left_out} results depend on a choice that rounding may flip"] if left_out else []
         return ", ".join(lines)
 
     def _compared(

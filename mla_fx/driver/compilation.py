@@ -125,7 +125,7 @@ class Compilation:
         return run
 
     def _verified(self, run: Run, gm: GraphModule) -> Verification:
-        assert run.original is not None and run.rewritten is not None, "a graph that was fused is kept as it came"
+        assert run.original is not None and run.rewritten is not None, "a fused graph has its original"
         unfused, fused = (GraphModule(gm, graph.restore()) for graph in (run.original, run.rewritten))
         return Verification(unfused, fused, self.report, once=self.options.verify == "first")
 
@@ -135,7 +135,7 @@ class Compilation:
         try:
             triage(graph, self.report, is_inference=False)
         except Exception as error:
-            self._fail("looking at a training graph", error)
+            self._fail("checking a training graph", error)
         self._judge()
 
     def report_weights(self, size: int) -> None:
@@ -144,9 +144,10 @@ class Compilation:
     def _check_saved(self) -> None:
         """Raises OptionError where `aot_compile` asks for what cannot be saved."""
         if is_saving() and not self.target.is_saved:
-            raise OptionError(f"what target {self.target.name!r} compiles cannot be saved, as aot_compile does")
+            raise OptionError(f"what target {self.target.name!r} compiles cannot be saved by aot_compile")
         if is_saving() and self.options.verify != "off":
-            raise OptionError("option verify compares with a graph that cannot be saved, and aot_compile saves")
+            why = "the graph that it compares with cannot be saved"
+            raise OptionError(f"option verify does not work with aot_compile: {why}")
 
     # --- graphs that are kept for later processes --------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class Compilation:
         self.is_broken = True
         for entries in (self.report.fused, self.report.pieces, self.report.modules, self.report.memory):
             entries.clear()
-        self.report.notes.append(f"{what} failed, the graph was left as it came: {cause}")
+        self.report.notes.append(f"{what} failed, the graph is unchanged: {cause}")
         if self.options.strict:
             raise FusionError(f"{what} failed: {cause}") from error
         self._warn(f"mla_fx: {what} failed with {cause}; the model runs unfused")
@@ -206,13 +207,13 @@ class Compilation:
             raise FusionError(f"expected {expected}, fused {self.report.fused}\n{self.report}")
         reason = self._looks_unfused()
         if reason and self.options.strict:
-            raise FusionError(f"attention that looks like MLA stays unfused: {reason}")
+            raise FusionError(f"attention that looks like MLA was not fused: {reason}")
         if self.is_broken:
             return  # the failure itself was already warned of
         if self.report.is_training:
-            self._warn("mla_fx fuses inference only; a graph that needs gradients is left alone")
+            self._warn("mla_fx fuses inference only; a graph that needs gradients is left unchanged")
         elif reason:
-            self._warn(f"mla_fx: attention that looks like MLA stays unfused: {reason}")
+            self._warn(f"mla_fx: attention that looks like MLA was not fused: {reason}")
 
     def _looks_unfused(self) -> str:
         """Why a layer that looks like MLA stays unfused, or an empty string. What kept a graph from being looked at

@@ -39,7 +39,7 @@ class Fault:
     error: Exception
 
     def __str__(self) -> str:
-        return f"{self.place} cannot be used, and is left out: {type(self.error).__name__}: {self.error}"
+        return f"{self.place} cannot be used and is skipped: {type(self.error).__name__}: {self.error}"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _found(packages: Sequence[str], base: type) -> Found:
         try:
             made = [kind() for kind in _own_classes(load(), base)]
             if made and values.get(name):
-                raise NameError(f"there is another file called {name!r}, and no two may have the same name")
+                raise NameError(f"another file is called {name!r}; names must be unique")
         except Exception as error:
             faults.append(Fault(name, place, error))
         else:

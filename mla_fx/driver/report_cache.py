@@ -14,7 +14,7 @@ from mla_fx.debug.memory import Memory
 from mla_fx.debug.report import Miss, PassRecord, Report
 from mla_fx.graph.torch_compilers import cache_folder
 
-FROM_CACHE = "compiled before and taken from PyTorch's cache: this is what was reported then, with the lines of then"
+FROM_CACHE = "taken from PyTorch's cache: this is the report of the first compilation, with its source lines"
 
 
 def save(report: Report, *key: str) -> None:

@@ -49,7 +49,7 @@ class Match:
         if before is None:
             return Match({**self.elements, name: element}, self.readings, self.choices, self.same, self.fixed)
         if before.origin is not element.origin:
-            places = f"{label_of(before.origin)} in one place, {label_of(element.origin)} in the other"
+            places = f"{label_of(before.origin)} in one place and {label_of(element.origin)} in another"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
         is_alike = (before.factor, before.roundings) == (element.factor, element.roundings)
         same = self._unified(before, element) if is_alike else None
@@ -88,13 +88,13 @@ class Match:
         keeps, or if two readings part one axis at places that do not go together."""
         for reading in self.readings.values():
             if not _keep_apart(_axes_of(reading.scope), self.same):
-                raise NoMatch("one dimension stands for two", reading.node)
+                raise NoMatch("one dimension is used as two", reading.node)
         elements = (index for element in self.elements.values() for index in (*element.index, *element.seen[1]))
         readings = (index for reading in self.readings.values() for index in reading.indices)
         read = dict.fromkeys((*elements, *readings))  # most are read more than once
         parted = cuts(index for index in (substitute(part, self.same) for part in read) if index)
         if parted is None:
-            raise NoMatch("two readings part one dimension in ways that do not go together")
+            raise NoMatch("two readings split one dimension in incompatible ways")
         names = {**parted, **{axis: substitute(place, parted) or place for axis, place in self.same.items()}}
         if not names:
             return self

@@ -324,7 +324,7 @@ class CallPattern:
             for letter, size in zip(operand.letters, shape_of(arguments[name]), strict=True):
                 found = extent(letters.setdefault(letter, fresh(size)))
                 if found != size:  # the same number all the same, but what is proved of one is not of the other
-                    because = f"the operands of {name_of(node)} have sizes of which too little is known"
+                    because = f"too little is known about the sizes of the operands of {name_of(node)}"
                     miss = NoMatch(because + unproved(node.graph, found, EQUAL, size), node)
                     nearest.fail(Match(), miss, is_certain=True)
         fixed = frozenset(axis for letter in self.fixed for axis in letters[letter].axes)

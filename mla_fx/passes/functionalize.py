@@ -108,7 +108,7 @@ def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
     results = _results(emit, plain, options | written)
     for name, place in places.items():
         updated = results.get(f"{name}_out", results.get(name))
-        assert updated is not None, "all that is written is among the functional results"
+        assert updated is not None, "every write is among the functional results"
         bases[place.base] = place.write(emit, bases[place.base], updated)
     kept = [results[result.name] for result in form._schema.returns]
     _hand_over(node, [*kept, *bases] if kept else [None, *bases])
@@ -140,7 +140,7 @@ def _results(emit: Emitter, plain: OpOverload, values: dict[str, Any]) -> dict[s
 def _hand_over(node: Node, values: Sequence[Node | None]) -> None:
     for user in list(node.users):
         value = values[args_of(user)[1]]
-        assert value is not None, "nobody reads the result of a call that has none"
+        assert value is not None, "a call without a result has no readers"
         user.replace_all_uses_with(value)
         node.graph.erase_node(user)
     node.graph.erase_node(node)

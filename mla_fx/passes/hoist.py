@@ -131,7 +131,7 @@ class Hoisted:
         weights = [value for value in self.laid_out if value.sources]
         size = sum(value.bytes for value in weights) / 2**20
         parts = {
-            f"{len(weights)} weights laid out anew, once, {size:.1f} MiB": len(weights),
+            f"{len(weights)} weights laid out once,  {size:.1f} MiB": len(weights),
             f"{len(self.laid_out) - len(weights)} constants computed once": len(self.laid_out) - len(weights),
             f"{len(self.views)} caches handed over as views": len(self.views),
         }

@@ -30,7 +30,7 @@ def check(graph: Graph, originals: Set[Node], readers_before: OldReaders) -> Non
     for node in graph.nodes:
         if not placed.issuperset(node.all_input_nodes):
             operand = next(operand for operand in node.all_input_nodes if operand not in placed)
-            raise RuntimeError(f"{node.name} stands before its operand {operand.name}")
+            raise RuntimeError(f"{node.name} comes before its operand {operand.name}")
         placed.add(node)
         if node in originals or node.op != "call_function":
             continue
@@ -48,7 +48,8 @@ def _check_writes(graph: Graph, writes: list[Node], readers_before: OldReaders) 
         for operand in written(write):
             source = owner(operand)
             if source.op != "placeholder" and 0 not in shape_of(operand):
-                raise RuntimeError(f"{write.name} writes {source.name}, which is no graph input")
+                raise RuntimeError(f"{write.name} writes {source.name}, which is not a graph input")
             for reader in readers_before.get(source, ()):
                 if reader is not write and order.get(reader, -1) > order[write]:
-                    raise RuntimeError(f"{write.name} writes {source.name}, of which {reader.name} reads the old value")
+                    late = f"{reader.name} still reads its old value"
+                    raise RuntimeError(f"{write.name} writes {source.name}, but {late}")

@@ -92,24 +92,24 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
     given = named_argument(node, name)
     source = _viewed_input(given) if isinstance(given, Node) else None
     if source is None:
-        raise NoMatch(f"{name} is no view of a graph input")
+        raise NoMatch(f"{name} is not a view of a graph input")
     if any(owner(operand) is source for operand in node.all_input_nodes if operand is not given):
-        raise NoMatch(f"another operand lies in the same graph input as {name}")
+        raise NoMatch(f"another operand is in the same graph input as {name}")
     copies = list(writers(source))
     is_one_copy = len(copies) == 1 and copies[0].target is aten.copy_.default and not copies[0].users
     if not is_one_copy or args_of(copies[0])[0] is not source:
-        raise NoMatch(f"the graph input of {name} is not written once and whole")
+        raise NoMatch(f"the graph input of {name} is not written exactly once and completely")
     update = Update(given, source, tuple(_results(node, position)), copies[0])
     if not _written_back(_Part(update.value, *[fresh_index(source)] * 2), update):
-        raise NoMatch(f"the updated {name} is not what the graph input becomes, element for element")
+        raise NoMatch(f"the updated {name} differs from what the graph input becomes")
     if any(reader.op == "output" for part in (*update.results, update.value) for reader in readers(part)):
         raise NoMatch(f"the updated {name} is an output")
     if any(_is_read_elsewhere(result, cache) for result, cache in update.instead):
-        raise NoMatch(f"the updated {name} is read by its strides, which are others in the graph input")
+        raise NoMatch(f"the updated {name} is read by its strides, and the graph input has other strides")
     spared = {node, *unread_without({update.value})}
     for reader in readers(source):
         if reader not in spared and order.get(reader, len(order)) > order[node]:
-            raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the {name} from before")
+            raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the old {name}")
     return update
 
 
@@ -178,7 +178,7 @@ def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part
 
 
 def _write_in_place(node: Node, form: Operator, updates: list[Update]) -> Node:
-    assert form.inplace is not None, "only operators with a form are looked at"
+    assert form.inplace is not None, "only operators with an in-place form get here"
     graph, updated = node.graph, _written_results(form)
     kept = [position for position in range(len(form.overload._schema.returns)) if position not in updated]
     with graph.inserting_before(node):

@@ -30,16 +30,16 @@ RANDOM = frozenset({"native_dropout", "dropout", "bernoulli", "rand", "rand_like
 WHOLE = frozenset({aten.matmul.default, aten.numpy_T.default, aten.scaled_dot_product_attention.default})
 STEPS_BACK = 48
 
-TRAINING = "training graph: left alone, mla_fx fuses inference only"
+TRAINING = "training graph: left unchanged, mla_fx fuses inference only"
 NO_ATTENTION = "no attention in this graph: there is nothing to fuse"
-FLEX = "attention by flex_attention is not read"
-DROPOUT = "attention with dropout is left alone; model.eval() turns it off"
-UNDECOMPOSED = "the operators of this graph are not decomposed; take run_decompositions() of the exported program"
+FLEX = "attention by flex_attention is not supported"
+DROPOUT = "attention with dropout is not fused; model.eval() turns it off"
+UNDECOMPOSED = "the operators of this graph are not decomposed; call run_decompositions() on the exported program"
 CUT_BEHIND = (
-    "latents are projected down and up again, but no softmax follows: attention of another kind is not read, "
-    "and a graph break may have cut the layer"
+    "latents are projected down and up again, but no softmax follows: the attention is of another kind, or "
+    "a graph break cut the layer"
 )
-CUT_BEFORE = "attention without the projections that feed it; a graph break may cut the layer"
+CUT_BEFORE = "attention without the projections that feed it; a graph break may have cut the layer"
 
 
 def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:

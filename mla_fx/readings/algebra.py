@@ -150,7 +150,7 @@ def _power(number: float, power: float, node: Node) -> float:
     except (OverflowError, ZeroDivisionError):
         result = math.inf
     if not isinstance(result, float) or not math.isfinite(result):
-        raise NoMatch(f"{number:.6g} to the power {power:.6g} is no number", node)
+        raise NoMatch(f"{number:.6g} to the power {power:.6g} is not a number", node)
     return result
 
 

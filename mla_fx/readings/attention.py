@@ -193,7 +193,7 @@ def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], 
         raise NoMatch(_why_no_score(masks), masks[0].node if masks else element.origin)
     ordered = _in_order(masks)
     if len(total.terms) > 1 and any(mask.fill not in (None, -math.inf) for mask in ordered):
-        raise NoMatch("only a part of the attention scores is filled with a number", element.origin)
+        raise NoMatch("only part of the attention scores is filled with a number", element.origin)
     return tuple(scores), ordered
 
 
@@ -233,7 +233,7 @@ def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
     if len(fills) > 1:
         raise NoMatch("the attention scores are filled with different numbers", node)
     if any(mask.fill is None for mask in masks):
-        raise NoMatch("the attention scores are filled with a number, and a mask is added to them as well", node)
+        raise NoMatch("the attention scores are filled with a number and also masked by addition", node)
     return tuple(masks)
 
 
@@ -263,7 +263,7 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
         if -math.inf <= fill < math.inf:
             at_peak = [rounded(number * peak, each) for each in (dtype, node.meta["val"].dtype)]
             if math.isfinite(fill) and not all(map(math.isfinite, at_peak)):
-                raise NoMatch(f"scores are filled with {fill:.6g}, which is infinite before it is scaled back", node)
+                raise NoMatch(f"scores are filled with {fill:.6g}, which is infinite before the scale is applied", node)
             return operand(kept, element.index, factor), Mask(node, operand(condition, element.index), fill, keep_where)
     return None
 
@@ -277,7 +277,7 @@ def _fused(node: Node) -> Attention:
         return argument(node, named[name], name, default) if name in named else default
 
     if option("dropout_p", 0.0):
-        raise NoMatch("attention with dropout is left alone", node)
+        raise NoMatch("attention with dropout is not fused", node)
     output = node if isinstance(node.meta["val"], torch.Tensor) else _first_result(node)
     index = fresh_index(output)
     *batch, row, column = index
@@ -302,7 +302,7 @@ def _shared(node: Node, name: str, given: Node, batch: list[Index]) -> list[Inde
     if len(sizes) != len(wanted) or any(
         size not in (1, own) for size, own in zip(sizes[:-1], wanted[:-1], strict=True)
     ):
-        raise NoMatch(f"the {name} is of other sequences than the query", node)
+        raise NoMatch(f"the {name} belongs to other sequences than the query", node)
     if not sizes or sizes[-1] in (1, wanted[-1]):
         return batch
     group, head = ratio(wanted[-1], sizes[-1]), batch[-1].axis

@@ -28,8 +28,8 @@ POSITIONED = frozenset(
     {aten.index_copy.default, aten.index_put.default, aten._unsafe_index_put.default, aten.scatter.src}
 )
 WRITES = frozenset({*POSITIONED, aten.slice_scatter.default, aten.select_scatter.default})
-NEGATIVE = "the cache is overwritten from a position that may be negative, and count from the end"
-WHERE = "the cache is written where a condition holds, not at positions"
+NEGATIVE = "the cache is written from a position that may be negative, which counts from the end"
+WHERE = "the cache is written by a boolean mask, not at positions"
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class CacheUpdate(Reading):
         for own, same in zip(self._rows_and_slots(), other._rows_and_slots(), strict=True):
             mine, theirs = (product(axis.size for axis in axes) for axes in (own, same))
             if mine != theirs:
-                because = "latent and rotary key are cached in rows or slots of different numbers"
+                because = "the caches of latent and rotary key have different numbers of rows or slots"
                 raise NoMatch(because + unproved(self.node.graph, mine, EQUAL, theirs), self.node)
             if len(own) != len(same) or any(a.size != b.size for a, b in zip(own, same, strict=True)):
-                raise NoMatch("latent and rotary key are cached in rows or slots of different numbers", self.node)
+                raise NoMatch("the caches of latent and rotary key have different numbers of rows or slots", self.node)
             names.update(zip(own, map(of_axis, same), strict=True))
         return renamed(self, names)
 
@@ -162,7 +162,7 @@ def _of_columns(update: CacheUpdate, columns: Index) -> CacheUpdate:
     while place[-1] != columns or shape_of(rows)[-1] != extent(columns):
         further = move(rows, place)
         if further is None:
-            raise NoMatch("the rows that are written are not put together from those of latent and rotary key", rows)
+            raise NoMatch("the written rows are not a concatenation of latent and rotary key", rows)
         rows, place = further
     index = (*update.index[:-1], columns)
     return replace(update, index=index, rows=rows, place=place, where=Appended())
@@ -203,7 +203,7 @@ def _rows(index: tuple[Index, ...], dim: int, rows: Node) -> tuple[Index, tuple[
 def _appended(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     dim, joined = cat_dim(node), pieces(node)
     if len(joined) != 2 or dim == len(index) - 1:
-        raise NoMatch("expected the old rows and the new ones in one cat", node)
+        raise NoMatch("expected one cat of the old and the new rows", node)
     (old, _, _), (rows, _, _) = joined
     token, place = _rows(index, dim, rows)
     return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), token, Appended())
@@ -216,7 +216,7 @@ def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         raise NoMatch(NEGATIVE, node)
     start, _, step = bounds
     if step != 1:
-        raise NoMatch(f"the cache is overwritten in steps of {step}, expected neighbouring rows", node)
+        raise NoMatch(f"the cache is written in steps of {step}, expected consecutive rows", node)
     # the slice holds all the rows, so that where there is one its start was not clamped to the end of the cache
     token, place = _rows(index, dim, rows)
     return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), token, From(start))
@@ -314,12 +314,12 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
     token = ZERO
     rank = max(len(shape_of(place)) for place in places[:2])
     if rank > 2:
-        raise NoMatch("the cache is written at positions of more than sequences and tokens", node)
+        raise NoMatch("the cache positions depend on more than sequences and tokens", node)
     if rank == 2:
         token = fresh(shape_of(positions)[-1])
         lead = (sequence, token)
     if operand(batch_places, lead).index != (sequence,):
-        raise NoMatch("the cache is written at sequences that are not simply counted", node)
+        raise NoMatch("the cache is written at sequences that are not 0, 1, 2, ...", node)
     sizes = shape_of(old)
     _rows_at(node, rows, sizes[:1], (shape_of(positions)[-1],) if rank == 2 else (), sizes[2:])
     place = broadcast(rows, (*lead, *index[2:]))
@@ -350,7 +350,7 @@ def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     dim = dim % len(index)
     token, place = _rows(index, dim, rows)
     if shape_of(where) != shape_of(rows) or _without(shape_of(rows), dim) != _without(shape_of(old), dim):
-        raise NoMatch("only a part of the rows is scattered into the cache", node)
+        raise NoMatch("only some of the rows are scattered into the cache", node)
     position = resolve(where, place)
     if not position.axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
         raise NoMatch("the elements of one row are scattered to different positions", node)

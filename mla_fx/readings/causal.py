@@ -56,15 +56,15 @@ def causal_by_position(found: Attention, sequences: tuple[Axis, ...], rows: tupl
     Raises NoMatch if it is not proved that they hide exactly the keys behind a position."""
     hiding = [(mask, left) for mask in found.masks if (left := _left(_conditions(mask)))]
     if len(hiding) != 1:
-        raise NoMatch(f"{len(hiding)} masks hide keys, where one would by position", found.node)
+        raise NoMatch(f"{len(hiding)} masks hide keys by position, expected one", found.node)
     mask, conditions = hiding[0]
     if len(conditions) != 1:
-        raise NoMatch("the mask hides more than the keys behind a position", mask.node)
+        raise NoMatch("the mask hides more than the keys after a position", mask.node)
     position, more = _position(conditions.pop(), found.keys, rows, mask.node)
     if isinstance(position, Element) and not position.axes <= set(sequences):
-        raise NoMatch("the positions of rows or heads are not known to follow each other", position.origin)
+        raise NoMatch("the positions of rows or heads are not provably consecutive", position.origin)
     if not isinstance(position, Element) and not at_most(0, position):
-        raise NoMatch(f"the mask counts from position {position}, and the first key is number 0", mask.node)
+        raise NoMatch(f"the mask counts from position {position}, and the keys count from 0", mask.node)
     number = _added(mask.element)[0] if mask.fill is None else mask.fill
     _check_lowest(number, mask)
     return CausalByPosition(position, more, None if number == -math.inf else number)
@@ -80,15 +80,15 @@ def _position(condition: IntegerSum, keys: Index, rows: tuple[Axis, ...], node: 
     keys_behind_rows = IntegerSum(keys).plus(IntegerSum(composite(rows)), -1)
     rest = difference(condition.index, keys_behind_rows.index)
     if rest is None or rest.terms:
-        raise NoMatch("the mask compares something else than the number of a key with that of a row", node)
+        raise NoMatch("the mask compares something else than a key's position with a row's", node)
     if not condition.elements:
         return plain(-rest.offset), steps
     (element, times), *others = condition.elements
     if others or times != -1:
-        raise NoMatch("the mask compares keys with more than one position", node)
+        raise NoMatch("the mask compares keys with more than one position per row", node)
     # a row that sees more than its own position says, or less, is none of those whose lengths fit the cache
     if rest.offset not in (0, steps):
-        raise NoMatch(f"the mask hides keys from {1 - rest.offset} behind a position on, not from 1", node)
+        raise NoMatch(f"the mask hides keys from position + {1 - rest.offset} on, expected position + 1", node)
     return element, plain(steps - rest.offset)
 
 
@@ -137,7 +137,7 @@ def _zero_or(element: Element) -> tuple[float, list[IntegerSum]]:
     for kept, fill, keep_where in ways:
         if constant(kept) == 0 and (number := constant(fill)) is not None:
             return number, _conjuncts(operand(condition, index), keep_where)
-    raise NoMatch(f"{name_of(node)} adds something else than zero or one number to the scores", node)
+    raise NoMatch(f"{name_of(node)} adds neither zero nor one fixed number to the scores", node)
 
 
 def _above(node: Node, index: tuple[Index, ...]) -> tuple[float, list[IntegerSum]]:
@@ -155,7 +155,7 @@ def _flag(element: Element, is_one: bool = True) -> list[IntegerSum]:
         return _conjuncts(operand(args_of(node)[0], index), not is_one)
     complement = complemented(element)
     if complement is None:
-        raise NoMatch(f"{name_of(node)} is added to the scores, and not known to be zero or one number", node)
+        raise NoMatch(f"{name_of(node)} is added to the scores, and is not provably zero or one fixed number", node)
     return _flag(complement, not is_one)
 
 
@@ -179,7 +179,7 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
     """The conditions in a condition, and what is compared in it."""
     node, index = element.node, element.index
     if node.meta["val"].dtype != torch.bool:
-        raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype} where a condition is expected", node)
+        raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype} expected a condition", node)
     if node.target in NOT:
         return [(operand(args_of(node)[0], index), not holds)], []
     if node.target in (BOTH if holds else EITHER):
@@ -193,7 +193,7 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
         return [], [opposite(_in_triangle(node, index))]
     if _always(node) is holds:
         return [], []
-    raise NoMatch(f"{name_of(node)} is no comparison of positions", node)
+    raise NoMatch(f"{name_of(node)} does not compare positions", node)
 
 
 def _in_triangle(node: Node, index: tuple[Index, ...]) -> IntegerSum:

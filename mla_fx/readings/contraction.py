@@ -23,7 +23,7 @@ from .views import cuts, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})
-BIAS = "the projection has a bias, which the fused operators do not take"
+BIAS = "the projection has a bias, which the fused operators do not support"
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def summed(element: Element, dim_at: int = 1) -> tuple[Element, tuple[Index, ...
     if element.node.target is aten.mean.dim:
         length = product(extent(part) for part in over)
         if not isinstance(length, int):
-            raise NoMatch("the mean is taken over a dimension of unknown size", element.node)
+            raise NoMatch("the mean is over a dimension of unknown size", element.node)
         factor /= length
     return resolve(source, index, factor), over
 

@@ -119,7 +119,7 @@ class Element:
 def _substituted(node: Node, index: tuple[Index, ...], replacements: Mapping[Axis, Index]) -> tuple[Index, ...]:
     moved = [substitute(part, replacements) for part in index]
     if None in moved:
-        raise NoMatch("a dimension is read across the boundary at which a view parts it", node)
+        raise NoMatch("a dimension is read across a boundary at which a view splits it", node)
     return tuple(part for part in moved if part is not None)
 
 

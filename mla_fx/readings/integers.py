@@ -76,7 +76,7 @@ def _counted(element: Element, sums: _Sums) -> IntegerSum:
     node, index = element.node, element.index
     dtype = node.meta["val"].dtype
     if dtype not in INTEGERS:
-        raise NoMatch(f"{name_of(node)} gives a position in {dtype}, and only int64 and int32 count exactly", node)
+        raise NoMatch(f"{name_of(node)} computes a position in {dtype}; only int64 and int32 are exact", node)
     filled = constant(node)
     if filled is not None and abs(filled) < EXACT:
         return IntegerSum(Index(int(filled)))

@@ -42,9 +42,9 @@ class Paged(Reading):
         blocks = tuple(axis for axis in context if axis in self.table.axes)
         rows = tuple(axis for axis in context if axis not in blocks)
         if not {*rows, *self.block.axes} <= self.pages.axes:
-            raise NoMatch("the pages of a context are one block or one row, repeated", self.node)
+            raise NoMatch("the context repeats one block or one row", self.node)
         if (*blocks, *rows) != tuple(context):
-            raise NoMatch("the rows of a block do not follow each other in the context", self.node)
+            raise NoMatch("the rows of a block are not consecutive in the context", self.node)
         return blocks, rows
 
 
@@ -61,14 +61,14 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
     another type than the pages have: unless it may be widened, which changes no number."""
     node = element.node
     if element.roundings or (element.dtype != node.meta["val"].dtype and not is_widened):
-        raise NoMatch(f"what is gathered in {node.meta['val'].dtype} is read in {element.dtype}", node)
+        raise NoMatch(f"rows are gathered in {node.meta['val'].dtype} and read in {element.dtype}", node)
     found = _gather(node, element.index)
     looked_up: list[tuple[Index, Element]] = []
     for dim, number in found.numbers.items():
         found.at[dim], table = _pointed_at(integer_sum(number), number, shape_of(found.source)[dim])
         looked_up += [] if table is None else [table]
     if len(looked_up) != 1:
-        raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one of blocks", node)
+        raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one block table", node)
     return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0], wraps=node.target in INDEXED)
 
 
@@ -95,7 +95,7 @@ def _gather(node: Node, index: tuple[Index, ...]) -> _Gather:
         return _looked_up(node, index, args_of(node)[0], [args_of(node)[1]])
     if node.target in INDEXED:
         return _looked_up(node, index, args_of(node)[0], args_of(node)[1])
-    raise NoMatch(f"expected rows that are gathered, found {name_of(node)}", node)
+    raise NoMatch(f"expected gathered rows, found {name_of(node)}", node)
 
 
 def _looked_up(node: Node, index: tuple[Index, ...], source: Node, places: Sequence[Node | None]) -> _Gather:
@@ -103,9 +103,9 @@ def _looked_up(node: Node, index: tuple[Index, ...], source: Node, places: Seque
     tables = {dim: where for dim, where in enumerate(places) if where is not None}
     first, stop = min(tables), max(tables) + 1
     if stop - first != len(tables):
-        raise NoMatch("rows are gathered along dimensions that are not neighbours", node)
+        raise NoMatch("rows are gathered along dimensions that are not adjacent", node)
     if any(where.meta["val"].dtype not in INTEGERS for where in tables.values()):
-        raise NoMatch("rows are gathered where a condition holds, not by number", node)
+        raise NoMatch("rows are gathered by a boolean mask, not by index", node)
     rank = max(len(shape_of(where)) for where in tables.values())
     lead = index[first : first + rank]
     whole_index = [*index[:first], *[Index()] * len(tables), *index[first + rank :]]

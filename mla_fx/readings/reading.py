@@ -81,7 +81,7 @@ def _renamed(value: Any, replacements: Mapping[Axis, Index]) -> Any:
     if isinstance(value, Index):
         index = substitute(value, replacements)
         if index is None:
-            raise NoMatch("a dimension is read across the boundary at which a view parts it")
+            raise NoMatch("a dimension is read across a boundary at which a view splits it")
         return index
     if isinstance(value, Element):
         return value.renamed(replacements)

@@ -45,7 +45,7 @@ def rms_norm(element: Element) -> RmsNorm:
     """Reads `element` as an RMSNorm with a weight. Raises NoMatch if it is none."""
     node = element.origin
     if LAYER_NORMS & {node.target, *(source.target for source in operands_of(node))}:
-        raise NoMatch("a LayerNorm stands where an RMSNorm is expected", node)
+        raise NoMatch("expected an RMSNorm, found a LayerNorm", node)
     roots = [factor for factor, power in as_product(element).factors if power == -0.5]
     if not roots:
         raise NoMatch(f"expected an RMSNorm, found {name_of(node)}", node)
@@ -56,7 +56,7 @@ def rms_norm(element: Element) -> RmsNorm:
 
     found = [(factor, over) for factor, power in rest if power == 1.0 and (over := _same_but(factor, mean)) is not None]
     if not found:
-        raise NoMatch("the value that is normalised is not the one whose mean square is taken", node)
+        raise NoMatch("the normalised value is not the value whose mean square is computed", node)
     value, over = found[0]
     weights = [(factor, power) for factor, power in rest if factor is not value]
     if len(weights) != 1 or weights[0][1] != 1.0:
@@ -65,10 +65,10 @@ def rms_norm(element: Element) -> RmsNorm:
     gamma = weights[0][0]
 
     if _digits(gamma.index) != _digits(over):
-        raise NoMatch("the norm's weight does not run along the normalised dimension", gamma.node)
+        raise NoMatch("the norm's weight is not along the normalised dimension", gamma.node)
     length = product(extent(part) for part in over)
     if not isinstance(length, int):
-        raise NoMatch("the norm is taken over a dimension of unknown size", node)
+        raise NoMatch("the norm is over a dimension of unknown size", node)
     if whole.number < 0:
         raise NoMatch("the norm is multiplied by a negative number", node)
     factor = whole.number / math.sqrt(mean.number * length)

@@ -71,8 +71,8 @@ class Term:
             if plain != factor:
                 continue
             if not _has_room(number, other.dtype):
-                reason = f"a table of the rotation would be multiplied by {number:.6g}, and {other.dtype} has no room"
-                raise NoMatch(f"{reason} for that", other.origin)
+                reason = f"a rotary table would be multiplied by {number:.6g}, which {other.dtype} may not hold"
+                raise NoMatch(reason, other.origin)
             return other.times(number)
         return None
 
@@ -94,7 +94,7 @@ def rope(element: Element, along: Axis) -> Iterator[Rope]:
     """Every way to read `element` as a rotation along a dimension. Raises NoMatch if there is none."""
     size = along.size
     if not isinstance(size, int) or size % 2:
-        raise NoMatch(f"a rotary dimension is even and known, this one is {size}", element.origin)
+        raise NoMatch(f"the rotary dimension must be even and known, this one is {size}", element.origin)
     found = False
     for written in LAYOUTS if size > 2 else LAYOUTS[:1]:  # one pair lies alike in both
         pair = Axis(size // 2)

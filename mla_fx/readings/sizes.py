@@ -56,7 +56,7 @@ class _Facts:
 
 
 _NOTHING = _Facts()
-_facts: ContextVar[_Facts] = ContextVar("what is known of the sizes of the graph at hand", default=_NOTHING)
+_facts: ContextVar[_Facts] = ContextVar("what is known of the sizes of this graph", default=_NOTHING)
 
 
 @contextlib.contextmanager

@@ -72,14 +72,14 @@ def _columns(index: tuple[Index, ...], dim: int, node: Node) -> _Columns:
         raise NoMatch("attention over a single key", node)
     read = shifted(part, -part.offset).axis
     if read is None or sum(read in other.axes for other in index) != 1:
-        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
+        raise NoMatch("only some of the softmax's probabilities enter the product with the values", node)
     left_out = plain(size - read.size)
     if left_out == 0:
         return _Columns(read, read, 0)
     if left_out != 1 or part.offset not in (0, 1):
-        raise NoMatch("not all the probabilities of the softmax enter the product with the values", node)
+        raise NoMatch("only some of the softmax's probabilities enter the product with the values", node)
     whole = fresh(size).axis
-    assert whole is not None, "a softmax with more columns than one"
+    assert whole is not None, "a softmax with more than one column"
     return _Columns(whole, read, part.offset)
 
 
@@ -109,17 +109,17 @@ def _divided(element: Element, exp: Node) -> Softmax:
     summand, over = summed(denominator)
     dims = [dim for dim, part in enumerate(summand.index) if part in over]
     if summand.node is not numerator.node or len(over) != 1 or len(dims) != 1:
-        raise NoMatch("what divides the exponentials is not their sum", node)
+        raise NoMatch("the exponentials are not divided by their sum", node)
     columns = _columns(numerator.index, dims[0], exp)
     is_whole = over[0].axis is not None and over[0].axis.size == columns.whole.size
     if not is_whole or [dim for dim, part in enumerate(summand.index) if part != numerator.index[dim]] != dims:
-        raise NoMatch("what divides the exponentials is the sum of others", node)
+        raise NoMatch("the exponentials are divided by the sum of others", node)
     inner = operand(args_of(exp)[0], _along(numerator.index, dims[0], columns.whole))
     if inner.origin.target not in (aten.sub.Tensor, aten.where.self):
-        raise NoMatch("the exponentials are of scores as they are, and may overflow where a softmax does not", node)
+        raise NoMatch("the scores are exponentiated directly, which may overflow where a softmax does not", node)
     logits = _less_peak(inner, columns.whole)
     if logits is None:
-        raise NoMatch("what is subtracted before the exponential is not the largest of the scores", node)
+        raise NoMatch("the value subtracted before the exponential is not the maximum of the scores", node)
     return columns.of(logits)
 
 
@@ -147,7 +147,7 @@ def _difference(raised: Element, axis: Axis) -> Element | None:
         return None
     if raised.factor > 1:  # of equal scores the difference stays zero, and the scores may become minus infinity
         what = f"differences of scores are multiplied by {raised.factor:.6g}"
-        raise NoMatch(f"{what}, by which the scores themselves may leave their range", node)
+        raise NoMatch(f"{what}, which may take the scores themselves out of range", node)
     logits, peak = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
     return logits if _is_peak(peak, logits, axis) else None
 
@@ -182,7 +182,7 @@ def _guarded(element: Element) -> Softmax:
     """A softmax whose fully masked rows are zeroed, as scaled_dot_product_attention does."""
     condition, zero, probability = args_of(element.node)
     if constant(zero) != 0:
-        raise NoMatch("the attention probabilities are replaced where a condition holds", element.node)
+        raise NoMatch("the attention probabilities are replaced under a condition", element.node)
     found = softmax(operand(probability, element.index))
     is_guard = _tests_for_masked_rows(operand(condition, element.index), found.logits, found.axis)
     if found.sink is not None or not is_guard:

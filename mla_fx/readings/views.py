@@ -122,7 +122,7 @@ def broadcast(operand: Node, index: tuple[Index, ...]) -> tuple[Index, ...]:
     """Where a result read at `index` reads an operand that was broadcast to it."""
     sizes = shape_of(operand)
     if len(sizes) > len(index):
-        raise NoMatch(f"{operand.name} has more dimensions than what it is an operand of", operand)
+        raise NoMatch(f"{operand.name} has more dimensions than the result", operand)
     aligned = index[len(index) - len(sizes) :]
     return tuple(ZERO if size == 1 else part for size, part in zip(sizes, aligned, strict=True))
 

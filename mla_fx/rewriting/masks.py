@@ -24,9 +24,9 @@ aten = torch.ops.aten
 def check_is_causal(found: Attention, s: Axes) -> None:
     """Raises NoMatch unless `is_causal`, where it is given, counts the tokens of each sequence, and says all."""
     if found.causal is not None and found.masks:
-        raise NoMatch("is_causal stands beside a mask", found.node)
+        raise NoMatch("is_causal is given together with a mask", found.node)
     if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
-        raise NoMatch("is_causal counts the tokens of several sequences or heads as those of one", found.node)
+        raise NoMatch("is_causal counts the tokens of several sequences or heads as one sequence", found.node)
 
 
 def known_causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition | None:
@@ -81,7 +81,7 @@ def _check_type(mask: Mask, dtype: torch.dtype) -> None:
     """Numbers that are added are no operand any more, so that what they are rounded to counts as the program's."""
     dtypes = (mask.element.origin.meta["val"].dtype, *mask.element.roundings)
     if mask.fill is None and any(is_coarser(own, dtype) for own in dtypes):
-        raise NoMatch(f"the mask is held in {dtypes[0]}, the operator computes in {dtype}", mask.node)
+        raise NoMatch(f"the mask is in {dtypes[0]}, the operator computes in {dtype}", mask.node)
 
 
 def joined_masks(masks: Sequence[Mask], dims: Dims) -> Expression | None:

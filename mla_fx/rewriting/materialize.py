@@ -76,7 +76,7 @@ def _base(
     if isinstance(element, Part):
         return _Sized(element.value, element.sizes), element.index, 1.0
     if dtype is not None and not element.is_exact_in(dtype):
-        raise NoMatch(f"a value is held in {element.dtype}, which the operator would round to {dtype}", element.origin)
+        raise NoMatch(f"a value in {element.dtype} would be rounded to {dtype} by the operator", element.origin)
     node, index, factor = element.as_operand
     value: Expression = Value(node, element.origin, read_by)
     sizes = shape_of(node)
@@ -90,7 +90,7 @@ def axes(index: Index, what: str, node: Node) -> Axes:
     """The axes that a dimension runs over, slowest first. Raises NoMatch if it is not laid out over whole axes."""
     found = axes_of(index)
     if found is None:
-        raise NoMatch(f"{what} is read in steps or from the midst, not as a whole dimension", node)
+        raise NoMatch(f"{what} is read in steps or from an offset, not as a whole dimension", node)
     return found
 
 
@@ -106,7 +106,7 @@ def _parted(base: _Sized, index: tuple[Index, ...], dims: Dims) -> tuple[tuple[I
         raise NoMatch("two dimensions of an operand run over one axis", base.node)
     replacements = cuts(index)
     if replacements is None:
-        raise NoMatch("a dimension is read in parts that do not go together", base.node)
+        raise NoMatch("a dimension is read in incompatible parts", base.node)
     wanted = [_leaves(dim, replacements) for dim in dims]
     if not replacements:
         return index, wanted
@@ -145,11 +145,11 @@ def _arranged(base: _Sized, units: list[Axes], wanted: list[Axes]) -> _Sized:
     """Permutes and merges the groups of axes into the wanted dimensions."""
     present = {axis for unit in units for axis in unit}
     if present != {axis for dim in wanted for axis in dim if axis in present}:
-        raise NoMatch("a value depends on an axis it should not depend on", base.node)
+        raise NoMatch("a value depends on an axis that it must not depend on", base.node)
     if sum(map(len, units)) != len(present):
         raise NoMatch("a value is read along a diagonal", base.node)
     if any(not present.isdisjoint(dim) and not present.issuperset(dim) for dim in wanted):
-        raise NoMatch("a value depends on only a part of a dimension", base.node)
+        raise NoMatch("a value depends on only part of a dimension", base.node)
     position = {axis: place for place, axis in enumerate(axis for dim in wanted for axis in dim)}
     order = sorted(range(len(units)), key=lambda unit: position[units[unit][0]])
     if order != list(range(len(units))):
@@ -186,12 +186,12 @@ def _places(base: _Sized, part: Index, size: Size) -> list[_Place]:
     out: list[_Place] = []
     ordered = slowest_first(part.terms)
     if ordered is None:
-        raise NoMatch(f"a dimension of {size} is read in steps of which none is known to be the largest")
+        raise NoMatch(f"a dimension of {size} is read in steps, none of them provably the largest")
     for digit, stride in ordered:
         radix = ratio(rest, stride)
         start = 0 if offset == 0 else offset // stride
         offset = offset - start * stride
-        because = f"a dimension of {size} is read in steps of {stride}, which is no view of it"
+        because = f"a dimension of {size} is read in steps of {stride}, which no view does"
         if radix is None:
             raise NoMatch(because + unproved(base.node.graph, rest, MULTIPLE, stride))
         if not digit.is_whole:

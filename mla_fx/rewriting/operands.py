@@ -54,7 +54,7 @@ def last_dimension(operand: str) -> Callable[[Match], Axis]:
 def normed(value: str, operator: str) -> Pattern:
     """A near refused: the value is normalised where `operator` takes it as it is."""
     norm = rms_norm(var(value), var(f"gamma of {value}"), name=f"norm of {value}")
-    return refused(norm, because=f"{value} is normalised, which {operator} does not do")
+    return refused(norm, because=f"{value} is normalised, which {operator} does not support")
 
 
 def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
@@ -71,8 +71,8 @@ def check_weight(weight: Element, name: str) -> None:
     stored = {value.dtype for value in given if isinstance(value, torch.Tensor)}
     packed = sorted(str(dtype) for dtype in stored if dtype.itemsize == 1 and dtype is not torch.bool)
     if packed:
-        raise NoMatch(f"{name} is dequantised by the graph, from {packed[0]}, expected a plain parameter", weight.node)
-    raise NoMatch(f"{name} is computed by the graph, expected a parameter", weight.node)
+        raise NoMatch(f"{name} is dequantised in the graph, from {packed[0]}; expected a plain parameter", weight.node)
+    raise NoMatch(f"{name} is computed in the graph, expected a parameter", weight.node)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axe
     """Two weights by their names, as one, and the columns of both. Raises NoMatch if they are no neighbours."""
     for name, columns in (first, second):
         if len(columns) > 1:
-            raise NoMatch(f"the columns of {name} are no single dimension", match[name].node)
+            raise NoMatch(f"the columns of {name} are not one dimension", match[name].node)
     whole = joined(match[first[0]], first[1], match[second[0]], second[1])
     if whole is None:
         raise NoMatch(f"the weights of {what} are {_apart(match[first[0]], match[second[0]])}", match[second[0]].node)
@@ -123,8 +123,8 @@ def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axe
 
 def _apart(one: Element, other: Element) -> str:
     if one.origin is other.origin:
-        return "not neighbours in one matrix"
-    return "two parameters, and the operator takes one matrix, which would be a copy of both"
+        return "not adjacent in one matrix"
+    return "two parameters; the operator takes one matrix, which would be a copy of both"
 
 
 def _source(part: Element) -> tuple[Node, tuple[Index, ...], float]:
@@ -139,7 +139,7 @@ def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:
     """The norm is taken over the columns of one row, all of them."""
     over = [axis for part in norm.over for axis in axes(part, "the normalised dimension", norm.node)]
     if over != list(width):
-        raise NoMatch("the norm is taken over something else than the columns of a row", norm.node)
+        raise NoMatch("the norm is not over the columns of a row", norm.node)
 
 
 def table(found: Table, pair: Index, outer: Dims) -> Expression:
@@ -195,7 +195,7 @@ def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
     """Latents and rotary keys go to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
     if _wraps(mine) != _wraps(theirs):
-        raise NoMatch("of latent and rotary key only one is written so that negative positions count", theirs.node)
+        raise NoMatch("negative positions are written for only one of latent and rotary key", theirs.node)
     if latent.row != keys.row or _counted(mine) != _counted(theirs):
         raise NoMatch("latent and rotary key are written to different positions", theirs.node)
 
@@ -262,7 +262,7 @@ def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) 
             counted = Call(torch.ops.prims.iota.default, _size(cache.token), **options)
             return Call(aten.unsqueeze.default, counted, 0)
         case Appended():
-            raise AssertionError("rows that are appended have no positions")
+            raise AssertionError("appended rows have no positions")
     alike = (part.origin for other in others for part in _positioned(other))
     return Stands(found, tuple(alike))
 

@@ -101,7 +101,7 @@ def _fitting(emit: Emitter, old: Node, new: Draft | Node, unread: Set[Node]) -> 
     fitting = laid_out_as(emit, old, new)
     by_strides = next(stride_readers(old), None)
     if by_strides is not None and not fill_memory_alike(old, fitting):
-        reason = f"{name_of(by_strides)} reads {old.name} by its strides, and would read other elements"
+        reason = f"{name_of(by_strides)} reads {old.name} by its strides and would read other elements"
         raise NoMatch(reason, by_strides)
     return fitting
 
@@ -139,7 +139,7 @@ def check_nothing_is_lost(olds: Iterable[Node], sources: Set[Node], dtype: torch
     seen = set(sources)
     lost = _lost(list(olds), seen, dtype)
     if lost is not None:
-        raise NoMatch(f"{name_of(lost)} enters the result, and would not enter the operator", lost)
+        raise NoMatch(f"{name_of(lost)} enters the result but would not enter the operator", lost)
     return seen - sources
 
 

@@ -82,7 +82,7 @@ NOPE = either(
         var("q_nope"),
         refused(
             rms_norm(contract(LATENT, WEIGHT_UK, name="up"), var("gamma"), name="norm"),
-            because="keys are normalised for each head behind their up-projection, which cannot be absorbed then",
+            because="keys are normalised per head after the up-projection, which therefore cannot be absorbed",
         ),
         name="nope",
     ),
@@ -128,9 +128,9 @@ class MlaAttention(Rule):
         Case("one tensor for latents and rotary keys", cases.OneKey, {"latent_attention": 1}),
     )
     rejects = (
-        Case("rotary key of each head", cases.KeysPerHead, because="k_rope is not shared across heads"),
+        Case("rotary key per head", cases.KeysPerHead, because="k_rope is not shared across heads"),
         Case("expanded keys and values cached", cases.ExpandedCache, because=CACHED_EXPANDED),
-        Case("multi-head attention without a rotary part", cases.HiddenStates, because="were projected down"),
+        Case("multi-head attention without a rotary part", cases.HiddenStates, because="from a down-projected latent"),
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
@@ -227,7 +227,7 @@ def _check_operands(match: Match, found: Attention, a: _Roles) -> None:
     for mask in found.masks:
         _check_axes(mask.element, "the mask", {*a.b, *a.n, *a.s, *a.t})
     if isinstance(found.sink, Element) and not found.sink.axes <= set(a.n):
-        raise NoMatch("the attention sink is no number for each head", found.sink.origin)
+        raise NoMatch("the attention sink is not one number per head", found.sink.origin)
     check_is_causal(found, a.s)
 
 
@@ -271,7 +271,7 @@ def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
     hidden states, of which the queries are made too."""
     latent, weight = match["kv_cache"], match["weight_uk"]
     if not n:
-        raise NoMatch("there is no rotary part, and no heads that share a latent", latent.origin)
+        raise NoMatch("there is no rotary part, and no heads share a latent", latent.origin)
     if {match.choices["keys"], match.choices["values"]} == {"absorbed"}:
         return
     down = down_projection(latent)
@@ -279,7 +279,7 @@ def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
     wider = () if down is None else (rank(down), product(axis.size for axis in (*n, *columns)))
     is_latent = wider and all(at_most(width + 1, size) for size in wider)
     if not is_latent or is_projected_from(match["q_nope"], latent):
-        reason = "there is no rotary part, and keys and values are not expanded from latents that were projected down"
+        reason = "there is no rotary part, and keys and values are not expanded from a down-projected latent"
         raise NoMatch(reason, latent.origin)
 
 
@@ -295,7 +295,7 @@ def _dtype(match: Match) -> torch.dtype:
 def _same_columns(out: Axes, latent: Axes, node: Node) -> Axes:
     """The columns of the result, which are those of the latents and come in their order."""
     if set(out) != set(latent):
-        raise NoMatch("the result of the attention has other columns than the latents", node)
+        raise NoMatch("the attention's result and the latents have different columns", node)
     return latent
 
 
@@ -303,7 +303,7 @@ def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: A
     if not element.axes.isdisjoint(n):
         raise NoMatch(f"{name} is not shared across heads", element.node)
     if element.axes.isdisjoint(t):
-        raise NoMatch(f"{name} does not run along the context", element.node)
+        raise NoMatch(f"{name} is not along the context", element.node)
     _check_axes(element, name, allowed)
 
 

@@ -32,5 +32,5 @@ def attention_factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[floa
             scale, factors[query] = rotary.factor, own / rotary.factor
     for name, factor in factors.items():
         if not 16 * torch.finfo(dtype).tiny <= abs(factor) <= torch.finfo(dtype).max:
-            raise NoMatch(f"{name} would be multiplied by {factor:.6g}, and {dtype} has no room for that", found.node)
+            raise NoMatch(f"{name} would be multiplied by {factor:.6g}, which {dtype} may not hold", found.node)
     return scale, factors

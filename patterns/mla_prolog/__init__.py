@@ -90,7 +90,7 @@ Q_LATENT = bound(
         full=TOKEN_X,
         joined=refused(
             having(rms_norm(var("part"), var("gamma"), name="part.norm")),
-            because="the query is made of a normed latent joined with more, mla_prolog makes it of one latent",
+            because="the query is computed from a normalised latent joined with something else",
         ),
     ),
 )
@@ -159,13 +159,13 @@ class MlaProlog(Rule):
         Case("no rotary part", NoRotaryPart, ONE_EACH),
         Case("rows appended", Appended, ONE_EACH),
         Case("query and latent multiplied by numbers", cases.Scaled, ONE_EACH),
-        Case("query multiplied by a number for each token and head", cases.ScaledByToken, ONE_EACH),
+        Case("query multiplied by a number per token and head", cases.ScaledByToken, ONE_EACH),
     )
     rejects = (
         Case("projection with a bias", cases.Bias, because="has a bias"),
         Case("LayerNorm", cases.LayerNorm, because="LayerNorm"),
         Case("key rotated by other tables", cases.OtherTables, because="different tensors"),
-        Case("query made from other tokens", cases.OtherTokens, because="token_x is not one tensor"),
+        Case("query computed from other tokens", cases.OtherTokens, because="token_x is not one tensor"),
     )
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
@@ -228,7 +228,7 @@ def _check_rows(match: Match, tokens: tuple[Axes, Axes], latent: CacheRoles | No
     caches = {"kv_cache": latent, "kr_cache": keys}
     made = ((name, cache) for name, cache in caches.items() if name in _given(match))
     if any((cache.row if cache else roles(match, name)[:2]) != tokens for name, cache in made):
-        raise NoMatch("query and cached rows are not made from the same tokens", match["token_x"].origin)
+        raise NoMatch("query and cached rows are not computed from the same tokens", match["token_x"].origin)
 
 
 def _width(match: Match, operand: str, cache: CacheRoles | None) -> Axes:
@@ -277,7 +277,7 @@ def _query_norm(match: Match) -> RmsNorm | None:
         return None
     norm, query_norm = match.reading(RmsNorm, "ckv"), match.reading(RmsNorm, "cq")
     if query_norm.gamma_after_cast != norm.gamma_after_cast:
-        raise NoMatch("the two norms of the prolog round at different places", query_norm.gamma.origin)
+        raise NoMatch("the two norms of the prolog round in different places", query_norm.gamma.origin)
     return query_norm
 
 

@@ -16,8 +16,8 @@ def query_factor(match: Match) -> float:
     turned = _rotation_factor(match.get(Rope, "query_rope.rope"), match.get(Rope, "kr_cache.rope"))
     nope = uq.factor * uk.factor
     if qr is not None and not _is_same_number(nope, qr.factor * turned):
-        numbers = f"q_nope is multiplied by {nope:.6g}, q_rope beside k_rope by {qr.factor * turned:.6g}"
-        raise NoMatch(f"{numbers}, the prolog by one number", qr.node)
+        numbers = f"q_nope is multiplied by {nope:.6g}, q_rope relative to k_rope by {qr.factor * turned:.6g}"
+        raise NoMatch(f"{numbers}; the prolog takes one number", qr.node)
     norm = match.get(RmsNorm, "cq")
     return nope if norm is None else nope * norm.factor
 
@@ -59,12 +59,12 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         return None
     if nope is None or rope is None:
         part = "q_nope" if rope is None else "q_rope"
-        raise NoMatch(f"of the query only {part} is multiplied by a tensor", found.origin)
+        raise NoMatch(f"only {part} of the query is multiplied by a tensor", found.origin)
     if not (nope.axes | rope.axes) <= allowed:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:
         raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
     sources = (match.readings[name].node for name in parts)
     if any(nope.origin is source or source in computed_from(nope.origin, since=source) for source in sources):
-        raise NoMatch("the query is multiplied by a tensor that is computed from it", nope.origin)
+        raise NoMatch("the query is multiplied by a tensor computed from it", nope.origin)
     return nope

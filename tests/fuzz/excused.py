@@ -62,7 +62,7 @@ class _Numbers(torch.fx.Interpreter):
         is_product = target in (aten.mm.default, aten.bmm.default)
         makes_nan = result.isnan().any() and not any(v.isnan().any() for v in given)
         if (is_product and any(value.isinf().any() for value in given)) or (makes_nan and target not in MAY_BLIND):
-            raise InvalidError("what is computed with is no number")
+            raise InvalidError("what is computed with is not a number")
         if _largest(target, result, given) > self.at_most:
             raise InvalidError(EDGE)
         return result

@@ -61,7 +61,7 @@ CASES = {
     ),
     "query of full rank": Case(
         KEY_SIDE_AND_ATTENTION,
-        to_target("weight_dq is None; MlaPrologV3 makes the query of a compressed one"),
+        to_target("weight_dq is None; MlaPrologV3 computes the query from a compressed one"),
         {"q_lora_rank": None},
     ),
     "rank of the keys": Case(
@@ -88,14 +88,14 @@ CASES = {
     ),
     "projections with a bias": Case(
         KEY_SIDE_AND_ATTENTION,
-        ["the projection has a bias, which the fused operators do not take"],
+        ["the projection has a bias, which the fused operators do not support"],
         {"attention_bias": True},
     ),
     "rotation of complex numbers": Case(
         ATTENTION,
         to_target(
-            "rope_layout is 'interleave_interleave'; MlaPrologV3 writes halves, which are other bytes in kr_cache",
-            "rope_layout is 'interleave_interleave'; KvRmsNormRopeCache reads neighbours and writes halves, "
+            "rope_layout is 'interleave_interleave'; MlaPrologV3 writes halves, which reorders kr_cache",
+            "rope_layout is 'interleave_interleave'; KvRmsNormRopeCache reads interleaved columns and writes halves, "
             "'interleave_half'",
         ),
         {"family": "deepseek_v2"},
@@ -182,7 +182,7 @@ class Padded(nn.Module):
 def test_a_mask_that_is_not_causal(converted):
     reason = (
         "latent_attention becomes its body: mask is a tensor; FusedInferAttentionScore takes the length of each "
-        "sequence, so the mask must be causal, provably, or by your word: option causal_masks"
+        "sequence, and the mask is not provably causal; set causal_masks=True if it is"
     )
     check(converted, Padded(models.model()), Case([1, 0, 0], [reason], tokens=3))
 

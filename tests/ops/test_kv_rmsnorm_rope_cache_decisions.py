@@ -141,7 +141,7 @@ def test_is_output_kv_changes_nothing(mode, heads):
 def test_is_output_kv_is_ignored_in_norm_and_refused(heads):
     """The document: it takes effect in paged modes only; the kernel sets it to False."""
     args, kwargs = build("Norm", heads=heads)
-    message = "is_output_kv is True; it must be False with cache_mode 'Norm', in which the kernel ignores it"
+    message = "is_output_kv is True; it must be False with cache_mode 'Norm', where the kernel ignores it"
     refuses(OPERATOR, args, kwargs | {"is_output_kv": True}, message)
 
 

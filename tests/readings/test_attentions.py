@@ -142,7 +142,7 @@ NO_ATTENTIONS = {
     "over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "not summed over the softmax axis"),
     "filled, then biased": (
         lambda q, k, v: ((q @ k.mT).masked_fill(~MASK, -3.0) + BIAS).softmax(-1) @ v,
-        "filled with a number, and a mask is added",
+        "filled with a number and also masked by addition",
     ),
     "filled with two numbers": (
         lambda q, k, v: (q @ k.mT).masked_fill(~MASK, -3.0).masked_fill(MASK.flip(-1), 2.0).softmax(-1) @ v,
@@ -150,25 +150,25 @@ NO_ATTENTIONS = {
     ),
     "two sinks": (
         lambda q, k, v: beside(beside(q @ k.mT, 1.0), 2.0).softmax(-1)[..., :-2] @ v,
-        "not all the probabilities",
+        "only some of the softmax's probabilities",
     ),
     "a key left out in the middle": (
         lambda q, k, v: torch.cat((q @ k.mT, q @ k.mT), -1).softmax(-1)[..., 1 : T + 1] @ v,
-        "not all the probabilities",
+        "only some of the softmax's probabilities",
     ),
-    "over all but the sink": (lambda q, k, v: over_others(beside(q @ k.mT, 1.0)) @ v, "is the sum of others"),
-    "over all but one": (lambda q, k, v: over_others(q @ k.mT, slice(None)) @ v, "is the sum of others"),
+    "over all but the sink": (lambda q, k, v: over_others(beside(q @ k.mT, 1.0)) @ v, "by the sum of others"),
+    "over all but one": (lambda q, k, v: over_others(q @ k.mT, slice(None)) @ v, "by the sum of others"),
     "minus the largest of others": (
         lambda q, k, v: softmax_by_hand(beside(q @ k.mT, 1.0), slice(-1))[..., :-1] @ v,
-        "not the largest of the scores",
+        "not the maximum of the scores",
     ),
     "two factors, as a condition has it": (
         lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=0.5) @ v,
-        "not the largest of the scores",
+        "not the maximum of the scores",
     ),
     "two signs, as a condition has it": (
         lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=-0.3) @ v,
-        "not the largest of the scores",
+        "not the maximum of the scores",
     ),
     "a number added": (lambda q, k, v: (q @ k.mT + 2.0).softmax(-1) @ v, "a number is added to the attention scores"),
 }

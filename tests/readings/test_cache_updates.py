@@ -124,13 +124,13 @@ def test_some_columns_of_an_update_are_read(name):
         assert isinstance(found.where, Appended) and found.rows.target is torch.ops.aten.mul.Tensor
         rows = factor[start] * traced.inputs[1][..., start:stop]
         agree(traced.values[found.rows], rows[0, 0] if name == "flat" else rows)
-    with pytest.raises(NoMatch, match="not put together from those of latent and rotary key"):
+    with pytest.raises(NoMatch, match="not a concatenation of latent and rotary key"):
         cache_update(resolve(traced.out, (*whole[:-1], shifted(fresh(5), 2))))
 
 
 BROADCAST = "the rows written are broadcast into the cache"
-PART = "only a part of the rows is scattered into the cache"
-UNCOUNTED = "the cache is written at sequences that are not simply counted"
+PART = "only some of the rows are scattered into the cache"
+UNCOUNTED = "the cache is written at sequences that are not 0, 1, 2, ..."
 NO_UPDATES = {
     "rows of one sequence": (BROADCAST, lambda cache, r: written(cache, (slice(None), slice(None), SLOTS), r[:1])),
     "one row for all slots": (
@@ -149,7 +149,7 @@ NO_UPDATES = {
         lambda cache, r: cache.scatter(2, torch.arange(D).expand(B, 1, S, D) % T, r),
     ),
     "a condition": (
-        "the cache is written where a condition holds, not at positions",
+        "the cache is written by a boolean mask, not at positions",
         lambda cache, r: written(cache, (slice(None), slice(None), torch.tensor([True, False, True, True, False])), r),
     ),
     "sequences along the tokens": (
@@ -165,10 +165,10 @@ NO_UPDATES = {
         lambda cache, r: written(cache[:, 0], (torch.arange(B)[:, None], PLACES), r[:, 0, :1]),
     ),
     "every other slot": (
-        "the cache is overwritten in steps of 2, expected neighbouring rows",
+        "the cache is written in steps of 2, expected consecutive rows",
         lambda cache, r: written(cache, (slice(None), slice(None), slice(0, 5, 2)), r),
     ),
-    "three pieces": ("expected the old rows and the new ones in one cat", lambda cache, r: torch.cat([cache, r, r], 2)),
+    "three pieces": ("expected one cat of the old and the new rows", lambda cache, r: torch.cat([cache, r, r], 2)),
     "added": ("the cache is added to", lambda cache, r: cache.index_put((SLOTS[1:2],), r[:1, :, :1], accumulate=True)),
     "a sum": ("expected a cache that is written, found add", lambda cache, r: cache + r[:, :, :1]),
 }
@@ -205,5 +205,5 @@ def test_a_slice_may_begin_at_a_symbol():
 @pytest.mark.parametrize("position", [lambda cache: cache.shape[2] - 4, lambda cache: -cache.shape[0] - 2])
 def test_a_symbol_may_be_negative(position):
     """What is not known to be zero or more may count from the end."""
-    with pytest.raises(NoMatch, match="from a position that may be negative, and count from the end"):
+    with pytest.raises(NoMatch, match="from a position that may be negative, which counts from the end"):
         read_dynamic(at(position))

@@ -67,12 +67,12 @@ def test_gathered_rows_are_read(name):
 
 
 REFUSED = {
-    "expected rows that are gathered, found add": lambda pages, table: pages + 1.0,
+    "expected gathered rows, found add": lambda pages, table: pages + 1.0,
     "rows are gathered by 2 tables": lambda pages, table: pages[table.unsqueeze(-1), table[:, :1, None] % SIZE],
     "rows are gathered by 0 tables": lambda pages, table: pages[torch.arange(3)],
-    "dimensions that are not neighbours": lambda pages, table: pages[table, :, table % WIDTH],
-    "where a condition holds, not by number": lambda pages, table: pages[torch.ones(BLOCKS).bool()],
-    "is read in torch.float64": lambda pages, table: pages[table].double(),
+    "dimensions that are not adjacent": lambda pages, table: pages[table, :, table % WIDTH],
+    "by a boolean mask, not by index": lambda pages, table: pages[torch.ones(BLOCKS).bool()],
+    "and read in torch.float64": lambda pages, table: pages[table].double(),
     "is multiplied by a number": lambda pages, table: pages[table] * 2.0,
 }
 

@@ -183,5 +183,5 @@ def test_what_is_no_rotation_is_refused_with_a_reason(name):
 
 def test_an_odd_dimension_is_no_rotary_dimension():
     traced = Traced(lambda x: x.clone(), dense(S, 7))
-    with pytest.raises(NoMatch, match="a rotary dimension is even and known, this one is 7"):
+    with pytest.raises(NoMatch, match="the rotary dimension must be even and known, this one is 7"):
         rotations(traced)

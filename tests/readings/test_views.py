@@ -191,10 +191,10 @@ SYMBOLIC = {
 
 # No view of the program's tensor gives these, whatever the sizes are.
 NO_VIEWS = {
-    "every other token": "is read in steps of 2, which is no view of it",
-    "window of another size": "is read in steps of 1, which is no view of it",
-    "rows of the flattened": "is read in steps of 1, which is no view of it",
-    "repeated": "a value depends on only a part of a dimension",
+    "every other token": "is read in steps of 2, which no view does",
+    "window of another size": "is read in steps of 1, which no view does",
+    "rows of the flattened": "is read in steps of 1, which no view does",
+    "repeated": "a value depends on only part of a dimension",
 }
 
 

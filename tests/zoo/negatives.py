@@ -282,7 +282,9 @@ NEGATIVES = [
     Negative(Spelling(), NormOverTokens, partial="the norm runs over tokens", because="norm|mean",
              only=("prefill", "few")),
     Negative(Spelling(), NormOverHalf, partial="the mean is over half of the row", because="norm|mean"),
-    Negative(Spelling(), ScaledKey, partial="one table rotates query and key", because="q_rope beside k_rope by 4"),
+    Negative(
+        Spelling(), ScaledKey, partial="one table rotates query and key", because="q_rope relative to k_rope by 4"
+    ),
     Negative(Spelling(), ScaledNope, partial="one factor for both parts", because="q_nope is multiplied by 1.5"),
     Negative(Spelling(), ScaledRopeByToken, partial="one factor for both parts", because="only q_rope is multiplied"),
     Negative(Spelling(), ScaledApart, partial="one factor for both parts", because="by different tensors"),

@@ -94,9 +94,9 @@ class Operator:
 
     def _refuse_untraceable(self, *args: Any, **kwargs: Any) -> None:
         if not self.traceable:
-            raise NoMatch("it reads lengths, or rounds in places that a compiler would not keep")
+            raise NoMatch("it reads lengths, or rounds where a compiler would not")
         if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
-            raise NoMatch("it is quantised, and compilers do not keep the roundings in between")
+            raise NoMatch("it is quantised, and compilers do not keep its intermediate roundings")
 
 
 def define(

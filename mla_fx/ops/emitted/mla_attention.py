@@ -279,7 +279,7 @@ def refuse_body(a: Arguments) -> None:
 
 def refuse_kernel(a: Arguments) -> None:
     if _chooses(a) and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
-        raise NoMatch(f"{CHOOSES}, and its caches do not lie in one piece")
+        raise NoMatch(f"{CHOOSES}, and its caches are not contiguous")
     is_tiled = _chooses(a) or not _is_absorbed(a)
     is_masked = a.mask is not None or a.context_lens is not None
     if (_chooses(a) or (is_tiled and is_masked)) and not can_choose(_tensors(a).values()):

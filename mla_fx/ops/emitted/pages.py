@@ -10,7 +10,7 @@ from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters,
 
 TILE = 512  # tokens gathered at a time: what a cache of the processor holds, and few enough tiles
 
-READS_PAGES = "it reads pages tile after tile, and a compiler would first gather the whole context"
+READS_PAGES = "it reads pages tile by tile; a compiler would first gather the whole context"
 
 
 def context_of(cache: Tensor, block_table: Tensor | None) -> int:

@@ -21,7 +21,7 @@ SHORT = 16  # keys; with fewer, PyTorch's kernel for CPUs gives zeros for a quer
 LOWEST = torch.finfo(torch.bfloat16).min  # beside a score so low any other vanishes, and so when it is added to that
 TAME = 2.0**100  # a score below it vanishes beside LOWEST
 
-IN_TILES = "it goes by tiles of query rows, and a compiler would keep the scores of all"
+IN_TILES = "it works on tiles of query rows; a compiler would keep the scores of all rows"
 
 
 def attend(

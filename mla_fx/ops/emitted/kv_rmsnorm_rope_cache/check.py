@@ -39,7 +39,7 @@ def check(a: Arguments) -> None:
     check_choice("cache_mode", a.cache_mode, CACHE_MODES)
     if a.is_output_kv and a.cache_mode in CONTIGUOUS_MODES:
         raise ValueError(
-            f"is_output_kv is True; it must be False with cache_mode {a.cache_mode!r}, in which the kernel ignores it."
+            f"is_output_kv is True; it must be False with cache_mode {a.cache_mode!r}, where the kernel ignores it."
         )
     widths = check_without_v(a) if a.v is None else check_with_v(a)
     check_caches(a, *widths)

@@ -20,7 +20,7 @@ SCALES = ("dequant_scale", "k_scale_cache", "smooth_scales_cq", "dequant_scale_w
 
 def check(a: Arguments) -> None:
     if a.cache_mode != "PA_BSND":
-        raise ValueError(f"cache_mode is {a.cache_mode!r}; it must be 'PA_BSND', the only layout that is ever written.")
+        raise ValueError(f"cache_mode is {a.cache_mode!r}; it must be 'PA_BSND', which the kernel always writes.")
     check_types(a)
     sizes: Sizes = {}
     check_letters(a, sizes, token_x="T, He", w_uk="N, D, Hckv")

@@ -46,7 +46,7 @@ def check_length_values(a: Arguments, o: Options, contexts: Tensor) -> None:
         if not torch.equal(status, runs):
             raise ValueError(
                 f"batch_run_status is {a.batch_run_status.tolist()} and context_lens {a.context_lens.tolist()}; "
-                "it must be 0 exactly where context_lens is 0, which is what makes the kernels skip a sequence."
+                "it must be 0 exactly where context_lens is 0, because the kernels skip a sequence by it."
             )
     check_counts(a, o, contexts, runs)
     check_columns(a, o, contexts)
