@@ -1,4 +1,4 @@
-"""The numbers of the benchmarks, from their JSON: a table in benchmarks/README.md and a picture beside it.
+"""The numbers of the benchmarks, from their JSON: the tables and the picture of docs/measuring.md.
 
 for name in decode query_tokens prefill memory compile_time graphs overhead; do
     python benchmarks/$name.py --json results/$name.json
@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib import pyplot
 from results import Row
 
-HERE = Path(__file__).parent
+DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->\n"
 
 # In the order of the legend; what is forced to one form is no way that a user would take.
@@ -42,7 +42,7 @@ def lines(found: dict[str, Found]) -> Iterator[str]:
 
 
 def write(text: str) -> None:
-    page = HERE / "README.md"
+    page = DOCS / "measuring.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
@@ -67,7 +67,7 @@ def picture(decode: Found, query_tokens: Found) -> None:
     draw(right, query_tokens["times"], "tokens", title="4096 tokens in the cache", xlabel="new tokens")
     left.legend()
     figure.suptitle(f"One attention layer of DeepSeek-V3, bfloat16, batch 1\n{decode['machine']}", fontsize=10)
-    figure.savefig(HERE / "times.svg", metadata={"Date": None})
+    figure.savefig(DOCS / "times.svg", metadata={"Date": None})
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The tables of what fuses, in README.md, are what the code gives: one line always, two in CI, all with --campaign."""
+"""The tables of docs/coverage.md are what the code gives: one line always, two in CI, all with --campaign."""
 
 import pytest
 from coverage_table.command import committed, made

@@ -15,8 +15,9 @@ import torch
 import mla_fx
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".ci", "benchmarks", "examples", "lowering", "mla_fx", "patterns", "tests")
-FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
+FOLDERS = (".ci", "benchmarks", "docs", "examples", "lowering", "mla_fx", "patterns", "tests")
+PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md")
+FILES = (*PAGES, "LICENSE", "MANIFEST.in", "mkdocs.yml", "pyproject.toml", "setup.py")
 BUILD = "import setuptools.build_meta as build; build.build_sdist('made')"
 
 

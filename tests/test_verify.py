@@ -227,7 +227,7 @@ def test_nan_and_infinity_of_the_program_are_let_pass():
 
 
 def test_a_row_that_attends_to_nothing_is_let_pass_and_said():
-    """NaN by a plain softmax, zeros by fused attention, as README.md says."""
+    """NaN by a plain softmax, zeros by fused attention, as the documentation says."""
 
     class Blind(cases.Layer):
         def attend(self, q_nope, q_rope, latent, k_rope, mask):

@@ -1,4 +1,4 @@
-"""What fuses in every family of transformers and every spelling of the zoo: the table in README.md, made anew."""
+"""What fuses in every family of transformers and every spelling of the zoo: regenerates the tables of docs/coverage.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m mla_fx coverage`: what fuses in every family and spelling, shown and written into README.md."""
+"""`python -m mla_fx coverage`: what fuses in every family and spelling, shown and written into docs/coverage.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from .npu import NPU
 from .rows import Cell, Found
 from .tables import PLAIN, Notes, Tables
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "coverage.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,18 +56,18 @@ def _on_npus(given: argparse.Namespace) -> int:
         return 0
     options = ["--npu", "--only", given.only, "--processes", str(given.processes)]
     command = [sys.executable, "-m", "tests.coverage_table", *options]
-    return subprocess.run(command, cwd=README.parent, env={**os.environ, **variables}).returncode
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}).returncode
 
 
 def written(tables: Tables) -> tuple[str, str, str]:
-    """What stands in README.md before some tables, the tables, and what comes after."""
-    before, rest = README.read_text(encoding="utf-8").split(f"<!-- {tables.mark} -->\n\n")
+    """The text of the page before some tables, the tables, and the text after them."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(f"<!-- {tables.mark} -->\n\n")
     text, after = rest.split(f"\n<!-- end of {tables.mark} -->\n")
     return before, text, after
 
 
 def committed(tables: Tables) -> tuple[dict[str, str], Notes]:
-    """The lines of the tables in README.md by their first cell, and the numbered sentences."""
+    """The lines of the tables by their first cell, and the footnotes."""
     _, text, _ = written(tables)
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("|")}
     return lines, Notes({note: int(number) for number, note in re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE)})
@@ -80,7 +81,7 @@ def made(tables: Tables, name: str, notes: Notes) -> str:
 def write(tables: Tables, text: str) -> None:
     before, _, after = written(tables)
     marks = f"<!-- {tables.mark} -->", f"<!-- end of {tables.mark} -->"
-    README.write_text(f"{before}{marks[0]}\n\n{text}\n{marks[1]}\n{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{marks[0]}\n\n{text}\n{marks[1]}\n{after}", encoding="utf-8")
 
 
 def _results(wanted: list[Cell], processes: int) -> Iterator[tuple[Cell, list[Found]]]:

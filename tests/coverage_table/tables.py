@@ -34,7 +34,7 @@ class Notes(dict[str, int]):
 
 @dataclass(frozen=True)
 class Tables:
-    """Two tables, of families by step and of the zoo by axis: how README.md marks them, the cells that they are made
+    """Two tables, of families by step and of the zoo by axis: how docs/coverage.md marks them, the cells that they are made
     of, and what heads and lines are. A line adds its notes to those of the tables."""
 
     mark: str

@@ -1,6 +1,6 @@
-"""README's table of GE operators for each layer, torchair alone against mla_fx, counted anew.
+"""The table of GE operators in docs/npu.md for each layer, torchair alone against mla_fx, counted anew.
 
-`MLA_FX_ACCEPT=1 python -m tests.npu tests/npu/test_table.py --campaign` writes it into README.md."""
+`MLA_FX_ACCEPT=1 python -m tests.npu tests/npu/test_table.py --campaign` writes it into docs/npu.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torchair
 import mla_fx
 from npu import converted, models
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "npu.md"
 HEAD = "| model | step | shapes | torchair alone | mla_fx | of them |\n| --- | --- | --- | --- | --- | --- |\n"
 SHORT = {"MlaPrologV3": "prolog", "KvRmsNormRopeCache": "key side", "FusedInferAttentionScore": "attention"}
 
@@ -35,10 +35,10 @@ CASES = [
 ]
 
 
-def test_table_in_readme(request: pytest.FixtureRequest) -> None:
+def test_table_of_the_page(request: pytest.FixtureRequest) -> None:
     """Its first row, and with --campaign all of it."""
     rows = rows_of(CASES if request.config.getoption("--campaign") else CASES[:1])
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if len(rows) < len(CASES):
         assert HEAD + rows[0] in text
         return
@@ -47,7 +47,7 @@ def test_table_in_readme(request: pytest.FixtureRequest) -> None:
     after = rest[rest.index("\n\n") + 1 :]
     if os.environ.get("MLA_FX_ACCEPT"):
         text = before + table + after
-        README.write_text(text, encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
     assert text == before + table + after
 
 

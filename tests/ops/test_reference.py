@@ -8,7 +8,7 @@ from ops.harness import CATALOGUE, cases
 from ops.test_catalogue import DTYPES
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "mla_fx" / "ops" / "README.md"
+PAGE = HERE.parents[1] / "docs" / "operators.md"
 
 
 def compared_with_an_oracle():
