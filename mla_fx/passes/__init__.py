@@ -1,1 +1,1 @@
-"""The passes. `pipeline` lists them in order; each changes the graph or says why not."""
+"""The passes. `pipeline` lists them in order. Each one changes the graph or reports why it does not."""

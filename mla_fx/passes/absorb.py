@@ -1,12 +1,14 @@
-"""Absorbed or expanded: equal algebra, `q . (W_uk c) = (W_uk^T q) . c`, decided by the number of query tokens.
+"""Chooses between absorbed and expanded attention by the number of query tokens, S.
+
+The two are algebraically equal: `q . (W_uk c) = (W_uk^T q) . c`.
 
 Per head and batch element, with R the latent rank and d = Dn + Dv, expanding T context tokens costs T R d once and
-S T (d + Dr) for the scores and values; absorbed costs S R d and S T (2R + Dr). Absorbed wins while
+S T (d + Dr) for the scores and values. Absorbed attention costs S R d and S T (2R + Dr). Absorbed wins while
 
     S < R d / (R d / T + 2R - d)
 
-which is 164 for DeepSeek-V3 at T = 4096 and hardly depends on T. Measured, the crossing comes later or earlier, so each
-kind of device has its own threshold; S <= 8 is always absorbed and a cold prefill (S = T) never.
+which is 164 for DeepSeek-V3 at T = 4096 and hardly depends on T. The measured crossover is higher or lower, so each
+kind of device has its own threshold. S <= 8 is always absorbed. Above that, a cold prefill (S = T) never is.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ SURELY_ABSORBED = 8
 
 
 def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> int:
-    """The largest S that is absorbed under the option `absorb`; `given` is what the target says of itself."""
+    """The largest S that is absorbed under the option `absorb`. `given` is the target's own threshold, if any."""
     if policy == "always":
         return ALWAYS
     if policy == "never":
@@ -37,10 +39,13 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
 
 
 def absorb(graph: Graph, emit: Emitter, policy: str, target: Target) -> None:
-    """Rewrites every mla_attention whose S is small, provably, to latent_attention; one whose S is a symbol that may be
-    large gets the limit at which it decides at run time, or stays expanded where the target could not run it.
+    """Rewrites every mla_attention whose S is provably small to latent_attention.
 
-    An absorbed query of float16 may leave the range in which the program stays: the operator makes it in float32."""
+    If S is a symbol that may be large, the call gets the limit at which it decides at run time. It stays expanded if
+    the target cannot run the operator.
+
+    An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
+    call therefore stays an mla_attention, which computes the absorbed query in float32."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         q_nope, _, kv_cache, *_ = args_of(node)
         limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)

@@ -1,4 +1,4 @@
-"""Applying the rules: every rule of a stage at every anchor, and the nearest miss where it does not fire."""
+"""Applies every rule of a stage at every anchor, and reports the nearest miss where a rule does not fire."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mla_fx.rule import Rule
 from .repeat import Recipe, recipe, replay
 from .run import Run
 
-MOST_RECIPES = 3  # kept for each rule: models alternate between a few kinds of layers
+MOST_RECIPES = 3  # per rule: models alternate between a few kinds of layers
 
 
 def recognise(stage: str) -> Callable[[Run], None]:
-    """Applies the rules of one stage at all their anchors."""
+    """Return a pass that applies the rules of one stage at all their anchors."""
 
     def apply_rules(run: Run) -> None:
         for rule in run.rules:
@@ -57,7 +57,7 @@ def _miss(rule: Rule, anchor: Node, miss: NoMatch, depth: int) -> Miss:
 
 
 def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bool:
-    """Does what was found at an earlier anchor, if everything is the same here."""
+    """Repeat the rewrite found at an earlier anchor if the graph is the same here; return whether it was."""
     for found in recipes:
         images = found.images(anchor, run.emit.fakes)
         if images is None:
@@ -91,7 +91,7 @@ def _rewrite(
     recipes: deque[Recipe],
     looked_into: Set[Node],
 ) -> bool:
-    """Drafts what the rule plans, and carries it out if nothing speaks against it."""
+    """Draft the rule's plan, check it, and apply it; return whether it was applied."""
     try:
         planned = rule.rewrite(match.settled())
         with run.emit.at(anchor, rule.name):
@@ -115,7 +115,7 @@ def _apply(run: Run, rule: Rule, plan: Drafted) -> None:
 
 
 def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
-    """A fused operator says what it stands for."""
+    """Record on each fused operator which nodes it replaces."""
     origins = [(node.name, name_of(node), source_of(node)) for node in erased]
     for node in emit.added:
         if fused_name(node) is not None:
@@ -123,7 +123,7 @@ def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
 
 
 def _check_loss(plan: Drafted) -> set[Node]:
-    """Refuses a rewrite that loses an input; returns the nodes that it looked at."""
+    """Refuse a rewrite that loses an input; return the nodes that the check looked at."""
     checked: set[Node] = set()
     for call in plan.fused:
         checked |= check_nothing_is_lost(plan.olds, plan.sources, _first_dtype(call.value))

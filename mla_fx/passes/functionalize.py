@@ -1,8 +1,8 @@
-"""The user's own calls of operators that write caches or outputs in place, taken back to the functional operators.
+"""Turns the user's own calls of operators that write caches or outputs in place into calls of the functional operators.
 
-AOTAutograd keeps a graph functional by wrapping such a call: `auto_functionalized_v2(form, ..., _all_bases=[...])`
-returns the results of that form and then what each base, a tensor that it wrote to, has become. After this pass a
-target meets one form of each operator, whoever called it."""
+AOTAutograd keeps a graph functional by wrapping an in-place call: `auto_functionalized_v2(form, ..., _all_bases=[...])`
+returns the results of that form, followed by the new value of each base, i.e. of each tensor that the form mutates.
+After this pass a target sees only the functional form of each operator, whether the user or a rule called it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mla_fx.rewriting.emitter import Emitter
 aten = torch.ops.aten
 WRAPPER = torch.ops.higher_order.auto_functionalized_v2
 
-# The parts of a view in the wrapper's arguments, with what makes that view of a base, and what writes through it.
+# The wrapper's arguments that describe a view -> the operator that takes that view of a base, and its scatter.
 VIEWS: dict[tuple[str, ...], tuple[OpOverload, OpOverload]] = {
     ("slice_dim", "slice_start", "slice_end"): (aten.slice.Tensor, aten.slice_scatter.default),
     ("size", "stride", "storage_offset"): (aten.as_strided.default, aten.as_strided_scatter.default),
@@ -33,7 +33,7 @@ VIEWS: dict[tuple[str, ...], tuple[OpOverload, OpOverload]] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A written argument: a view of a base, or all of it."""
+    """A mutated argument: a view of a base, or the whole base."""
 
     base: int
     view: tuple[OpOverload, OpOverload] | None
@@ -47,12 +47,12 @@ class Written:
 
 
 def calls_in_place_forms(graph: Graph) -> bool:
-    """Whether there is a call of an in-place form; most graphs wrap nothing."""
+    """Whether the graph calls an in-place form. Most graphs have no wrapped calls at all."""
     return any(args_of(node)[0] in _functional() for node in graph.find_nodes(op="call_function", target=WRAPPER))
 
 
 def functionalize(graph: Graph) -> int:
-    """Takes back all calls of in-place forms whose writes are results of the functional operator; returns how many."""
+    """Replace all calls of in-place forms whose writes are results of the functional operator; return their number."""
     emit, functional = Emitter(graph), _functional()
     wrapped = graph.find_nodes(op="call_function", target=WRAPPER)
     calls = [(node, functional[form]) for node in wrapped if (form := args_of(node)[0]) in functional]
@@ -79,9 +79,10 @@ def _writes_caches(node: Node, plain: OpOverload) -> bool:
 
 
 def _writes_all_rows(node: Node) -> bool:
-    """Of an attention that writes an output: it leaves rows as they are where a sequence has no context.
+    """Whether an attention that writes into an output writes every row of it.
 
-    That none is without one is known of numbers alone. Each sequence then has one row, or as many as are given."""
+    It leaves the rows of a sequence without context unchanged, so every length must be a positive number, not a node.
+    Each sequence then has one row, unless row counts are given."""
     options: dict[str, Any] = dict(node.kwargs)
     lengths, counts = options["context_lens"], options.get("q_seqlen", options.get("q_seq_lens"))
     if isinstance(lengths, Node) or not all(isinstance(length, int) and length > 0 for length in lengths):
@@ -115,7 +116,7 @@ def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
 
 
 def _written_argument(options: dict[str, Any], name: str) -> Written | None:
-    """Takes from the wrapper's arguments those that say where the written argument `name` lies, if it is given."""
+    """Pop the wrapper's arguments that locate the mutated argument `name`; None if that argument is not given."""
     prefix = f"_{name}_"
     parts = {key.removeprefix(prefix): options.pop(key) for key in list(options) if key.startswith(prefix)}
     base = parts.pop("base_index")
@@ -127,7 +128,7 @@ def _written_argument(options: dict[str, Any], name: str) -> Written | None:
 
 
 def _results(emit: Emitter, plain: OpOverload, values: dict[str, Any]) -> dict[str, Node]:
-    """Those of the functional operator by name; an output, which it does not take, is not among its arguments."""
+    """The results of the functional operator by name. It takes no output tensor, so that one is not passed to it."""
     arguments, names = plain._schema.arguments, [result.name for result in plain._schema.returns]
     positional = [values[entry.name] for entry in arguments if not entry.kwarg_only]
     options = {entry.name: values[entry.name] for entry in arguments if entry.kwarg_only}

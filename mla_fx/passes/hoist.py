@@ -1,10 +1,10 @@
-"""What a compiled graph need not do at each step: lay out weights, and view caches as an operator takes them.
+"""Moves work out of the compiled graph that it need not repeat at each step: weight layouts and views of caches.
 
-weights    what is computed from weights alone, or from nothing, for the operators that were put in is computed once
-           and becomes an input of the graph. It follows the weight, as `_State` says: who loads another state gets it
-           from the next call on
-caches     a graph input that an operator is given through a reshape, and that is written back through one, becomes
-           an input of that shape, so that a compiler sees one buffer that is read and written
+weights    A value that a fused operator reads and that is computed from weights alone, or from constants, is computed
+           once and becomes a graph input. It is recomputed when a weight changes (see `_State`), so a newly loaded
+           state takes effect from the next call on.
+caches     A graph input that an operator reads through a reshape, and that is written back through one, becomes an
+           input of that shape. A compiler then sees one buffer that is read and written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 class LaidOut:
-    """A value made from some of the graph's inputs, kept until one of them is another tensor or has been written."""
+    """A value computed from some of the graph's inputs, cached until one of them is another tensor or is written."""
 
     def __init__(self, make: Callable[..., Tensor], sources: Sequence[int], bytes: int) -> None:
         self.make, self.sources, self.bytes = make, sources, bytes
@@ -52,7 +52,7 @@ class LaidOut:
         sources = [inputs[position] for position in self.sources]
         if self.made is None or not all(map(_State.is_of, self.made_from, sources)):
             fresh = _own(self.make, sources)
-            # in the same memory, to which a captured graph may point
+            # reuse the memory: a captured graph may point to it
             is_alike = self.made is not None and self.made.shape == fresh.shape
             self.made = self.made.copy_(fresh) if self.made is not None and is_alike else fresh
             self.made_from = [_State(source) for source in sources]
@@ -60,7 +60,7 @@ class LaidOut:
 
 
 def _own(make: Callable[..., Tensor], sources: Sequence[Tensor | int]) -> Tensor:
-    """What is made, without gaps, and never the memory of a weight: that would be written when the weight changes."""
+    """Call `make`; the result is contiguous and never aliases a weight, because an update would then overwrite it."""
     with torch.no_grad():
         made = make(*sources).contiguous()
         tensors = (source for source in sources if isinstance(source, Tensor))
@@ -68,11 +68,12 @@ def _own(make: Callable[..., Tensor], sources: Sequence[Tensor | int]) -> Tensor
 
 
 class _State:
-    """The contents of a graph input at one time: a size, or a tensor, whose memory no later one can be taken for.
+    """The state of a graph input at one time: a size, or a tensor's memory, version and sampled elements.
 
-    A tensor is the same as long as it lies in the same memory and PyTorch has counted no write. What is written past
-    the counter, through `.data` or `.numpy()`, shows in a sample of the elements, on a CPU. Another device would have
-    to be waited for at each call, and a sample may miss single elements: there `refresh` has to be called."""
+    The weak reference to the storage keeps a later tensor from being mistaken for this one. A tensor is unchanged while
+    it is in the same memory and PyTorch has counted no write. On a CPU a sample of the elements also detects writes
+    that bypass the counter, through `.data` or `.numpy()`. Another device would need a synchronisation at each call,
+    and a sample may miss single elements: call `refresh` in these cases."""
 
     def __init__(self, source: Tensor | int) -> None:
         self.storage = StorageWeakRef(source.untyped_storage()) if isinstance(source, Tensor) else None  # type: ignore[no-untyped-call]  # torch left it so
@@ -88,17 +89,17 @@ class _State:
 
 
 def _version(source: Tensor | int) -> tuple[int | None, ...]:
-    """A size, or where a tensor begins and how often it was written; None where nobody counts."""
+    """A size, or a tensor's data pointer and version counter. An inference tensor has no counter: None."""
     if not isinstance(source, Tensor):
         return (source,)
     return source.data_ptr(), None if source.is_inference() else version_of(source)
 
 
-SAMPLES = 8  # or some more along each dimension: microseconds a call, however large the weight is
+SAMPLES = 8  # at least this many along each dimension (fewer if it is shorter): microseconds a call for any weight
 
 
 def _sample(source: Tensor | int) -> Tensor:
-    """The bytes of some elements all over a tensor on a CPU, of all of them where they are few; of others none."""
+    """The bytes of some elements spread over a CPU tensor, or of all if there are few. Empty for anything else."""
     if not isinstance(source, Tensor) or source.device.type != "cpu":
         return torch.empty(0)
     steps = tuple(slice(None, None, max(1, size // SAMPLES)) for size in source.shape)
@@ -106,28 +107,28 @@ def _sample(source: Tensor | int) -> Tensor:
 
 
 def refresh(*sources: torch.nn.Module | Tensor) -> None:
-    """Has all that is kept beside the weights of models, or beside single tensors, made anew at the next call.
+    """Recompute the values derived from these models' weights, or from these tensors, at the next call.
 
-    Needed after a write that PyTorch does not count: through `.data`, as adapters are merged into weights, through
-    `.numpy()`, or through a pointer. `load_state_dict`, `copy_` and whatever else writes in place is counted, and
-    another tensor in the place of a weight is noticed. What is kept is made anew in its own memory, so a captured
-    graph goes on with it; nothing is compiled again."""
+    Call this after a write that PyTorch does not count: through `.data` (as when adapters are merged into weights),
+    through `.numpy()`, or through a pointer. In-place operations such as `load_state_dict` and `copy_` are counted, and
+    another tensor in place of a weight is detected. The derived values are recomputed in their own memory, so a
+    captured graph stays valid. Nothing is recompiled."""
     for source in sources:
         tensors = [source] if isinstance(source, Tensor) else [*source.parameters(), *source.buffers()]
         for tensor in tensors:
-            if not tensor.is_inference():  # of these nothing is kept from one call to the next
+            if not tensor.is_inference():  # values derived from inference tensors are recomputed at every call
                 torch.autograd.graph.increment_version(tensor)
 
 
 @dataclass
 class Hoisted:
-    """What is done to the inputs of a compiled graph before each call: some are viewed, then laid-out ones added."""
+    """What happens to a compiled graph's inputs before each call: some are viewed, then laid-out values appended."""
 
     views: dict[int, list[int]] = field(default_factory=dict)
     laid_out: list[LaidOut] = field(default_factory=list)
 
     def summary(self) -> str:
-        """What was prepared, for the report; empty if nothing was."""
+        """A summary of what was hoisted, for the report; empty if nothing was."""
         weights = [value for value in self.laid_out if value.sources]
         size = sum(value.bytes for value in weights) / 2**20
         parts = {
@@ -144,20 +145,20 @@ class Hoisted:
         return ready + [value(given) for value in self.laid_out]
 
     def fake_inputs(self, graph: Graph, given: Sequence[Any]) -> Sequence[Any]:
-        """Fake values of the prepared inputs, given those of the inputs that the graph came with."""
+        """The fake values of the prepared inputs. `given` are those of the original inputs."""
         if not self.views and not self.laid_out:
             return given
         return [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, which takes the prepared inputs, as a function of those that the graph came with."""
+        """Wrap `compiled`, which takes the prepared inputs, as a function of the original inputs."""
         if not self.views and not self.laid_out:
             return compiled
         return lambda *given: compiled(*self.inputs(given))
 
 
 def hoist(graph: Graph, weights: Set[Node]) -> Hoisted:
-    """Takes out of the graph what can be done before it is called. `weights` are graph inputs that seldom change."""
+    """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change."""
     prepared = Hoisted()
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
@@ -187,7 +188,7 @@ def hoist(graph: Graph, weights: Set[Node]) -> Hoisted:
 
 
 def inputs_of(graph: Graph, operators: Set[str]) -> set[Node]:
-    """The graph inputs behind calls of operators, which are named."""
+    """The graph inputs that calls of the named operators depend on."""
     calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
     return {node for call in calls for node in computed_from(call) if node.op == "placeholder"}
 
@@ -196,7 +197,7 @@ def inputs_of(graph: Graph, operators: Set[str]) -> set[Node]:
 
 
 def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]:
-    """What is computed from weights alone, or from nothing, and the new operators that read it."""
+    """The values computed from weights or constants alone, each with the added operators that read it."""
     still = set(weights)
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
@@ -212,20 +213,20 @@ def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether a call gives the same for the same operands, and touches nothing. What is empty may hold anything."""
+    """Whether a call is deterministic and writes nothing."""
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not written(node)
 
 
 def _is_worth_it(value: Node) -> bool:
-    """A weight that is only reshaped costs nothing at a step."""
+    """Whether hoisting a value saves work: reshaping a weight costs nothing at a step."""
     is_computed = isinstance(value.meta["val"], Tensor) and _before_reshapes(value).op == "call_function"
     return is_computed and value.op == "call_function"
 
 
 def _function_of(value: Node) -> tuple[GraphModule, list[Node]]:
-    """The computation of a value as a function of the graph inputs behind it, and these."""
+    """The computation of a value as a function of the graph inputs it depends on, and these inputs."""
     nodes = sorted((value, *computed_from(value)))
     graph = Graph()
     sources = [node for node in nodes if node.op == "placeholder"]
@@ -238,7 +239,7 @@ def _function_of(value: Node) -> tuple[GraphModule, list[Node]]:
 
 
 def _key(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
-    """A number for a value, the same for values that are computed alike. Each call behind it is looked at once."""
+    """A number that is equal for values computed in the same way. Each call behind a value is visited once."""
     for node in sorted({value, *computed_from(value)} - keys.keys()):
         operands = hashable((args_of(node), node.kwargs), keys.__getitem__)
         keys[node] = calls.setdefault(node if node.op == "placeholder" else (node.target, operands), len(calls))
@@ -249,7 +250,7 @@ def _key(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
 
 
 def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
-    """Makes an input take the shape in which an operator is given it; returns that shape, or None where there is none.
+    """Give an input the shape in which an operator reads it; return that shape, or None if this is not possible.
 
     Otherwise a compiler would see a view that is copied, written, and copied back through another view."""
     copies = [user for user in source.users if user.target is aten.copy_.default and args_of(user)[0] is source]
@@ -277,7 +278,7 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
 
 
 def _size_without_asking(graph: Graph, size: Size) -> Any:
-    """A size without asking a tensor: a number, or the graph input that is this symbol; None if there is none."""
+    """A size without a call of sym_size: a number, or the graph input that is this symbol; None if there is none."""
     inputs = graph.find_nodes(op="placeholder")
     symbols = (node for node in inputs if isinstance(node.meta["val"], torch.SymInt))
     return (
@@ -286,7 +287,7 @@ def _size_without_asking(graph: Graph, size: Size) -> Any:
 
 
 def _of_shape(value: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A new tensor like one of as many elements; a view would name a symbolic size by quotients of quotients."""
+    """A new tensor like `value` with these sizes. A view would express a symbolic size by nested quotients."""
     rest = math.prod(size for size in sizes if size != -1)
     with detect_fake_mode([value]) or contextlib.nullcontext():
         return value.new_empty([value.numel() // rest if size == -1 else size for size in sizes])
@@ -299,7 +300,7 @@ def _before_reshapes(value: Node) -> Node:
 
 
 def _views(source: Node) -> Iterator[Node]:
-    """A value, and what is reshaped from it."""
+    """A value and its reshapes."""
     yield source
     for user in source.users:
         if user.target in RESHAPES:
@@ -307,7 +308,7 @@ def _views(source: Node) -> Iterator[Node]:
 
 
 def _is_given(view: Node, result: Node) -> bool:
-    """Whether an operator that was put in takes the view and returns what it became, in one shape."""
+    """Whether an added operator takes the view and returns its updated form in the same shape."""
     if result.target is not operator.getitem or shape_of(view) != shape_of(result):
         return False
     call = result.all_input_nodes[0]

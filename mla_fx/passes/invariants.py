@@ -1,4 +1,4 @@
-"""What must hold of a graph after every pass, whatever the pass was meant to do; cheap enough to run always."""
+"""Checks the graph invariants that must hold after every pass. The checks are cheap enough to run always."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ OldReaders = Mapping[Node, Set[Node]]
 
 
 def old_readers(graph: Graph) -> OldReaders:
-    """For each graph input that the program writes: what reads it as it was before."""
+    """For each graph input that the program writes: the nodes that read its old value."""
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return {source: set(readers(source)) for copy in copies if isinstance(source := copy.args[0], Node)}
 
 
 def check(graph: Graph, originals: Set[Node], readers_before: OldReaders) -> None:
-    """Raises RuntimeError if a node stands before an operand, if one that is not among `originals` has no metadata, or
-    if one writes over a value that is still read, itself or through views. `readers_before` is what `old_readers` found
-    before the pass."""
+    """Check the invariants. `readers_before` is the result of `old_readers` before the pass.
+
+    Raises RuntimeError if a node precedes one of its operands, if a node that is not in `originals` has no metadata, or
+    if a node overwrites a value that is still read, directly or through views."""
     placed: set[Node] = set()
     writes: list[Node] = []
     for node in graph.nodes:

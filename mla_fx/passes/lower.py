@@ -1,4 +1,4 @@
-"""Handing the fused operators of a graph to a target, each as the plain function that the target has for it."""
+"""Replaces the fused operators of a graph by the plain functions that a target has for them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from mla_fx.target import Compiled, Lowering
 def lower(
     graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any, *, keeps_calls: bool
 ) -> Counter[str]:
-    """Puts plain functions in the place of calls: the target's, or the operator's body if it has none and no call may
-    stay. Returns notes for the report, each with its count: why calls were not lowered, and what plain operators
-    became."""
+    """Replace calls by plain functions: the target's own, or the operator's body if the target has none and cannot keep
+    the call.
+
+    Returns notes for the report with their counts: why calls were not lowered, and how plain operators are computed."""
     emit, notes = Emitter(graph), Counter[str]()
     own = {entry.overload: entry.decomposition for entry in catalogue().values()}
     bodies = {} if keeps_calls else own
@@ -50,7 +51,7 @@ def _asked(node: Node, lowering: Lowering) -> tuple[Compiled | None, NoMatch | N
 
 
 def lowered(node: Node, lowering: Lowering) -> Compiled:
-    """What a target makes of a call, given what is known of its arguments. Raises NoMatch if the call stays."""
+    """The target's function for a call, chosen from the fake values of its arguments. Raises NoMatch if it refuses."""
     options = {name: fake_of(value) for name, value in node.kwargs.items()}
     return lowering(*map(fake_of, args_of(node)), **options)
 

@@ -1,4 +1,4 @@
-"""The passes, in order, on one screen; after each, one hook checks, times, records and dumps the graph."""
+"""The list of passes in order. After each pass, one hook checks, times, records and dumps the graph."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .run import Pass, Run
 
 
 def take_back_in_place_forms(run: Run) -> None:
-    """Makes the user's own calls functional, where a target cannot run them as they are."""
+    """Make the user's own calls functional if the target cannot run them as they are."""
     if not run.target.runs_operators and calls_in_place_forms(run.graph):
         run.keep_original()
         functionalize(run.graph)
 
 
 def look_around(run: Run) -> None:
-    """Ends the run where there is nothing to try; else has it known what the graph says of its sizes."""
+    """End the run if there is nothing to try; otherwise, make the size facts of the graph available until it ends."""
     run.is_done = not triage(run.graph, run.report)
     if not run.is_done:
         fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
@@ -50,13 +50,13 @@ def choose_absorbed(run: Run) -> None:
 
 
 def recognise_pieces(run: Run) -> None:
-    """Norms and rotations that are left over, if the target wants them, in graphs in which something fused."""
+    """Recognise the remaining norms and rotations if the target takes them and something else fused in the graph."""
     if run.fired and run.target.takes_pieces(run.options.extra):
         recognise(Stage.PIECE)(run)
 
 
 def clean_up(run: Run) -> None:
-    """Removes what the fusions left unused. What is fused now is what counts, whatever the target makes of it."""
+    """Remove what the fusions left unused. Counts the fused operators here, before the target lowers them."""
     if run.is_changed:
         drop_round_trips(run.emit)
         drop_empty_parts(run.emit)
@@ -81,13 +81,13 @@ def reinplace_caches(run: Run) -> None:
 
 
 def lower_fused(run: Run) -> None:
-    """Hands the fused operators, be they the user's own calls, to the target."""
+    """Lower the fused operators, including the user's own calls."""
     if run.fused:
         _lower(run, run.lowerings, keeps_calls=run.target.runs_operators)
 
 
 def lower_plain(run: Run) -> None:
-    """Has the target compute the rest of a graph in which something fused in ways of its own."""
+    """Apply the target's lowerings of plain operators if something fused in the graph."""
     if run.fused:
         _lower(run, run.target.plain_lowerings(run.options.extra), keeps_calls=True)
 
@@ -119,7 +119,7 @@ PIPELINE = (
 
 
 def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
-    """Takes a graph through the passes, up to the one after which there is nothing left to do."""
+    """Run the passes on a graph, until one of them marks the run as done."""
     run.on_stage("captured", run.graph)
     with run.until_done, collector_paused(), python_dispatcher():
         for step in passes:

@@ -1,4 +1,4 @@
-"""Cache updates in place, where nobody reads the old cache afterwards."""
+"""Turns cache updates into in-place updates where nothing reads the old cache afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Update:
-    """One cache of a fused operator: the view it is given, the graph input behind it, the result and its copy back."""
+    """One cache of a fused operator: the view it reads, the graph input behind it, the results and the copy back."""
 
     given: Node
     source: Node
@@ -35,21 +35,21 @@ class Update:
 
     @property
     def value(self) -> Node:
-        """What is copied back."""
+        """The value that is copied back."""
         return args_of(self.copy_back)[1]  # type: ignore[no-any-return]  # the operand of a copy is a node
 
     @property
     def instead(self) -> list[tuple[Node, Node]]:
-        """What is read no more, and what is read in its place."""
+        """Pairs of a value that is no longer read and the value that is read instead."""
         return [*((result, self.given) for result in self.results), (self.value, self.source)]
 
 
 def reinplace(graph: Graph) -> Counter[str]:
-    """Turns fused operators that update caches into their in-place forms; returns why others stay, and how many.
+    """Turn fused operators that update caches into their in-place forms; return why others stay, with counts.
 
-    An update qualifies if each cache it is given is a view of a graph input, the updated cache is copied back into
-    just that view's place, beside which the input stays what it was, and nothing behind the operator reads the old
-    cache. The copy is then dropped."""
+    An operator qualifies if each of its caches is a view of a graph input, the updated cache is copied back to exactly
+    that view's elements, the rest of the input stays unchanged, and nothing after the operator reads the old cache. The
+    copy is then dropped."""
     refusals: Counter[str] = Counter()
     if not graph.find_nodes(op="call_function", target=aten.copy_.default):
         return refusals
@@ -70,19 +70,19 @@ def reinplace(graph: Graph) -> Counter[str]:
 
 
 def _updates(node: Node, form: Operator, order: dict[Node, int]) -> list[Update]:
-    """What is written, each into a graph input of its own: one view of it is given, and one result copied back."""
+    """The cache updates of an operator, each into a graph input of its own. Raises NoMatch if one does not qualify."""
     results = _written_results(form).items()
     return [_update(node, position, name, order) for position, name in results if _is_used(node, position, name)]
 
 
 def _is_used(node: Node, position: int, name: str) -> bool:
-    """Not so a cache without columns, of which nobody reads what became of it."""
+    """Whether a cache counts as updated: False for one without elements whose result is unread."""
     given = named_argument(node, name)
     return not isinstance(given, Node) or 0 not in shape_of(given) or bool(_results(node, position))
 
 
 def _written_results(form: Operator) -> dict[int, str]:
-    """Which result is the updated form of which argument."""
+    """The results that are updated arguments: position of the result -> name of the argument."""
     arguments = {argument.name for argument in form.overload._schema.arguments}
     names = [result.name.removesuffix("_out") for result in form.overload._schema.returns]
     return {place: name for place, name in enumerate(names) if name in arguments}
@@ -114,7 +114,7 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
 
 
 def _is_read_elsewhere(result: Node, cache: Node) -> bool:
-    """Whether what reads a result by its strides would read other elements of the cache."""
+    """Whether a node that reads a result by its strides would read other elements if it read the cache."""
     return next(stride_readers(result), None) is not None and not fill_memory_alike(result, cache)
 
 
@@ -123,7 +123,7 @@ def _results(node: Node, position: int) -> list[Node]:
 
 
 def _viewed_input(node: Node) -> Node | None:
-    """The graph input of which `node` is a view, or None."""
+    """The graph input that `node` is a view of, or None."""
     while node.op == "call_function":
         source = surely_shares(node)
         if source is None:
@@ -133,7 +133,7 @@ def _viewed_input(node: Node) -> Node | None:
 
 
 class _Part(NamedTuple):
-    """A value read at some indices, which is copied to the graph input at `place`."""
+    """A value at the indices `read`, which is copied to the graph input at the indices `place`."""
 
     value: Node
     read: tuple[Index, ...]
@@ -141,8 +141,10 @@ class _Part(NamedTuple):
 
 
 def _written_back(part: _Part, update: Update) -> bool | None:
-    """Whether a part is what the in-place operator leaves there: all of its result where that was given, and what was
-    there before beside it. False if it is nothing but what was there before, None if it is anything else."""
+    """Whether a part is what the in-place operator leaves in the graph input.
+
+    True if it holds the whole result at the elements that the operator was given, and the old elements elsewhere. False
+    if it holds only old elements. None if it holds anything else."""
     element, there = resolve(part.value, part.read), Element(update.source, part.place)
     if element == there:
         return False
@@ -152,12 +154,12 @@ def _written_back(part: _Part, update: Update) -> bool | None:
         is_whole = product(axis.size for axis in element.axes) == product(shape_of(element.origin))
         return True if is_whole and resolve(update.given, element.index) == there else None
     parts = _scattered(element, part.place)
-    # what was there before may lie beside the result, and not above it
+    # old elements may be next to the result, but must not overwrite it
     return None if parts is None or _written_back(parts[0], update) is None else _written_back(parts[1], update) or None
 
 
 def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part] | None:
-    """What a slice_scatter writes over, and what it writes; None if it is none of neighbouring positions."""
+    """The base of a slice_scatter and the rows it writes; None if it is not a slice_scatter with step 1."""
     node = element.origin
     if node.target is not aten.slice_scatter.default:
         return None
@@ -198,7 +200,7 @@ def _write_in_place(node: Node, form: Operator, updates: list[Update]) -> Node:
 
 
 def _read_the_cache_itself(update: Update) -> None:
-    """Drops the copy back, and has what read the operator's result, or what was copied back, read the cache itself."""
+    """Drop the copy back; readers of the operator's result and of the copied value then read the cache itself."""
     value, instead = update.value, update.instead
     update.copy_back.graph.erase_node(update.copy_back)
     for result, cache in instead:
@@ -215,7 +217,7 @@ def _lie_alike(one: Node, other: Node) -> bool:
 
 
 def _view_in_any_layout(value: Node) -> None:
-    """Views were traced for the result's own layout; a cache between gaps needs a reshape, which copies if it must."""
+    """Turn views of `value` into reshapes: they were traced for its own layout, and a cache with gaps may need a copy."""
     for user in value.users:
         if value in may_share(user):
             _view_in_any_layout(user)

@@ -1,12 +1,12 @@
-"""A rewrite that was found in one place, done again where the graph is the same.
+"""Repeats a rewrite found at one anchor wherever the graph is the same, without matching again.
 
-What a rule knows of a graph are the calls whose arguments it asked for, which readings note as they are asked. Where
-the same calls lead to the values that are replaced, call for call and each with a result of the same kind, the rule
-would find the same; so the same calls replace them, and nothing need be read again. Of what lies behind calls that
-nobody looked into it knows no more than kind, shape and type. What is not surely the same is matched anew.
+A rule knows a graph only through the calls whose arguments it read; the readings record these calls. If the same calls,
+each with a result of the same signature, lead to the replaced values at another anchor, the rule would find the same
+match there. The same calls then replace these values, and nothing is read again. Of the values behind calls that the
+rule did not look into, it knows only kind, shape and dtype. Anything not provably the same is matched anew.
 
-Whatever else decides is asked at each place: the layout of what is replaced, which its readers decide, what the target
-says, and whether all that enters a value still does, where that was found by looking further than the rule did."""
+The other conditions are checked at each anchor: the layout of the replaced values, which depends on their readers, and
+what the target accepts. The check that no input is lost is repeated only if it looked further than the rule did."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import FakeValues
 from mla_fx.rewriting.replacement import Drafted
 
-MOST_NODES = 1000  # behind the replaced values; a larger part of a graph is not kept
+MOST_NODES = 1000  # calls behind the replaced values; a larger match is not recorded
 MOST_MET = 100  # nodes looked at on the way from an anchor to a replaced value
 
-Images = dict[Node, Node]  # for each node at the first place, the one that corresponds to it at the second
+Images = dict[Node, Node]  # each node at the first anchor -> the corresponding node at the second
 
 
 class _Call(NamedTuple):
-    """A call as it was when it was met: what is replaced soon loses its arguments."""
+    """A copy of a call, because a replaced node soon loses its arguments."""
 
     node: Node
     target: Any
@@ -42,7 +42,7 @@ class _Call(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """From a node to another, over its operands or over its users: which of them comes next, step by step."""
+    """A path from one node to another through operands or through users: the index of the next one at each step."""
 
     neighbours: Callable[[Node], list[Node]]
     places: tuple[int, ...]
@@ -58,11 +58,11 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a rewrite read, and what it added in its place.
+    """What a rewrite read, and what replaces it.
 
-    `ends` are the values that are replaced, and the ways to them from the anchor. `calls` lie behind them: those that
-    were looked into, and the `inputs` of these. `sources` are the operations from which operands were read.
-    `is_closed` says that nothing is lost wherever these calls are the same."""
+    `ends` are the replaced values and the paths to them from the anchor. `calls` are the calls behind them: those that
+    the rule looked into, and their `inputs`. `sources` are the operations from which operands were read. `is_closed`
+    means that no input is lost wherever these calls are the same."""
 
     ends: tuple[tuple[Node, _Way], ...]
     calls: Mapping[Node, _Call]
@@ -73,7 +73,7 @@ class Recipe:
     is_closed: bool
 
     def images(self, anchor: Node, fakes: FakeValues) -> Images | None:
-        """The nodes at `anchor` that stand for those of the recipe; None if anything is not the same there."""
+        """The nodes at `anchor` that correspond to those of the recipe; None if anything differs there."""
         ends = [(end, way.end(anchor)) for end, way in self.ends]
         pending = [(end, there) for end, there in ends if there is not None]
         if len(pending) < len(ends):
@@ -106,8 +106,9 @@ def _may_stand_for(one: Node, other: Node) -> bool:
 def recipe(
     emit: Emitter, anchor: Node, looked_into: Set[Node], plan: Drafted, checked: Set[Node]
 ) -> Recipe | None:
-    """What was just found at `anchor`, before it is applied; None if it cannot be done again elsewhere. That nothing is
-    lost was found by looking at the `checked` nodes."""
+    """The recipe of the rewrite found at `anchor`, taken before it is applied; None if it cannot be repeated elsewhere.
+
+    `checked` are the nodes that the check for lost inputs looked at."""
     ends = [(old, way) for old in plan.olds if (way := _way(anchor, old)) is not None]
     calls = _behind([end for end, _ in ends], looked_into, emit.fakes)
     if calls is None or len(ends) < len(plan.olds) or any(_is_input(old, looked_into) for old in plan.olds):
@@ -121,7 +122,7 @@ def recipe(
 
 
 def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
-    """The calls of a recipe on what stands for their operands, in the place of what stands for the old values."""
+    """Draft the calls of a recipe with the images of their operands, to replace the images of the old values."""
     there: dict[Any, Any] = dict(images)
 
     def image(leaf: Any) -> Any:
@@ -135,7 +136,7 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
 
 
 def _behind(ends: list[Node], looked_into: Set[Node], fakes: FakeValues) -> dict[Node, _Call] | None:
-    """The calls looked into behind the ends, and their operands; None if these are too many."""
+    """The calls behind the ends that the rule looked into, and their operands; None if there are too many."""
     calls: dict[Node, _Call] = {}
     pending = list(ends)
     while pending:
@@ -161,8 +162,9 @@ def _call(node: Node, fakes: FakeValues) -> _Call:
 def _added(
     emit: Emitter, plan: Drafted, calls: Mapping[Node, _Call]
 ) -> tuple[tuple[Node | Draft, Draft], ...] | None:
-    """The calls of a plan and those that were added before and are used again, operands first; None if one reads what
-    is neither known nor a size."""
+    """The calls of a plan and the earlier added calls that it reuses, operands first.
+
+    None if one reads a node that is neither among the known calls nor a size."""
     ordered: dict[Node | Draft, Draft] = {}
 
     def visit(part: Node | Draft) -> bool:
@@ -182,7 +184,7 @@ def _is_size(node: Node) -> bool:
 
 
 def _way(anchor: Node, end: Node) -> _Way | None:
-    """The shortest one."""
+    """The shortest path from `anchor` to `end`, through operands if there is one, else through users."""
     for neighbours in (_operands, _users):
         places: dict[Node, tuple[int, ...]] = {anchor: ()}
         pending = deque([anchor])
@@ -205,7 +207,7 @@ def _users(node: Node) -> list[Node]:
 
 
 def _is_same_call(call: _Call, other: Node, pending: list[tuple[Node, Node]]) -> bool:
-    """Both call the same with the same arguments, provided that the `pending` pairs of operands are the same."""
+    """Whether both are the same call, provided that the pairs of operands added to `pending` correspond."""
     if call.target is not other.target:
         return False
     mine: list[Any] = []

@@ -1,4 +1,4 @@
-"""One graph on its way through the passes, and what a pass is."""
+"""The state of one graph on its way through the passes, and the type of a pass."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .invariants import OldReaders, old_readers
 
 @dataclass
 class Run:
-    """One graph on its way through the pipeline.
+    """The state of one graph on its way through the pipeline.
 
-    `weights` are its inputs that seldom change, None where what compiles it takes no other inputs than it came with.
-    `fused` are the operators of latent attention that the rules leave in it, by name, each with the modules that call
-    it; `pieces` are the smaller ones beside them. `rewritten` is the graph as the rules leave it, kept for `verify`."""
+    `weights` are the graph inputs that seldom change, or None if the compiler accepts only the original inputs.
+    `fused` are the fused operators of latent attention after the rules, by name, each with the modules that call it.
+    `pieces` are the smaller fused operators. `rewritten` is the graph after the rules, kept for `verify`."""
 
     graph: Graph
     options: Options
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def emit(self) -> Emitter:
-        """What adds nodes. The untouched graph is kept from the moment the first one is added."""
+        """The emitter that adds nodes. Its first use saves the original graph."""
         if self._emit is None:
             self.keep_original()
             self._emit = Emitter(self.graph, refuses_positions=self.target.refuses_positions)
@@ -65,7 +65,7 @@ class Run:
         return self.target.lowerings(self.options.extra, prepares=self.weights is not None)
 
     def keep_original(self) -> None:
-        """Has the untouched graph kept, before anything else is changed."""
+        """Save the original graph. Call this before the first change."""
         if self.original is None:
             self.original = Snapshot(self.graph)
             self.readers_before = old_readers(self.graph)
@@ -76,7 +76,7 @@ class Run:
         return self.original is not None
 
     def restore(self, gm: GraphModule) -> None:
-        """Gives a module the untouched graph back, in which nothing is fused."""
+        """Restore a module's original graph, in which nothing is fused."""
         self.fused = {}
         if self.original is not None:
             self.graph = gm.graph = self.original.restore()

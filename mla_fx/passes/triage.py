@@ -1,7 +1,8 @@
-"""What a graph holds, before any pattern is tried: attention, and projections as Multi-head Latent Attention has them.
+"""Looks for attention, and for projections like those of Multi-head Latent Attention, before any pattern is tried.
 
-Cheap, by the names of what is called, so that it reads Dynamo's graphs and operator graphs alike. It decides nothing
-but what is said of a graph, and whether one in which nothing could be recognised may hold MLA all the same."""
+Triage is cheap and goes by the names of the called functions, so it reads Dynamo's graphs and operator graphs alike. It
+decides only what the report says about a graph, whether patterns are tried on it, and whether it may contain MLA even
+though nothing was recognised."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm",
 PRODUCTS = PROJECTIONS | {"scaled_dot_product_attention"}
 CUTS = frozenset({"getitem", "__getitem__", "narrow", "slice", "select", "index_select"})
 NORMS = frozenset({"rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_norm", "rsqrt", "pow"})
-SCALINGS = frozenset({"mul", "div"})  # by which a weight that is stored in 8 bits becomes what it stands for
+SCALINGS = frozenset({"mul", "div"})  # these dequantise a weight stored in 8 bits
 ADDITIONS = frozenset({"add", "__add__", "iadd", "add_"})
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 RANDOM = frozenset({"native_dropout", "dropout", "bernoulli", "rand", "rand_like", "inductor_random"})
-# What is left in no graph that AOTAutograd traced, and in one of torch.export that was not decomposed.
+# Operators that AOTAutograd always decomposes, and that an undecomposed graph of torch.export still calls.
 WHOLE = frozenset({aten.matmul.default, aten.numpy_T.default, aten.scaled_dot_product_attention.default})
 STEPS_BACK = 48
 
@@ -43,9 +44,9 @@ CUT_BEFORE = "attention without the projections that feed it; a graph break may 
 
 
 def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
-    """Notes in the report what there is, and what keeps a graph that may hold MLA from being looked at.
+    """Note in the report what the graph contains, and what prevents fusion in a graph that may contain MLA.
 
-    Returns whether there is anything that patterns, or a target, can be tried on."""
+    Returns whether there is anything for the patterns or a target to work on."""
     first = next(anchors(graph), None)
     has_own_calls = bool(count_fused(graph))
     hindrances = [] if is_inference else [TRAINING]
@@ -67,34 +68,35 @@ def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
 
 
 def tell_undecomposed(graph: Graph, report: Report) -> None:
-    """Says of an unfused graph why its operators are of another kind than patterns read."""
+    """Note in the report of an unfused graph that its operators are not decomposed, if this is so."""
     if report.has_attention and any(node.target in WHOLE for node in graph.nodes):
         report.notes.append(UNDECOMPOSED)
         report.hindrances.append(UNDECOMPOSED)
 
 
 def called(node: Node) -> str:
-    """The bare name of what a node calls, however it is called."""
+    """The bare name of what a node calls, for any kind of target."""
     if isinstance(node.target, OpOverload):
         return str(node.target._opname)
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def joins_cut_products(graph: Graph) -> bool:
-    """Whether a piece cut out of the result of one product enters another, through a few operations."""
+    """Whether a slice of one product's result enters another product through a few operations."""
     products = (node for node in graph.nodes if called(node) in PRODUCTS)
     return any(way.is_cut for product in products for way in _ways(product, PRODUCTS))
 
 
 def has_bottleneck(graph: Graph) -> bool:
-    """Whether latents are projected up: what a projection makes narrow, or is cut out of its result, normalised."""
+    """Whether latents are projected up. Latents are the normalised result of a narrowing projection, or a normalised
+    slice of a projection's result."""
     ups = (node for node in graph.nodes if called(node) in PROJECTIONS and _projects_up(node))
     ways = (way for up in ups for way in _ways(up, PROJECTIONS))
     return any(way.is_normed and (way.is_cut or _projects_down(way.node)) for way in ways)
 
 
 class _Way(NamedTuple):
-    """A node from which a product was reached, and what happened to its result in between."""
+    """A node from which a product is reached, and what happens to the node's result in between."""
 
     node: Node
     is_cut: bool = False
@@ -102,7 +104,7 @@ class _Way(NamedTuple):
 
 
 def _ways(product: Node, products: frozenset[str]) -> Iterator[_Way]:
-    """The products whose results enter another."""
+    """The products whose results enter `product`."""
     pending, seen = [_Way(product)], set[_Way]()
     while pending and len(seen) < STEPS_BACK:
         node, is_cut, is_normed = pending.pop()
@@ -133,14 +135,16 @@ def _projects_down(product: Node) -> bool:
 
 
 def _data(product: Node) -> Node | None:
-    """What a weight is multiplied with; None in a product without a weight."""
+    """The operand that is multiplied with a weight; None in a product without a weight."""
     weights = [operand for operand in product.all_input_nodes if _is_weight(operand)]
     rest = [operand for operand in product.all_input_nodes if operand not in weights]
     return next(iter(rest or weights), None) if weights else None
 
 
 def _is_weight(node: Node) -> bool:
-    """A graph input, perhaps through views and casts, which have one operand; activations have more dimensions."""
+    """Whether a node is a graph input of at most three dimensions, perhaps through views, casts and dequantisation.
+
+    Views and casts have one operand. Activations have more dimensions."""
     is_scaled = False
     while node.op not in ("placeholder", "get_attr"):
         operands = node.all_input_nodes
@@ -162,7 +166,7 @@ def _value(node: Node) -> Any:
 
 
 def _is_dropped(random: Node) -> bool:
-    """Probabilities are multiplied with something random."""
+    """Whether attention probabilities are multiplied with something random."""
     reached = [random]
     for _ in range(5):
         reached = [user for node in reached for user in node.users]
@@ -172,7 +176,9 @@ def _is_dropped(random: Node) -> bool:
 
 
 def _is_softmax(node: Node) -> bool:
-    """A softmax or a quotient of an exponential, perhaps cast, expanded, or guarded for rows that see nothing."""
+    """Whether a node is a softmax or the quotient of an exponential.
+
+    It may be cast, expanded, or guarded by a `where` for fully masked rows."""
     for _ in range(4):
         operands = node.all_input_nodes[-1:] if called(node) == "where" else node.all_input_nodes
         if called(node) in SOFTMAX or (called(node) == "div" and operands and called(operands[0]) == "exp"):
@@ -184,7 +190,7 @@ def _is_softmax(node: Node) -> bool:
 
 
 def _is_fed(graph: Graph, attention: Node) -> bool:
-    """A weight has entered a product before the attention."""
+    """Whether a product with a weight precedes the attention."""
     for node in graph.nodes:
         if node is attention:
             return False
