@@ -217,7 +217,7 @@ def _lie_alike(one: Node, other: Node) -> bool:
 
 
 def _view_in_any_layout(value: Node) -> None:
-    """Turn views of `value` into reshapes: they were traced for its own layout, and a cache with gaps may need a copy."""
+    """Turn views of `value` into reshapes: they were traced for its layout, and a cache with gaps may need a copy."""
     for user in value.users:
         if value in may_share(user):
             _view_in_any_layout(user)

@@ -1,1 +1,1 @@
-"""From a plan to nodes of a graph: expressions, layouts, drafts, and what they replace."""
+"""Turns a plan into graph nodes: expressions, layouts, drafts, and the replacement of values."""

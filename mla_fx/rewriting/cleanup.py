@@ -1,4 +1,4 @@
-"""Taking a graph back to what it was, and clearing away what a rewrite left."""
+"""Restores a graph to an earlier state, and removes what a rewrite leaves unused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOVES = frozenset(
 
 
 class Snapshot:
-    """A graph as it is now, to be rebuilt if a pass fails; taking one costs next to nothing."""
+    """A record of a graph, from which it is rebuilt if a pass fails. Taking one costs next to nothing."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
@@ -37,7 +37,7 @@ class Snapshot:
         self.signature = codegen_of(graph)
 
     def restore(self) -> Graph:
-        """A new graph, node for node what was there."""
+        """A new graph with a copy of every recorded node."""
         graph = Graph(owning_module=self.owner)
         graph.set_codegen(self.signature)
         copies: dict[Node, Node] = {}
@@ -49,15 +49,16 @@ class Snapshot:
 
 
 def erase_orphans(graph: Graph, before: Snapshot) -> None:
-    """Removes what lost its last user since `before`, or was added and has none. What never had a user was there for
-    its effect, or for nothing, and is the user's."""
+    """Remove nodes that lost their last user since `before`, or were added and have no users.
+
+    A node without users in `before` stays: it may have an effect, and it belongs to the user's program."""
     for node in reversed(graph.nodes):
         if not node.users and node.op == "call_function" and node not in before.unused and not written(node):
             graph.erase_node(node)
 
 
 def drop_empty_parts(emit: Emitter) -> None:
-    """Makes parts without elements anew, so that what they were cut from is not computed for them alone."""
+    """Replace empty slices and results by new empty tensors, so that their sources are not computed for them alone."""
     for target in (operator.getitem, aten.slice.Tensor):
         for node in emit.graph.find_nodes(op="call_function", target=target):
             value = node.meta["val"]
@@ -70,7 +71,7 @@ def drop_empty_parts(emit: Emitter) -> None:
 
 
 def drop_round_trips(emit: Emitter) -> None:
-    """Reads a value itself where what was put in widens it, only moves it, and the program rounds it back."""
+    """Read the narrow value directly where a rewrite widens it, it is only moved, and the program rounds it back."""
     for wide in emit.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
         narrow = wide.args[0]
         is_lossless = is_coarser(_dtype(narrow), _dtype(wide)) and _strides(narrow) == _strides(wide)

@@ -1,4 +1,4 @@
-"""A call that may be added to a graph, with what is known of its value."""
+"""A call that may be added to a graph, with its fake value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 
 
 class Draft:
-    """A call on nodes, on other drafts, and on constants. Two are the same if they are one object."""
+    """A call on nodes, other drafts and constants. Drafts compare by identity."""
 
     __slots__ = ("args", "kwargs", "meta", "name", "operands", "target", "value")
 
@@ -35,19 +35,19 @@ def is_value(part: Any) -> TypeGuard[Node | Draft]:
 
 
 def value_of(part: Node | Draft) -> Any:
-    """Its fake value."""
+    """The fake value of a node or draft."""
     return part.value if isinstance(part, Draft) else part.meta["val"]
 
 
 def fake_of(value: Any) -> Any:
-    """An argument with the fake values of nodes and drafts in their place."""
+    """An argument with nodes and drafts replaced by their fake values."""
     if is_value(value):
         return value.value if isinstance(value, Draft) else value.meta.get("val")
     return [fake_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def in_order(ends: Iterable[Node | Draft]) -> list[Draft]:
-    """All drafts behind some values, operands first."""
+    """All drafts that the given values depend on, operands first."""
     ordered: dict[Draft, None] = {}
 
     def visit(part: Node | Draft) -> None:

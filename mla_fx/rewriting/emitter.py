@@ -1,4 +1,4 @@
-"""Drafting the calls of a plan, and adding drafts to a graph."""
+"""Drafts the calls of a plan, and adds drafts to a graph."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ aten = torch.ops.aten
 
 
 class Emitter:
-    """Drafts calls with what is known of their values, which changes nothing, and adds drafts to one graph; equal calls
-    are added once, and known once.
+    """Drafts calls with their fake values, which changes nothing, and adds drafts to one graph.
 
-    `added` lists the new nodes since `at` began. `refuses_positions` is what the target says of itself."""
+    Equal calls are drafted and added once. `added` lists the new nodes since `at` began. `refuses_positions` is the
+    target's property of that name."""
 
     def __init__(self, graph: Graph, *, refuses_positions: bool = True) -> None:
         self.graph, self.refuses_positions = graph, refuses_positions
@@ -49,7 +49,7 @@ class Emitter:
 
     @contextlib.contextmanager
     def at(self, anchor: Node, rule: str) -> Iterator[None]:
-        """New nodes go before `anchor`, come from its source line, and say which rule made them."""
+        """Insert new nodes before `anchor`, and give them its source line and the name of the rule."""
         self.added, self._drafts, self._nodes = [], {}, {}
         with self.before(anchor):
             yield
@@ -61,7 +61,7 @@ class Emitter:
 
     @contextlib.contextmanager
     def before(self, node: Node) -> Iterator[None]:
-        """New nodes go before this one, and what is made once and used again stands there already."""
+        """Insert new nodes before this one, and reuse only nodes that precede it."""
         outer, self._before = self._before, node
         try:
             with self.graph.inserting_before(node):
@@ -72,8 +72,9 @@ class Emitter:
     # --- drafts --------------------------------------------------------------------------------------------------
 
     def draft(self, part: Any) -> Any:
-        """An expression as a draft, or the node that it is; a size as a number, or as what computes it. Raises NoMatch
-        if an operator refuses its operands."""
+        """An expression as a draft or node, or a size as a number or as the value that computes it.
+
+        Raises NoMatch if an operator refuses its operands."""
         if isinstance(part, Expression):
             if part not in self._drafts:
                 self._drafts[part] = _DRAFTED[type(part)](self, part)
@@ -83,8 +84,9 @@ class Emitter:
         return self.size(part) if isinstance(part, sympy.Expr) else part
 
     def drafted(self, target: Any, *args: Any, **options: Any) -> Draft | Node:
-        """A call on nodes and drafts, or the node that an equal call was added as. A fused operator is a draft in any
-        case: what is lost is asked of each."""
+        """A call on nodes and drafts, or the node of an equal call that was added before.
+
+        A fused operator is always a draft, because each one is checked for lost inputs."""
         key = (target, hashable(args), hashable(options))
         found: Draft | None = self._drafts.get(key)
         if found is not None:
@@ -99,11 +101,11 @@ class Emitter:
         return Draft(target, args, options, self.fakes.of_call(target, args, options))
 
     def draft_of(self, node: Node) -> Draft | None:
-        """What a node was added from; None for one that was there."""
+        """The draft that a node was added from; None for an original node."""
         return self._drafts_of.get(node)
 
     def inlined(self, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any) -> Any:
-        """The drafts that a function of tensors makes, in place of its results."""
+        """The results of a function of tensors, as drafts of the calls it makes."""
         return self.traces.drafted(function, args, options, decompositions)
 
     def _call(self, part: Call) -> Draft | Node:
@@ -124,16 +126,16 @@ class Emitter:
     # --- nodes ---------------------------------------------------------------------------------------------------
 
     def call(self, target: Any, *args: Any, **options: Any) -> Node:
-        """Adds a call."""
+        """Add a call to the graph."""
         return self.node(self._fresh(target, args, options))
 
     def inline(self, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any) -> Any:
-        """Adds the calls that a function of tensors makes on nodes; returns its results."""
+        """Add the calls that a function of tensors makes on nodes; return its results."""
         drafts = self.inlined(function, *args, decompositions=decompositions, **options)
         return tree_map_only(Draft, self.node, drafts)
 
     def node(self, part: Draft | Node) -> Node:
-        """Adds a draft, and the drafts that it is computed from."""
+        """Add a draft, and the drafts that it depends on."""
         if isinstance(part, Node):
             return part
         node = self._nodes.get(part)
@@ -164,7 +166,7 @@ class Emitter:
         return node
 
     def _module(self, module: GraphModule) -> Node:
-        """A module of the graph's own that an operator calls."""
+        """Add a module that an operator calls to the graph's owner; return a node that reads it."""
         owner = self.graph.owning_module
         assert owner is not None, "a graph that is compiled belongs to a module"
         name = f"mla_fx_{len(list(owner.children()))}"
@@ -174,7 +176,7 @@ class Emitter:
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     def size(self, size: Size) -> Any:
-        """A size as an operator's argument: a number, or what computes it."""
+        """A size as an operator's argument: a number, or the node or draft that computes it."""
         if isinstance(size, int):
             return size
         if self._sizes is None:
@@ -183,7 +185,7 @@ class Emitter:
         return node if node is not None and self._is_usable(node) else self._computed(size)
 
     def _is_usable(self, node: Node) -> bool:
-        """The node is still there, and stands before the new ones, which may be what it is computed from."""
+        """Whether the node still exists and precedes the insertion point."""
         return not node._erased and (self._before is None or node < self._before)
 
     def _computed(self, size: Size) -> Draft | Node:

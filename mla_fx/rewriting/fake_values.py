@@ -1,4 +1,4 @@
-"""What is known about the result of a call before it runs: its shape, strides and type, as a fake tensor."""
+"""Computes the fake values of calls: shape, strides and dtype of a result before the call runs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ DEPENDS_ON_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_depe
 
 
 class FakeValues:
-    """Results of calls in one graph. Fused operators check a lot, and dispatching fake tensors is slow, so equal calls
-    are computed once. Each result still is a tensor of its own: compilers ask by storage what aliases what."""
+    """The fake results of calls in one graph.
+
+    Fused operators check a lot, and dispatching fake tensors is slow, so equal calls are computed once. Each result is
+    still a separate tensor, because compilers detect aliasing by storage."""
 
     def __init__(self, graph: Graph) -> None:
         self.fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
@@ -42,7 +44,7 @@ class FakeValues:
         self._signatures: dict[Node, tuple[Any, Any]] = {}
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a call on nodes and drafts. Raises NoMatch if an operator refuses them."""
+        """The fake result of a call on nodes and drafts. Raises NoMatch if an operator refuses them."""
         if not _makes_new_tensors(target):
             return self._computed(target, args, kwargs)
         key = (target, hashable(args, self.signature), hashable(kwargs, self.signature))
@@ -53,7 +55,7 @@ class FakeValues:
         return found
 
     def signature(self, part: Node | Draft) -> Any:
-        """The signature of a value; that of a node several rules ask for."""
+        """The signature of a value. It is cached for nodes, because several rules ask for it."""
         if isinstance(part, Draft):
             return signature(part.value)
         node, value = part, part.meta.get("val")
@@ -64,7 +66,7 @@ class FakeValues:
         return found
 
     def faking(self) -> contextlib.AbstractContextManager[Any]:
-        """Where tensors that are made are fake ones, if those of the graph are."""
+        """A context in which new tensors are fake if those of the graph are."""
         return self.fake_mode or contextlib.nullcontext()
 
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -79,9 +81,10 @@ class FakeValues:
             raise NoMatch(f"the operator refuses: {refusal}") from refusal
 
     def _viewed(self, target: Any, args: Any) -> Any:
-        """A view of a tensor of known sizes. Rewriting makes a dozen for each layer, and asking the tensor behind the
-        fake one is five times quicker than dispatching through fake tensors; what the same view of such a tensor was
-        before need not even be asked."""
+        """A view of a tensor of known sizes.
+
+        Rewriting makes a dozen of these for each layer. Calling the operator on the meta tensor behind the fake one is
+        five times faster than dispatching through fake tensors. The geometry of a repeated view is cached."""
         source = value_of(args[0])
         key = (target, source.shape, source.stride(), source.dtype, hashable(args[1:], self.signature))
         seen = self._views.get(key)
@@ -94,7 +97,7 @@ class FakeValues:
         return fake_tensor(self.fake_mode, view, source.device)
 
     def _another(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of which the same is known."""
+        """A new tensor with the same shape, strides, dtype and device."""
         if self.fake_mode is None or not is_fake(value) or has_symbolic_sizes(value):
             with self.faking():
                 return unshared(value)
@@ -104,7 +107,7 @@ class FakeValues:
 
 
 class _View(NamedTuple):
-    """How a view lies in the memory of its source, counted from where that begins."""
+    """The geometry of a view. Its offset is relative to the source's."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -112,26 +115,26 @@ class _View(NamedTuple):
 
 
 def _view(source: torch.Tensor, result: torch.Tensor) -> _View | None:
-    """None for a copy, as a reshape may make one, and for what cannot be said in numbers."""
+    """The geometry of a view; None for a copy, which a reshape may make, and for symbolic sizes."""
     if has_symbolic_sizes(result) or not share_storage(source, result):
         return None
     return _View(result.shape, result.stride(), int(result.storage_offset() - source.storage_offset()))
 
 
 def _makes_new_tensors(target: Any) -> bool:
-    """An operator's results are no views of its operands, and their sizes follow from what is known of these."""
+    """Whether an operator's results alias no operand and have sizes that do not depend on data."""
     if not isinstance(target, OpOverload) or not DEPENDS_ON_DATA.isdisjoint(target.tags):
         return False
     return not any(result.alias_info for result in target._schema.returns)
 
 
 def unshared(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides and type with a storage of its own."""
+    """A tensor of the same shape, strides and dtype with its own storage."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def hashable(value: Any, of_value: Callable[[Any], Any] | None = None) -> Any:
-    """Arguments as a key, with nodes and drafts replaced by what `of_value` says of them, if it is given."""
+    """Arguments as a dictionary key, with nodes and drafts replaced by `of_value` of them, if it is given."""
     if is_value(value):
         return value if of_value is None else of_value(value)
     if isinstance(value, (list, tuple)):
@@ -142,8 +145,9 @@ def hashable(value: Any, of_value: Callable[[Any], Any] | None = None) -> Any:
 
 
 def signature(value: Any) -> Any:
-    """Shape, strides, type and device of a value, and whether it is held conjugated or negated: equal ones are computed
-    with alike."""
+    """Shape, strides, dtype, device, and the conjugate and negative bits of a value.
+
+    Operators treat values with equal signatures alike."""
     if isinstance(value, torch.SymInt):
         return size_of(value)
     if not isinstance(value, torch.Tensor):

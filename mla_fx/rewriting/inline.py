@@ -1,4 +1,4 @@
-"""A function of tensors as the calls that it makes."""
+"""Traces functions of tensors into the calls that they make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .fake_values import FakeValues, hashable, signature, unshared
 
 
 class Traces:
-    """Functions traced for one graph, once for equal shapes and options."""
+    """Functions traced for one graph, once per combination of shapes and options."""
 
     def __init__(self, fakes: FakeValues) -> None:
         self.fakes = fakes
@@ -25,7 +25,7 @@ class Traces:
     def drafted(
         self, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], decompositions: Any
     ) -> Any:
-        """The functional graph of `function` on nodes and drafts, as drafts in the place of its results."""
+        """The results of `function` on nodes and drafts, as drafts of the calls in its functional graph."""
         leaves, structure = tree_flatten((args, dict(options)))
         given = [leaf for leaf in leaves if is_value(leaf)]
         values = [value_of(leaf) for leaf in given]
@@ -47,18 +47,18 @@ class Traces:
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
     from torch.func import functionalize
 
-    # new tensors: an argument given twice, or sharing what is known with another, would be traced as one
+    # new tensors: an argument passed twice, or two arguments with one fake value, would be traced as one
     given = [unshared(value) if isinstance(value, torch.Tensor) else value for value in values]
     with torch.no_grad():
         traced: GraphModule = make_fx(function, decompositions, tracing_mode="real")(*given)
-        if any(map(written, traced.graph.nodes)):  # few do, and functionalizing traces branches three times over
+        if any(map(written, traced.graph.nodes)):  # rare, and functionalizing traces branches three times
             traced = make_fx(functionalize(function), decompositions, tracing_mode="real")(*given)
     traced.graph.eliminate_dead_code()
     return traced
 
 
 def _drafts(traced: GraphModule, given: list[Any]) -> Any:
-    """The calls of a traced graph on what is given for its inputs."""
+    """The results of a traced graph as drafts, with `given` in place of its inputs."""
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
     drafts: dict[Node, Any] = dict(zip(inputs, given, strict=True))
     for node in traced.graph.nodes:

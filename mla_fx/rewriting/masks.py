@@ -1,4 +1,4 @@
-"""The masks of attention scores as the operands that the operators take."""
+"""Turns the masks of attention scores into operands of the fused operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def check_is_causal(found: Attention, s: Axes) -> None:
-    """Raises NoMatch unless `is_causal`, where it is given, counts the tokens of each sequence, and says all."""
+    """Raises NoMatch unless `is_causal`, if given, counts the tokens of each sequence, and no other mask is present."""
     if found.causal is not None and found.masks:
         raise NoMatch("is_causal is given together with a mask", found.node)
     if found.causal is not None and axes(found.causal.rows, "the query", found.node) != s:
@@ -30,8 +30,9 @@ def check_is_causal(found: Attention, s: Axes) -> None:
 
 
 def known_causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition | None:
-    """How many keys each row sees, where that is all that the masks say; None where that is not known, or the masks are
-    rounded coarser than `dtype`, in which the operator computes."""
+    """The number of keys that each row sees, if this describes the masks completely.
+
+    None if this is not known, or if the masks are rounded coarser than `dtype`, in which the operator computes."""
     try:
         for mask in found.masks:
             _check_type(mask, dtype)
@@ -41,8 +42,10 @@ def known_causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> Caus
 
 
 def counts_from_first(causal: CausalByPosition, s: Axes) -> bool:
-    """Whether row s sees keys t <= s and no others, which is what `is_causal` says. Each row so sees a key, beside
-    which no score is left of those that are filled: with the lowest number of a type, as they are known."""
+    """Whether row s sees exactly the keys t <= s, as `is_causal` means.
+
+    Each row then sees at least one key. Next to it the hidden scores vanish, because the fill of a known causal mask is
+    minus infinity or the lowest number of a dtype."""
     if isinstance(causal.position, Element):
         return False
     return plain(causal.position + causal.more - product(axis.size for axis in s)) == 0
@@ -51,17 +54,18 @@ def counts_from_first(causal: CausalByPosition, s: Axes) -> bool:
 def mask_operands(
     found: Attention, causal: CausalByPosition | None, dims: tuple[Axes, Axes, Axes, Axes]
 ) -> tuple[Expression | None, Expression | None, float | None]:
-    """A mask that broadcasts to `dims`, which are those of sequences, heads, tokens and keys, or None and lengths that
-    say the same, where the masks are known to be causal; and with what scores are filled where they are hidden, None
-    for minus infinity."""
+    """The mask, the context lengths and the fill of hidden scores. At most one of mask and lengths is not None.
+
+    If the masks are known to be causal, they are given as lengths. Otherwise the mask broadcasts to `dims`, the axes of
+    sequences, heads, tokens and keys. A fill of None is minus infinity."""
     if causal is not None:
-        with contextlib.suppress(NoMatch):  # the mask may be any: only as lengths it is one of these
+        with contextlib.suppress(NoMatch):  # any mask can still be passed as a tensor
             return None, _context_lens(found, causal, dims[0]), causal.fill
     return joined_masks(found.masks, dims), None, found.fill
 
 
 def _context_lens(found: Attention, causal: CausalByPosition, b: Axes) -> Expression:
-    """How many keys the last row of each sequence sees, int64 [B] or [1]."""
+    """The number of keys that the last row of each sequence sees, int64 [B] or [1]."""
     device = found.node.meta["val"].device
     if not isinstance(causal.position, Element):
         return lengths(causal.position + causal.more, device)
@@ -78,21 +82,24 @@ def lengths(length: Size, device: torch.device) -> Expression:
 
 
 def _check_type(mask: Mask, dtype: torch.dtype) -> None:
-    """Numbers that are added are no operand any more, so that what they are rounded to counts as the program's."""
+    """Raises NoMatch if an additive mask is rounded coarser than `dtype`.
+
+    Known as lengths, the added numbers are no longer an operand, so their rounding counts as the program's."""
     dtypes = (mask.element.origin.meta["val"].dtype, *mask.element.roundings)
     if mask.fill is None and any(is_coarser(own, dtype) for own in dtypes):
         raise NoMatch(f"the mask is in {dtypes[0]}, the operator computes in {dtype}", mask.node)
 
 
 def joined_masks(masks: Sequence[Mask], dims: Dims) -> Expression | None:
-    """The masks as one tensor that broadcasts to `dims`: conditions alone as a condition, which is True where a score
-    is kept; else numbers to be added. None without masks."""
+    """The masks as one tensor that broadcasts to `dims`, or None without masks.
+
+    If all masks are conditions, it is a condition that is True where a score is kept. Otherwise it is additive."""
     numbers = [mask.element for mask in masks if mask.fill is None]
     visible = _together(aten.logical_and.default, [_visible(mask, dims) for mask in masks if mask.fill is not None])
     added = _together(aten.add.Tensor, [tensor(element, dims) for element in numbers])
     if visible is None or added is None:
         return added if visible is None else visible
-    # a masked score is minus infinity, whatever is added to it
+    # a masked score is minus infinity, regardless of what is added to it
     dtype = functools.reduce(torch.promote_types, (element.dtype for element in numbers))
     device = numbers[0].origin.meta["val"].device
     return Call(aten.where.self, visible, added, Call(aten.full.default, [], -math.inf, dtype=dtype, device=device))

@@ -1,4 +1,4 @@
-"""From elements to tensors, and back: the views that lay a value out along wanted dimensions."""
+"""Turns elements into tensors: the views that lay a value out along wanted dimensions."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def tensor(
     expand: bool = False,
     read_by: Node | None = None,
 ) -> Expression:
-    """The tensor whose element at `dims` is `element`; each dimension runs over some axes, slowest first.
+    """The tensor whose element at `dims` is `element`. Each dimension runs over some axes, slowest first.
 
-    An axis the element does not depend on gives a dimension of one, or is repeated if `expand`. Raises NoMatch if the
-    element depends on other axes, or if `dtype` would round it where the program does not. `read_by` is the call by
+    An axis that the element does not depend on gives a dimension of one, or is repeated if `expand`. Raises NoMatch if
+    the element depends on other axes, or if `dtype` would round it where the program does not. `read_by` is the call by
     which the program reads the element, if that does more than views and casts."""
     base, index, factor = _base(element, dtype, read_by)
     index, wanted = _parted(base, index, dims)
@@ -50,14 +50,14 @@ def tensor(
 
 
 class _Sized(NamedTuple):
-    """A tensor of some sizes."""
+    """An expression and its sizes."""
 
     value: Expression
     sizes: tuple[Size, ...]
 
     @property
     def node(self) -> Node:
-        """A node to name where it is refused."""
+        """A node to name in a refusal."""
         return first_node(self.value)
 
     def reshaped(self, sizes: Sequence[Size]) -> _Sized:
@@ -72,7 +72,7 @@ class _Sized(NamedTuple):
 def _base(
     element: Element | Part, dtype: torch.dtype | None, read_by: Node | None
 ) -> tuple[_Sized, tuple[Index, ...], float]:
-    """The tensor that an element is read from, the index, and the number it is multiplied by."""
+    """The tensor that an element is read from, the index, and the factor."""
     if isinstance(element, Part):
         return _Sized(element.value, element.sizes), element.index, 1.0
     if dtype is not None and not element.is_exact_in(dtype):
@@ -87,7 +87,7 @@ def _base(
 
 
 def axes(index: Index, what: str, node: Node) -> Axes:
-    """The axes that a dimension runs over, slowest first. Raises NoMatch if it is not laid out over whole axes."""
+    """The axes that a dimension runs over, slowest first. Raises NoMatch if they are not whole axes."""
     found = axes_of(index)
     if found is None:
         raise NoMatch(f"{what} is read in steps or from an offset, not as a whole dimension", node)
@@ -95,12 +95,12 @@ def axes(index: Index, what: str, node: Node) -> Axes:
 
 
 def ordered(found: Set[Axis], outer: Axes) -> Axes:
-    """Axes in the order in which they stand in `outer`, and behind them those that do not."""
+    """The axes in the order of `outer`, followed by those that are not in it."""
     return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
 def _parted(base: _Sized, index: tuple[Index, ...], dims: Dims) -> tuple[tuple[Index, ...], list[Axes]]:
-    """Index and dimensions over axes of which neither reads only a part."""
+    """The index and dimensions, rewritten over axes that both read as a whole."""
     named = [axis for dim in dims for axis in dim]
     if len(set(named)) < len(named):
         raise NoMatch("two dimensions of an operand run over one axis", base.node)
@@ -122,9 +122,9 @@ def _leaves(dim: Sequence[Axis], replacements: dict[Axis, Index]) -> Axes:
 
 
 def _spread(base: _Sized, index: tuple[Index, ...], wanted: list[Axes]) -> tuple[_Sized, list[Axes]]:
-    """The tensor with what is fixed selected away, and the groups of axes that its dimensions then run over.
+    """The tensor with its fixed places selected, and the groups of axes that its dimensions then run over.
 
-    It may have other dimensions than the groups say, if a reshape leads from one to the other."""
+    Its dimensions may differ from the groups, if a reshape leads from one to the other."""
     places = [place for part, size in zip(index, base.sizes, strict=True) for place in _places(base, part, size)]
     places = [place for place in places if place.radix != 1]
     if all(place.is_whole for place in places):
@@ -168,7 +168,7 @@ def _size(axes: Iterable[Axis]) -> Size:
 
 
 class _Place(NamedTuple):
-    """One place of a dimension written as a mixed-radix number: read along `axis` from `start`, or fixed there."""
+    """One digit of a dimension as a mixed-radix number: read along `axis` from `start`, or fixed at `start`."""
 
     radix: Size
     axis: Axis | None
@@ -206,7 +206,7 @@ def _places(base: _Sized, part: Index, size: Size) -> list[_Place]:
 
 
 def _grouped(units: list[Axes], wanted: list[Axes]) -> list[Axes]:
-    """Neighbouring groups that are neighbours in a wanted dimension too, merged: no reshape need part them."""
+    """The groups, merged where neighbours are also neighbours in a wanted dimension, so that no reshape splits them."""
     follows = {left: right for dim in wanted for left, right in itertools.pairwise(dim)}
     merged: list[Axes] = []
     for unit in units:
@@ -221,7 +221,7 @@ def _grouped(units: list[Axes], wanted: list[Axes]) -> list[Axes]:
 
 
 def laid_out_as(emit: Emitter, old: Node, new: Node | Draft) -> Node | Draft:
-    """`new` with the strides of `old`: what follows was traced for those, and a view of other ones would fail."""
+    """`new` with the strides of `old`: its readers were traced for these, and a view of other strides would fail."""
     strides, offset = _strides_and_offset(old)
     if (strides, offset) == _strides_and_offset(new):
         return new
@@ -234,7 +234,7 @@ def laid_out_as(emit: Emitter, old: Node, new: Node | Draft) -> Node | Draft:
 
 
 def fill_memory_alike(one: Node, other: Node | Draft) -> bool:
-    """Both are all that their memory holds, in the same order: what reads one by strides may read the other."""
+    """Whether both fill their memory in the same order, so that a node may read either of them by its strides."""
     is_whole = all(_is_whole(value_of(part)) for part in (one, other))
     return is_whole and _strides_and_offset(one) == _strides_and_offset(other)
 
@@ -249,7 +249,7 @@ def _strides_and_offset(part: Node | Draft) -> tuple[list[Size], Size]:
 
 
 def _slowest_first(strides: Sequence[Size]) -> list[int]:
-    """Dimensions by falling stride, in order where strides are equal."""
+    """Dimensions by descending stride, in their own order where strides are equal."""
 
     def compare(one: int, two: int) -> int:
         if strides[one] == strides[two]:

@@ -1,4 +1,4 @@
-"""Operands that several patterns put together: adjacent parts as one tensor, rotary tables, caches and positions."""
+"""Builds operands that several patterns need: adjacent parts as one tensor, rotary tables, caches and positions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def roles(match: Match, operand: str) -> tuple[Axes, ...]:
 
 
 def last_dimension(operand: str) -> Callable[[Match], Axis]:
-    """For `rope(along=...)`: the last dimension of an operand of the call, or of the row that is stored in it."""
+    """For `rope(along=...)`: the last dimension of an operand of the call, or of a row stored in it."""
 
     def along(match: Match) -> Axis:
         update, found = match.get(CacheUpdate, f"{operand}.write"), match.reading(OperandAxes, f"{operand}.axes")
@@ -52,19 +52,19 @@ def last_dimension(operand: str) -> Callable[[Match], Axis]:
 
 
 def normed(value: str, operator: str) -> Pattern:
-    """A near refused: the value is normalised where `operator` takes it as it is."""
+    """A refused near miss: the value is normalised, but `operator` takes it without a norm."""
     norm = rms_norm(var(value), var(f"gamma of {value}"), name=f"norm of {value}")
     return refused(norm, because=f"{value} is normalised, which {operator} does not support")
 
 
 def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
-    """The columns that the rotation of an operand turns; those that are given, if it is not rotated."""
+    """The columns of an operand that its rotation turns; `unrotated` if it is not rotated."""
     rotation = match.get(Rope, f"{operand}.rope")
     return axes(rotation.along, "the rotary dimension", rotation.node) if rotation else unrotated
 
 
 def check_weight(weight: Element, name: str) -> None:
-    """Raises NoMatch unless a weight is a parameter as it is multiplied."""
+    """Raises NoMatch unless a weight is a parameter in the form in which it is multiplied."""
     if is_parameter(weight.node):
         return
     given = (node.meta["val"] for node in computed_from(weight.node) if is_parameter(node))
@@ -77,14 +77,14 @@ def check_weight(weight: Element, name: str) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """Two neighbouring parts of one tensor as one element, read along `axis`, which counts the columns of both."""
+    """Two adjacent parts of one tensor as one element, read along `axis`, which counts the columns of both."""
 
     element: Element
     axis: Axis
 
 
 def joined(first: Element, columns: Axes, second: Element, others: Axes) -> Joined | None:
-    """`first` along its columns and then `second` along its own, if they are neighbours in one tensor, else None."""
+    """`first` along its columns and then `second` along its own, if they are adjacent in one tensor; else None."""
     (node, left, factor), (other, right, other_factor) = _source(first), _source(second)
     if node is not other or (factor, other_factor) != (1.0, 1.0) or len(columns) > 1 or len(others) > 1:
         return None
@@ -102,7 +102,7 @@ def joined(first: Element, columns: Axes, second: Element, others: Axes) -> Join
 
 
 def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
-    """How far apart neighbouring columns lie in a dimension; of one column and another, how far these two do."""
+    """The distance of neighbouring columns in a dimension. If each part has one column, the distance of these two."""
     for part, found in ((mine, columns), (theirs, others)):
         if found:
             return dict(part.terms).get(whole(found[0]), 0)
@@ -111,7 +111,7 @@ def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
 
 
 def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> tuple[Element, Axes]:
-    """Two weights by their names, as one, and the columns of both. Raises NoMatch if they are no neighbours."""
+    """Two weights, given by name, as one, and the columns of both. Raises NoMatch if they are not adjacent."""
     for name, columns in (first, second):
         if len(columns) > 1:
             raise NoMatch(f"the columns of {name} are not one dimension", match[name].node)
@@ -128,7 +128,7 @@ def _apart(one: Element, other: Element) -> str:
 
 
 def _source(part: Element) -> tuple[Node, tuple[Index, ...], float]:
-    """Where a part lies: behind its roundings, if it has any, of which none may be lost."""
+    """The node, index and factor of a part: its rounded value if it is rounded, because no rounding may be lost."""
     return part.as_operand if part.roundings else (part.origin, part.index, part.factor)
 
 
@@ -136,14 +136,14 @@ def _source(part: Element) -> tuple[Node, tuple[Index, ...], float]:
 
 
 def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:
-    """The norm is taken over the columns of one row, all of them."""
+    """Raises NoMatch unless the norm is taken over all columns of one row."""
     over = [axis for part in norm.over for axis in axes(part, "the normalised dimension", norm.node)]
     if over != list(width):
         raise NoMatch("the norm is not over the columns of a row", norm.node)
 
 
 def table(found: Table, pair: Index, outer: Dims) -> Expression:
-    """cos or sin with all its columns, [*outer, Dr]: those of the pairs' first elements, then of their second ones."""
+    """cos or sin with all columns, [*outer, Dr]: those of the pairs' first elements, then those of the second ones."""
     pairs = axes(pair, "a rotary table", found.node)
     first, second = found.first, found.second
     if len(pairs) == 1:
@@ -155,7 +155,7 @@ def table(found: Table, pair: Index, outer: Dims) -> Expression:
 
 
 def tables(rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Expression | None]:
-    """cos and sin as they are named, each None if there is no rotation."""
+    """The tables with the given names, each None if there is no rotation."""
     if rotation is None:
         return [None for _ in names]
     return [table(getattr(rotation, name), rotation.pair, outer) for name in names]
@@ -166,7 +166,7 @@ def tables(rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Exp
 
 @dataclass(frozen=True)
 class CacheRoles:
-    """The axes of one written cache: batch, slot and width of the cache, batch and token of the rows."""
+    """The axes of one written cache: batch, slot and width of the cache, and the token of the rows."""
 
     update: CacheUpdate
     batch: Axes
@@ -192,7 +192,7 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
 
 
 def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
-    """Latents and rotary keys go to the same positions of two caches."""
+    """Raises NoMatch unless latents and rotary keys are written to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
     if _wraps(mine) != _wraps(theirs):
         raise NoMatch("negative positions are written for only one of latent and rotary key", theirs.node)
@@ -201,12 +201,13 @@ def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
 
 
 def _wraps(update: CacheUpdate) -> bool:
-    """A negative position counts from the end."""
+    """Whether a negative position counts from the end."""
     return isinstance(update.where, InBlocks) or (isinstance(update.where, At) and update.where.wraps)
 
 
 def _counted(update: CacheUpdate) -> object:
-    """Where a row goes, as far as it is counted, since each cache may count its positions anew; None if appended."""
+    """The position of a row as a comparable value, since each cache may compute its positions anew; None if appended.
+    """
     match update.where:
         case From(start):
             return IntegerSum(shifted(update.token, start))
@@ -225,14 +226,14 @@ def old_cache(cache: CacheRoles) -> Expression:
 
 
 def new_cache(like: Node, dtype: torch.dtype, *sizes: Size) -> Expression:
-    """A cache for rows that are appended, which are written into it alone; on the device of `like`."""
+    """A new, empty cache on the device of `like`, into which only the appended rows are written."""
     return Call(aten.empty.memory_format, list(sizes), dtype=dtype, device=like.meta["val"].device)
 
 
 def positions_and_caches(
     latent: CacheRoles, keys: CacheRoles | None
 ) -> tuple[Expression, Expression, Expression]:
-    """Positions, and the caches of latents and rotary keys before the write; without the latter, one of no columns."""
+    """Positions, and the caches of latents and rotary keys before the write. Without keys, theirs has no columns."""
     others = () if keys is None else (keys,)
     found = ByTarget(*(positions(latent, *others, is_skipped=is_skipped) for is_skipped in (False, True)))
     if keys is not None:
@@ -247,10 +248,10 @@ def _size(axes: Axes) -> Size:
 
 
 def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) -> Expression:
-    """Where the rows go, [B or 1, S] int64, counted from the start: in others that are written alike too.
+    """The positions of the rows, [B or 1, S] int64, counted from the start. `others` are written at equal positions.
 
-    A position that the program refuses becomes one beyond the end, so that the new write refuses it too; with
-    `is_skipped` one that is not in the cache becomes negative, for a write that skips it."""
+    A position that the program refuses is replaced by one beyond the end, so that the new write refuses it too. With
+    `is_skipped`, a position outside the cache becomes negative, for a write that skips it."""
     match cache.update.where:
         case At(slot):
             found = _slots(cache, slot, is_skipped)
@@ -268,26 +269,27 @@ def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) 
 
 
 def _positioned(cache: CacheRoles) -> tuple[Element, ...]:
-    """The tensors that say where rows go."""
+    """The tensors that hold the positions of the rows."""
     return tuple(cache.update.where.elements)
 
 
 def batch_of_positions(cache: CacheRoles) -> Size:
-    """B of `positions`: one where all sequences are written to the same ones."""
+    """B of `positions`: 1 if all sequences are written to the same positions."""
     is_own = any(axis in part.axes for part in _positioned(cache) for axis in cache.batch)
     return _size(cache.batch) if is_own else 1
 
 
 def _check_apart(cache: CacheRoles) -> None:
-    """Each token has a position of its own: of rows that go to one place, which one stays there is not said."""
+    """Raises NoMatch if tokens share a position. Duplicate positions: which row is kept is undefined."""
     parts = _positioned(cache)
     if any(axis.size != 1 and all(axis not in part.axes for part in parts) for axis in cache.token):
         raise NoMatch("all tokens of a sequence are written to one position", parts[0].origin)
 
 
 def _slots(cache: CacheRoles, slot: Element, is_skipped: bool) -> Expression:
-    """Positions that the program computes. One side is the new write's own to look at: where it refuses rows that is
-    the end of the cache, and where it skips them its start."""
+    """Positions that the program computes.
+
+    The new write checks one bound itself: the end of the cache if it refuses rows, the start if it skips them."""
     _check_apart(cache)
     sizes, device = _slot_sizes(cache), slot.origin.meta["val"].device
     given = tensor(slot, cache.row, dtype=torch.int64)
@@ -300,7 +302,7 @@ def _slots(cache: CacheRoles, slot: Element, is_skipped: bool) -> Expression:
 
 
 def _slots_in_blocks(cache: CacheRoles, block: Element, offset: Element, is_skipped: bool) -> Expression:
-    """The slots at offsets within blocks: both sides of both are looked at here."""
+    """The slots at offsets within blocks. Both bounds of block and offset are checked here."""
     _check_apart(cache)
     sizes, device = _slot_sizes(cache), block.origin.meta["val"].device
     counted = [
@@ -314,26 +316,27 @@ def _slots_in_blocks(cache: CacheRoles, block: Element, offset: Element, is_skip
 
 
 def _slot_sizes(cache: CacheRoles) -> tuple[Size, ...]:
-    """The sizes of the dimensions that slots are counted through."""
+    """The sizes of the dimensions over which slots are counted."""
     return shape_of(cache.update.old)[cache.update.dim : cache.update.behind]
 
 
 def _count(sizes: Sequence[Size]) -> Any:
-    """The number of slots, by the sizes that the cache has: the graph need not know what these are made of."""
+    """The number of slots, computed from the sizes of the cache's dimensions, so the graph need not know their product.
+    """
     if all(isinstance(size, int) for size in sizes):
         return product(sizes)
     return functools.reduce(lambda *both: Call(operator.mul, *both), sizes)
 
 
 def _proved(position: IntegerSum, slots: Size) -> tuple[bool, bool]:
-    """Whether no position is negative, and none is beyond the end."""
+    """Whether no position is negative, and whether none is beyond the end."""
     excesses = IntegerSum(ZERO).plus(position, -1), position.plus(IntegerSum(Index(slots - 1)), -1)
     is_counted, is_below = (excess.is_at_most_zero for excess in excesses)
     return is_counted, is_below
 
 
 def _counted_from_start(given: Expression, sizes: Sequence[Size]) -> Expression:
-    """Positions below zero count from the end, in an indexed assignment."""
+    """Positions counted from the start. In an indexed assignment, negative ones count from the end."""
     is_negative = Call(aten.lt.Scalar, given, 0)
     return Call(aten.where.self, is_negative, Call(aten.add.Tensor, given, _count(sizes)), given)
 
@@ -353,15 +356,16 @@ def _or_else(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Expression:
-    """Positions where all conditions hold, and `other` in the place of the rest."""
+    """`given` where all conditions hold, and `other` elsewhere."""
     holds = functools.reduce(lambda *both: Call(aten.logical_and.default, *both), conditions)
     rest = Call(aten.full.default, [], other, dtype=dtype, device=device, pin_memory=False)
     return Call(aten.where.self, holds, given, rest)
 
 
 def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expression:
-    """The table [B, Blocks] that two caches are read by. A negative number that the program refuses becomes one beyond
-    the end, which the operator refuses too."""
+    """The page table [B, Blocks] of two caches.
+
+    A negative number that the program refuses is replaced by one beyond the end, which the operator refuses too."""
     given = tensor(found.table, (rows, pages), expand=True)
     if found.wraps and other.wraps:
         return given
@@ -371,10 +375,10 @@ def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expressi
 
 
 def replaced_cache(cache: CacheRoles, out: Expression) -> Replaced:
-    """Uses the [B,1,T,width] cache that an operator returned wherever the written one was used."""
+    """Replace the written cache by the [B,1,T,width] cache that an operator returns."""
     return replaced(cache.update.node, cache.update.index, result(out, (cache.batch, (), cache.slot, cache.width)))
 
 
 def replaced_rows(cache: CacheRoles, rows: Part) -> Replaced:
-    """Uses the rows that an operator returned wherever the new rows were used."""
+    """Replace the new rows by the rows that an operator returns."""
     return replaced(cache.update.rows, cache.update.place, rows)

@@ -1,8 +1,8 @@
-"""What a rule puts in the place of what it read: expressions over values of the graph, which hold no graph themselves.
+"""Plans: the expressions that a rule puts in place of the values it read. A plan does not change the graph.
 
-The leaves are values that the graph has. A `Call` is an operator on expressions, numbers and sizes, which may be
-symbols; the other expressions depend on more: on a type, on a trace, on the target. The engine drafts a plan, checks it
-and asks the target, and only then adds its calls."""
+The leaves are values of the graph. A `Call` is an operator on expressions, numbers and sizes, which may be symbols. The
+other expressions depend on more: on a dtype, on a trace, on the target. The engine drafts a plan, checks it and asks
+the target, and only then adds its calls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from mla_fx.readings.sizes import Size, product
 
 
 class Expression:
-    """A value that a plan computes, or takes from the graph."""
+    """A value that a plan computes or reads from the graph."""
 
     @property
     def parts(self) -> Iterator[Any]:
-        """What it is made of, among which are other expressions."""
+        """The arguments of the expression, among them other expressions."""
         yield from ()
 
 
 @dataclass(frozen=True, eq=False)
 class Value(Expression):
-    """A value of the graph, with the operation that it was read from, and the call by which the program reads it, if
-    that does more than views and casts: what stands between these is known to the rule."""
+    """A value of the graph.
+
+    `origin` is the operation that it is read from. `read_by` is the call by which the program reads it, if that does
+    more than views and casts. The rule accounts for everything between the two."""
 
     node: Node
     origin: Node
@@ -56,7 +58,7 @@ class Call(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Cast(Expression):
-    """A value in a type, which it may have already."""
+    """A value converted to a dtype. This adds no call if it has that dtype already."""
 
     value: Expression
     dtype: torch.dtype
@@ -80,7 +82,7 @@ class Inlined(Expression):
 
 @dataclass(frozen=True, eq=False)
 class ByTarget(Expression):
-    """A value for targets that refuse positions which a program refuses, and another for those that skip them."""
+    """Two alternatives: one for targets that refuse the positions a program refuses, one for targets that skip them."""
 
     refusing: Expression
     skipping: Expression
@@ -93,7 +95,7 @@ class ByTarget(Expression):
 
 @dataclass(frozen=True, eq=False)
 class ViewOf(Expression):
-    """A value that has to be a view of another, or else is refused for a reason."""
+    """A value that must be a view of `base`; otherwise the plan is refused for the given reason."""
 
     value: Expression
     base: Node
@@ -106,7 +108,7 @@ class ViewOf(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Stands(Expression):
-    """A value that stands for others, which are proved to be equal to it."""
+    """A value that also replaces others, which are proved equal to it."""
 
     value: Expression
     alike: tuple[Node, ...]
@@ -119,7 +121,7 @@ class Stands(Expression):
 
 @dataclass(frozen=True)
 class Part:
-    """An element of a value that a plan computes, of `sizes`: what an `Element` is of one that the graph has."""
+    """An element of a value of shape `sizes` that a plan computes; the counterpart of `Element` for graph values."""
 
     value: Expression
     sizes: tuple[Size, ...]
@@ -131,15 +133,16 @@ def times(value: Expression, factor: float) -> Expression:
 
 
 def result(value: Expression, roles: Sequence[Sequence[Any]]) -> Part:
-    """A computed value whose dimensions run over axes, as an element of these."""
+    """A computed value whose dimensions run over the axes in `roles`, as an element at these axes."""
     sizes = tuple(product(axis.size for axis in role) for role in roles)
     return Part(value, sizes, tuple(map(composite, roles)))
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """`new` is used wherever `old` was: the same values, in whatever layout. What reads the old one decides about that
-    where it is applied, place by place, so that no rule has to look at readers."""
+    """`new` is used wherever `old` was. It has the same values, in any layout.
+
+    Applying the plan decides about the layout from the readers of each old value, so no rule has to look at readers."""
 
     old: Node
     new: Expression
@@ -147,11 +150,11 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Plan:
-    """What replaces which values of the graph: all of it, or nothing."""
+    """The values of the graph to replace, and their replacements. A plan is applied as a whole or not at all."""
 
     replaced: tuple[Replaced, ...]
     sources: frozenset[Node] = field(init=False)
-    """The operations from which its operands are read."""
+    """The operations from which the plan's operands are read."""
 
     def __init__(self, *replaced: Replaced) -> None:
         object.__setattr__(self, "replaced", replaced)
@@ -178,7 +181,7 @@ def _sources(pending: list[Any]) -> Iterator[Node]:
 
 
 def first_node(value: Any) -> Node:
-    """The first value of the graph that an expression reads."""
+    """The first graph node that an expression reads."""
     if isinstance(value, Node):
         return value
     if isinstance(value, Value):

@@ -1,4 +1,4 @@
-"""Values for values: a plan that is drafted, checked against loss, and applied."""
+"""Replaces values by values: drafts a plan, checks that no input is lost, and applies it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .plan import Call, Cast, Expression, Part, Plan, Replaced
 
 aten = torch.ops.aten
 
-# What a recognised attention becomes. It reads its operands in whatever layout they come.
+# The operators that replace a recognised attention. They accept operands in any layout.
 ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
 
-# Operators that read a tensor's shape and type, and none of its values.
+# Operators that read a tensor's shape and dtype, but not its values.
 LIKE = frozenset(
     {
         aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -37,13 +37,13 @@ LIKE = frozenset(
 )  # fmt: skip
 
 
-# Operators that may overwrite all of their first operand. Whether a call does was decided by the reading of it.
+# Operators that may overwrite all of their first operand. Whether a call does was decided when it was read.
 OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """A plan of which all calls are drafted, operands first, and none is in the graph."""
+    """A plan whose calls are all drafted, operands first, but not yet in the graph."""
 
     replaced: tuple[tuple[Node, Draft | Node], ...]
     sources: Set[Node]
@@ -60,28 +60,27 @@ class Drafted:
 
     @property
     def fused(self) -> list[Draft]:
-        """The calls of operators of this project."""
+        """The calls of this project's operators."""
         return [call for call in self.calls if fused_name(call) is not None]
 
 
 def drafted(emit: Emitter, plan: Plan) -> Drafted:
-    """Raises NoMatch if an operator refuses its operands."""
+    """Draft a plan. Raises NoMatch if an operator refuses its operands."""
     return Drafted.of([(one.old, emit.draft(one.new)) for one in plan.replaced], plan.sources)
 
 
 def replaced(old: Node, index: Sequence[Index], part: Part, *, padding: int = 0) -> Replaced:
-    """`part` in the place of `old` read at `index`; behind it come `padding` zeros."""
+    """Replace `old`, read at `index`, by `part`, followed by `padding` zeros in the last dimension."""
     dims = [axes(place, f"a dimension of {old.name}", old) for place in index]
     new: Expression = Cast(tensor(part, dims, expand=True), old.meta["val"].dtype)
     return Replaced(old, Call(aten.constant_pad_nd.default, new, [0, padding]) if padding else new)
 
 
 def apply(emit: Emitter, plan: Drafted) -> list[Node]:
-    """Adds the calls, uses every new value for its old one, and erases what nobody reads any more; returns what was
-    erased, in order.
+    """Add the calls, replace every old value by its new one, and erase dead code; return the erased nodes in order.
 
-    Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one is used, or if
-    one is read in a way that only the memory of the old one allows."""
+    Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one, or if an old
+    value is read by its strides and the new one would give other elements."""
     unread = unread_without(plan.olds)
     news = [(old, _fitting(emit, old, new, unread)) for old, new in plan.replaced]
     first = min(plan.olds)
@@ -95,7 +94,7 @@ def apply(emit: Emitter, plan: Drafted) -> list[Node]:
 
 
 def _fitting(emit: Emitter, old: Node, new: Draft | Node, unread: Set[Node]) -> Draft | Node:
-    """The new value in a layout that suits all who read the old one."""
+    """The new value in a layout that suits all readers of the old one."""
     if all(_takes_any_layout(user, old) for user in old.users if user not in unread):
         return new
     fitting = laid_out_as(emit, old, new)
@@ -114,7 +113,7 @@ def _takes_any_layout(user: Node, value: Node) -> bool:
 
 
 def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[Node]:
-    """The operands, at first and second hand, that stand behind `first`, in order."""
+    """The direct and indirect operands that come after `first`, in order."""
     pending, drafts, found = list(news), set[Draft](), set[Node]()
     while pending:
         part = pending.pop()
@@ -131,11 +130,11 @@ def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[
 
 
 def check_nothing_is_lost(olds: Iterable[Node], sources: Set[Node], dtype: torch.dtype) -> set[Node]:
-    """All that the old values are computed from enters the new ones, and nothing on the way is rounded coarser than
-    the operator rounds, which computes in `dtype`. Raises NoMatch; returns the nodes that it looked at.
+    """Check that every input of the old values enters the new ones, and that the program rounds nothing coarser than
+    the operator, which computes in `dtype`. Raises NoMatch; returns the nodes that it looked at.
 
-    `sources` are the operations from which the operator's operands are read. Between them and the old values lies what
-    the patterns have read; this holds whatever they may have overlooked."""
+    `sources` are the operations from which the operator's operands are read. Between them and the old values are the
+    nodes that the patterns read. The check does not rely on the patterns having overlooked nothing."""
     seen = set(sources)
     lost = _lost(list(olds), seen, dtype)
     if lost is not None:
@@ -144,7 +143,8 @@ def check_nothing_is_lost(olds: Iterable[Node], sources: Set[Node], dtype: torch
 
 
 def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | None:
-    """The first graph input met behind some nodes that lies behind none of the `seen` ones."""
+    """The first graph input found behind the pending nodes without passing through `seen` ones; None if there is none.
+    """
     while pending:
         node = pending.pop()
         value = node.meta.get("val")
@@ -160,19 +160,19 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
         if node.target is not aten.cat.default:
             pending += _needed_operands(node)
         elif all(lost := [_lost([piece], seen, dtype) for piece in node.all_input_nodes]):
-            return lost[0]  # a cat may have pieces that nobody reads
+            return lost[0]  # some pieces of a cat may be unread
     return None
 
 
 def _keeps(node: Node, dtype: torch.dtype) -> bool:
-    """The node rounds nothing: its value is a number known at compile time, or a view of what is in the same type."""
+    """Whether the node rounds nothing: its value is a compile-time constant, or moves data of the same dtype."""
     operands = [operand.meta.get("val") for operand in node.all_input_nodes]
     dtypes = {operand.dtype for operand in operands if isinstance(operand, torch.Tensor)}
     return constant(node) is not None or (node.target in MOVERS and dtypes == {dtype})
 
 
 def _needed_operands(node: Node) -> list[Node]:
-    """The operands of a node but what it writes over, unless that was put together by writes itself."""
+    """The operands of a node without the base it overwrites, unless that base is itself a result of writes."""
     if node.target not in OVERWRITES:
         return node.all_input_nodes
     base, *others = node.all_input_nodes
