@@ -1,1 +1,1 @@
-"""Where it goes: one file per target, found by walking this folder."""
+"""Targets, one file each. They are found by walking this folder."""

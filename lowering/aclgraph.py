@@ -1,4 +1,4 @@
-"""ACL graph: fused operators become Ascend's own, which torchair captures (npugraph_ex, reduce-overhead)."""
+"""ACL graph: fused operators become Ascend's own, and torchair captures the graph (npugraph_ex, reduce-overhead)."""
 
 from __future__ import annotations
 

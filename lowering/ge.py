@@ -1,4 +1,4 @@
-"""GE: fused operators become Ascend's own, and torchair makes the graph one of CANN's graph engine (max-autotune)."""
+"""GE: fused operators become Ascend's own, and torchair converts the graph for CANN's graph engine (max-autotune)."""
 
 from __future__ import annotations
 

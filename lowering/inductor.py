@@ -1,4 +1,4 @@
-"""Inductor: fused operators become decompositions that it compiles well, and the rest of the graph stays its own."""
+"""Inductor: fused operators become decompositions that it compiles well. It compiles the rest of the graph as usual."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mla_fx.target import Compiled, Fusing, Lowering, Target
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
 HALVES = (torch.bfloat16, torch.float16)
-FEW_ROWS = 8  # measured: with more, the library is quicker in spite of its copies
-SMALL = 2**12  # multiplications; a loop takes some 40 ms more to compile, and saves some 3 us of each call
+FEW_ROWS = 8  # measured: with more, the library is faster despite its copies
+SMALL = 2**12  # multiplications; a loop takes about 40 ms more to compile, and saves about 3 us per call
 
 
 class Inductor(Target):
@@ -64,19 +64,20 @@ class Inductor(Target):
         return modes[mode]
 
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
-        """Whatever the operators can be traced as; in a package of AOTInductor, for a process that has none of them."""
+        """The operators' kernel decompositions. An AOTInductor package gets the portable ones, because the process that
+        loads it has none of the operators."""
         if is_packaging():
             return {entry.overload: entry.portable_decomposition for entry in catalogue().values()}
         return {entry.overload: entry.kernel_decomposition for entry in catalogue().values()}
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
-        """Few rows times weights, those of fused operators and all others."""
+        """Lowerings of products of few rows with weights, from fused operators and from all others."""
         if not _wants_dot_products(options):
             return {}
         return {aten.mm.default: _of_rows, aten.bmm.default: _of_heads}
 
     def decompositions(self) -> Mapping[Any, Compiled]:
-        """Inductor's own, and a batched product of one as a plain one, for which it has the better kernel."""
+        """Inductor's own, but with a batched product of one batch as a plain product, which has the better kernel."""
         table = inductor_decompositions()
         batched = table.get(aten.bmm.default)
 
@@ -94,8 +95,10 @@ class Inductor(Target):
         fusing: Fusing,
         options: Mapping[str, Any],
     ) -> Compiled:
-        """One AOTAutograd pass: Inductor traces, and the graph is rewritten on its way into the inner compiler, whose
-        cache is so keyed by the rewritten graph. A graph from AOTAutograd's, which comes first, needs its report."""
+        """Compile with a single AOTAutograd pass.
+
+        Inductor traces, and the graph is rewritten just before the inner compiler, so that compiler's cache is keyed by
+        the rewritten graph. AOTAutograd's cache comes first, and a graph from it needs its saved report."""
         is_frozen, is_fresh = is_freezing(), False
         fused = fusing(_freezing(gm, fusing) if is_frozen else compile_fx_inner)
         wants = _wants_dot_products(options)
@@ -112,7 +115,7 @@ class Inductor(Target):
         theirs = {name: value for name, value in options.items() if name != DOT_PRODUCTS}
         settings = {**_for_meta(example_inputs), **theirs}
         if is_frozen:
-            settings["freezing"], key = False, None  # what is frozen is fused by then
+            settings["freezing"], key = False, None  # the inner compiler freezes, after fusing
         compiled = compile_fx(gm, example_inputs, inner, settings, key)
         if is_fresh or fusing.load_report(inductor_key(compiled)):
             return compiled
@@ -120,7 +123,7 @@ class Inductor(Target):
 
 
 def _freezing(traced: GraphModule, fusing: Fusing) -> Compiled:
-    """Inductor's compiler that packs weights, and tells how much it keeps beside them."""
+    """Inductor's freezing compiler, which packs weights. It reports the memory of the constants it adds to them."""
     own = {_memory(weight) for weight in (*traced.parameters(), *traced.buffers())}
 
     def compile_frozen(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
@@ -135,18 +138,18 @@ def _freezing(traced: GraphModule, fusing: Fusing) -> Compiled:
 
 
 def _memory(value: Tensor) -> int | None:
-    """Where a tensor lies; None if that cannot be told, as of a packed one."""
+    """The address of a tensor's storage; None if it has no strided one, like a packed weight."""
     return value.untyped_storage().data_ptr() if value.layout is torch.strided else None
 
 
 def _for_meta(example_inputs: Sequence[Any]) -> Mapping[str, Any]:
-    """Inductor's constant folding takes results on meta for dead, with all that they are computed from."""
+    """Inductor's constant folding drops results on meta, and everything they are computed from."""
     is_meta = any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
     return {"joint_graph_constant_folding": False} if is_meta else {}
 
 
 def _wants_dot_products(options: Mapping[str, Any]) -> bool:
-    """The target's own option: whether single rows times weights are computed another way. Raises OptionError."""
+    """The target's own option: whether products of few rows with weights are lowered. Raises OptionError."""
     word = options.get(DOT_PRODUCTS, True)
     if not isinstance(word, bool):
         raise OptionError(f"option {DOT_PRODUCTS} is {word!r}; it takes False, True")
@@ -154,8 +157,10 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
 
 
 def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:
-    """On a CPU, for rows so small that a call of a library takes longer than their products, and for one row times a
-    weight of 16 bits that lies transposed in memory, as `nn.Linear` keeps it."""
+    """Lower a plain product on a CPU in two cases. Raises NoMatch otherwise.
+
+    One is a product so small that a library call takes longer than its multiplications. The other is one row times a
+    16-bit weight that is transposed in memory, as `nn.Linear` stores it."""
     sizes = *rows.shape, weight.shape[1]
     if weight.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
         raise NoMatch("Inductor's own product is for other devices and symbolic sizes")
@@ -168,8 +173,10 @@ def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:
 
 
 def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
-    """For the rows of each head times its weights of 16 bits, which lie apart in memory, as those of keys and values
-    in one projection do, on a CPU: its library copies such weights at every call, and slowly across their memory."""
+    """Lower a batched product of each head's rows and 16-bit weights on a CPU. Raises NoMatch otherwise.
+
+    It applies to weights that are not contiguous, like those of keys and values in one projection. The CPU library
+    copies such weights at every call, slowly because it copies across their memory order."""
     is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
     if weights.device.type != "cpu" or not is_fixed or not _are_half(rows, weights):
         raise NoMatch("Inductor's own product is for other devices, dtypes and symbolic sizes")
@@ -187,7 +194,7 @@ def _are_half(rows: Tensor, weights: Tensor) -> bool:
 
 
 def small_products(rows: Tensor, weight: Tensor) -> Tensor:
-    """[Rows, K] @ [K, N] in a loop, which may be that of its neighbours."""
+    """[Rows, K] @ [K, N] in a loop, which may fuse with neighbouring loops."""
     return sums_for_rows(rows.unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
 
 
@@ -199,14 +206,14 @@ def sums_for_rows(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def products_of_copies(rows: Tensor, weights: Tensor) -> Tensor:
-    """[B, Rows, K] @ [B, K, N], the weights copied along their memory."""
+    """[B, Rows, K] @ [B, K, N], with the weights copied in memory order."""
     return torch.bmm(rows, weights.mT.contiguous().mT)
 
 
 def dot_products(row: Tensor, weight: Tensor) -> Tensor:
-    """[1, K] @ [K, N] as N dot products along contiguous memory: at one row nothing but reading the weight costs.
+    """[1, K] @ [K, N] as N dot products along contiguous memory. With one row, reading the weight is the only cost.
 
-    A long dot product is summed along several streams at once, so that it waits for memory and not for its own sum."""
+    A long dot product is summed in several streams at once, so that it is bound by memory and not by its own sum."""
     inner, columns = weight.shape
     streams = _streams(inner)
     weight_snk = weight.permute(1, 0).reshape(columns, streams, inner // streams).permute(1, 0, 2)
@@ -216,8 +223,10 @@ def dot_products(row: Tensor, weight: Tensor) -> Tensor:
 
 
 def _stored(rows: Tensor) -> Tensor:
-    """Rows of 16 bits in float32 and in memory, for what is read by strides must lie there: Inductor would compute a
-    norm anew for each weight that its result meets."""
+    """16-bit rows as float32, materialised by a read by strides.
+
+    Otherwise Inductor would fuse the producer, such as a norm, and recompute it for each weight that its result
+    multiplies."""
     if rows.dtype == torch.float32:
         return rows
     wide = rows.float()
@@ -225,7 +234,8 @@ def _stored(rows: Tensor) -> Tensor:
 
 
 def _streams(inner: int) -> int:
-    """Measured: streams pay from 4096 elements on, up to eight of them, none shorter than 1024."""
+    """The number of streams of a dot product. Measured: they pay from 4096 elements on, up to eight streams of at least
+    1024."""
     if inner < 4096:
         return 1
     return max(count for count in range(1, 9) if inner % count == 0 and inner // count >= 1024)

@@ -1,4 +1,4 @@
-"""The operators' own bodies, run eagerly: available everywhere, and the oracle of every other target."""
+"""Runs the operators' own bodies eagerly. Available everywhere, and the oracle for every other target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reference(Target):
             raise OptionError(f"option pieces is {options['pieces']!r}; it takes False, True")
 
     def takes_pieces(self, options: Mapping[str, Any]) -> bool:
-        """Only if option `pieces` says so: to see on any machine what an NPU is given."""
+        """Whether option `pieces` is set. It shows on any machine which operators an NPU target gets."""
         return bool(options.get("pieces"))
 
     def compile(

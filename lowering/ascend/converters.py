@@ -1,4 +1,4 @@
-"""Converters to GE that torchair lacks, for what stands in models of latent attention outside of what is fused."""
+"""Converters to GE that torchair lacks, for the unfused operators in models with latent attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @functools.cache
 def register() -> None:
-    """Tells torchair of them, through its public decorator; once for a process, as its own table is."""
+    """Register the converters through torchair's public decorator, once per process, like its own table."""
     from torchair import register_fx_node_ge_converter  # type: ignore[import-not-found]
 
     for operator, converter in (
@@ -34,9 +34,9 @@ def index_copy(
     dim: int,
     index: Any,
     source: Any,
-    meta_outputs: Any = None,  # torchair hands it to every converter
+    meta_outputs: Any = None,  # torchair passes it to every converter
 ) -> Any:
-    """`aten::index_copy(Tensor self, int dim, Tensor index, Tensor source)`: elements scattered along `dim`."""
+    """`aten::index_copy(Tensor self, int dim, Tensor index, Tensor source)`: scatters elements along `dim`."""
     from torchair._ge_concrete_graph import ge_apis as ge  # type: ignore[import-not-found]
 
     sizes = [1] * source.rank
@@ -46,7 +46,7 @@ def index_copy(
 
 
 def polar(abs: Any, angle: Any, meta_outputs: Any = None) -> Any:
-    """`aten::polar(Tensor abs, Tensor angle)`, by which rotations of complex numbers make their tables."""
+    """`aten::polar(Tensor abs, Tensor angle)`, which computes the tables of complex rotations."""
     from torchair._ge_concrete_graph import ge_apis as ge
 
     return ge.Complex(ge.Mul(abs, ge.Cos(angle)), ge.Mul(abs, ge.Sin(angle)))
@@ -60,7 +60,7 @@ def complex_(real: Any, imag: Any, meta_outputs: Any = None) -> Any:
 
 
 def all_dim(self: Any, dim: int, keepdim: bool = False, meta_outputs: Any = None) -> Any:
-    """`aten::all.dim(Tensor self, int dim, bool keepdim=False)`; whatever is not 0 is true."""
+    """`aten::all.dim(Tensor self, int dim, bool keepdim=False)`; any value other than 0 is true."""
     from torchair._ge_concrete_graph import ge_apis as ge
     from torchair.ge._ge_graph import DataType  # type: ignore[import-not-found]
 
@@ -99,13 +99,13 @@ def index_put(
 
 
 def assert_async(self: Any, assert_msg: str = "", meta_outputs: Any = None) -> Any:
-    """`aten::_assert_async.msg(Tensor self, str assert_msg)`: it computes nothing, and GE has no assertions."""
+    """`aten::_assert_async.msg(Tensor self, str assert_msg)`: a no-op here, because GE has no assertions."""
     return self
 
 
 @torch.library.custom_op("mla_fx_ascend::copied", mutates_args=())
 def copied(cache: Tensor) -> Tensor:
-    """A copy of a cache, for an operator that writes what its schema says it only reads."""
+    """A copy of a cache, for an operator that mutates an argument that its schema says it only reads."""
     return cache.clone()
 
 
@@ -115,7 +115,7 @@ def _(cache: Tensor) -> Tensor:
 
 
 def tensor_move(cache: Any, meta_outputs: Any = None) -> Any:
-    """`mla_fx_ascend::copied`. `aten::clone` becomes an Identity, which is no memory of its own."""
+    """`mla_fx_ascend::copied`. `aten::clone` would become an Identity, which has no memory of its own."""
     from torchair._ge_concrete_graph import ge_apis as ge
 
     return ge.TensorMove(cache)

@@ -1,9 +1,9 @@
-"""The first two interfaces of the vendor's prolog, npu_mla_prolog and npu_mla_prolog_v2, where the third is not to be.
+"""Calls the vendor's first two prolog interfaces, npu_mla_prolog and npu_mla_prolog_v2, if the third is not used.
 
-In graphs of GE they write the caches in place, though their schemas say otherwise, and GE knows no order of a read and
-a write but by data: who reads the old cache may find it written already. So they are given copies to write. torchair
-takes such copies out for the third interface alone, so here each step copies both caches. A captured graph would hold
-the hidden write too, and is refused."""
+In GE graphs they mutate the caches, although their schemas say otherwise. GE orders reads and writes only by data
+dependencies, so a reader of the old cache could see it already overwritten. They therefore write to copies. torchair
+removes such copies only for the third interface, so each step copies both caches here. A captured graph would contain
+the hidden mutation too, and is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN, QUERY_RANKS, RANK, NOPE, ROPE = (7168,), (1536,), (512,), (128,), (64,)
 PAGES = (16, 128)
 CACHE_MODES = ("PA_BSND", "PA_NZ")
 SCALES = ("qc_qr_scale", "kc_scale")
-OWN = ("rope_layout", "gamma_after_cast", *SCALES)  # what `mla_fx.mla_prolog` has beyond the vendor's
+OWN = ("rope_layout", "gamma_after_cast", *SCALES)  # arguments that only `mla_fx.mla_prolog` has
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 
 def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
-    """query, query_rope, kv_cache and kr_cache."""
+    """Return query, query_rope, kv_cache and kr_cache."""
     call: dict[str, Any] = {name: value for name, value in vars(a).items() if name not in OWN}
     for name in ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
         call[name] = call[name].contiguous()

@@ -1,6 +1,6 @@
-"""FusedInferAttentionScore, the vendor's kernel for attention: what it takes, and how it is called.
+"""FusedInferAttentionScore, the vendor's attention kernel: its limits and the calls of it.
 
-In all calls the rows of a sequence are its last ones: row s of S attends to keys t < length - S + 1 + s."""
+In all calls the rows of a sequence are its last tokens: row s of S attends to keys t < length - S + 1 + s."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .surface import A2, A3, Surface
 
 KERNEL = "FusedInferAttentionScore"
 LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-LATENT_TOKENS = 16  # of a sequence, at most
+LATENT_TOKENS = 16  # at most, per sequence
 RANK, ROPE = 512, 64
 EXPANDED = 128  # columns of a head's nope part, and of its values
-EXPANDED_UNROTATED = {128: (128,), 192: (128, 192)}  # of a head's queries and, for those, of its values
+EXPANDED_UNROTATED = {128: (128,), 192: (128, 192)}  # columns of a head's queries -> of its values
 CAUSAL = 3  # the sparse mode in which the last row sees all keys, and each row before it one less
-CAUSAL_SIZE = 2048  # of the one mask that CAUSAL takes, whatever the lengths are
+CAUSAL_SIZE = 2048  # of the mask that CAUSAL takes, for any lengths
 
 Named = tuple[str, Tensor]
 
@@ -40,7 +40,9 @@ def refuse_chip(surface: Surface) -> None:
 
 
 def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[Named]) -> None:
-    """For attention over latents: absorbed queries [...,N,Hckv] and [...,N,Dr], and the caches of both parts."""
+    """Raises NoMatch for attention over latents that the kernel cannot compute.
+
+    The queries are absorbed, [...,N,Hckv] and [...,N,Dr]. `caches` are those of both parts."""
     name, absorbed = query
     refuse_chip(surface)
     limits.size(f"{name} has N", absorbed.shape[-2], KERNEL, LATENT_HEADS)
@@ -81,7 +83,8 @@ def _refuse_mask(surface: Surface, mask: Tensor, tokens: int) -> None:
 
 
 def _refuse_computed(batch: int | torch.SymInt, visible: int | torch.SymInt) -> None:
-    """torchair updates a length between replays where it is an input of the graph, and takes no computed one."""
+    """Raises NoMatch for lengths that depend on symbols: between replays torchair updates only lengths that are graph
+    inputs, not computed ones."""
     if not isinstance(batch, int):
         raise NoMatch(f"the batch is {batch}; a captured {KERNEL} takes a number known at compile time")
     if not isinstance(visible, int):
@@ -92,12 +95,12 @@ def _refuse_computed(batch: int | torch.SymInt, visible: int | torch.SymInt) -> 
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The kernel by its newest interface; lengths that a graph computes go through torchair's, which takes tensors."""
+    """Call the kernel's newest interface, or torchair's, which takes lengths as tensors, if the graph computes them."""
     lengths = {name: options[name] for name in ("actual_seq_qlen", "actual_seq_kvlen") if name in options}
     if not any(isinstance(value, Tensor) for value in lengths.values()):
         out: Tensor = torch.ops.npu.npu_fused_infer_attention_score_v2(query, key, value, **options)[0]
         return out
-    importlib.import_module("torchair.ops._npu_fused_infer_attention_score_v2")  # which registers the operator
+    importlib.import_module("torchair.ops._npu_fused_infer_attention_score_v2")  # registers the operator
     tensors = {name: as_tensor(value, torch.int64, query.device) for name, value in lengths.items()}
     by_tensors: Tensor = torch.ops.air.npu_fused_infer_attention_score_v2(query, key, value, **options | tensors)[0]
     return by_tensors
@@ -114,10 +117,10 @@ def attend_to_pages(
     query_rope: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """query [T,N,D] and query_rope [T,N,Dr]; the result is [T,N,Dv].
+    """Attention of query [T,N,D] and query_rope [T,N,Dr] to a paged context, [T,N,Dv].
 
-    Pages are [BlockNum,BlockSize,Nkv*D], or of the FRACTAL_NZ format [BlockNum,Nkv,D/n0,BlockSize,n0].
-    A sequence has one row of query, or `steps` of them."""
+    Pages are [BlockNum,BlockSize,Nkv*D], or in FRACTAL_NZ format [BlockNum,Nkv,D/n0,BlockSize,n0].
+    A sequence has one query row, or as many as `steps` says."""
     is_ragged = steps is not None
     queries = [tensor if tensor is None or is_ragged else tensor.unsqueeze(1) for tensor in (query, query_rope)]
     first, rope = (None if tensor is None else tensor.contiguous() for tensor in queries)
@@ -137,13 +140,13 @@ def attend_to_pages(
 
 
 def _ragged(steps: Lengths, device: torch.device) -> dict[str, Any]:
-    """Rows of all sequences one behind another, with the sums of their numbers."""
+    """Options for the concatenated rows of all sequences, with the cumulative sums of their counts."""
     ends = steps.to(torch.int64).cumsum(0) if isinstance(steps, Tensor) else list(accumulate(steps))
     return {"input_layout": "TND", "actual_seq_qlen": ends, **causal(device)}
 
 
 def lengths(a: latent_attention.Arguments | mla_attention.Arguments) -> Tensor | None:
-    """How many keys the last row of each sequence sees, [B] or [1], where that is computed."""
+    """The number of keys that the last row of each sequence sees, [B] or [1]; None if the call does not compute it."""
     if a.context_lens is not None:
         return a.context_lens.clamp(0, context_of(a.kv_cache, a.block_table))
     if a.mask is None:
@@ -153,19 +156,19 @@ def lengths(a: latent_attention.Arguments | mla_attention.Arguments) -> Tensor |
 
 
 def equal(batch: int | torch.SymInt, length: int, device: torch.device) -> Lengths:
-    """The lengths of sequences that are equally long; numbers where their number is one."""
+    """The lengths of equally long sequences: a list if the batch is a number, else a tensor."""
     return [length] * batch if isinstance(batch, int) else torch.full((batch,), length, device=device)
 
 
 def ends(batch: int | torch.SymInt, length: int, device: torch.device) -> Lengths:
-    """Where sequences that are equally long end, one behind another."""
+    """The ends of equally long sequences that are concatenated."""
     if isinstance(batch, int):
         return [end * length for end in range(1, batch + 1)]
     return torch.full((batch,), length, device=device).cumsum(0)
 
 
 def rows(tokens: int, device: torch.device) -> dict[str, Any]:
-    """How far each of several rows sees; one row sees all."""
+    """The options for a causal mask. A single row sees all keys and needs none."""
     return {} if limits.known_equal(tokens, 1) else causal(device)
 
 

@@ -1,6 +1,6 @@
-"""kv_rmsnorm_rope_cache as torch_npu.npu_kv_rmsnorm_rope_cache_v2_functional, in graphs KvRmsNormRopeCache.
+"""Lowers kv_rmsnorm_rope_cache to torch_npu.npu_kv_rmsnorm_rope_cache_v2_functional (KvRmsNormRopeCache in graphs).
 
-That function is for graphs only: run eagerly it returns caches that nothing was written to."""
+That function is for graphs only. Run eagerly, it returns caches to which nothing is written."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         is_output_kv=paged,
     )
     if not paged:
-        # the kernel leaves these undefined; where nobody reads them, they are dead code
+        # the kernel leaves these undefined; if unread, they are dead code
         *_, k_rope, c_kv = body(replace(a, gamma_after_cast=False))
     return k_cache, ckv_cache, k_rope, c_kv
 
 
 def positions(a: Arguments) -> Tensor:
-    """Rows that are the new cache fill it in order."""
+    """The positions of the rows. Without an index the rows are the whole new cache, in order."""
     return torch.arange(a.kv.shape[2], device=a.kv.device).unsqueeze(0) if a.index is None else a.index
 
 

@@ -1,4 +1,4 @@
-"""latent_attention as FusedInferAttentionScore over pages: queries [B,S,N,512] and [B,S,N,64], one key head."""
+"""Lowers latent_attention to FusedInferAttentionScore over pages: queries [B,S,N,512] and [B,S,N,64], one key head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .mla_prolog import PAGE_SIZES, page_size
 from .surface import Surface
 
 OPERATOR = "latent_attention"
-PAGE = 128  # tokens of a page, where the cache leaves the choice
+PAGE = 128  # tokens of a page, if the cache does not determine it
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -44,7 +44,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 
 def refuse_pages(kv_cache: Tensor, kr_cache: Tensor) -> None:
-    """For a context that lies in pages."""
+    """Raises NoMatch for pages that the kernel cannot take."""
     size = kv_cache.shape[1]
     if page_size(size) is None:
         raise NoMatch(f"kv_cache has BlockSize = {size}; {KERNEL} takes multiples of {PAGE_SIZES[-1]}")
@@ -81,7 +81,7 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages [BlockNum,BlockSize,D] of latents and of rotary keys, and a table int32 [B,Blocks] of both."""
+    """Pages [BlockNum,BlockSize,D] of latents and of rotary keys, and the page table int32 [B,Blocks] of both."""
     batch, positions, _ = a.kv_cache.shape
     size = page_size(positions) or PAGE
     latents, keys = (in_whole_pages(cache, size) for cache in (a.kv_cache, kr_cache))
@@ -94,15 +94,17 @@ def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_parts(block_table: Tensor, count: int) -> Tensor:
-    """A table of blocks that are so many pages each, as one of pages."""
+    """A table of blocks of `count` pages each, as a table of pages."""
     pages = block_table.unsqueeze(-1) * count + torch.arange(count, device=block_table.device)
     return pages.flatten(1).to(torch.int32)
 
 
 def in_whole_pages(cache: Tensor, size: int) -> Tensor:
-    """[B,T,D] with T a multiple of the page size. One that grows by a token a step is copied at each step anyway."""
+    """[B,T,D] padded so that T is a multiple of the page size.
+
+    A cache that grows by a token per step is copied at each step anyway."""
     if page_size(cache.shape[1]) == size:
         return cache
     batch, positions, width = cache.shape
-    missing = (size - positions % size) % size  # of positive numbers only: GE keeps the sign where Python does not
+    missing = (size - positions % size) % size  # only positive operands: GE's modulo keeps the sign, Python's does not
     return torch.cat((cache, cache.new_zeros(batch, missing, width)), 1)

@@ -1,6 +1,6 @@
 """Limits of the vendor's kernels. Each function raises NoMatch if its limit is not known to hold.
 
-A size that is a symbol is guarded to stay within its limit, where the call at hand does: another one compiles anew."""
+A symbolic size that meets its limit in the current call gets a guard that it does so. Another size recompiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chip(surface: Surface, kernel: str, allowed: Sequence[str]) -> None:
 
 
 def size(of: str, value: int, kernel: str, allowed: Sequence[int]) -> None:
-    """`of` says which size this is, as in "weight_dq has Hcq"."""
+    """`of` names the size, as in "weight_dq has Hcq"."""
     if not any(holds(value == one) for one in allowed):
         raise NoMatch(f"{of} = {value}; {kernel} takes {listed(allowed)}")
 
@@ -39,7 +39,7 @@ def dtype(name: str, tensor: Tensor, kernel: str, allowed: Sequence[torch.dtype]
 
 
 def dense(name: str, tensor: Tensor, kernel: str, first: int = 0) -> None:
-    """All axes from `first` on lie in memory one behind another."""
+    """All axes from `first` on must be contiguous."""
     wanted = 1
     for axis in range(tensor.dim() - 1, first - 1, -1):
         if not known_equal(tensor.stride(axis), wanted) and not known_equal(tensor.shape[axis], 1):
@@ -50,7 +50,7 @@ def dense(name: str, tensor: Tensor, kernel: str, first: int = 0) -> None:
 
 
 def holds(condition: bool | torch.SymBool) -> bool:
-    """Whether it is true: of all sizes, or of those of the call at hand and then, by a guard, of all later ones."""
+    """Whether the condition is true for all sizes, or for those of the current call; then it becomes a guard."""
     if statically_known_true(condition):
         return True
     if isinstance(condition, bool):

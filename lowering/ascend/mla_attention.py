@@ -1,7 +1,7 @@
-"""mla_attention as FusedInferAttentionScore over expanded keys and values: packed rows, any number of tokens.
+"""Lowers mla_attention to FusedInferAttentionScore over expanded keys and values: packed rows, any number of tokens.
 
-Queries are [B*S,N,128] and [B*S,N,64], keys and values [B*T,N,128]. Without a rotary part queries and keys may have 192
-columns, and values as many."""
+Queries are [B*S,N,128] and [B*S,N,64], keys and values [B*T,N,128]. Without a rotary part, queries and keys may have
+192 columns, and then values may too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""mla_prolog by the newest interface of the vendor's kernel, MlaPrologV3, or by the first ones where they are chosen.
+"""Lowers mla_prolog to the newest interface of the vendor's kernel, MlaPrologV3, or to the first ones if selected.
 
-What the compiler makes of contiguous caches is paged for the kernel: T positions are T/BlockSize pages."""
+The kernel gets contiguous caches as pages: T positions are T/BlockSize pages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .surface import Surface
 from .weights import halves_interleaved
 
 OPERATOR = "mla_prolog"
-OWN_MODES = ("Norm", "BSND")  # of which the vendor's first interface knows nothing
+OWN_MODES = ("Norm", "BSND")  # not in the vendor's first interface
 
-PAGE_SIZES = (128, 16)  # those that attention takes too, the better one first
+PAGE_SIZES = (128, 16)  # attention takes these too; the better one first
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -36,7 +36,7 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
 
 @functools.cache
 def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
-    """One function for all calls, so that equal ones are traced once."""
+    """Return one function for all calls, so that equal calls are traced once."""
     return lambda *args, **kwargs: prolog(surface, Arguments(*args, **kwargs))
 
 
@@ -78,7 +78,7 @@ def refuse_rotations(surface: Surface, a: Arguments) -> None:
 
 
 def refuse_formats(surface: Surface, a: Arguments) -> None:
-    """In the vendor's own cache modes the caller has seen to the formats of weights."""
+    """Raises NoMatch unless weights are in FRACTAL_NZ. In the vendor's own cache modes the caller is responsible."""
     if a.cache_mode in OWN_MODES and not surface.hoists:
         raise NoMatch(
             f"{kernel(surface)} reads weights in FRACTAL_NZ, and these are not laid out so: a graph pass cannot, "
@@ -96,7 +96,7 @@ def refuse_unpaged(surface: Surface, a: Arguments) -> None:
 
 
 def page_size(positions: int | torch.SymInt) -> int | None:
-    """The size of the pages that so many positions fill, if there is one."""
+    """The page size that divides this number of positions, if there is one."""
     return next((size for size in PAGE_SIZES if limits.holds(positions % size == 0)), None)
 
 
@@ -119,14 +119,15 @@ def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
 
 
 def as_v3(a: Arguments) -> v3.Arguments:
-    """The same call of the newest interface. It multiplies by gamma before it rounds, `gamma_after_cast` or not:
-    that is one rounding less."""
+    """The same call for the newest interface.
+
+    It multiplies by gamma before it rounds, regardless of `gamma_after_cast`. This is one rounding less."""
     call = check.as_v3(a)
     return call if a.weight_uq_qr.dtype == torch.int8 else replace(call, weight_quant_mode=0)
 
 
 def interleaved(a: Arguments) -> Arguments:
-    """The same call, for a kernel that reads neighbours."""
+    """The same call for a kernel that rotates adjacent columns."""
     if a.rope_layout != "half_half":
         return a
     heads, width = a.weight_uk.shape[0], a.kr_cache.shape[-1]
@@ -140,7 +141,7 @@ def interleaved(a: Arguments) -> Arguments:
 
 
 def paged(a: Arguments, pages: Callable[[Tensor, int], Tensor] | None = None) -> Arguments:
-    """The same call with the caches as pages; cache_index still counts within its batch row."""
+    """The same call with the caches as pages. cache_index still counts within its batch row."""
     if a.cache_mode != "Norm":
         return a
     size = page_size(a.kv_cache.shape[2])
@@ -155,14 +156,15 @@ def as_pages(cache: Tensor, size: int) -> Tensor:
 
 
 def page_shapes(cache: Tensor, size: int) -> Tensor:
-    """Pages of such a cache without its values: of a symbolic length, a view would give the size of a page as a
-    quotient."""
+    """A new tensor with the shape of a cache's pages, to check sizes.
+
+    A view of a symbolic length would give the page size as a quotient."""
     batch, _, positions, width = cache.shape
     return cache.new_empty(batch * positions // size, size, 1, width)
 
 
 def slots(a: Arguments) -> Tensor:
-    """cache_index [B, S] of a contiguous cache, counted through all its rows; a negative one skips its token still."""
+    """cache_index [B, S] of a contiguous cache, counted over all batch rows. A negative one still skips its token."""
     assert a.cache_index is not None, "contiguous caches have an index"
     batch, _, positions, _ = a.kv_cache.shape
     if limits.known_equal(batch, 1):

@@ -1,4 +1,4 @@
-"""mla_prolog_quant is a kernel that pypto compiles at run time; torch_npu has no operator for it."""
+"""Refuses mla_prolog_quant, a kernel that pypto compiles at run time. torch_npu has no operator for it."""
 
 from __future__ import annotations
 

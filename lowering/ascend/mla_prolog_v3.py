@@ -1,4 +1,4 @@
-"""mla_prolog_v3 as torch_npu.npu_mla_prolog_v3_functional, which is MlaPrologV3 in graphs."""
+"""Lowers mla_prolog_v3 to torch_npu.npu_mla_prolog_v3_functional, which is MlaPrologV3 in graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 RANK, NOPE, ROPE = (512,), (128, 192), (64,)
 PER_TILE = 3  # kv_cache_quant_mode of packed rows, which have no kr_cache
 
-# Arguments that torch_npu takes by keyword alone.
+# Arguments that torch_npu takes by keyword only.
 OPTIONS = tuple(Arguments.__dataclass_fields__)[11:]
 
 
@@ -41,12 +41,12 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
 
 @functools.cache
 def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
-    """One function for all calls, so that equal ones are traced once."""
+    """Return one function for all calls, so that equal calls are traced once."""
     return lambda *args, **kwargs: prolog(surface, Arguments(*args, **kwargs))
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
-    """Raises NoMatch unless the kernel takes this call; the operator itself has checked what goes with what."""
+    """Raises NoMatch unless the kernel takes this call. The operator has already checked how its arguments combine."""
     limits.chip(surface, KERNEL, (A2, A3, A5))
     refuse_sizes(a)
     for name in ("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
@@ -55,7 +55,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 
 def refuse_sizes(a: Arguments) -> None:
-    """As the weights have them: those of activations may be symbols where these are numbers."""
+    """Check the sizes of the weights, which are numbers even where those of activations are symbols."""
     limits.size("weight_dq has He", a.weight_dq.shape[0], KERNEL, HIDDEN)
     limits.size("weight_dq has Hcq", a.weight_dq.shape[1], KERNEL, QUERY_RANKS)
     heads, nope, rank = a.weight_uk.shape
@@ -91,7 +91,7 @@ def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
             **{name: getattr(a, name) for name in OPTIONS} | {"actual_seq_len": ends},
         )
     )
-    # what a mode does not have is [1] up to CANN 8.5 and [0] since
+    # results that a mode does not have are [1] up to CANN 8.5, and [0] in later versions
     query_scale = query_scale if a.kv_cache_quant_mode == 1 else query_scale[:0]
     query_norm = query_norm if a.query_norm_flag else query_norm[:0]
     norm_scale = norm_scale if a.query_norm_flag and a.weight_quant_mode > 0 else norm_scale[:0]

@@ -1,6 +1,6 @@
-"""multi_latent_attention as ATB's operator; in graphs of GE, which know none, as FusedInferAttentionScore.
+"""Lowers multi_latent_attention to ATB's operator. GE has no converter for that, so it gets FusedInferAttentionScore.
 
-ATB leaves rows of sequences without a context undefined; `mla_fx.multi_latent_attention` makes them zeros."""
+ATB leaves the rows of sequences without context undefined. `mla_fx.multi_latent_attention` sets them to zero."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def as_fused_infer_attention_score(*args: Any, **kwargs: Any) -> tuple[Tensor, T
 
 
 def pages(cache: Tensor) -> Tensor:
-    """[BlockNum, 128, 1, width] without the head, and FRACTAL_NZ [BlockNum, width/16, 128, 16] with it."""
+    """[BlockNum, 128, 1, width] without the head dimension, or FRACTAL_NZ [BlockNum, width/16, 128, 16] with one."""
     is_plain = limits.holds(cache.shape[1] == TILE)
     return cache.squeeze(2) if is_plain else cache.unsqueeze(1)
 

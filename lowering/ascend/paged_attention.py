@@ -1,6 +1,6 @@
-"""paged_attention as FusedInferAttentionScore, in its base scenario.
+"""Lowers the base scenario of paged_attention to FusedInferAttentionScore.
 
-ATB's own operators in torch_npu have neither a converter to GE nor a fake kernel: no graph can hold them."""
+ATB's own operators in torch_npu have neither a converter to GE nor a fake kernel, so no graph can contain them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .surface import Surface
 OPERATOR = "paged_attention"
 NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}, which has one, takes"
 
-# For each enumerator its value in the base scenario.
+# The value of each enumerator in the base scenario.
 BASE = {
     "mask_type": UNMASKED,
     "quant_type": UNQUANTIZED,
@@ -70,7 +70,7 @@ def refuse_scenario(a: Arguments) -> None:
 
 
 def refuse_lengths(a: Arguments) -> None:
-    """A sequence without a context takes no row of query, but one of the kernel's."""
+    """Raises NoMatch if a sequence may have no context: it has no query row, but the kernel expects one."""
     given: object = a.context_lens
     if isinstance(given, Tensor):
         raise NoMatch(f"context_lens is a tensor, which may hold 0; {NO_GRAPH} a context for each row of query")

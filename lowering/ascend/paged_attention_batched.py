@@ -1,4 +1,4 @@
-"""paged_attention.batched stays what it came as: no call of it is put into a graph for an NPU."""
+"""Refuses paged_attention.batched: no call of it is put into a graph for an NPU."""
 
 from __future__ import annotations
 

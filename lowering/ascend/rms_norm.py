@@ -1,4 +1,4 @@
-"""rms_norm as torch_npu.npu_rms_norm, in graphs RmsNorm."""
+"""Lowers rms_norm to torch_npu.npu_rms_norm (RmsNorm in graphs)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:
-    """The result of `mla_fx.rms_norm`. The kernel multiplies by gamma before it rounds, `gamma_after_cast` or not:
-    that is one rounding less."""
+    """The result of `mla_fx.rms_norm`.
+
+    The kernel multiplies by gamma before it rounds, regardless of `gamma_after_cast`. This is one rounding less."""
     a = Arguments(*args, **kwargs)
     normed: Tensor = torch.ops.npu.npu_rms_norm(a.x.contiguous(), a.gamma.contiguous(), a.epsilon)[0]
     return normed

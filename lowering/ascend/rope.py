@@ -1,4 +1,4 @@
-"""rope as torch_npu.npu_interleave_rope or npu_rotary_mul, in graphs InterleaveRope and RotaryMul."""
+"""Lowers rope to torch_npu.npu_interleave_rope or npu_rotary_mul (InterleaveRope and RotaryMul in graphs)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 
 def plain(*args: Any, **kwargs: Any) -> Tensor:
-    """The result of `mla_fx.rope`. InterleaveRope has the heads before the tokens, so each token is a sequence of its
-    own there."""
+    """The result of `mla_fx.rope`.
+
+    InterleaveRope has the heads before the tokens, so each token is passed as a separate sequence."""
     a = Arguments(*args, **kwargs)
     batch, steps, heads, width = a.x.shape
     cos, sin = (for_each_token(table, batch) for table in (a.cos, a.sin))

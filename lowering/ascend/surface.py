@@ -1,11 +1,11 @@
-"""What of an Ascend machine a lowering may use."""
+"""The chip, kind of graph and interfaces that a lowering may use."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Names of chips as CANN gives them, `torch.npu.get_device_name()`, begin with these.
+# Prefixes of CANN's chip names, as returned by `torch.npu.get_device_name()`.
 A2, A3, A5 = "Ascend910B", "Ascend910_93", "Ascend950"
 
 Prolog = Literal["v1", "v2", "v3"]
@@ -13,13 +13,13 @@ Prolog = Literal["v1", "v2", "v3"]
 
 @dataclass(frozen=True)
 class Surface:
-    """One chip, and the kind of graph that is made for it."""
+    """One chip, and the kind of graph that is compiled for it."""
 
     chip: str
     mode: Literal["ge", "aclgraph"]
     hoists: bool
-    """Whether what depends on weights alone is computed once: then weights may be laid out anew at no cost."""
+    """Whether values that depend only on weights are computed once. A new layout of a weight then costs nothing."""
     trusts_masks: bool = False
-    """Whether the user has given word that every mask is causal."""
+    """Whether the user asserts that every mask is causal."""
     prolog: Prolog = "v3"
-    """Which interface of the vendor's prolog."""
+    """The interface of the vendor's prolog."""

@@ -1,4 +1,4 @@
-"""What torchair's two kinds of graph have in common as targets."""
+"""The common base of the targets for torchair's two kinds of graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from . import toolchain
 
 
 class AscendTarget(Target):
-    """A kind of graph, made in `modes` of torchair's configuration, the first where the user says nothing."""
+    """A target for one kind of graph. `modes` are the modes of torchair's configuration for it, the default first."""
 
     kind: ClassVar[Literal["ge", "aclgraph"]]
     modes: ClassVar[tuple[str, ...]]
-    writes_in_place = False  # torchair wants functional graphs, and sees to writing caches in place itself
+    writes_in_place = False  # torchair expects functional graphs, and reinplaces cache writes itself
     runs_operators = False
-    refuses_positions = False  # the vendor's kernels skip negative ones and look at no end
+    refuses_positions = False  # the vendor's kernels skip negative positions and do not check the end
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
     max_absorbed_tokens = toolchain.MAX_ABSORBED_TOKENS

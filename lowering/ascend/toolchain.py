@@ -1,7 +1,7 @@
-"""What both NPU targets need of torch_npu and torchair: are they there, which chip, how is a graph compiled.
+"""What both NPU targets need from torch_npu and torchair: whether they are installed, the chip, and the compiler.
 
-Two private functions of torchair are used, `get_npu_default_decompositions` and `add_npu_patch`: its public backend
-applies them, but leaves no room between AOTAutograd and its compiler."""
+Two private functions of torchair are used, `get_npu_default_decompositions` and `add_npu_patch`. Its public backend
+applies them, but has no hook between AOTAutograd and its compiler."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PROLOGS: Mapping[Prolog, str] = {
     "v1": "npu_mla_prolog",
 }
 FORMAT_CASTS = frozenset({"_npu_format_cast"})
-MAX_ABSORBED_TOKENS = 16  # that FusedInferAttentionScore takes with absorbed queries
+MAX_ABSORBED_TOKENS = 16  # limit of FusedInferAttentionScore with absorbed queries
 
 
 def missing() -> str | None:
-    """Why no graph can be compiled for NPUs here, or None."""
+    """The reason why no graph can be compiled for NPUs here, or None."""
     if importlib.util.find_spec("torch_npu") is not None:
         return None
     release = torch.__version__.partition("+")[0]
@@ -51,7 +51,7 @@ def is_on_npu(example_inputs: Sequence[Any]) -> bool:
 
 
 def chip(options: Mapping[str, Any]) -> str:
-    """The chip's name as CANN gives it, such as "Ascend910B1": option `soc`, or that of the device."""
+    """CANN's name of the chip, such as "Ascend910B1": option `soc`, or the name of the device."""
     given = options.get("soc")
     if given is None:
         importlib.import_module("torch_npu")
@@ -62,7 +62,7 @@ def chip(options: Mapping[str, Any]) -> str:
 
 
 def prolog(options: Mapping[str, Any]) -> Prolog:
-    """Which interface of the vendor's prolog: option `prolog`, or the newest that torch_npu has."""
+    """The interface of the vendor's prolog: option `prolog`, or the newest one in torch_npu."""
     importlib.import_module("torch_npu")
     present = [version for version, operator in PROLOGS.items() if hasattr(torch.ops.npu, operator)]
     given = options.get("prolog", present[0])
@@ -75,7 +75,7 @@ def prolog(options: Mapping[str, Any]) -> Prolog:
 def lowerings(
     mode: Literal["ge", "aclgraph"], options: Mapping[str, Any], *, prepares: bool
 ) -> Mapping[OpOverload, Lowering]:
-    """The lowerings of this folder: of every module that says which operator it lowers."""
+    """The lowerings in this folder: those of every module that names the operator it lowers."""
     converters.register()
     surface = Surface(chip(options), mode, prepares, bool(options.get("causal_masks")), prolog(options))
     known = catalogue()
@@ -95,10 +95,10 @@ def _modules() -> Iterator[ModuleType]:
 
 
 def config(options: Mapping[str, Any], modes: Sequence[str]) -> Any:
-    """The user's CompilerConfig, or a new one, which must be in one of these modes. Raises OptionError.
+    """The user's CompilerConfig, or a new one. Its mode must be one of `modes`. Raises OptionError.
 
-    A copy is returned, without torchair's optimisation of views: in 2.13 that loses a transposition before a reshape,
-    and with it the right answer."""
+    Returns a copy without torchair's optimisation of views, which in 2.13 drops a transposition before a reshape and so
+    gives a wrong result."""
     torchair = _torchair()
     _check(options)
     given = options.get("compiler_config")
@@ -140,7 +140,7 @@ def compiled(
     fusing: Callable[[Compiler], Compiler],
     config: Any,
 ) -> Compiled:
-    """AOTAutograd as torchair runs it, and torchair's compiler behind `fusing`."""
+    """Compile with AOTAutograd as torchair runs it, and with torchair's compiler after `fusing`."""
     from torchair._utils import add_npu_patch, get_npu_default_decompositions  # type: ignore[import-not-found]
 
     decompositions = get_npu_default_decompositions()
@@ -161,8 +161,8 @@ def compiled(
 
 
 def _check_written_in_place(gm: GraphModule) -> None:
-    """Raises RuntimeError where torchair left an operator that torch_npu 2.13 runs wrongly outside of GE graphs: it
-    returns caches that nothing was written to."""
+    """Raises RuntimeError if torchair left an operator that torch_npu 2.13 computes wrongly outside of GE graphs: it
+    returns caches to which nothing is written."""
     operator = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional.default
     if gm.graph.find_nodes(op="call_function", target=operator):
         raise RuntimeError(
@@ -172,7 +172,7 @@ def _check_written_in_place(gm: GraphModule) -> None:
 
 
 def _mark_weights(gm: GraphModule, inputs: Sequence[Any]) -> None:
-    """Tells torchair, in its own way, which inputs keep their place in memory: weights, and what is made of them."""
+    """Mark the inputs with a fixed address for torchair, by its own attribute: weights and values derived from them."""
     places = static_inputs()
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if position in places or is_laid_out(node):
@@ -180,8 +180,10 @@ def _mark_weights(gm: GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _read_sizes_as_numbers(gm: GraphModule) -> None:
-    """Has torchair take the sizes of written inputs as numbers, as they came. It reads a symbol off the first tensor of
-    that size, and a cache that is read for its size, too, keeps the copy that it is written through."""
+    """Replace sizes read from written inputs by the graph inputs that hold these sizes.
+
+    torchair reads a symbol from the first tensor of that size. A cache that is also read for its size keeps the copy
+    that it is written through."""
     graph = gm.graph
     written = {copy.args[0] for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     inputs = graph.find_nodes(op="placeholder")
@@ -195,5 +197,5 @@ def _read_sizes_as_numbers(gm: GraphModule) -> None:
 
 
 def _torchair() -> Any:
-    importlib.import_module("torch_npu")  # which makes torchair importable
+    importlib.import_module("torch_npu")  # makes torchair importable
     return importlib.import_module("torchair")

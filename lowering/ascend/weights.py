@@ -1,4 +1,4 @@
-"""Weights as the vendor's kernels read them."""
+"""Lays weights out in the form that the vendor's kernels read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FRACTAL_NZ = 29
 
 
 def in_fractals(surface: Surface, weight: Tensor) -> Tensor:
-    """A weight in FRACTAL_NZ where that costs nothing; elsewhere it is for the user to have cast it.
+    """A weight in FRACTAL_NZ if the cast is hoisted and costs nothing. Otherwise the user must have cast it.
 
-    `torch.ops.npu.npu_format_cast` is this operator under a name that has no fake kernel: it cannot be traced.
+    `torch.ops.npu.npu_format_cast` is the same operator, but without a fake kernel, so it cannot be traced.
     """
     weight = weight.contiguous()
     if not surface.hoists:
@@ -23,9 +23,9 @@ def in_fractals(surface: Surface, weight: Tensor) -> Tensor:
 
 
 def halves_interleaved(weight: Tensor, width: int) -> Tensor:
-    """The last `width` columns of each row reordered: column i of one half becomes neighbour of that of the other.
+    """Reorder the last `width` columns of each row: column i of one half becomes adjacent to column i of the other.
 
-    A kernel that rotates neighbours then rotates what were halves."""
+    A kernel that rotates adjacent columns then rotates the original halves."""
     kept, rotated = weight[..., :-width], weight[..., -width:]
     pairs = rotated.reshape(*weight.shape[:-1], 2, width // 2).transpose(-1, -2).flatten(-2)
     return torch.cat((kept, pairs), -1)

@@ -213,7 +213,7 @@ def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether a call is deterministic and writes nothing."""
+    """Whether a call is deterministic and writes nothing. `empty` qualifies: its contents are arbitrary anyway."""
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not written(node)

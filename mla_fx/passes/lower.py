@@ -20,8 +20,8 @@ from mla_fx.target import Compiled, Lowering
 def lower(
     graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any, *, keeps_calls: bool
 ) -> Counter[str]:
-    """Replace calls by plain functions: the target's own, or the operator's body if the target has none and cannot keep
-    the call.
+    """Replace calls by plain functions: the target's own, or the operator's body if the target neither has one nor can
+    keep the call.
 
     Returns notes for the report with their counts: why calls were not lowered, and how plain operators are computed."""
     emit, notes = Emitter(graph), Counter[str]()

@@ -56,7 +56,7 @@ def recognise_pieces(run: Run) -> None:
 
 
 def clean_up(run: Run) -> None:
-    """Remove what the fusions left unused. Counts the fused operators here, before the target lowers them."""
+    """Remove what the fusions left unused, and count the fused operators before the target lowers them."""
     if run.is_changed:
         drop_round_trips(run.emit)
         drop_empty_parts(run.emit)

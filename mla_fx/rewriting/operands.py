@@ -206,8 +206,7 @@ def _wraps(update: CacheUpdate) -> bool:
 
 
 def _counted(update: CacheUpdate) -> object:
-    """The position of a row as a comparable value, since each cache may compute its positions anew; None if appended.
-    """
+    """The position of a row in comparable form, since each cache may compute its positions anew; None if appended."""
     match update.where:
         case From(start):
             return IntegerSum(shifted(update.token, start))
@@ -321,8 +320,7 @@ def _slot_sizes(cache: CacheRoles) -> tuple[Size, ...]:
 
 
 def _count(sizes: Sequence[Size]) -> Any:
-    """The number of slots, computed from the sizes of the cache's dimensions, so the graph need not know their product.
-    """
+    """The number of slots, computed from the cache's own sizes, so the graph need not know how these are computed."""
     if all(isinstance(size, int) for size in sizes):
         return product(sizes)
     return functools.reduce(lambda *both: Call(operator.mul, *both), sizes)

@@ -143,8 +143,7 @@ def check_nothing_is_lost(olds: Iterable[Node], sources: Set[Node], dtype: torch
 
 
 def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | None:
-    """The first graph input found behind the pending nodes without passing through `seen` ones; None if there is none.
-    """
+    """The first graph input reached from the pending nodes without passing a `seen` one, or None."""
     while pending:
         node = pending.pop()
         value = node.meta.get("val")
