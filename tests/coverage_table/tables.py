@@ -15,7 +15,7 @@ FAMILIES_STEPS = tuple(name for step in STEPS for name in (step, "dynamic"))
 FAMILIES_HEAD = ("family", *FAMILIES_STEPS, "in place", "notes")
 ZOO_HEAD = ("what is varied", "spellings", "whole", "less", "in place")
 EAGER = "transformers has no `sdpa` for it."
-FLAG = "With `torch._dynamo.config.capture_dynamic_output_shape_ops = True`; else a graph break parts the layer."
+FLAG = "With `torch._dynamo.config.capture_dynamic_output_shape_ops = True`; otherwise a graph break splits the layer."
 
 Results = Mapping[str, Sequence[Found]]
 Line = Callable[[str, Results, "Notes"], str]
