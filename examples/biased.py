@@ -1,4 +1,4 @@
-"""A model whose projections have a bias, for `python -m mla_fx explain examples/biased.py`: the prolog does not fuse."""
+"""A model with biased projections, for `python -m mla_fx explain examples/biased.py`: the prolog does not fuse."""
 
 from typing import Any
 

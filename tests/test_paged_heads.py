@@ -445,7 +445,7 @@ REFUSED = {
     Softcap: "the attention scores go through tanh",
     ScaledHeads: "the attention scores go through mul before the softmax, expected a product",
     Weighed: "expected gathered rows, found mul",
-    Rounded: "what is gathered in torch.float64 and read in torch.float64",
+    Rounded: "rows are gathered in torch.float64 and cast to torch.",
     Sinks: "paged_attention has no operand for an attention sink",
     OtherHeads: "keys and values do not have the same heads",
 }

@@ -127,7 +127,7 @@ def test_weights_are_laid_out_once_and_caches_viewed(dynamic, tokens):
         check(layer, compiled.run, arguments(seed, sizes))
     assert len(made) == 6  # those of the prolog; the seventh is that of the values, which is not told of
     (notes,) = compiled.notes
-    assert "2 caches handed over as views" in notes[-1] and notes[-1].startswith("7 weights laid out once,  ")
+    assert "2 caches passed as views" in notes[-1] and notes[-1].startswith("7 weights laid out once, ")
     assert compiled.kept == [sum(weight.nbytes for weight in layer.parameters() if weight is not layer.o)]
 
 

@@ -81,8 +81,8 @@ def report_of(layer):
     ("multiply", "reason"),
     [
         (of_columns, SCALES),
-        (before, "weight_dq is dequantised by the graph, from torch.int8, expected a plain parameter"),
-        (in_blocks, "weight_dq is dequantised by the graph, from torch.int8, expected a plain parameter"),
+        (before, "weight_dq is dequantised in the graph, from torch.int8; expected a plain parameter"),
+        (in_blocks, "weight_dq is dequantised in the graph, from torch.int8; expected a plain parameter"),
         (of_tokens, SCALES),
     ],
 )

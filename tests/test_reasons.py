@@ -85,7 +85,7 @@ REASONS = {
     SoftCap: ({}, "the attention scores go through tanh before the softmax, expected a product"),
     Temperature: ({}, "the attention scores are multiplied by the graph input temperature, expected a number"),
     NormedKeys: ({}, "keys are normalised per head after the up-projection, which therefore cannot be absorbed"),
-    NormedQuery: (KEY_SIDE, "q_nope is normalised, which mla_prolog does not do"),
+    NormedQuery: (KEY_SIDE, "q_nope is normalised, which mla_prolog does not support"),
     LayerNormedQuery: (KEY_SIDE, "expected an RMSNorm, found a LayerNorm"),
     GatedLatent: (ATTENTION, "an RMSNorm is multiplied by one weight, found the graph input kv_gamma, sigmoid"),
     WrittenWhere: (ATTENTION, "the cache is written by a boolean mask, not at positions"),

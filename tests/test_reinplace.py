@@ -224,18 +224,18 @@ class Transposed(Layer):
 
 KEPT = "does not write its caches in place"
 REFUSED = {
-    LateSplit: "reads the kv_cache from before",
-    LateUnbind: "reads the kv_cache from before",
-    LateUnfold: "reads the kv_cache from before",
-    LateView: "reads the kr_cache from before",
-    LateStrides: "reads the kv_cache from before",
-    ReturnsOld: "reads the kv_cache from before",
+    LateSplit: "reads the old kv_cache",
+    LateUnbind: "reads the old kv_cache",
+    LateUnfold: "reads the old kv_cache",
+    LateView: "reads the old kr_cache",
+    LateStrides: "reads the old kv_cache",
+    ReturnsOld: "reads the old kv_cache",
     ReturnsNew: "the updated kv_cache is an output",
     ReturnsViewOfNew: "the updated kr_cache is an output",
-    ComparesBoth: "reads the kv_cache from before",
+    ComparesBoth: "reads the old kv_cache",
     Cloned: "kv_cache is not a view of a graph input",
-    RoomyRestored: "the updated kv_cache is not what the graph input becomes",
-    RoomyHalf: "the updated kv_cache is not what the graph input becomes",
+    RoomyRestored: "the updated kv_cache differs from what the graph input becomes",
+    RoomyHalf: "the updated kv_cache differs from what the graph input becomes",
     TwoSteps: KEPT,
     TwoLayers: KEPT,
 }

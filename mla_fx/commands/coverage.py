@@ -1,4 +1,4 @@
-"""What fuses in every family of transformers and every spelling of the zoo: regenerates the tables of docs/coverage.md."""
+"""Regenerates the tables of docs/coverage.md: what fuses in every family and every spelling."""
 
 from __future__ import annotations
 

@@ -131,12 +131,12 @@ class Hoisted:
         """A summary of what was hoisted, for the report; empty if nothing was."""
         weights = [value for value in self.laid_out if value.sources]
         size = sum(value.bytes for value in weights) / 2**20
-        parts = {
-            f"{len(weights)} weights laid out once,  {size:.1f} MiB": len(weights),
-            f"{len(self.laid_out) - len(weights)} constants computed once": len(self.laid_out) - len(weights),
-            f"{len(self.views)} caches handed over as views": len(self.views),
-        }
-        return "; ".join(part for part, count in parts.items() if count)
+        parts = (
+            (len(weights), "weight", f"laid out once, {size:.1f} MiB"),
+            (len(self.laid_out) - len(weights), "constant", "computed once"),
+            (len(self.views), "cache", "passed as views"),
+        )
+        return "; ".join(f"{count} {noun}{'s' * (count > 1)} {what}" for count, noun, what in parts if count)
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         ready = list(given)

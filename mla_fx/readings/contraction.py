@@ -23,6 +23,7 @@ from .views import cuts, pads_with_zero, shape_of
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})
+ADDED_PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default})
 BIAS = "the projection has a bias, which the fused operators do not support"
 
 
@@ -59,7 +60,12 @@ def contraction(element: Element) -> Contraction:
         return _vector(element)
     if target is aten.linear.default and argument(node, 2, "bias") is None:
         return _linear(element)
-    if target in (aten.addmm.default, aten.baddbmm.default, aten.linear.default):
+    if target in ADDED_PRODUCTS and argument(node, 3, "beta", 1) == 0:  # what it is added to is ignored, NaN too
+        alpha = argument(node, 4, "alpha", 1)
+        if not isinstance(alpha, (int, float)):
+            raise NoMatch("a matrix product is multiplied by a number known at run time", node)
+        return _matmul(element.times(alpha), *args_of(node)[1:3])
+    if target in ADDED_PRODUCTS or target is aten.linear.default:
         raise NoMatch(BIAS, node)
     if target is aten.add.Tensor:
         raise NoMatch(_why_added(element), node)

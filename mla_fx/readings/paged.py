@@ -61,7 +61,8 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
     another type than the pages have: unless it may be widened, which changes no number."""
     node = element.node
     if element.roundings or (element.dtype != node.meta["val"].dtype and not is_widened):
-        raise NoMatch(f"rows are gathered in {node.meta['val'].dtype} and read in {element.dtype}", node)
+        cast = (*element.roundings, element.dtype)[0]
+        raise NoMatch(f"rows are gathered in {node.meta['val'].dtype} and cast to {cast}", node)
     found = _gather(node, element.index)
     looked_up: list[tuple[Index, Element]] = []
     for dim, number in found.numbers.items():

@@ -22,7 +22,7 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_sum
 from .axes import Axis, Index, combine, of_axis, whole
-from .calls import args_of
+from .calls import args_of, argument
 from .element import Element, operand, resolve
 from .reading import Reading
 
@@ -113,6 +113,8 @@ def _terms(element: Element) -> tuple[Term, Term]:
     """Two products of two elements each."""
     if element.origin.target is aten.view_as_real.default:
         return _complex_terms(element)
+    if element.origin.target is aten.addcmul.default:
+        return _added_product(element)
     total = as_sum(element)
     if len(total.terms) != 2 or total.constant:
         raise NoMatch(f"expected a rotary embedding, found {name_of(element.origin)}", element.origin)
@@ -126,6 +128,16 @@ def _term(element: Element) -> Term:
         raise NoMatch(f"expected a product with cos or sin, found {name_of(element.node)}", element.node)
     left, right = (operand(value, element.index) for value in args_of(element.node)[:2])
     return Term(left.times(factor), right)
+
+
+def _added_product(element: Element) -> tuple[Term, Term]:
+    """`addcmul(left * right, one, other, value=number)`."""
+    factor, element = element.apart()
+    added, one, other = (operand(value, element.index) for value in args_of(element.node)[:3])
+    number = argument(element.node, 3, "value", 1)
+    if not isinstance(number, (int, float)):
+        raise NoMatch("a rotary table is multiplied by a number known at run time", element.node)
+    return _term(added.times(factor)), Term(one.times(factor * number), other)
 
 
 def _complex_terms(element: Element) -> tuple[Term, Term]:

@@ -24,7 +24,7 @@ from mla_fx.readings.views import shape_of
 from .draft import Draft, is_value, value_of
 from .fake_values import FakeValues, hashable
 from .inline import Traces
-from .plan import ByTarget, Call, Cast, Expression, Inlined, Stands, Value, ViewOf
+from .plan import ByTarget, Call, Cast, Expression, Inlined, Representative, Value, ViewOf
 
 aten = torch.ops.aten
 
@@ -220,7 +220,7 @@ _DRAFTED: dict[type[Expression], Callable[[Emitter, Any], Any]] = {
     Cast: Emitter._cast,
     Inlined: lambda emit, part: emit.inlined(part.function, *map(emit.draft, part.args)),
     ByTarget: lambda emit, part: emit.draft(part.refusing if emit.refuses_positions else part.skipping),
-    Stands: lambda emit, part: emit.draft(part.value),
+    Representative: lambda emit, part: emit.draft(part.value),
     ViewOf: Emitter._view,
 }
 

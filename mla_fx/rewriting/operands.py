@@ -26,7 +26,7 @@ from mla_fx.readings.sizes import Size, at_most, plain, product
 from mla_fx.readings.views import shape_of
 
 from .materialize import Axes, Dims, axes, tensor
-from .plan import ByTarget, Call, Expression, Part, Replaced, Stands, result
+from .plan import ByTarget, Call, Expression, Part, Replaced, Representative, result
 from .replacement import replaced
 
 aten = torch.ops.aten
@@ -154,11 +154,18 @@ def table(found: Table, pair: Index, outer: Dims) -> Expression:
     return Call(aten.cat.default, [tensor(half, [*outer, pairs], expand=True) for half in (first, second)], -1)
 
 
-def tables(rotation: Rope | None, names: Sequence[str], outer: Dims) -> list[Expression | None]:
-    """The tables with the given names, each None if there is no rotation."""
+def tables(
+    rotation: Rope | None, names: Sequence[str], outer: Dims, *, equal: Rope | None = None
+) -> list[Expression | None]:
+    """The tables with the given names, each None if there is no rotation.
+
+    They also replace those of `equal`, a rotation by equal tables."""
     if rotation is None:
         return [None for _ in names]
-    return [table(getattr(rotation, name), rotation.pair, outer) for name in names]
+    found: list[Expression] = [table(getattr(rotation, name), rotation.pair, outer) for name in names]
+    others: list[Table] = [] if equal is None else [getattr(equal, name) for name in names]
+    alike = [(part.first.origin, part.second.origin) for part in others]
+    return [*map(Representative, found, alike)] if alike else [*found]
 
 
 # --- caches ------------------------------------------------------------------------------------------------------
@@ -264,7 +271,7 @@ def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) 
         case Appended():
             raise AssertionError("appended rows have no positions")
     alike = (part.origin for other in others for part in _positioned(other))
-    return Stands(found, tuple(alike))
+    return Representative(found, tuple(alike))
 
 
 def _positioned(cache: CacheRoles) -> tuple[Element, ...]:

@@ -107,7 +107,7 @@ class ViewOf(Expression):
 
 
 @dataclass(frozen=True, eq=False)
-class Stands(Expression):
+class Representative(Expression):
     """A value that also replaces others, which are proved equal to it."""
 
     value: Expression

@@ -189,7 +189,7 @@ class MlaProlog(Rule):
         operands = (
             tensor(match["token_x"], (*tokens, match.reading(Contraction, "dkv").axes)),
             *_weights(match, dtype, latent, keys),
-            *tables(rotation, ("sin", "cos"), tokens),
+            *tables(rotation, ("sin", "cos"), tokens, equal=match.get(Rope, "query_rope.rope")),
             *index_and_caches,
         )
         out = Call(torch.ops.mla_fx.mla_prolog.default, *operands, **options, cache_mode=mode)

@@ -7,6 +7,7 @@ import math
 from mla_fx.readings.axes import Axis, axes_of, of_axis
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.reading import renamed
+from mla_fx.readings.same_value import same_value
 from mla_fx.rule import Contraction, Element, Match, NoMatch, RmsNorm, Rope
 
 
@@ -38,7 +39,7 @@ def _rotation_factor(query: Rope | None, keys: Rope | None) -> float:
         for own, other in ((mine.first, theirs.first), (mine.second, theirs.second)):
             (number, table), (divisor, same) = own.apart(), renamed(other, pair).apart()
             factor = number / divisor if factor is None else factor
-            if table != same or not _is_same_number(number, factor * divisor):
+            if not same_value(table, same) or not _is_same_number(number, factor * divisor):
                 raise NoMatch(f"{name} of the query and {name} of the key are different tensors", other.origin)
     assert factor is not None, "a rotation has tables"
     return factor
@@ -59,7 +60,7 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         return None
     if nope is None or rope is None:
         part = "q_nope" if rope is None else "q_rope"
-        raise NoMatch(f"only {part} of the query is multiplied by a tensor", found.origin)
+        raise NoMatch(f"only {part} is multiplied by a tensor", found.origin)
     if not (nope.axes | rope.axes) <= allowed:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:

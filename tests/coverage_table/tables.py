@@ -34,8 +34,8 @@ class Notes(dict[str, int]):
 
 @dataclass(frozen=True)
 class Tables:
-    """Two tables, of families by step and of the zoo by axis: how docs/coverage.md marks them, the cells that they are made
-    of, and what heads and lines are. A line adds its notes to those of the tables."""
+    """Two tables, of families by step and of the zoo by axis: their mark on the page, their cells, and how heads and
+    lines are made. A line adds its notes to those of the tables."""
 
     mark: str
     cells: Sequence[Cell]

@@ -1,4 +1,4 @@
-"""What fuses on NPUs: the tables in docs/coverage.md are what the code gives, a line always, all of them with --campaign."""
+"""The NPU tables of docs/coverage.md are what the code gives: one line always, all with --campaign."""
 
 import pytest
 from coverage_table.command import committed, made

@@ -72,7 +72,7 @@ REFUSED = {
     "rows are gathered by 0 tables": lambda pages, table: pages[torch.arange(3)],
     "dimensions that are not adjacent": lambda pages, table: pages[table, :, table % WIDTH],
     "by a boolean mask, not by index": lambda pages, table: pages[torch.ones(BLOCKS).bool()],
-    "and read in torch.float64": lambda pages, table: pages[table].double(),
+    "cast to torch.float64": lambda pages, table: pages[table].double(),
     "is multiplied by a number": lambda pages, table: pages[table] * 2.0,
 }
 

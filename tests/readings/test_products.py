@@ -58,6 +58,11 @@ PRODUCTS = {
     "two axes": (lambda x, w: torch.einsum("bsnd,nde->bse", x, w), (B, S, N, D), (N, D, T)),
     "summed": (lambda x, w: (x[..., None] * w).sum(-2), (B, S, D), (D, T)),
     "scaled": (lambda x, w: (x * 0.5) @ (w / -3) * 2, (B, S, D), (D, T)),
+    "added to nothing": (
+        lambda x, w: torch.baddbmm(torch.full((B, S, T), math.nan), x, w.expand(B, D, T), beta=0, alpha=-0.5),
+        (B, S, D),
+        (D, T),
+    ),
     "through bfloat16": (lambda x, w: (x.bfloat16() @ w.bfloat16()).float(), (B, S, D), (D, T)),
 }
 
@@ -86,6 +91,7 @@ def test_a_product_with_joined_operands_is_a_sum_of_products():
 
 
 NO_PRODUCTS = {
+    "half of a bias": (lambda x, w: torch.addmm(x[:, :T], x, w.T, beta=0.5), "the projection has a bias"),
     "a bias": (lambda x, w: F.linear(x, w, w[:, 0]), "the projection has a bias"),
     "elementwise": (lambda x, w: x[0] * w[0], "expected a matrix product, found an elementwise mul"),
     "a sum": (lambda x, w: (x[:, None] + w).sum(-1), "expected a matrix product, found a sum of add"),

@@ -61,6 +61,11 @@ ROPES = {
         "interleave_interleave",
         lambda x, c, s: torch.stack(pairs(*x.view(*x.shape[:-1], -1, 2).unbind(-1), c, s), -1).flatten(-2),
     ),
+    "addcmul": ("half_half", lambda x, c, s: torch.addcmul(x * doubled(c), rotate_half(x), doubled(s))),
+    "addcmul of a number": (
+        "half_half",
+        lambda x, c, s: torch.addcmul(x * doubled(c), rotate_half(x), doubled(s), value=-1.5),
+    ),
     "halves to pairs": ("half_interleave", lambda x, c, s: torch.stack(pairs(*x.chunk(2, -1), c, s), -1).flatten(-2)),
 }
 

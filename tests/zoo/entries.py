@@ -76,7 +76,7 @@ def arguments(spelling: Spelling, step: Step) -> tuple[Any, ...]:
     sizes, cache, rope = spelling.sizes, CACHES[spelling.cache], ROPES[spelling.rope]
     x = hidden_states(sizes, step)
     positions = step.positions(cache.is_ragged)
-    counted = torch.arange(sizes.context) if spelling.tables == "indexed" else positions
+    counted = torch.arange(sizes.context) if spelling.tables.startswith("indexed") else positions
     tables = rope.tables(angles(counted, sizes.rope))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
@@ -130,7 +130,7 @@ COMPOSED = [
         *("sum_over_n", "vector_norm", "unit_offset", "tensor_epsilon"),
     ),
     *along(DEFAULT, "rope", *(rope for rope in ROPES if rope != "stride_two")),
-    *along(DEFAULT, "tables", "indexed"),
+    *along(DEFAULT, "tables", "indexed", "indexed_twice"),
     *(
         Entry(replace(DEFAULT, cache=cache), partial_with_symbols=NO_SIGN.get(cache, ""))
         for cache in CACHES
@@ -144,7 +144,7 @@ COMPOSED = [
     Entry(replace(DEFAULT, keys="padded_value")),
     *along(PAIRED, "keys", "two_products", "absorbed_einsum", "absorbed_bmm", "absorbed_matmul"),
     *along(DEFAULT, "attend", "sdpa_bool", "eager", "masked_fill", "filled", "where", "einsum", "by_hand"),
-    *along(PAIRED, "scale", "divided", "tensor", "in_place", "query"),
+    *along(PAIRED, "scale", "divided", "tensor", "in_place", "query", "baddbmm"),
     *along(DEFAULT, "scale", "query"),
     *along(DEFAULT, "factor", *(factor for factor in FACTORS if factor != "none")),
     *along(DEFAULT, "layout", "bshd", "tokens", "sbhd"),

@@ -28,7 +28,7 @@ class Spelling:
     part: str = "split"
     norm: str = "hf"
     rope: str = "stride_two"
-    tables: str = "given"  # given [B, S, D], or indexed: looked up by position in the module
+    tables: str = "given"  # given [B, S, D]; looked up by position in the module: indexed, or indexed_twice
     cache: str = "index_copy"
     keys: str = "cat_expand"
     attend: str = "sdpa"
@@ -107,9 +107,10 @@ class LatentAttention(nn.Module):
         latent = times(noise(self.norm(latent, self.kv_gamma, sizes.epsilon)), self.factor.latent)
 
         heads = 1 if layout == "bhsd" else -2
-        tables = self._tables(tables, positions, shape)
-        q_rope = self.rotate(q_rope, *tables)
-        k_rope = self.rotate(k_rope.unsqueeze(heads), *tables).squeeze(heads)
+        of_query = self._tables(tables, positions, shape)
+        of_key = self._tables(tables, positions, shape) if self.spelling.tables == "indexed_twice" else of_query
+        q_rope = self.rotate(q_rope, *of_query)
+        k_rope = self.rotate(k_rope.unsqueeze(heads), *of_key).squeeze(heads)
 
         if is_behind:
             q_nope, q_rope = self.part(self._scaled(torch.cat((q_nope, q_rope), -1), positions), sizes.nope, sizes.rope)
@@ -134,7 +135,7 @@ class LatentAttention(nn.Module):
 
     def _tables(self, tables: tuple[Tensor, ...], positions: Tensor, shape: tuple[int, int]) -> list[Tensor]:
         """Tables that broadcast against [..., heads, ...] in this layout."""
-        if self.spelling.tables == "indexed":
+        if self.spelling.tables.startswith("indexed"):
             tables = tuple(table[positions] for table in tables)
         if self.spelling.layout == "bhsd":
             return [table.unsqueeze(1) for table in tables]

@@ -105,6 +105,10 @@ def chunks(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
+def addcmul(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, rotate_half(x), sin)
+
+
 def in_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x32 = x.float()
     return ((x32 * cos.float()) + (rotate_half(x32) * sin.float())).to(x.dtype)
@@ -128,6 +132,7 @@ ROPES = {
     "view_transpose": Rope("interleave", "half", doubled, view_transpose),
     "cat_of_strides": Rope("interleave", "half", doubled, cat_of_strides),
     "rotate_half": Rope("half", "half", doubled, by_rotate_half),
+    "addcmul": Rope("half", "half", doubled, addcmul),
     "in_float32": Rope("half", "half", doubled, in_float32),
     "chunks": Rope("half", "half", half_size, chunks),
     "complex": Rope("interleave", "interleave", complex_numbers, complex_product),

@@ -196,7 +196,18 @@ def sdpa_causal(found: Operands, mask: Tensor | None, scale: str, number: float)
     return F.scaled_dot_product_attention(query, key, found.value, is_causal=True, scale=number)
 
 
+def baddbmm(query: Tensor, key: Tensor, number: float) -> Tensor:
+    """Megatron's: the product of all heads, scaled, and added to nothing."""
+    *lead, tokens, width = query.shape
+    key = key.expand(*lead, *key.shape[-2:]).reshape(-1, key.shape[-2], width)
+    empty = torch.empty(len(key), tokens, key.shape[1], dtype=query.dtype, device=query.device)
+    product = torch.baddbmm(empty, query.reshape(-1, tokens, width), key.transpose(1, 2), beta=0.0, alpha=number)
+    return product.view(*lead, tokens, -1)
+
+
 def logits(found: Operands, scale: str, number: float) -> Tensor:
+    if scale == "baddbmm":
+        return sum(baddbmm(query, key, number) for query, key in found.pairs)
     products = [torch.matmul(query, key.transpose(-2, -1)) for query, key in found.pairs]
     return SCALES[scale](sum(products[1:], products[0]), number)
 
