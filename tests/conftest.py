@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import outcomes
 import pytest
 import torch
 import torch._functorch.config
@@ -60,3 +61,10 @@ def no_gradients():
 def decode():
     """A layer of latent attention and the arguments of a decode step."""
     return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
+
+
+@pytest.fixture
+def outcome(request):
+    """Compares what fused, and why the rest did not, with what was accepted for this test."""
+    test = request.node.nodeid.removeprefix("tests/")
+    return lambda report: outcomes.check(test, report)

@@ -178,8 +178,8 @@ EXCHANGED = [
 
 
 @pytest.mark.parametrize("kind", EXCHANGED)
-def test_batch_and_tokens_exchanged(kind):
-    check(kind(SQUARE))
+def test_batch_and_tokens_exchanged(kind, outcome):
+    outcome(check(kind(SQUARE)))
 
 
 class HeadsAsTokens(Layer):
@@ -193,8 +193,8 @@ class ProbabilitiesOfHeads(Layer):
 
 
 @pytest.mark.parametrize("kind", [HeadsAsTokens, ProbabilitiesOfHeads])
-def test_heads_and_tokens_exchanged(kind):
-    check(kind(Sizes(tokens=4, heads=4)))
+def test_heads_and_tokens_exchanged(kind, outcome):
+    outcome(check(kind(Sizes(tokens=4, heads=4))))
 
 
 class ScoresTurned(Layer):
@@ -215,9 +215,9 @@ class SoftmaxOverTokens(Layer):
 
 
 @pytest.mark.parametrize("kind", [ScoresTurned, SummedOverTokens, SoftmaxOverTokens])
-def test_tokens_and_context_exchanged(kind):
+def test_tokens_and_context_exchanged(kind, outcome):
     given = arguments(Sizes(tokens=6, context=6), first=0)
-    check(kind(Sizes(tokens=6, context=6)), given)
+    outcome(check(kind(Sizes(tokens=6, context=6)), given))
 
 
 # --- latent columns in different orders ------------------------------------------------------------------------------
@@ -298,8 +298,8 @@ def test_columns_of_the_latent_in_one_order(orders):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 20])
 @pytest.mark.parametrize("orders", OTHER_COLUMNS, ids=named)
-def test_columns_of_the_latent_in_other_orders(orders, rank):
-    check(ColumnsApart(Sizes(rank=rank), *orders))
+def test_columns_of_the_latent_in_other_orders(orders, rank, outcome):
+    outcome(check(ColumnsApart(Sizes(rank=rank), *orders)))
 
 
 class AbsorbedFlipped(Absorbed):
@@ -307,8 +307,8 @@ class AbsorbedFlipped(Absorbed):
         return super().over_latents(query, key, paired(latent), mask)
 
 
-def test_columns_of_the_absorbed_latent():
-    check(AbsorbedFlipped(Sizes(rank=4)))
+def test_columns_of_the_absorbed_latent(outcome):
+    outcome(check(AbsorbedFlipped(Sizes(rank=4))))
 
 
 # --- rotations -------------------------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ POSITIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POSITIONS)
-def test_positions_computed(name):
-    check(PositionsTurned(POSITIONS[name]))
+def test_positions_computed(name, outcome):
+    outcome(check(PositionsTurned(POSITIONS[name])))
 
 
 SEQUENCES = {
@@ -119,12 +119,12 @@ SEQUENCES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_sequences_computed(name):
+def test_sequences_computed(name, outcome):
     class Twin(PutBySequence):
         def sequences(self):
             return SEQUENCES[name](self.sizes.batch)
 
-    check(Twin(Sizes(batch=3)), arguments(Sizes(batch=3), first=6))
+    outcome(check(Twin(Sizes(batch=3)), arguments(Sizes(batch=3), first=6)))
 
 
 class TwoPositions(Layer):
@@ -169,8 +169,8 @@ class ScaledContext(Layer):
 
 
 @pytest.mark.parametrize("kind", [TwoPositions, AddedTo, HalfTheRows, Turned, ScaledRows, ScaledContext])
-def test_other_rows(kind):
-    check(kind())
+def test_other_rows(kind, outcome):
+    outcome(check(kind()))
 
 
 # --- the old cache, and copies of it ---------------------------------------------------------------------------------
@@ -232,8 +232,8 @@ COPIES = [CopiedBack, CopiedBackReadBefore, NotCopiedBack, HalfCopiedBack, Copie
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", COPIES)
-def test_copies_of_a_cache(kind):
-    check(kind())
+def test_copies_of_a_cache(kind, outcome):
+    outcome(check(kind()))
 
 
 LATE = {

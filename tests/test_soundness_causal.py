@@ -74,16 +74,16 @@ CAUSAL = [Causal, CausalNarrow, CausalExpanded, CausalRows, CausalRowsOfTokens, 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [6, 16])
 @pytest.mark.parametrize("kind", CAUSAL)
-def test_causal_over_shared_keys(kind, context):
+def test_causal_over_shared_keys(kind, context, outcome):
     sizes = Sizes(tokens=6, context=context)
-    check(kind(sizes), arguments(sizes, first=0))
+    outcome(check(kind(sizes), arguments(sizes, first=0)))
 
 
 @pytest.mark.parametrize("kind", [Causal, CausalExpanded, CausalRows])
-def test_causal_in_single_precision(kind):
+def test_causal_in_single_precision(kind, outcome):
     """The type in which PyTorch's fused kernels run."""
     sizes = Sizes(tokens=6)
-    check_no_further(kind(sizes).float(), in_type(arguments(sizes, first=0), torch.float32))
+    outcome(check_no_further(kind(sizes).float(), in_type(arguments(sizes, first=0), torch.float32)))
 
 
 class OneLatentForAll(Causal):
@@ -138,10 +138,10 @@ class OneContextForKeys(CausalKeys):
 @pytest.mark.parametrize(
     "kind", [OneLatentForAll, OneLatentForAllNarrow, OneContext, OneContextNarrow, OneContextForKeys]
 )
-def test_causal_over_one_latent(kind):
+def test_causal_over_one_latent(kind, outcome):
     x, tables, position, _ = arguments(Sizes(), first=0)
     caches = arguments(Sizes(batch=1))[-1]
-    check(kind(), (x, tables, position, caches))
+    outcome(check(kind(), (x, tables, position, caches)))
 
 
 def test_causal_over_keys_of_each_head():
@@ -225,9 +225,9 @@ GROUPED = [GroupedKeys, GroupedMasked, GroupedRepeated, GroupedInTurn]
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_grouped_keys(kind):
+def test_grouped_keys(kind, outcome):
     sizes = Sizes(tokens=6)
-    check(kind(sizes), arguments(sizes, first=0))
+    outcome(check(kind(sizes), arguments(sizes, first=0)))
 
 
 @pytest.mark.slow

@@ -234,10 +234,10 @@ def test_values_are_columns_of_the_keys(first):
     assert check(OneKey(first)).fused == {ATTENTION: 1}
 
 
-def test_near_twins_of_values_that_are_columns_of_the_keys():
+def test_near_twins_of_values_that_are_columns_of_the_keys(outcome):
     check_left(OneKey(3), "the scores are 3 products")
     check_left(ValuesScaled(), "expected a matrix product")
-    check(KeysOfHeads())
+    outcome(check(KeysOfHeads()))
 
 
 @pytest.mark.slow

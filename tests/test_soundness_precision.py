@@ -179,9 +179,9 @@ NARROW = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NARROW)
-def test_roundings_the_program_asks_for(kind):
+def test_roundings_the_program_asks_for(kind, outcome):
     """Whatever fuses around a rounding, it is done."""
-    check(kind())
+    outcome(check(kind()))
 
 
 class NarrowFreqs(Complex):
@@ -189,8 +189,8 @@ class NarrowFreqs(Complex):
         return torch.view_as_complex(narrowed(torch.view_as_real(freqs)))
 
 
-def test_rounding_of_complex_tables():
-    check(NarrowFreqs())
+def test_rounding_of_complex_tables(outcome):
+    outcome(check(NarrowFreqs()))
 
 
 # --- several precisions in one model ---------------------------------------------------------------------------------
@@ -287,10 +287,10 @@ def test_autocast(dtype):
     assert check_no_further(Autocast(NarrowCaches().float()), given).fused.get(ATTENTION)
 
 
-def test_tables_of_another_type():
+def test_tables_of_another_type(outcome):
     x, tables, position, caches = in_type(arguments(), torch.bfloat16)
     tables = in_type(arguments()[1], torch.float32)
-    check_no_further(WideRotation().bfloat16(), (x, tables, position, caches))
+    outcome(check_no_further(WideRotation().bfloat16(), (x, tables, position, caches)))
 
 
 def test_one_precision_fuses():

@@ -62,20 +62,20 @@ EXTREMES = {str(dtype)[6:]: torch.finfo(dtype).min for dtype in (torch.float64, 
 @pytest.mark.slow
 @pytest.mark.parametrize("fill", [*FILLS, *EXTREMES])
 @pytest.mark.parametrize("kind", [Filled, Chosen, Added])
-def test_rows_wholly_filled(kind, fill):
+def test_rows_wholly_filled(kind, fill, outcome):
     """Where a whole row holds one number, or is moved by it, its softmax is still that of the program."""
-    check(kind({**FILLS, **EXTREMES}[fill]))
+    outcome(check(kind({**FILLS, **EXTREMES}[fill])))
 
 
-def test_filled_twice():
-    check(Narrowed(-1e4))
+def test_filled_twice(outcome):
+    outcome(check(Narrowed(-1e4)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, fill", [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")], ids=str)
 @pytest.mark.parametrize("kind", [Filled, Chosen, Added])
-def test_rows_wholly_filled_in_the_type_of_the_model(kind, dtype, fill):
-    check_no_further(kind(EXTREMES[fill]).to(dtype), in_type(arguments(), dtype))
+def test_rows_wholly_filled_in_the_type_of_the_model(kind, dtype, fill, outcome):
+    outcome(check_no_further(kind(EXTREMES[fill]).to(dtype), in_type(arguments(), dtype)))
 
 
 class Attended(Filled):
@@ -113,23 +113,23 @@ SIGNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNS)
 @pytest.mark.parametrize("kind", [Filled, Chosen, Added])
-def test_factor_on_filled_scores(kind, name):
+def test_factor_on_filled_scores(kind, name, outcome):
     class Twin(kind):
         def filled(self, scores, mask):
             return SIGNS[name](super().filled(scores, mask))
 
-    check(Twin(-1e4))
+    outcome(check(Twin(-1e4)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNS)
-def test_factor_on_a_filled_mask(name):
+def test_factor_on_a_filled_mask(name, outcome):
     class Twin(Filled):
         def filled(self, scores, mask):
             bias = torch.arange(16.0, dtype=scores.dtype).cos()
             return scores + SIGNS[name](torch.where(mask, -1e4, bias))
 
-    check(Twin(-1e4))
+    outcome(check(Twin(-1e4)))
 
 
 def assigned(mask):
@@ -154,12 +154,12 @@ NUMBERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
-def test_flags_as_numbers(name):
+def test_flags_as_numbers(name, outcome):
     class Twin(Filled):
         def filled(self, scores, mask):
             return NUMBERS[name](scores, mask)
 
-    check(Twin(0.0))
+    outcome(check(Twin(0.0)))
 
 
 class BoolBias(Layer):
@@ -172,8 +172,8 @@ class BoolBias(Layer):
 
 
 @pytest.mark.slow
-def test_flags_in_a_bias():
-    check(BoolBias())
+def test_flags_in_a_bias(outcome):
+    outcome(check(BoolBias()))
 
 
 # --- softmax written out ---------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ PEAKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEAKS)
-def test_exponential_written_out(name):
+def test_exponential_written_out(name, outcome):
     sizes = Sizes(tokens=5, context=5)
 
     class Twin(Layer):
@@ -235,7 +235,7 @@ def test_exponential_written_out(name):
             e = PEAKS[name](scores)
             return e / total(e) @ value
 
-    check(Twin(sizes), arguments(sizes, first=0))
+    outcome(check(Twin(sizes), arguments(sizes, first=0)))
 
 
 PROBABILITIES = {
@@ -252,9 +252,9 @@ PROBABILITIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROBABILITIES)
-def test_probabilities_changed(name):
+def test_probabilities_changed(name, outcome):
     class Twin(Layer):
         def combine(self, scores, value):
             return PROBABILITIES[name](scores.softmax(-1)) @ value
 
-    check(Twin())
+    outcome(check(Twin()))
