@@ -1,9 +1,9 @@
-"""The fused operators of Multi-head Latent Attention, each in a place of its own, as `torch.ops.mla_fx.<name>`.
+"""The fused operators of Multi-head Latent Attention, `torch.ops.mla_fx.<name>`, one file or folder each.
 
 Every operator runs eagerly on any device, has a fake kernel that is exact for symbolic shapes, and refuses bad
-arguments with a `ValueError` before anything is written. They are for inference: none has an autograd formula.
-A new operator is a new file or folder here; no code lists them. One that lies elsewhere, beside the pattern that fuses
-to it, is declared with what is exported here: `define`, `Sample`, `Sampler` and the checks.
+arguments with a `ValueError` before anything is written. Operators are for inference: none has an autograd formula.
+A new operator is a new file or folder here; no code lists them. An operator defined elsewhere, next to the pattern that
+fuses to it, uses what this module exports: `define`, `Sample`, `Sampler` and the checks.
 """
 
 import importlib
@@ -24,6 +24,6 @@ with collector_paused():
 
 
 def catalogue() -> dict[str, Operator]:
-    """Every operator of this package by name, without its in-place form (see `Operator.inplace`)."""
+    """Return every operator of this package by name, without its in-place form (see `Operator.inplace`)."""
     values = (value for module in _MODULES for value in vars(module).values())
     return {value.name: value for value in values if isinstance(value, Operator)}

@@ -1,1 +1,1 @@
-"""What operators share."""
+"""Code that operators share."""

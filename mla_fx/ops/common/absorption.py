@@ -1,4 +1,4 @@
-"""The up-projections of latents, multiplied into the query and into the result of attention instead.
+"""Absorption: the up-projections of latents, applied to the query and to the result of attention instead.
 
     q . (W_uk c) = (W_uk^T q) . c,    sum_t p_t (W_uv c_t) = W_uv (sum_t p_t c_t)
 """

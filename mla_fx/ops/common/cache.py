@@ -1,7 +1,7 @@
 """Writes rows into caches: per batch, in pages, and in pages of the FRACTAL_NZ format.
 
-A page [BlockSize, 1, width] of an NZ cache holds the bytes of [width/n0, BlockSize, n0], n0 elements being 32 bytes;
-its torch shape stays that of a plain page.
+A page [BlockSize, 1, width] of an NZ cache holds the bytes of [width/n0, BlockSize, n0], where n0 elements take 32
+bytes. Its torch shape is that of a plain page.
 """
 
 import torch
@@ -11,8 +11,8 @@ from .sizes import statically_known_true
 
 
 def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False) -> Tensor:
-    """The cache with `rows` at `index`, as a new tensor unless `in_place`; see `_addressed`. Without index the rows are
-    the new cache."""
+    """Return the cache with `rows` at `index`, as a new tensor unless `in_place`; see `_addressed`. Without an index,
+    the rows are the new cache."""
     if index is None:
         rows = rows.unsqueeze(-2)
         return cache.copy_(rows) if in_place else rows.clone(memory_format=torch.contiguous_format)
@@ -23,7 +23,7 @@ def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *,
 
 
 def like_store(cache: Tensor, index: Tensor | None) -> Tensor:
-    """What `store` returns, uninitialised."""
+    """Return what `store` returns, uninitialised."""
     if index is None:
         return torch.empty_like(cache, memory_format=torch.contiguous_format)
     return torch.empty_like(cache)
@@ -35,9 +35,9 @@ def page_count(steps: int, block_size: int) -> int:
 
 
 def page_slots(pages: Tensor, batch: int, steps: int, block_size: int) -> Tensor:
-    """The slots [B, S] of tokens that fill whole pages in order; any slot of a page names it in `pages`.
+    """Return the slots [B, S] of tokens that fill whole pages in order; any slot of a page may name it in `pages`.
 
-    `pages` [B*Ceil(S/BlockSize)] holds those of one batch row after another. A negative one skips its tokens.
+    `pages` [B*Ceil(S/BlockSize)] lists the pages of one batch row after another. A negative page skips its tokens.
     """
     step = torch.arange(steps, device=pages.device)
     first = torch.arange(batch, device=pages.device).unsqueeze(-1) * page_count(steps, block_size)
@@ -46,9 +46,9 @@ def page_slots(pages: Tensor, batch: int, steps: int, block_size: int) -> Tensor
 
 
 def ragged_page_slots(starts: Tensor, ends: Tensor, tokens: int, block_size: int) -> Tensor:
-    """As `page_slots` for the T tokens of sequences that end at `ends` [B], each starting a page of its own.
+    """Like `page_slots`, for T tokens of sequences that end at `ends` [B]; each sequence starts a new page.
 
-    `starts` [sum of Ceil(S_b/BlockSize)] holds the first slots of the pages of one sequence after another.
+    `starts` [sum of Ceil(S_b/BlockSize)] holds the first slots of the pages, sequence by sequence.
     """
     ends = ends.to(starts.device, torch.int64)
     lengths = ends.diff(prepend=ends.new_zeros(1))
@@ -68,9 +68,9 @@ def as_nz(cache: Tensor) -> Tensor:
 
 
 def _addressed(grid: Tensor, index: Tensor, rows: Tensor, cache_mode: str) -> tuple[list[Tensor | None], Tensor]:
-    """Where to put which values, such that one index_put stores every row and skips negative indices.
+    """Compute which values to write where, so that one index_put stores every row and skips negative indices.
 
-    Norm: cache [B, 1, T, width], rows [B, S, width], index [B or 1, S] inside each batch row. Otherwise: cache
+    Norm: cache [B, 1, T, width], rows [B, S, width], index [B or 1, S] within each batch row. Otherwise: cache
     [BlockNum, BlockSize, 1, width], rows [..., width], index of any shape over all slots.
     """
     if cache_mode == "Norm":
@@ -86,7 +86,7 @@ def _addressed(grid: Tensor, index: Tensor, rows: Tensor, cache_mode: str) -> tu
 
 
 def _values(grid: Tensor, rows: Tensor, cache_mode: str) -> Tensor:
-    """Each row in the shape that it has at its address."""
+    """Return each row in the shape that it has in the cache."""
     if cache_mode.endswith("NZ"):
         return rows.view(*rows.shape[:-1], grid.shape[1], grid.shape[3])
     return rows.unsqueeze(-2)
@@ -103,7 +103,7 @@ def _address(grid: Tensor, index: Tensor, cache_mode: str) -> list[Tensor | None
 def _skip_negative(grid: Tensor, index: Tensor, values: Tensor, cache_mode: str) -> tuple[Tensor, Tensor]:
     """Let each skipped token repeat the first stored one: equal writes to one slot change nothing.
 
-    Where no token is stored, they rewrite slot 0 with what it holds.
+    If no token is stored, they rewrite slot 0 with its own content.
     """
     stored = index >= 0
     first = stored.int().argmax(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """The roundings of the vendor's kernels: int8 casts, dynamic quantisation, exact integer products.
 
-NaN becomes 0 in every int8 cast and infinities saturate. Nothing guards a row of zeros: its factor 127 / 0 is inf and
-inf * 0 is NaN, so such a row is stored as zeros with scale 0, which is what it holds.
+NaN becomes 0 in every int8 cast, and infinities saturate. A row of zeros needs no guard: its factor 127 / 0 is inf and
+inf * 0 is NaN, so the row is stored as zeros with scale 0, which is correct.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from torch import Tensor
 
 
 def i8_trunc(x: Tensor) -> Tensor:
-    """To int8 by way of int32 (half to even) and a truncating float16 cast: the nearest integer, saturated."""
+    """Cast to int8 via int32 (half to even) and a truncating float16 cast: the nearest integer, saturated."""
     return _saturate(x.round())
 
 
 def i8_half_round(x: Tensor) -> Tensor:
-    """To float16, then to int8, each time with ties away from zero; the double rounding can move a value by 1."""
+    """Cast to float16, then to int8, both with ties away from zero. The double rounding can change a value by 1."""
     half = float16_half_away(x)
     return _saturate((half.abs() + 0.5).floor().copysign(half))
 
 
 def i8_half_rint(x: Tensor) -> Tensor:
-    """To float16, then to int8, each time with ties to even."""
+    """Cast to float16, then to int8, both with ties to even."""
     return _saturate(x.to(torch.float16).float().round())
 
 
 def float16_half_away(x: Tensor) -> Tensor:
-    """float32 rounded to the nearest float16 value with ties away from zero, still as float32."""
+    """Round float32 to the nearest float16 value, with ties away from zero; the result is float32."""
     x = x.float()
     _, exponent = torch.frexp(x)
     # float16 has 11 significant bits, and no finer step than 2^-24.
@@ -43,19 +43,21 @@ def float16_half_away(x: Tensor) -> Tensor:
 def quantize_rows(
     x: Tensor, inverse_first: bool, to_int8: Callable[[Tensor], Tensor] = i8_trunc
 ) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 over the last axis, with the float32 scale [..., 1] such that `int8 * scale` is about `x`.
+    """Quantise symmetrically to int8 over the last axis, with the float32 scale [..., 1] such that `int8 * scale` is
+    about `x`.
 
-    The factor 127 / max|x| is inverted for the scale with `inverse_first`; otherwise the scale is max|x| / 127.
+    With `inverse_first`, the scale is the reciprocal of the factor 127 / max|x|; otherwise it is max|x| / 127.
     """
     largest = x.abs().amax(-1, keepdim=True)
-    # As tensors: PyTorch divides a number by a tensor, and on CUDA a tensor by a number, with one rounding too many.
+    # Tensors, because PyTorch rounds once too often when it divides a number by a tensor, and on CUDA a tensor by a
+    # number.
     limit = torch.full_like(largest, 127.0)
     factor = limit / largest
     return to_int8(x * factor), 1.0 / factor if inverse_first else largest / limit
 
 
 def int_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """The exact integer product of two int8 matrices, rounded once to float32 as an int32 is.
+    """Return the exact integer product of two int8 matrices, rounded once to float32, like an int32.
 
     float64 holds every sum of products below 2^53 exactly, on any device.
     """

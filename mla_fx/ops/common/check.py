@@ -26,16 +26,16 @@ def known_to_differ(left: int, right: int) -> bool:
 
 
 def check_rank(name: str, tensor: Tensor, letters: str) -> None:
-    """`letters` names the wanted axes, as in "B, S, He"; alternatives are separated by " or "."""
+    """Check the rank. `letters` names the axes, as in "B, S, He"; alternatives are separated by " or "."""
     if tensor.dim() not in {option.count(",") + 1 for option in letters.split(" or ")}:
         wanted = " or ".join(f"[{option}]" for option in letters.split(" or "))
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {wanted}.")
 
 
 def check_shape(name: str, tensor: Tensor, letters: str, sizes: Sequence[int | None], broadcast: bool = False) -> None:
-    """`sizes` gives the wanted size of each axis in `letters`, None where any will do.
+    """Check the shape. `sizes` gives the size of each axis in `letters`; None allows any.
 
-    With `broadcast` the first axis may also be 1.
+    With `broadcast`, the first axis may also be 1.
     """
     check_rank(name, tensor, letters)
     for axis, (actual, wanted) in enumerate(zip(tensor.shape, sizes, strict=True)):
@@ -51,8 +51,10 @@ def check_shape(name: str, tensor: Tensor, letters: str, sizes: Sequence[int | N
 
 
 def check_letters(arguments: object, sizes: Sizes, **letters: str) -> None:
-    """Each argument that is named, and given, has the axes of its letters; `sizes` says how long these are, or learns
-    it from the first that has them. Alternatives as in `check_rank`; an axis that is called by a number has that size.
+    """Check that each named argument, if given, has the axes of its letters.
+
+    `sizes` holds the sizes of axes; the first argument that has an axis sets its size. Alternatives are as in
+    `check_rank`. An axis named by a number has that size.
     """
     for name, named in letters.items():
         tensor = getattr(arguments, name)
@@ -72,7 +74,7 @@ def check_letters(arguments: object, sizes: Sizes, **letters: str) -> None:
 
 @functools.cache
 def _axes(named: str) -> dict[int, list[tuple[str, int | None]]]:
-    """For each rank of the alternatives the axes, and the sizes of those that are called by one."""
+    """Map each rank of the alternatives to its axes and to the sizes of axes named by a number."""
     options = [option.split(", ") for option in named.split(" or ")]
     return {len(axes): [(axis, int(axis) if axis.isdecimal() else None) for axis in axes] for axes in options}
 
@@ -84,14 +86,15 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> No
 
 
 def check_dtypes(arguments: object, allowed: Mapping[str, Sequence[torch.dtype]]) -> None:
-    """The same of several arguments, as far as they are given."""
+    """Check the dtypes of several arguments; those that are None are skipped."""
     for name, dtypes in allowed.items():
         if getattr(arguments, name) is not None:
             check_dtype(name, getattr(arguments, name), dtypes)
 
 
 def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: Collection[str] = ()) -> None:
-    """All tensors lie on the device of the first and have its dtype, except `skip`; `free` may be any float."""
+    """Check that all tensors have the device and dtype of the first, except `skip`; `free` may have any floating
+    dtype."""
     check_devices(arguments)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     first, lead = next(iter(tensors.items()))
@@ -104,7 +107,7 @@ def check_tensors(arguments: Mapping[str, Any], free: Sequence[str] = (), skip: 
 
 
 def check_devices(arguments: Mapping[str, Any], lengths: Sequence[str] = ()) -> None:
-    """All tensors lie on the device of the first; `lengths` may lie anywhere."""
+    """Check that all tensors are on the device of the first; `lengths` may be anywhere."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and name not in lengths}
     first, lead = next(iter(tensors.items()))
     for name, tensor in tensors.items():
@@ -118,7 +121,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_index(name: str, index: Tensor, slots: int) -> None:
-    """Every index is below `slots`; a negative one skips its token."""
+    """Check that every index is below `slots`; a negative index skips its token."""
     check_dtype(name, index, (torch.int64,))
     if not readable(index) or index.numel() == 0:
         return
@@ -128,7 +131,7 @@ def check_index(name: str, index: Tensor, slots: int) -> None:
 
 
 def check_optional(name: str, tensor: Tensor | None, wanted: bool, when: str) -> bool:
-    """Whether an optional tensor is given, which it must be exactly if `wanted`; `when` says what decides that."""
+    """Check that an optional tensor is given if `wanted`, and None otherwise; `when` says what decides that."""
     if (tensor is not None) != wanted:
         fault = "None; it must be a tensor" if wanted else "given; it must be None"
         raise ValueError(f"{name} is {fault} with {when}.")
@@ -136,13 +139,13 @@ def check_optional(name: str, tensor: Tensor | None, wanted: bool, when: str) ->
 
 
 def check_multiple(name: str, value: int, of: int, allowed: str) -> None:
-    """`allowed` says in words which values are."""
+    """Raise ValueError unless `holds`; `allowed` describes the allowed values in words."""
     if statically_known_true(value % of != 0) or statically_known_true(value < 1):
         raise ValueError(f"{name} is {value}; it must be {allowed}.")
 
 
 def check_dense_pages(name: str, cache: Tensor) -> None:
-    """Each page, all axes but the first, is contiguous: its bytes can be read as another shape."""
+    """Check that each page (all axes but the first) is contiguous, so that its bytes can be read as another shape."""
     wanted = 1
     for axis in range(cache.dim() - 1, 0, -1):
         if (
@@ -158,10 +161,11 @@ def check_dense_pages(name: str, cache: Tensor) -> None:
 
 @contextmanager
 def check_values() -> Iterator[None]:
-    """Within, operators check the values of indices, lengths and block tables that lie on a device too.
+    """Make operators also check the values of indices, lengths and block tables on a device.
 
-    They always check values on the CPU. Values on a device can be read only after waiting for it, so that without this
-    they are left to the bounds checks of the device.
+    On the CPU they always check values. Reading values on a device means waiting for it, so without this context they
+    are
+    left to the device's own bounds checks.
     """
     token = _VALUES_ON_DEVICES.set(True)
     try:
@@ -171,6 +175,6 @@ def check_values() -> Iterator[None]:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether to read the values of a tensor in order to check them; fake and meta tensors have none."""
+    """Whether the values of a tensor can be checked now; fake and meta tensors have none."""
     has_values = not is_fake(tensor) and not tensor.is_meta
     return has_values and (tensor.device.type == "cpu" or _VALUES_ON_DEVICES.get())

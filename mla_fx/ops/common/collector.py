@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back."""
+"""Pauses Python's garbage collector."""
 
 import contextlib
 import gc
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """For work that makes many small objects and no garbage: one full collection walks all of torch, which takes up to
-    half a second."""
+    """Pause collection for work that makes many small objects and no garbage: one full collection walks all of torch,
+    which takes up to half a second."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

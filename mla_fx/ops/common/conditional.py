@@ -1,4 +1,4 @@
-"""Two ways to compute the same, of which each call of a compiled graph takes one."""
+"""Two ways to compute the same result; each call of a compiled graph chooses one."""
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,16 +12,16 @@ Traced = Callable[..., Tensor]
 
 
 def conditional(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Of two functions of the same tensors the first where `condition` holds: a conditional where they are traced, for
-    Inductor. Both give a tensor of these sizes."""
+    """Call the first of two functions of the same tensors if `condition` holds, else the second. Under Inductor's
+    tracing this is a conditional. Both functions return a tensor of the given sizes."""
     if isinstance(condition, Tensor) and not is_fake(condition):
         return one(*given) if condition else other(*given)
     importlib.import_module("torch._inductor.inductor_prims")  # registers the operator below, and is slow to import
 
-    # Inductor lays tensors out as it likes, and yet compiles branches for the strides that they have here.
+    # Inductor may choose other layouts, but compiles branches for the strides that tensors have here.
     whole = [value.contiguous() for value in given]
     operands = tuple(torch.ops.prims.inductor_force_stride_order(value, value.stride()) for value in whole)
-    # Flat: strides over sizes that were numbers of Python have a Max in them, which a conditional does not take.
+    # Flat, because strides over sizes that were Python numbers contain a Max, which a conditional does not support.
     branches = (lambda *read: (one(*read).flatten(),)), (lambda *read: (other(*read).flatten(),))
     (result,) = torch.ops.higher_order.cond(condition, *branches, operands)
     assert isinstance(result, Tensor)
@@ -29,8 +29,8 @@ def conditional(condition: Any, one: Traced, other: Traced, given: Sequence[Tens
 
 
 def can_choose(given: Iterable[Tensor]) -> bool:
-    """Whether Inductor compiles a conditional over these tensors: it finds the symbols of their sizes in sizes that are
-    one symbol, and nowhere else."""
+    """Whether Inductor compiles a conditional over these tensors. It finds the symbols of their sizes only in sizes
+    that are a single symbol."""
     sizes: list[Any] = [size for value in given for size in value.shape]
     expressions = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
     symbols = {expression for expression in expressions if expression.is_Symbol}

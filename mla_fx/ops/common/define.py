@@ -24,7 +24,7 @@ def never(a: Any) -> None:
     """Refuses nothing."""
 
 
-# (rtol, atol) for two correct evaluations of one operator whose sums were taken in different orders.
+# (rtol, atol) between two correct evaluations of one operator that sum in different orders.
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-10, 1e-10),
     torch.float32: (1e-4, 1e-4),
@@ -34,7 +34,7 @@ TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = {
 
 
 class Sample(NamedTuple):
-    """Arguments to try an operator with; `mode` names what of its documentation they exercise."""
+    """Arguments to try an operator with; `mode` names the part of its documentation that they exercise."""
 
     mode: str
     args: tuple[Any, ...]
@@ -46,15 +46,16 @@ Samples = Callable[[torch.dtype], Iterator[Sample]]
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: `overload` is what graphs call, `body` its meaning in plain PyTorch on the same arguments, and
-    `kernel` what a call runs: the body, or the same by means that not every compiler has.
+    """One operator: graphs call `overload`; `body` defines its result in plain PyTorch; a call runs `kernel`, which is
+    the body or an equivalent that not every compiler supports.
 
-    `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not take; `tolerance[dtype]`
-    is `(rtol, atol)`; `inplace` is the form that writes its caches or outputs and returns the other results, or None;
-    `host` and `inplace_host` are the two with lengths as host lists, or None where there are no lengths. A compiler may
+    `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not support;
+    `tolerance[dtype]`
+    is `(rtol, atol)`. `inplace` is the form that writes its caches or outputs and returns the other results, or None.
+    `host` and `inplace_host` are both forms with lengths as host lists, or None if there are no lengths. A compiler may
     trace `body` in place of a call only if `traceable`, and if `refuse_body`, given the same arguments, does not raise
-    NoMatch. For `kernel` that is `refuse_kernel`, which is `refuse_body` unless given.
-    `portable` is what a compiler traces where no call may stay, in more memory than the kernel wants.
+    NoMatch. For `kernel` that is `refuse_kernel`, by default `refuse_body`. `portable` is what a compiler traces if no
+    call may stay; it takes more memory than the kernel.
     """
 
     name: str
@@ -72,19 +73,20 @@ class Operator:
     portable: Kernel
 
     def decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
-        """What a compiler may trace in place of a call with such arguments. Raises NoMatch if the call must stay."""
+        """Return what a compiler may trace in place of a call with such arguments. Raises NoMatch if the call must
+        stay."""
         self._refuse_untraceable(*args, **kwargs)
         self.refuse_body(*args, **kwargs)
         return self.body
 
     def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
-        """The same for a compiler that has PyTorch's own attention."""
+        """The same, for a compiler that has PyTorch's own attention."""
         self._refuse_untraceable(*args, **kwargs)
         self.refuse_kernel(*args, **kwargs)
         return self.kernel
 
     def portable_decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
-        """The same for a graph that is to run where there is no such operator."""
+        """The same, for a graph that runs where this operator does not exist."""
         self._refuse_untraceable(*args, **kwargs)
         try:
             self.refuse_kernel(*args, **kwargs)
@@ -121,12 +123,14 @@ def define(
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
-    All functions but `samples` receive the record; `check` and `in_place` also, by name, outputs that only the in-place
-    form has, `mla_fx::name_`. `writes` maps each result that this form does not return to the argument that it writes
-    instead: a cache among the arguments of `body`, or an output that only it takes, behind the required arguments; an
-    `optional` one may be left out. Overloads of both forms take something else: `host` takes lists for the tensors
-    `lengths`; `enum` takes numbers for the `enumerators`, which are otherwise named, and of which the number of the
-    default is given; `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
+    All functions except `samples` receive the record. `check` and `in_place` also receive, by name, outputs that only
+    the
+    in-place form `mla_fx::name_` has. `writes` maps each result that this form does not return to the argument that it
+    writes: a cache among the arguments of `body`, or an output of its own, placed after the required arguments; an
+    `optional` output may be left out. Overloads of both forms take other types: `host` takes lists for the tensors
+    `lengths`; `enum` takes numbers for the `enumerators`, which otherwise are names, with the number of the default
+    given;
+    `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
     """
 
     def on_arguments(function: Kernel) -> Kernel:
@@ -173,7 +177,7 @@ def define(
 
 
 def _on_arguments(function: Kernel, record: type[Any]) -> Kernel:
-    """`function`, which takes a record, as a function of the record's fields; other keywords are handed on."""
+    """Turn `function`, which takes a record, into a function of the record's fields; other keywords are passed on."""
     results = inspect.signature(function).return_annotation
     signature = inspect.signature(record).replace(return_annotation=results)
 
@@ -195,7 +199,7 @@ def _register(
     mutates: Sequence[str],
     forms: Overloads,
 ) -> tuple[OpOverload, OpOverload | None]:
-    """The overload whose lengths are tensors, and the one whose lengths are host lists, if there are lengths."""
+    """Return the overload with lengths as tensors and, if there are lengths, the one with lengths as host lists."""
     required = [parameter.name for parameter in signature.parameters.values() if parameter.annotation is Tensor]
     overloads = {}
     for form in forms.names:
@@ -219,7 +223,7 @@ def _register_overload(
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            # PyTorch lets None through where a schema says Tensor.
+            # PyTorch accepts None where a schema says Tensor.
             for argument in required:
                 if bound.arguments[argument] is None:
                     raise ValueError(f"{argument} is None; it must be a tensor.")
@@ -240,7 +244,7 @@ def _register_overload(
 
 
 def _with_outputs(signature: inspect.Signature, outputs: Sequence[str], optional: Sequence[str]) -> inspect.Signature:
-    """The signature with tensors to write, behind the required tensors and all else that has no default."""
+    """The signature with tensors to write, after the required tensors and everything else that has no default."""
     parameters = list(signature.parameters.values())
     last = max(position for position, parameter in enumerate(parameters) if is_required(parameter))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 def enumerator(
     argument: str, value: str, prefix: str, choices: Sequence[str], second_names: Mapping[str, str] | None = None
 ) -> str:
-    """The one of `choices`, listed in the order of their numbers, that `value` names, or means by its number.
+    """Return the one of `choices`, listed in the order of their numbers, that `value` names or numbers.
 
-    A name is taken in any case, with or without `prefix`; `second_names` maps other names to choices.
+    A name may have any case, with or without `prefix`; `second_names` maps other names to choices.
     """
     if value.isdecimal() and int(value) < len(choices):
         return choices[int(value)]

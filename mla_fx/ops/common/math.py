@@ -10,39 +10,38 @@ ROPE_LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays, everything narrower is summed in float32."""
+    """The dtype of sums: float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def to_accumulation_dtype(x: Tensor) -> Tensor:
-    """`x` in its accumulation dtype."""
+    """Convert `x` to its accumulation dtype."""
     return x.to(accumulation_dtype(x.dtype))
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`; in float32 what is of float16, whose range a product may leave."""
+    """Return `left @ right`, in float32 for float16, because a product may leave float16's range."""
     if torch.float16 not in (left.dtype, right.dtype):
         return left @ right
     return to_accumulation_dtype(left) @ to_accumulation_dtype(right)
 
 
 def normalized(x: Tensor, epsilon: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + epsilon)` over the last axis, unrounded: in the accumulation dtype."""
+    """Return `x / sqrt(mean(x^2) + epsilon)` over the last axis, unrounded, in the accumulation dtype."""
     x = to_accumulation_dtype(x)
     mean_square = x.square().sum(-1, keepdim=True) * (1 / x.shape[-1])
     return x / (mean_square + epsilon).sqrt()
 
 
 def wide_rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last axis, unrounded: in the accumulation dtype."""
+    """Return the RMSNorm over the last axis, unrounded, in the accumulation dtype."""
     return normalized(x, epsilon) * gamma
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool, scale: float = 1.0) -> Tensor:
-    """RMSNorm over the last axis times `scale`, rounded to the dtype of `x`.
+    """Return the RMSNorm over the last axis times `scale`, rounded to the dtype of `x`.
 
-    The product with gamma is taken before that rounding, or after it with `gamma_after_cast`; that with `scale` comes
-    last.
+    gamma is multiplied before that rounding, or after it with `gamma_after_cast`; `scale` is multiplied last.
     """
     if gamma_after_cast:
         normed = (normalized(x, epsilon).to(x.dtype) * gamma).to(x.dtype)
@@ -52,15 +51,16 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool, s
 
 
 def rescaled(x: Tensor, factor: float) -> Tensor:
-    """`x * factor`, where a factor nearer to 1 than float32 resolves is 1, as in the kernels."""
+    """Return `x * factor`; a factor closer to 1 than float32 resolves counts as 1, as in the kernels."""
     return x if abs(factor - 1) < torch.finfo(torch.float32).eps else x * factor
 
 
 def wide_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleave_half") -> Tensor:
-    """Rotate the pairs of the last axis of `x`, unrounded: in the accumulation dtype.
+    """Rotate the pairs of the last axis of `x`, unrounded, in the accumulation dtype.
 
     With h = Dr / 2 and pairs (x1, x2): `a[i] = x1[i] cos[i] - x2[i] sin[i]`, `b[i] = x2[i] cos[h+i] + x1[i] sin[h+i]`.
-    `layout` is (layout read)_(layout written): interleaved pairs are neighbours, halves are h apart.
+    `layout` is (layout read)_(layout written): the elements of interleaved pairs are adjacent, those of halves h
+    apart.
     """
     x, cos, sin = to_accumulation_dtype(x), to_accumulation_dtype(cos), to_accumulation_dtype(sin)
     read, written = layout.split("_")
@@ -74,14 +74,14 @@ def wide_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleave_hal
 
 
 def rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: str) -> Tensor:
-    """`wide_rope` rounded to the dtype of `x`; without tables, `x` as it is."""
+    """`wide_rope` rounded to the dtype of `x`; without tables, `x` unchanged."""
     return x if cos is None or sin is None else wide_rope(x, cos, sin, layout).to(x.dtype)
 
 
 def check_rope(width: int, layout: str, letters: str, sizes: tuple[int, ...], **tables: Tensor | None) -> None:
-    """Both tables are given or neither; each is `letters` = `sizes`, where a batch axis may be 1.
+    """Check that both tables are given or neither; each has the axes `letters` of `sizes`, where a batch axis may be 1.
 
-    Without them there need be no rotary part."""
+    Without tables there may be no rotary part."""
     check_choice("rope_layout", layout, ROPE_LAYOUTS)
     given = [name for name, table in tables.items() if table is not None]
     least, when = (1, "with") if given else (0, "without")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Overloads(NamedTuple):
-    """Which arguments are lengths, and which enumerators have which number as their default."""
+    """The arguments that are lengths, and the enumerators with the numbers of their defaults."""
 
     lengths: Sequence[str]
     enumerators: Mapping[str, int]
@@ -31,7 +31,7 @@ class Overloads(NamedTuple):
         return signature.replace(parameters=list((dict(signature.parameters) | numbers).values()))
 
     def reading(self, form: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """The kernel, which takes tensors and names, as one of the form's arguments."""
+        """The kernel, which takes tensors and names, as a function of the form's arguments."""
         if not form:
             return kernel
 
@@ -47,7 +47,7 @@ class Overloads(NamedTuple):
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
-    """A required tensor may have None as its default: a document may put what can be left out before it."""
+    """Drop None as the default of a required tensor: a document may list optional arguments before it."""
     is_keyword = parameter.kind is inspect.Parameter.KEYWORD_ONLY
     return not is_keyword and (parameter.annotation is Tensor or parameter.default is parameter.empty)
 

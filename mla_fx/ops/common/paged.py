@@ -1,4 +1,4 @@
-"""Attention over paged caches, as the vendor's decoders compute it: tile after tile of keys with an online softmax.
+"""Attention over paged caches, as the vendor's decoders compute it: tile by tile of keys, with an online softmax.
 
 B sequences, K key heads, M query rows of one key head (steps times heads of its group), W key positions of one tile.
 """
@@ -17,12 +17,12 @@ Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def host_lengths(lengths: Tensor) -> Tensor:
-    """Lengths as int64 on the CPU, where the vendor's operators want them; those of a device are waited for."""
+    """Return lengths as int64 on the CPU, where the vendor's operators need them; this waits for a device."""
     return lengths.to("cpu", torch.int64)
 
 
 def row_index(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the concatenated rows is row r of sequence b, [B, max(counts)], and whether there is such a row."""
+    """Return which of the concatenated rows is row r of sequence b, [B, max(counts)], and whether that row exists."""
     steps = torch.arange(int(counts.max()) if counts.numel() else 0)
     present = steps < counts.unsqueeze(-1)
     starts = counts.cumsum(0) - counts
@@ -30,9 +30,9 @@ def row_index(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather_rows(cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:
-    """The rows of a cache [BlockNum, BlockSize, ...] at `positions` [W] of each sequence: [B, W, ...].
+    """Return the rows of a cache [BlockNum, BlockSize, ...] at `positions` [W] of each sequence: [B, W, ...].
 
-    Positions behind the table, and entries that name no block, as -1, read any block; callers hide their scores.
+    Positions past the table, and entries that name no block, such as -1, read any block; callers hide their scores.
     """
     block_size = cache.shape[1]
     column = (positions // block_size).clamp(max=block_tables.shape[1] - 1)
@@ -41,12 +41,12 @@ def gather_rows(cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tenso
 
 
 def online_softmax(tiles: Iterable[Tile], product: Product, like: Tensor) -> tuple[Tensor, Tensor]:
-    """`softmax(scores) @ values` and the natural logarithm of each row's sum of exponentials, both unrounded.
+    """Return `softmax(scores) @ values` and the natural logarithm of each row's sum of exponentials, both unrounded.
 
     `tiles` yields scores [B, K, M, W], -inf where hidden, and values [B, K, W, Dv], finite where hidden from all rows.
     `product(weights, tile_max, running_max, values)` is the weighted sum of values of one tile, for weights
     `exp(scores - running_max)`. `like` [B, K, M, Dv] gives shape, dtype and device of the result. A row that sees
-    nothing is 0, its logarithm -inf.
+    nothing gives 0, and its logarithm is -inf.
     """
     total = like.new_zeros(like.shape)
     weight = like.new_zeros(*like.shape[:-1], 1)
@@ -65,7 +65,7 @@ def online_softmax(tiles: Iterable[Tile], product: Product, like: Tensor) -> tup
 
 
 def rounded_product(dtype: torch.dtype) -> Product:
-    """The weights are rounded to `dtype` before they meet the values; the sum is not."""
+    """Round the weights to `dtype` before they are multiplied by the values; do not round the sum."""
 
     def product(weights: Tensor, tile_max: Tensor, running_max: Tensor, values: Tensor) -> Tensor:
         return weights.to(dtype).to(values.dtype) @ values
@@ -74,7 +74,8 @@ def rounded_product(dtype: torch.dtype) -> Product:
 
 
 def int8_product(descale: Tensor) -> Product:
-    """Each row of weights becomes int8 with a scale of its own, its largest weight over 127; `descale` [.., M, 1]."""
+    """Quantise each row of weights to int8 with a scale of its own, its largest weight over 127; `descale` is [.., M,
+    1]."""
 
     def product(weights: Tensor, tile_max: Tensor, running_max: Tensor, values: Tensor) -> Tensor:
         seen = tile_max != -torch.inf

@@ -27,18 +27,18 @@ class Sampler:
         return (1 + 0.3 * (2 * unit - 1)).to(self.dtype)
 
     def tables(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Two rotation tables whose two halves differ, so that reading the wrong half shows."""
+        """Two rotary tables with different halves, so that reading the wrong half shows."""
         angle = 6 * torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
     def slots(self, count: int, limit: int, skip: int = 0) -> Tensor:
-        """`count` different indices below `limit`, the first `skip` of them replaced by -1."""
+        """`count` different indices below `limit`; the first `skip` of them are -1."""
         index = torch.randperm(limit, generator=self.generator)[:count]
         index[:skip] = -1
         return index
 
     def block_tables(self, counts: Sequence[int], blocks: int) -> Tensor:
-        """Different blocks for each sequence, as many as it counts, and -1 behind them."""
+        """Different blocks for each sequence, as many as it counts, followed by -1."""
         table = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
         filled = torch.arange(table.shape[1]) < torch.tensor(counts).unsqueeze(-1)
         return table.masked_scatter(filled, self.slots(sum(counts), blocks).int())

@@ -1,4 +1,4 @@
-"""What is known of sizes that may be symbols."""
+"""What is known about sizes that may be symbols."""
 
 import torch
 
@@ -6,8 +6,8 @@ import torch
 def statically_known_true(relation: bool | torch.SymBool) -> bool:
     """Whether a relation of sizes is known to hold; asking adds no guard.
 
-    PyTorch's function of that name, imported where a symbol is there to ask about: it brings sympy, which takes longer
-    to import than all of this package."""
+    PyTorch's function of the same name is imported only when there is a symbol to ask about: it imports sympy, which
+    takes longer than importing this whole package."""
     if isinstance(relation, bool):
         return relation
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -15,9 +15,9 @@ from mla_fx.ops.common.sizes import statically_known_true
 def as_mask(
     mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, context: int, first: int = 0
 ) -> Tensor | None:
-    """The one of three ways to hide keys that is given, as a mask that broadcasts to [B, N, S, T], or None.
+    """Return the given one of the three ways to hide keys, as a mask that broadcasts to [B, N, S, T], or None.
 
-    `queries` is [B, S, ...] and `context` T; lengths hide keys from number `first` on, which the mask begins with."""
+    `queries` is [B, S, ...] and `context` T. Lengths hide keys from number `first` on; the mask starts there."""
     if context_lens is None and not is_causal:
         return mask
     steps = queries.shape[1]
@@ -36,11 +36,12 @@ def probabilities(
     sinks: Tensor | None = None,
     rows_first: bool = False,
 ) -> Tensor:
-    """softmax((latent + rotated) * scale + mask) over the last axis, unrounded: in the accumulation dtype.
+    """Return softmax((latent + rotated) * scale + mask) over the last axis, unrounded, in the accumulation dtype.
 
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
-    Where a bool mask is False the scores are `fill`, as near as their type comes to it, or minus infinity. `sinks` [N]
-    is one more score of each row, whose probability is left out.
+    Where a bool mask is False, the scores are `fill`, as closely as their dtype holds it, or minus infinity. `sinks`
+    [N]
+    adds one score to each row; its probability is dropped.
     """
     scores = _scaled(latent, rotated, scale)
     if mask is not None:
@@ -49,7 +50,7 @@ def probabilities(
         return scores.softmax(-1)
     if sinks is not None:
         scores = torch.cat((scores, _column(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
-    # Unlike softmax, this gives zeros where a whole row is masked.
+    # Unlike softmax, this gives zeros for a row that is masked entirely.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
     return weights if sinks is None else weights[..., :-1]
 
@@ -65,10 +66,10 @@ def undivided(
     sinks: Tensor | None = None,
     rows_first: bool = False,
 ) -> Tensor:
-    """`product` of `probabilities`, rounded to `dtype`, with values; divided by the sum of a row only then.
+    """Return the product of `probabilities`, rounded to `dtype`, with values, and divide by the sum of a row only then.
 
-    For a compiler that fuses loops: what it stores is rounded already, where a softmax keeps all scores in float32."""
-    if dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no room for sums; no highest
+    For a compiler that fuses loops: it stores rounded probabilities, where a softmax keeps all scores in float32."""
+    if dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no range for sums, or no maximum
         return product(probabilities(latent, rotated, mask, scale, fill, sinks, rows_first).to(dtype))
     scores = _scaled(latent, rotated, scale)
     if mask is not None:
@@ -84,12 +85,13 @@ def undivided(
     total = weights.sum(-1, keepdim=True)
     if column is not None:
         total = total + (column - highest).exp() * most
-    # A factor, for whoever reads the result often may compute it each time.
+    # A factor, because a reader that uses the result often may compute it each time.
     return (product(weights.to(dtype)) * total.masked_fill(total == 0, 1).reciprocal()).to(dtype)
 
 
 def share(keys: int) -> float:
-    """A number of which that of the keys makes at most 1: a power of two, which rounds nothing, where it is known."""
+    """A number that makes the maximum over the keys at most 1 after division: a power of two, if known, which rounds
+    nothing."""
     return 0.5 ** (keys - 1).bit_length() if isinstance(keys, int) else 1 / keys
 
 
@@ -108,8 +110,9 @@ def _column(sinks: Tensor, scores: Tensor, rows_first: bool) -> Tensor:
 
 
 def _stored(mask: Tensor, fill: float | None, dtype: torch.dtype) -> Tensor:
-    """The mask as one that is added to scores of `dtype`, in memory if it is the same for all heads: a compiler would
-    else make it anew for each of them, which takes as long as the softmax. What is read by strides must lie there."""
+    """The mask as one that is added to scores of `dtype`. It is stored if it is the same for all heads: a compiler
+    would otherwise recompute it for each of them, which takes as long as the softmax. Code that reads it by strides
+    needs it stored."""
     is_wide = mask.dtype == dtype or torch.promote_types(mask.dtype, dtype) != dtype
     if fill is not None or is_wide or (mask.dim() > 2 and mask.shape[-3] != 1):
         return mask
@@ -119,8 +122,8 @@ def _stored(mask: Tensor, fill: float | None, dtype: torch.dtype) -> Tensor:
 
 
 def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
-    """Scores where a bool mask, which broadcasts to them, is True, and `fill` elsewhere; or with a mask added, whose
-    minus infinity hides whatever a score is, NaN too."""
+    """Scores where a bool mask, which broadcasts to them, is True, and `fill` elsewhere. Or scores plus a mask, whose
+    minus infinity hides any score, even NaN."""
     if mask.dtype != torch.bool:
         return (scores + mask).masked_fill(mask == -torch.inf, -torch.inf)
     limits = torch.finfo(scores.dtype)
@@ -128,7 +131,7 @@ def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
 
 
 def check_rotary(name: str, arguments: Any, sizes: Sizes) -> None:
-    """The queries `name` and kr_cache have a rotary part together or not at all."""
+    """Check that the queries `name` and kr_cache both have a rotary part, or neither."""
     queries, keys = getattr(arguments, name), arguments.kr_cache
     if (queries is None) != (keys is None):
         given, missing = (name, "kr_cache") if keys is None else ("kr_cache", name)
@@ -139,7 +142,7 @@ def check_rotary(name: str, arguments: Any, sizes: Sizes) -> None:
 def check_mask(
     mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, fill: float | None, sizes: Sizes
 ) -> None:
-    """A mask must broadcast to [B, N, S, T]."""
+    """Check that a mask broadcasts to [B, N, S, T]."""
     if fill is not None and not math.isfinite(fill):
         raise ValueError(f"fill is {fill}; it must be finite, or None for minus infinity.")
     if fill is not None and context_lens is None and (mask is None or mask.dtype != torch.bool):

@@ -18,7 +18,7 @@ from .pages import READS_PAGES, check_contexts, context_of, in_one_piece, tiles
 from .tiled_attention import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
 
 PART = 2**21  # scores at a time, at least; measured on a CPU
-MAX_PARTS = 4  # each is compiled for itself
+MAX_PARTS = 4  # each part is compiled separately
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,31 @@ class Arguments:
 
 
 def body(a: Arguments) -> Tensor:
-    """Attention in which all heads share one latent key, which is the value too::
+    """Attention in which all heads share one latent key, which is also the value::
 
         out = softmax((query . kv_cache + query_rope . kr_cache) * scale + mask) . kv_cache
 
     query is [B, S, N, Hckv], query_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], all of one dtype:
-    bfloat16, float16, float32 or float64. query_rope and kr_cache are None where there is no rotary part.
+    bfloat16, float16, float32 or float64. query_rope and kr_cache are None if there is no rotary part.
 
-    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. context_lens, int64 [B] or [1],
-    is the number of keys that the last row attends to, and each row before it to one less: row s attends to keys
-    t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the cache there is nothing to hide or to
-    see. is_causal lets row s attend to keys t <= s. At most one of the three is given. Where a bool mask is False or
-    context_lens hides a key, the score is `fill`, minus infinity if that is None. A row whose scores are all minus
-    infinity gives zeros; one without any visible key so gives zeros, and with `fill` the mean of all T values. A hidden
-    score may be anything, NaN too, and so it is where minus infinity is added to it.
+    mask broadcasts to [B, N, S, T]: bool, where True may attend, or floating and added. context_lens, int64 [B] or [1],
+    is the number of keys that the last row sees; each row before it sees one less: row s attends to keys
+    t < context_lens[b] - S + 1 + s. It may be any number; past the ends of the cache there is nothing to hide or to
+    see.
+    is_causal lets row s attend to keys t <= s. At most one of the three is given. Where a bool mask is False or
+    context_lens hides a key, the score is `fill`, or minus infinity if that is None. A row whose scores are all minus
+    infinity gives zeros. So a row without visible keys gives zeros or, with `fill`, the mean of all T values. A hidden
+    score may be anything, even NaN, also where minus infinity is added to it.
 
-    sinks, [N] in any floating type, is one more score in each row of a head, neither scaled nor masked; its probability
-    is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
-    probabilities are rounded to the dtype of query. No score leaves the range of float16: there products are float32.
-    The query beside float16 caches may be float32 too, where it was absorbed.
+    sinks, [N] in any floating dtype, adds one score to each row of a head, neither scaled nor masked. Its probability
+    is
+    dropped, so the keys' probabilities sum to less than one. The softmax runs in float32 (float64 for float64);
+    probabilities are rounded to the dtype of query. No score leaves the range of float16: with float16, products are
+    float32. For float16 caches, a query that was absorbed may be float32.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
-    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T
-    is Blocks * BlockSize. A negative number counts blocks from the end. No copy of a whole context is made.
+    BlockSize, Dr]. The context of a sequence is the concatenation of the blocks in its row: T is Blocks * BlockSize. A
+    negative number counts blocks from the end. A whole context is never copied.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -69,7 +71,7 @@ def body(a: Arguments) -> Tensor:
 
 
 def kernel(a: Arguments) -> Tensor:
-    """The same by tiles of query rows, where there are many; else divided by the sum of a row at the end."""
+    """The same by tiles of query rows, if there are many; otherwise with the division by a row's sum at the end."""
     context = context_of(a.kv_cache, a.block_table)
     if not goes_by_tiles(a.query, context):
         return in_parts(a)
@@ -78,7 +80,7 @@ def kernel(a: Arguments) -> Tensor:
 
 
 def in_parts(a: Arguments) -> Tensor:
-    """The same, but for its own rounding: products are divided by the sum of a row, and not probabilities."""
+    """The same except for rounding: products are divided by the sum of a row, not probabilities."""
     count = _parts(a)
     if count == 1:
         return _undivided(a)
@@ -92,8 +94,7 @@ def _undivided(a: Arguments) -> Tensor:
 
 
 def _parts(a: Arguments) -> int:
-    """In how many parts a batch goes. On a CPU it is quicker to write to a few megabytes again than to have the system
-    hand out more of them."""
+    """The number of parts of a batch. On a CPU, reusing a few megabytes is faster than getting more from the system."""
     batch, scores = a.query.shape[0], count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
     if a.query.device.type != "cpu" or a.block_table is not None or scores is None:
         return 1
@@ -128,13 +129,13 @@ def refuse_kernel(a: Arguments) -> None:
 
 
 def portable(a: Arguments) -> Tensor:
-    """The same from a copy of the contexts, with all scores kept at once."""
+    """The same from a copy of the contexts, with all scores stored at once."""
     kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
     return in_parts(replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None))
 
 
 def _scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Latent and rotary part of the scores, [B, S, N, T], and the mask."""
+    """The latent and rotary part of the scores, [B, S, N, T], and the mask."""
     rotated = None
     if a.query_rope is not None and a.kr_cache is not None:
         rotated = _products(a.query_rope, a.kr_cache, a.block_table)
@@ -178,8 +179,8 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """No mask, causal, bool and additive masks, lengths, one query token, a row that sees nothing, or is filled; all
-    that without a rotary part, and with sinks."""
+    """No mask, causal, bool and additive masks, lengths, one query token, a row that sees nothing or is filled; the
+    same without a rotary part, and with sinks."""
     bias = Sampler(dtype, 9).normal(2, 1, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     blind = allowed.clone()
@@ -222,7 +223,7 @@ def without_rope(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def paged_sample(
     dtype: torch.dtype, seed: int, steps: int, lens: Tensor | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pages of more than one tile, one of them named from the end, and one that two sequences share."""
+    """Pages of more than one tile; one is named from the end, and two sequences share one."""
     draw = Sampler(dtype, seed)
     query, query_rope, *_ = sample(dtype, seed, steps)
     table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 9, 20).view(2, 9)), 1)

@@ -1,4 +1,4 @@
-"""mla_attention: attention of plain MLA queries over the compressed latents, by whichever algebra is cheaper."""
+"""mla_attention: attention of plain MLA queries over the compressed latents, in whichever form is cheaper."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
@@ -20,7 +20,7 @@ from .attention import as_mask, check_mask, check_rotary, probabilities, undivid
 from .pages import READS_PAGES, check_contexts, context_of, gathered, in_one_piece
 from .tiled_attention import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
 
-EXPONENT = 0x7F800000  # the bits of a float32 that alone make a power of two
+EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 CHOOSES = "it chooses its form by the number of query tokens of each call"
 COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"
@@ -51,28 +51,31 @@ def body(a: Arguments) -> Tensor:
         k_nope[n] = weight_uk[n] kv_cache;  v[n] = weight_uv[n] kv_cache
         out       = softmax((q_nope . k_nope + q_rope . kr_cache) * scale + mask) . v
 
-    Up to max_absorbed_tokens query tokens the same is computed in the latent space (`absorbed`), beyond that as written
-    (`expanded`). The choice is made at run time, on the S of the call.
+    Up to max_absorbed_tokens query tokens, this is computed in the latent space (`absorbed`), beyond that as written
+    (`expanded`). The choice is made at run time, by the S of the call.
 
     q_nope is [B, S, N, D], q_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], weight_uk [N, D, Hckv],
-    weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; strides of the weights are free.
-    q_rope and kr_cache are None where there is no rotary part.
+    weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; weights may have any strides.
+    q_rope
+    and kr_cache are None if there is no rotary part.
 
-    mask broadcasts to [B, N, S, T]: bool where True may attend, or floating and added. context_lens, int64 [B] or [1],
-    is the number of keys that the last row attends to, and each row before it to one less: row s attends to keys
-    t < context_lens[b] - S + 1 + s, whatever the number. is_causal lets row s attend to keys t <= s. At most one of the
-    three is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, minus infinity if that
-    is None. A row whose scores are all minus infinity gives zeros; one without any visible key so gives zeros, and with
-    `fill` the mean of all T values. A
-    hidden score may be anything, NaN too, and so it is where minus infinity is added to it.
+    mask broadcasts to [B, N, S, T]: bool, where True may attend, or floating and added. context_lens, int64 [B] or [1],
+    is the number of keys that the last row sees; each row before it sees one less: row s attends to keys
+    t < context_lens[b] - S + 1 + s, for any number. is_causal lets row s attend to keys t <= s. At most one of the
+    three
+    is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if that is
+    None. A row whose scores are all minus infinity gives zeros. So a row without visible keys gives zeros or, with
+    `fill`, the mean of all T values. A hidden score may be anything, even NaN, also where minus infinity is added to
+    it.
 
-    sinks, [N] in any floating type, is one more score in each row of a head, neither scaled nor masked; its probability
-    is left out, so that those of the keys add up to less than one. The softmax runs in float32 (float64 for float64);
+    sinks, [N] in any floating dtype, adds one score to each row of a head, neither scaled nor masked. Its probability
+    is
+    dropped, so the keys' probabilities sum to less than one. The softmax runs in float32 (float64 for float64);
     probabilities are rounded to the dtype of q_nope.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
-    BlockSize, Dr], and the context of a sequence is what lies in the blocks that its row names, one behind another: T
-    is Blocks * BlockSize. A negative number counts blocks from the end.
+    BlockSize, Dr]. The context of a sequence is the concatenation of the blocks in its row: T is Blocks * BlockSize. A
+    negative number counts blocks from the end.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
@@ -81,7 +84,7 @@ def body(a: Arguments) -> Tensor:
 
 
 def kernel(a: Arguments) -> Tensor:
-    """The same in memory that does not grow with S * T. Where S is a symbol, both forms are traced."""
+    """The same in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
     if _chooses(a):
         return _at_run_time(a, tiled)
     if _is_absorbed(a):
@@ -90,7 +93,7 @@ def kernel(a: Arguments) -> Tensor:
 
 
 def portable(a: Arguments) -> Tensor:
-    """The same from a copy of the contexts, with all scores kept at once where PyTorch's own attention does not say the
+    """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
     same."""
     kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
     a = replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
@@ -125,7 +128,7 @@ def _is_absorbed(a: Arguments) -> bool:
 
 
 def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor] = latent_attention.body) -> Tensor:
-    """The latent space form: cost grows with S * T * Hckv, nothing is expanded."""
+    """The latent form: cost grows with S * T * Hckv, and nothing is expanded."""
     query = _absorbed_query(a.q_nope, a.weight_uk)
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
     latent = attend(latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill))
@@ -133,10 +136,10 @@ def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor
 
 
 def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
-    """[B, S, N, Hckv]; in float32 for float16, whose range it may leave.
+    """The absorbed query [B, S, N, Hckv]; in float32 for float16, whose range it may leave.
 
-    There each row is divided by a power of two, such that no sum exceeds the largest weight, which rounds nothing but
-    what is 2**-17 of the largest element, and comes back behind the product."""
+    For float16, each row is divided by a power of two, so that no sum exceeds the largest weight. That rounds only
+    elements below 2**-17 of the largest. The result is multiplied by it again."""
     if q_nope.dtype != torch.float16:
         return torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
     most = q_nope.abs().amax(-1, keepdim=True).float() * (2 * q_nope.shape[-1])
@@ -145,21 +148,21 @@ def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
 
 
 def expanded(a: Arguments) -> Tensor:
-    """The per-head form: keys and values are expanded once, then cost grows with S * T * (D + Dv)."""
+    """The per-head form: keys and values are expanded once; then cost grows with S * T * (D + Dv)."""
     scores, value = _expanded(a)
     weights = probabilities(*scores, a.scale, a.fill, a.sinks).to(value.dtype)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _expanded(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
-    """Latent and rotary part of the scores [B, N, S, T] with the mask, and values [B, N, T, Dv]."""
+    """The latent and rotary part of the scores [B, N, S, T] with the mask, and the values [B, N, T, Dv]."""
     kv_cache, kr_cache = _caches(a)
     k_nope = torch.einsum("btr,ndr->bndt", kv_cache, a.weight_uk)
     value = torch.einsum("btr,nvr->bntv", kv_cache, a.weight_uv)
     latent = wide_product(a.q_nope.transpose(1, 2), k_nope)
     rotated = None
     if a.q_rope is not None and kr_cache is not None:
-        # All heads share kr_cache: one product over N*S rows, where broadcasting would copy it for every head.
+        # All heads share kr_cache: one product over N*S rows; broadcasting would copy it for every head.
         rotated = wide_product(a.q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, kv_cache.shape[1])
     return (latent, rotated, mask), value
@@ -178,7 +181,7 @@ def _is_short(a: Arguments) -> bool:
 
 
 def tiled(a: Arguments) -> Tensor:
-    """`expanded` in memory that does not grow with S * T: keys of nope and rotary part are joined."""
+    """`expanded` in memory that does not grow with S * T: the nope and rotary parts of keys are joined."""
     kv_cache, kr_cache = _caches(a)
     mask = as_mask(a.mask, a.context_lens, False, a.q_nope, kv_cache.shape[1])
     latents, rotary, seen = kv_cache, kr_cache, seen_keys(mask)
@@ -197,7 +200,7 @@ def _caches(a: Arguments) -> tuple[Tensor, Tensor | None]:
     """[B, T, Hckv] and [B, T, Dr]."""
     if a.block_table is None:
         return a.kv_cache, a.kr_cache
-    # what is expanded of them is larger by far
+    # expanded keys are much larger
     return gathered(a.kv_cache, a.block_table), None if a.kr_cache is None else gathered(a.kr_cache, a.block_table)
 
 
@@ -219,7 +222,7 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Both algebras with every kind of mask, without a rotary part, and with sinks."""
+    """Both forms with every kind of mask, without a rotary part, and with sinks."""
     bias = Sampler(dtype, 9).normal(2, 3, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     yield Sample("expanded", sample(dtype, 0), {"scale": 0.3})
@@ -271,7 +274,7 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
 
 
 def refuse_body(a: Arguments) -> None:
-    """Tracing the body with a symbolic S adds a guard on its form, and a graph is compiled again for the other one."""
+    """Tracing the body with a symbolic S adds a guard on its form, so a graph is recompiled for the other form."""
     _refuse_pages(a)
     if _chooses(a):
         raise NoMatch(CHOOSES)

@@ -1,4 +1,4 @@
-"""paged_attention.batched: what the compiler emits of paged_attention, whose lengths are numbers of a device."""
+"""paged_attention.batched: the form of paged_attention that the compiler emits. Its lengths are on the device."""
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -41,24 +41,26 @@ def body(a: Arguments) -> Tensor:
         key t of sequence b = key_cache[block_table[b, t // BlockSize], t % BlockSize]
         out = sum(P exp(s - m) value) / sum(exp(s - m)),  s = query . key * scale + mask
 
-    in float32, or float64 for float64, where P rounds to the dtype of query, and m is the maximum so far: that goes by
-    tiles of the context, of which no copy is made. (Many tokens take PyTorch's own attention, beside which a copy costs
-    little.) Query head n reads key head n // (H/Hkv).
+    in float32, or float64 for float64. P rounds to the dtype of query, and m is the maximum so far: the context is read
+    in tiles and never copied. (Many tokens use PyTorch's own attention, where a copy costs little in comparison.) Query
+    head n reads key head n // (H/Hkv).
 
     query is [B, S, H, D], key_cache [BlockNum, BlockSize, Hkv, D], value_cache [BlockNum, BlockSize, Hkv, Dv] with any
-    strides: bfloat16, float16, float32 or float64, none of the caches wider than query. BlockSize and BlockNum are
-    any. The context of a sequence is what lies in the blocks that its row of block_table names, int64 or int32
-    [B, Blocks], one behind another: T is Blocks * BlockSize. A negative number counts blocks from the end.
+    strides: bfloat16, float16, float32 or float64; no cache is wider than query. BlockSize and BlockNum are free. The
+    context of a sequence is the concatenation of the blocks in its row of block_table, int64 or int32 [B, Blocks]: T is
+    Blocks * BlockSize. A negative number counts blocks from the end.
 
-    context_lens, int64 [B] or [1], is the number of keys that the last row attends to, and each row before it to one
-    less: row s attends to keys t < context_lens[b] - S + 1 + s. It may be any number; beyond the ends of the context
-    there is nothing to hide or to see. mask broadcasts to [B, H, S, T]: bool where True may attend, or floating and
-    added. At most one of the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`,
-    minus infinity if that is None. A row whose scores are all minus infinity gives zeros. A hidden score may be
-    anything, NaN too, and so it is where minus infinity is added to it.
+    context_lens, int64 [B] or [1], is the number of keys that the last row sees; each row before it sees one less: row
+    s
+    attends to keys t < context_lens[b] - S + 1 + s. It may be any number; past the ends of the context there is nothing
+    to hide or to see. mask broadcasts to [B, H, S, T]: bool, where True may attend, or floating and added. At most one
+    of
+    the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if
+    that is None. A row whose scores are all minus infinity gives zeros. A hidden score may be anything, even NaN, also
+    where minus infinity is added to it.
 
-    Unlike the other forms, which the vendor's document describes, this one reads no length on the host, so that a graph
-    may hold it, and a sequence without a context keeps its rows.
+    Unlike the other forms, which the vendor's document describes, this one reads no length on the host. So a graph can
+    contain it, and a sequence without a context keeps its rows.
 
     Returns [B, S, H, Dv] in the dtype of query. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -69,7 +71,7 @@ def body(a: Arguments) -> Tensor:
     dtype = accumulation_dtype(a.query.dtype)
     query = (a.query.to(dtype) * a.scale).transpose(1, 2).reshape(batch, kv_heads, -1, a.query.shape[3])
     like = query.new_empty(*query.shape[:3], width)
-    most = share(context_of(a.key_cache, a.block_table))  # of the values, for it divides at the end
+    most = share(context_of(a.key_cache, a.block_table))  # of the values, because it divides at the end
     scaled = ((scores, values * most) for scores, values in _tiles(a, query))
     out, _ = online_softmax(scaled, rounded_product(a.query.dtype), like)
     return _rows_first((out / most).view(batch, heads, steps, width).to(a.query.dtype))
@@ -94,7 +96,7 @@ def _rows_first(out: Tensor) -> Tensor:
 
 
 def _tiles(a: Arguments, query: Tensor) -> Iterator[Tile]:
-    """Scores [B, Hkv, H/Hkv*S, W] and values [B, Hkv, W, Dv] of a few pages after another."""
+    """Yield scores [B, Hkv, H/Hkv*S, W] and values [B, Hkv, W, Dv], a few pages at a time."""
     batch, steps, heads, _ = a.query.shape
     keys, values = (tiles(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     for (key, first, last), (value, _, _) in zip(keys, values, strict=True):
@@ -111,7 +113,7 @@ def _by_head(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mask(a: Arguments, first: int, last: int) -> Tensor | None:
-    """The part of the mask, or of what the lengths hide, that belongs to some keys."""
+    """The part of the mask, or of what the lengths hide, for some keys."""
     if a.mask is None or a.mask.dim() == 0 or a.mask.shape[-1] == 1:
         return as_mask(a.mask, a.context_lens, False, a.query, last, first)
     return a.mask[..., first:last]
@@ -139,8 +141,8 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """One token and several, lengths, bool and additive masks, a row that sees nothing, or is filled; grouped heads,
-    one key head, values of another width."""
+    """One token and several, lengths, bool and additive masks, a row that sees nothing or is filled; grouped heads, one
+    key head, values of another width."""
     lens, short = torch.tensor([70, 3]), torch.tensor([-1, 600])
     bias = Sampler(dtype, 9).normal(2, 4, 3, SPAN)
     allowed = torch.arange(SPAN) % 7 <= torch.arange(3).unsqueeze(-1)
@@ -165,7 +167,7 @@ SPAN = 9 * 64  # more than one tile
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int, kv_heads: int = 2) -> tuple[Any, ...]:
-    """Pages one of which is named from the end, and one that two sequences share."""
+    """Pages; one is named from the end, and two sequences share one."""
     draw = Sampler(dtype, seed)
     table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 8, 20).view(2, 8)), 1)
     caches = draw.normal(20, 64, kv_heads, 16), draw.normal(20, 64, kv_heads, 8)

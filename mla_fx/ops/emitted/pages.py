@@ -1,4 +1,4 @@
-"""Contexts that lie in pages, which attention reads tile after tile: no copy of a whole one is made."""
+"""Contexts in pages, which attention reads tile by tile: a whole context is never copied."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,29 +8,30 @@ from torch import Tensor
 
 from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
 
-TILE = 512  # tokens gathered at a time: what a cache of the processor holds, and few enough tiles
+TILE = 512  # tokens gathered at a time: they fit a processor's cache, and make few tiles
 
 READS_PAGES = "it reads pages tile by tile; a compiler would first gather the whole context"
 
 
 def context_of(cache: Tensor, block_table: Tensor | None) -> int:
-    """T of a cache [B, T, width], or of pages [BlockNum, BlockSize, width] that a table [B, Blocks] names."""
+    """T of a cache [B, T, width], or of the pages [BlockNum, BlockSize, width] in a table [B, Blocks]."""
     return cache.shape[1] if block_table is None else block_table.shape[1] * cache.shape[1]
 
 
 def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
-    """The rows of the pages that a table [B, Blocks] names, [B, Blocks * BlockSize, width]."""
+    """The rows of the pages in a table [B, Blocks]: [B, Blocks * BlockSize, width]."""
     rows: Tensor = torch.ops.aten.index.Tensor(cache, [block_table]).flatten(1, 2)
     return rows
 
 
 def in_one_piece(cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """The contexts as rows of memory, [B, T, width], copied out of pages or from between others."""
+    """The contexts as contiguous rows, [B, T, width], copied out of pages or strided memory."""
     return cache.contiguous() if block_table is None else gathered(cache, block_table)
 
 
 def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """The context a few pages at a time, or a part of a large one, with the tokens where each begins and ends."""
+    """Yield the context a few pages, or a part of a large page, at a time, with the first token and the one after the
+    last."""
     columns, size = block_table.shape[1], cache.shape[1]
     many = max(1, TILE // max(1, size))
     for column in range(0, columns, many):
@@ -42,7 +43,7 @@ def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int
 
 
 def check_contexts(arguments: Any, sizes: Sizes) -> None:
-    """Both caches hold the same contexts, or pages of the same size: of T rows."""
+    """Check that both caches hold the same contexts of T rows, or pages of the same size."""
     paged = arguments.block_table is not None
     letters = "BlockNum, BlockSize" if paged else "B, T"
     check_letters(arguments, sizes, kv_cache=f"{letters}, Hckv")
@@ -53,7 +54,7 @@ def check_contexts(arguments: Any, sizes: Sizes) -> None:
 
 
 def check_block_table(arguments: Any, sizes: Sizes, *caches: str) -> None:
-    """It names blocks that all of the caches have, and gives a context T rows."""
+    """Check that the table names blocks that all caches have, and gives a context T rows."""
     block_table = arguments.block_table
     check_letters(arguments, sizes, block_table="B, Blocks")
     check_dtype("block_table", block_table, INTEGERS)

@@ -1,4 +1,4 @@
-"""rms_norm: a norm by itself, where no larger operator takes it."""
+"""rms_norm: a single norm, if no larger operator contains it."""
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -26,8 +26,8 @@ def body(a: Arguments) -> Tensor:
     """RMSNorm over the last axis: `x / sqrt(mean(x^2) + epsilon) * gamma` (torch_npu.npu_rms_norm).
 
     x is [..., H], gamma [H], of one dtype: bfloat16, float16, float32 or float64. The norm runs in float32, or float64
-    for float64, and is rounded once. gamma_after_cast multiplies by gamma after rounding the normalised value, and
-    rounds again, as Hugging Face does.
+    for float64, and is rounded once. With gamma_after_cast, the normalised value is rounded, multiplied by gamma and
+    rounded again, as in Hugging Face's models.
 
     Returns [..., H], contiguous. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -46,7 +46,7 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Gamma before and after the rounding, one row and many, a strided x."""
+    """gamma before and after the rounding, one row and many, a strided x."""
     draw = Sampler(dtype, 11)
     yield Sample("rows", (draw.normal(2, 3, 24), draw.gamma(24)), {"epsilon": 1e-5})
     yield Sample("one row", (draw.normal(24), draw.gamma(24)), {"epsilon": 1e-5})

@@ -1,4 +1,4 @@
-"""rope: a rotation by itself, where no larger operator takes it."""
+"""rope: a single rotation, if no larger operator contains it."""
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -23,12 +23,12 @@ class Arguments:
 
 
 def body(a: Arguments) -> Tensor:
-    """Every head of every token, rotated by its position (torch_npu.npu_interleave_rope, torch_npu.npu_rotary_mul).
+    """Rotates every head of every token by its position (torch_npu.npu_interleave_rope, torch_npu.npu_rotary_mul).
 
     x is [B, S, N, Dr], cos and sin [B or 1, S, Dr], of one dtype: bfloat16, float16, float32 or float64. With h = Dr/2,
-    of each pair (x1[i], x2[i]), i < h, are made `x1[i] cos[i] - x2[i] sin[i]` and `x2[i] cos[h+i] + x1[i] sin[h+i]`, in
+    each pair (x1[i], x2[i]), i < h, becomes `x1[i] cos[i] - x2[i] sin[i]` and `x2[i] cos[h+i] + x1[i] sin[h+i]`, in
     float32, or float64 for float64, rounded once. rope_layout is (layout read)_(layout written), "interleave_half",
-    "half_half" or "interleave_interleave": interleaved pairs are neighbours, halves h apart.
+    "half_half" or "interleave_interleave": the elements of interleaved pairs are adjacent, those of halves h apart.
 
     Returns [B, S, N, Dr], contiguous. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -48,7 +48,7 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Every layout, tables for each sequence and one for all, a strided x."""
+    """Every layout, tables per sequence and one for all, a strided x."""
     for seed, layout in enumerate(math.ROPE_LAYOUTS):
         yield Sample(layout, sample(dtype, seed, 2), {"rope_layout": layout})
         yield Sample(f"{layout}, tables for all", sample(dtype, seed, 1), {"rope_layout": layout})

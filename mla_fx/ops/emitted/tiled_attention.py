@@ -1,5 +1,5 @@
-"""Attention in memory that does not grow with queries times keys: PyTorch's own where it says the same, else tiles of
-query rows."""
+"""Attention in memory that does not grow with queries times keys: PyTorch's own if it computes the same, otherwise
+tiles of query rows."""
 
 import math
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from mla_fx.ops.common.sizes import statically_known_true
 from .attention import as_mask, probabilities, share
 
 TILE = 2**24  # scores at a time; measured on a CPU, where smaller tiles are slower
-FEW = 128  # query tokens, whose scores are kept at once
+FEW = 128  # query tokens whose scores are stored at once
 SHORT = 16  # keys; with fewer, PyTorch's kernel for CPUs gives zeros for a query of NaN
-LOWEST = torch.finfo(torch.bfloat16).min  # beside a score so low any other vanishes, and so when it is added to that
-TAME = 2.0**100  # a score below it vanishes beside LOWEST
+LOWEST = torch.finfo(torch.bfloat16).min  # next to so low a score, any other vanishes, also when added to it
+TAME = 2.0**100  # a score below this vanishes next to LOWEST
 
 IN_TILES = "it works on tiles of query rows; a compiler would keep the scores of all rows"
 
@@ -34,12 +34,14 @@ def attend(
     fill: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, N, S, D], [B, N, T, D] and [B, N, T, Dv] -> [B, N, S, Dv]; masks, fill and sinks as in `probabilities`.
+    """Attention of [B, N, S, D], [B, N, T, D] and [B, N, T, Dv] -> [B, N, S, Dv]; masks, fill and sinks as in
+    `probabilities`.
 
-    is_causal lets row s attend to keys t <= s, and is given without a mask. PyTorch's own attention adds what a mask
-    hides to the scores, where is_causal replaces them: beside a mask it is taken if no score can be NaN, infinite or
-    near to it, which each call looks up."""
-    if is_causal and not scale > 0:  # a score is hidden ahead of the scale there
+    is_causal lets row s attend to keys t <= s, and excludes a mask. PyTorch's own attention adds a mask's numbers to
+    the
+    scores, and replaces scores with is_causal. With a mask it is used only if no score can be NaN, infinite or close to
+    it, which each call checks."""
+    if is_causal and not scale > 0:  # there a score is hidden before it is scaled
         mask, is_causal = _causal(query, key), False
     if not is_expressible(query, key.shape[2], mask, fill, sinks):
         return _in_tiles(query, key, value, _causal(query, key) if is_causal else mask, scale, fill, sinks)
@@ -67,7 +69,7 @@ def _in_tiles(
     fill: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As the body computes it; one tile for a compiler, which would write down each of them."""
+    """The body's computation, in one tile for a compiler, which would otherwise write out every tile."""
     rows = [(0, query.shape[2])] if is_fake(query) else row_tiles(query.transpose(1, 2), key.shape[2])
     parts = []
     for first, last in rows:
@@ -78,7 +80,7 @@ def _in_tiles(
 
 
 def _is_tame(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Whether no score can be TAME or more, scaled or not; a NaN is not."""
+    """Whether no score can be TAME or more, scaled or not; False for NaN."""
     most = math.sqrt(TAME / (query.shape[3] * max(1.0, abs(scale))))
     limit = min(most, torch.finfo(query.dtype).max)
     return (query.abs() <= limit).all() & (key.abs() <= limit).all()
@@ -87,7 +89,7 @@ def _is_tame(query: Tensor, key: Tensor, scale: float) -> Tensor:
 def seen_keys(mask: Tensor | None) -> Tensor | None:
     """The keys that some row sees, [B, T, 1], where B and T may be 1; None without a mask.
 
-    The others may be anything, left over from an earlier request, and are best made zeros."""
+    The others may be anything, for example left over from an earlier request, and should be zeroed."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
@@ -95,7 +97,7 @@ def seen_keys(mask: Tensor | None) -> Tensor | None:
 
 
 def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float | None, sinks: Tensor | None) -> bool:
-    """Whether PyTorch's own attention says the same. `query` may be any tensor of its dtype and device."""
+    """Whether PyTorch's own attention computes the same. `query` may be any tensor of its dtype and device."""
     if sinks is not None or (isinstance(context, int) and context < SHORT):
         return False
     dtype = _mask_dtype(query)
@@ -105,7 +107,7 @@ def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float
 
 
 def goes_by_tiles(queries: Tensor, context: int) -> bool:
-    """Whether the scores of queries [B, S, N, ...] are more than one tile, unless there are few of them."""
+    """Whether the scores of queries [B, S, N, ...] take more than one tile; False for few scores."""
     batch, steps, heads = queries.shape[:3]
     if isinstance(steps, int) and steps <= FEW:
         return False
@@ -113,13 +115,13 @@ def goes_by_tiles(queries: Tensor, context: int) -> bool:
 
 
 def count_of_scores(queries: Tensor, context: int) -> int | None:
-    """Those of queries [B, S, N, ...]; None where a size is a symbol."""
+    """The number of scores of queries [B, S, N, ...]; None if a size is a symbol."""
     sizes = *queries.shape[:3], context
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
 def row_tiles(queries: Tensor, context: int) -> Iterator[tuple[int, int]]:
-    """Where each tile of the rows of queries [B, S, N, ...] begins and ends."""
+    """Yield where each tile of the rows of queries [B, S, N, ...] begins and ends."""
     batch, steps, heads = queries.shape[:3]
     if not goes_by_tiles(queries, context):
         yield 0, steps
@@ -130,14 +132,14 @@ def row_tiles(queries: Tensor, context: int) -> Iterator[tuple[int, int]]:
 
 
 def mask_of_rows(mask: Tensor | None, first: int, last: int) -> Tensor | None:
-    """The part of a mask that belongs to some rows."""
+    """The part of a mask for some rows."""
     if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
         return mask
     return mask[..., first:last, :]
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-    """Padded, on a CPU: where widths differ its kernel is not taken, and all scores are kept."""
+    """Padded on a CPU: for different widths its kernel is not used, and all scores are stored."""
     parts = query, key, value
     widest = max(part.shape[3] for part in parts)
     return (pad(part, (0, widest - part.shape[3])) if query.device.type == "cpu" else part for part in parts)
@@ -146,18 +148,18 @@ def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]
 def _own(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
 ) -> Tensor:
-    """It divides by the sum of a row at the end, so that values wait scaled down, if their type has room for that."""
+    """The kernel divides by a row's sum at the end, so values are scaled down first if their dtype allows it."""
     most = 1.0 if value.dtype == torch.float16 else share(key.shape[2])
     given = query, key, value * most
     out = scaled_dot_product_attention(*given, attn_mask=mask, is_causal=is_causal, scale=scale) * (1 / most)
-    if mask is not None and query.device.type != "cpu":  # not every kernel gives zeros where a row sees nothing
+    if mask is not None and query.device.type != "cpu":  # not every kernel gives zeros for a row that sees nothing
         seen = mask if mask.dtype == torch.bool else mask != -torch.inf
         out = out.masked_fill(~seen.any(-1, keepdim=True), 0)
     return out
 
 
 def _expressed(query: Tensor, mask: Tensor | None, fill: float | None) -> Tensor | None:
-    """A mask as PyTorch's own attention takes it."""
+    """A mask in the form that PyTorch's own attention takes."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
@@ -168,7 +170,7 @@ def _expressed(query: Tensor, mask: Tensor | None, fill: float | None) -> Tensor
 
 
 def _mask_dtype(query: Tensor) -> torch.dtype:
-    """The type in which a mask is added to scores."""
+    """The dtype in which a mask is added to scores."""
     return accumulation_dtype(query.dtype) if query.device.type == "cpu" else query.dtype
 
 

@@ -1,4 +1,4 @@
-"""The arguments of kv_rmsnorm_rope_cache; what they mean stands in the docstring of its body."""
+"""The arguments of kv_rmsnorm_rope_cache; the docstring of its body explains them."""
 
 from dataclasses import KW_ONLY, dataclass
 

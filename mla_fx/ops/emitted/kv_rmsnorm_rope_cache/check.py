@@ -1,4 +1,4 @@
-"""What kv_rmsnorm_rope_cache refuses."""
+"""The checks of kv_rmsnorm_rope_cache's arguments."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ CACHE_MODES = ("Norm", "BNSD", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_
 PLAIN_MODES = CACHE_MODES[:4]
 CONTIGUOUS_MODES = CACHE_MODES[:2]
 HEADS = (1, 2, 4, 8)
-# Each cache with the name that its scale and offset begin with.
+# Each cache, and the prefix of its scale and offset.
 CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
 
 
@@ -104,7 +104,7 @@ def is_quantised(a: Arguments) -> bool:
 
 
 def check_quantisation(a: Arguments, name: str, width: int) -> None:
-    """An int8 cache has a scale and perhaps an offset, any other cache has neither."""
+    """Check that an int8 cache has a scale and at most an offset, and that any other cache has neither."""
     cache: Tensor = getattr(a, name)
     scale, offset = f"{CACHES[name]}_scale", f"{CACHES[name]}_offset"
     if getattr(a, offset) is not None and getattr(a, scale) is None:
@@ -134,7 +134,7 @@ def check_page(a: Arguments, name: str, width: int) -> None:
 
 
 def check_positions(a: Arguments) -> None:
-    """index, and with PA_BLK_* the number of pages that it takes."""
+    """Check index and, with PA_BLK_*, the number of pages."""
     batch, _, steps, _ = a.kv.shape
     blocks, block_size, room, _ = a.k_cache.shape
     check_optional("index", a.index, a.cache_mode != "BNSD", f"cache_mode {a.cache_mode!r}")

@@ -15,13 +15,13 @@ from .samples import samples
 def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The caches with this step's latents, and those latents (torch_npu.npu_kv_rmsnorm_rope_cache).
 
-    Without v, the latent and the rotary key of MLA lie side by side::
+    Without v, a row of kv is the latent followed by the rotary key of MLA::
 
         c_kv   = RMSNorm(kv[..., :Hckv]) * kc_scale;  k_rope = RoPE(kv[..., Hckv:])
         ckv_cache[index] = c_kv;           k_cache[index] = k_rope
 
-    kv is [B, 1, S, Hckv+Dr]; gamma [Hckv], whose length says what Hckv is; cos and sin [B or 1, 1, S, Dr], both None
-    for a model without rotation; Dr is then 0 for one without a rotary part, and k_cache has no columns. With v, every
+    kv is [B, 1, S, Hckv+Dr]; gamma [Hckv], whose length is Hckv; cos and sin [B or 1, 1, S, Dr], both None
+    for a model without rotation; without a rotary part, Dr is 0 and k_cache has no columns. With v, every
     column of a key of N = 1, 2, 4 or 8 heads is normalised, and the first Dr of them, as many as cos and sin have, are
     rotated::
 
@@ -29,31 +29,31 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     kv is [B, N, S, Dk], gamma [Dk], v [B, N, S, Dv]; read below Dk for Dr, Dv for Hckv and N for the 1 of a cache.
 
-    RMSNorm(x) is `x / sqrt(mean(x^2) + epsilon) * gamma`. RoPE makes of each pair (x1[i], x2[i]), i < h = Dr/2,
+    RMSNorm(x) is `x / sqrt(mean(x^2) + epsilon) * gamma`. RoPE turns each pair (x1[i], x2[i]), i < h = Dr/2, into
     `x1[i] cos[i] - x2[i] sin[i]` and `x2[i] cos[h+i] + x1[i] sin[h+i]`. rope_layout is (layout read)_(layout written),
-    "interleave_half", "half_half" or "interleave_interleave": interleaved pairs are neighbours, halves h apart.
-    gamma_after_cast multiplies by gamma after rounding the normalised value, and rounds again, as Hugging Face does.
-    kc_scale, a factor of the latents that LongCat has, is no argument of the source; with v it must be 1.
+    "interleave_half", "half_half" or "interleave_interleave": the elements of interleaved pairs are adjacent, those of
+    halves h apart. gamma_after_cast multiplies by gamma after rounding the normalised value, and rounds again, as
+    Hugging Face does. kc_scale, LongCat's factor of the latents, is not an argument of the source; with v it must be 1.
 
     Tensors share the dtype of kv (bfloat16, float16, float32, float64); gamma and tables may be any of these. RMSNorm
     and RoPE run in float32, or float64 for float64, and are rounded once. cos and sin may also have one step for all
     S, with unquantised caches and cache_mode "Norm", "BNSD", "PA" or "PA_BNSD".
 
-    cache_mode says what the caches [..., Dr] and [..., Hckv] and the int64 index are:
+    cache_mode defines the caches [..., Dr] and [..., Hckv] and the int64 index:
 
     - "Norm": [B, 1, T, *], index [B or 1, S] of positions inside the batch row;
-    - "BNSD", which the source does not have: [B, 1, S, *], index None: the new rows are the new cache;
+    - "BNSD", not in the source: [B, 1, S, *], index None: the new rows are the new cache;
     - "PA", also called "PA_BNSD": [BlockNum, BlockSize, 1, *], index [B*S] over the BlockNum*BlockSize slots;
     - "PA_NZ": the same shape and index, each page holding the bytes of [1, D/d0, BlockSize, d0] (FRACTAL_NZ), d0
       elements being 32 bytes; d0 divides D;
     - "PA_BLK_BNSD", "PA_BLK_NZ": as "PA" and "PA_NZ", but each batch row fills pages of its own in order, and index
-      [B*Ceil(S/BlockSize)] holds the first slot of each (any slot of a page names it). mla_prolog's modes of these
+      [B*Ceil(S/BlockSize)] holds the first slot of each (any slot of a page may name it). mla_prolog's modes of these
       names hold block numbers instead. BlockNum is at least B*Ceil(S/BlockSize).
 
-    A negative index stores nothing for its token, or for its page. The compiler, for a row that the program refuses to
-    write, gives the number of slots, which is refused here too, or on NPUs -1. Where two tokens have one slot, either
-    row is stored. BlockSize is a multiple of 16, or of 32 if a cache is int8, except for unquantised "PA" and
-    "PA_BNSD", which take any. Only axis 0 of the caches may be strided with NZ or v.
+    A negative index stores nothing for its token, or for its page. For a row that the program refuses to write, the
+    compiler gives the number of slots, which is refused here, too, or -1 on NPUs. Duplicate slots: which row is stored
+    is undefined. BlockSize is a multiple of 16, or of 32 if a cache is int8, except for unquantised "PA" and "PA_BNSD",
+    which take any. Only axis 0 of the caches may be strided with NZ or v.
 
     Each cache may be int8, except in "Norm" and "BNSD"; then its rows are `x * scale (+ offset)`, x being c_kv or
     k_rope before it was rounded, to the nearest integer, ties to even, saturated. k_rope_scale and k_rope_offset belong
@@ -63,11 +63,11 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Returns k_cache, ckv_cache, k_rope [B, 1, S, Dr], c_kv [B, 1, S, Hckv]; the last two, never quantised, are called
     k_embed_out and y_out in the source. In place, `kv_rmsnorm_rope_cache_` writes the caches instead and returns the
     last two. NPUs leave those undefined unless is_output_kv, which kernels ignore in "Norm" and which is refused there
-    and in "BNSD"; here they are always right, so that it changes nothing. A NaN reaches the row of its own token only,
+    and in "BNSD"; here they are always right, so it changes nothing. A NaN reaches the row of its own token only,
     and becomes 0 in int8. Raises ValueError for arguments that do not fit; index values are checked on the CPU only,
     unless within `check_values`. Inference only.
 
-    Where sources disagree: one cache may be quantised without the other, as kernels can, though the document asks for
+    If sources disagree: one cache may be quantised without the other, as kernels can, though the document asks for
     both; offsets are optional with v and refused without, though the document requires them;
     "Norm" refuses int8, as kernels do, though the document does not say so; BlockNum is bounded by Ceil, not Floor;
     caches have the shape above in "PA_NZ" too: a last dimension of 32 is how int8 pages are stored, not their shape.
@@ -86,7 +86,7 @@ def body_(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def as_outputs(k_rope: Tensor, c_kv: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Contiguous, and no view of kv or v, which k_rope is without rotation and c_kv is with v."""
+    """Contiguous, and not a view of kv or v (k_rope would be one without rotation, c_kv with v)."""
     k_rope = k_rope.clone(memory_format=torch.contiguous_format)
     return k_rope, c_kv.contiguous() if v is None else c_kv.clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""What kv_rmsnorm_rope_cache computes and where it puts it: rows [B, N, S, *] of N heads, slots, writes."""
+"""The computation of kv_rmsnorm_rope_cache: rows [B, N, S, *] of N heads, slots, writes."""
 
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ def rotated(x: Tensor, a: Arguments) -> Tensor:
 
 
 def token_slots(a: Arguments) -> Tensor | None:
-    """The slot of each token, where index may hold one for a whole page."""
+    """The slot of each token; index may hold one slot per page."""
     if a.index is None or "BLK" not in a.cache_mode:
         return a.index
     batch, _, steps, _ = a.kv.shape
@@ -70,7 +70,7 @@ def quantized(rows: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
 
 
 def write(cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False) -> Tensor:
-    """The cache with `rows` [B, N, S, D] at `slots`, as a new tensor unless `in_place`."""
+    """Return the cache with `rows` [B, N, S, D] at `slots`, as a new tensor unless `in_place`."""
     if slots is None:
         return cache.copy_(rows) if in_place else rows.clone(memory_format=torch.contiguous_format)
     if rows.shape[1] == 1:
@@ -79,9 +79,9 @@ def write(cache: Tensor, slots: Tensor | None, rows: Tensor, cache_mode: str, *,
 
 
 def as_one_head(cache: Tensor, slots: Tensor, rows: Tensor, cache_mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The write of N heads as that of a single one.
+    """The write of N heads as a write of one head.
 
-    Heads lie side by side in a row of a page, and one after another in the positions of a "Norm" cache.
+    Heads are adjacent in a row of a page, and consecutive positions in a "Norm" cache.
     """
     if cache_mode != "Norm":
         blocks, block_size, heads, width = cache.shape

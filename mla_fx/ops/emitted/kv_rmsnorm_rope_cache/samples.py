@@ -58,7 +58,7 @@ def sample(
     width: int = 4,
     **options: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`shared` gives one row of positions and one of tables for the whole batch; `width` is Dr."""
+    """`shared` gives one row of positions and tables for the whole batch; `width` is Dr."""
     batch, rank, room = 2, 16, 16
     draw = Sampler(dtype, seed)
     rows = 1 if shared else batch
@@ -90,7 +90,7 @@ def wide_sample(
     offset: bool = False,
     **options: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Sizes that suit every format; `heads` counts those of v, 0 being none; `quantize` names the rows of int8."""
+    """Sizes that suit every format; `heads` counts those of v (0 without v); `quantize` names the int8 rows."""
     batch, rope, blocks, block_size = 2, 32, 5, 32
     k_width, ckv_width = (64, 32) if heads else (rope, 64)
     total = k_width if heads else k_width + ckv_width

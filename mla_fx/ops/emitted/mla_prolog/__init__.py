@@ -1,1 +1,1 @@
-"""Everything of one layer before its attention, by the first interface of the vendor."""
+"""Everything of one layer before its attention: the vendor's first interface."""

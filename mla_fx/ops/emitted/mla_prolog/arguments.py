@@ -1,4 +1,4 @@
-"""The arguments of mla_prolog; what they mean stands in the docstring of its body."""
+"""The arguments of mla_prolog; the docstring of its body explains them."""
 
 from dataclasses import KW_ONLY, dataclass
 

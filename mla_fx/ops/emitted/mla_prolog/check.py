@@ -1,4 +1,4 @@
-"""What mla_prolog refuses."""
+"""The checks of mla_prolog's arguments."""
 
 import warnings
 from typing import Any
@@ -13,7 +13,7 @@ from mla_fx.ops.vendor.mla_prolog_v3 import check as check_v3
 
 from .arguments import Arguments
 
-# For each cache mode the axes of token_x, and those of the caches before the last.
+# Per cache mode: the axes of token_x, and those of the caches except the last.
 CACHE_MODES = {
     "PA_BSND": check_v3.PAGES,
     "PA_NZ": check_v3.PAGES,
@@ -23,7 +23,7 @@ CACHE_MODES = {
 }
 QUANTIZED_MODES = ("PA_BSND", "PA_NZ", "BSND", "TND")
 
-# The scales that the page of npu_mla_prolog calls reserved: those that its kernel reads all the same, and the others.
+# Scales that the page of npu_mla_prolog calls reserved: those that its kernel reads nevertheless, and the others.
 RESERVED_BUT_READ = ("dequant_scale_w_uq_qr", "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")
 RESERVED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
 READ_WARNING = (
@@ -54,7 +54,7 @@ def check_quantized(a: Arguments) -> None:
 
 
 def as_v3(a: Arguments) -> v3.Arguments:
-    """The arguments of mla_prolog_v3 that mean the same where weight_uq_qr is int8."""
+    """The same arguments for mla_prolog_v3, if weight_uq_qr is int8."""
     own = ("rope_layout", "gamma_after_cast")
     shared: dict[str, Any] = {name: value for name, value in vars(a).items() if name not in own}
     per_channel = a.kv_cache.dtype == torch.int8

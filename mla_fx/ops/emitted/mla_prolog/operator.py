@@ -26,19 +26,18 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     token_x is [B, S, He] or [T, He]; weight_dq [He, Hcq] or None, together with rmsnorm_gamma_cq [Hcq]; weight_uq_qr
     [Hcq, N*(D+Dr)], for each head D nope then Dr rope columns; weight_uk [N, D, Hckv]; weight_dkv_kr [He, Hckv+Dr];
     rmsnorm_gamma_ckv [Hckv]; rope_sin and rope_cos [B or 1, S, Dr] or [T, Dr], both None for a model without rotation.
-    Dr is then 0 for one without a rotary part: query_rope and kr_cache have no columns.
+    Without a rotary part, Dr is 0: query_rope and kr_cache have no columns.
     Strides are free. Tensors share the dtype of token_x (bfloat16, float16, float32, float64); gammas and tables may be
     any of these. Matmuls round to it; RMSNorm runs in float32, or float64 for float64, with rmsnorm_epsilon_cq and
     rmsnorm_epsilon_ckv under its root.
 
-    cache_mode says what the caches [..., Hckv] and [..., Dr] and the int64 cache_index are:
-    "PA_BSND" [BlockNum, BlockSize, 1, *], index [B, S] or [T] over the BlockNum*BlockSize slots;
-    "PA_NZ" the same, the bytes of a page being those of [*/n0, BlockSize, n0], n0 elements 32 bytes; BlockSize is a
-    multiple of 16 up to 1024, n0 divides the widths, only axis 0 may have gaps;
-    "Norm" [B, 1, T, *], index [B or 1, S] of positions inside the batch row;
-    "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
-    A negative index stores nothing for its token. Where two tokens have one slot, either row is stored. The compiler,
-    for a row that the program refuses to write, gives the number of slots, which is refused here too, or on NPUs -1.
+    cache_mode defines the caches [..., Hckv] and [..., Dr] and the int64 cache_index: "PA_BSND" [BlockNum, BlockSize,
+    1, *], index [B, S] or [T] over the BlockNum*BlockSize slots; "PA_NZ" the same; a page has the bytes of [*/n0,
+    BlockSize, n0], where n0 elements take 32 bytes; BlockSize is a multiple of 16 up to 1024, n0 divides the widths,
+    only axis 0 may have gaps; "Norm" [B, 1, T, *], index [B or 1, S] of positions inside the batch row; "BSND" [B, S,
+    1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache. A negative index stores nothing
+    for its token. Duplicate slots: which row is stored is undefined. For a row that the program refuses to write, the
+    compiler gives the number of slots, which is refused here, too, or -1 on NPUs.
 
     rope_layout is (layout read)_(layout written), "interleave_half", "half_half" or "interleave_interleave".
     gamma_after_cast multiplies by gamma after rounding the normalised value, as Hugging Face does. qc_qr_scale and
@@ -102,7 +101,7 @@ def compressed_query(a: Arguments) -> Tensor:
 
 
 def key_rows(a: Arguments) -> tuple[Tensor, Tensor]:
-    """What one row of kv_cache and of kr_cache becomes for each token."""
+    """What one row of kv_cache and kr_cache becomes, for each token."""
     kv, rank = a.token_x @ a.weight_dkv_kr, a.weight_uk.shape[2]
     latent = rms_norm(kv[..., :rank], a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv, a.gamma_after_cast, a.kc_scale)
     return latent, rope(kv[..., rank:], a.rope_cos, a.rope_sin, a.rope_layout)

@@ -47,7 +47,7 @@ def sample(
     width: int = 4,
     **rest: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`width` is Dr; there are no tables for a rotary part without columns."""
+    """`width` is Dr; without columns there are no tables."""
     hidden, heads, nope, rank, room = 32, 3, 8, 16, 16
     query_rank = 24 if compress else hidden
     draw = Sampler(dtype, seed)
@@ -70,7 +70,7 @@ def sample(
 
 
 def quantized_sample(mode: str, *call: Any, **options: Any) -> Sample:
-    """A sample of v3 as a call of this interface, which takes from the dtypes what v3 takes from its modes."""
+    """A sample of v3 as a call of this interface, where dtypes say what modes say in v3."""
     _, args, kwargs = samples_v3.sample(*call, **options)
     rest = {name: value for name, value in kwargs.items() if name in ("cache_mode", *RESERVED_BUT_READ)}
     return Sample(mode, (*args[:9], kwargs["cache_index"], *args[9:]), rest)

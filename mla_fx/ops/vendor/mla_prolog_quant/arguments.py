@@ -1,4 +1,4 @@
-"""The arguments of mla_prolog_quant; what they mean stands in the docstring of its body."""
+"""The arguments of mla_prolog_quant; the docstring of its body explains them."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -37,5 +37,5 @@ class Arguments:
 
     @property
     def quantises_query(self) -> bool:
-        """Whether the normalised query is made int8; the key cache is int8 then too."""
+        """Whether the normalised query is quantised to int8; the key cache is int8, too, then."""
         return self.dequant_scale.dim() == 0 or not statically_known_true(self.dequant_scale.shape[0] == 0)

@@ -1,4 +1,4 @@
-"""What mla_prolog_quant refuses."""
+"""The checks of mla_prolog_quant's arguments."""
 
 import torch
 
@@ -54,7 +54,8 @@ def check_types(a: Arguments) -> None:
 
 
 def check_scales(a: Arguments, sizes: Sizes) -> None:
-    """The scales of w_dq and w_dkv_kr are given exactly if these are int8, those of the query if that is."""
+    """Check that the scales of w_dq and w_dkv_kr are given exactly if these are int8, and those of the query if it is
+    int8."""
     for name in ("dequant_scale_w_dq", "dequant_scale_w_dkv_kr"):
         check_optional(name, getattr(a, name), a.w_dq.dtype == torch.int8, f"w_dq of dtype {a.w_dq.dtype}")
     check_letters(a, sizes, dequant_scale_w_dq="1, Hcq", dequant_scale_w_dkv_kr="1, Hckv+Dr")

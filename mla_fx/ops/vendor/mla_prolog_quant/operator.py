@@ -1,4 +1,4 @@
-"""mla_prolog_quant: the prolog of DeepSeek-V3.2, with an int8 query path and int8 latents, 4 scales for each."""
+"""mla_prolog_quant: the prolog of DeepSeek-V3.2, with an int8 query path and int8 latents, 4 scales per row."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def body(a: Arguments) -> Results:
     int8(x) takes f = 127 / max|x| and is (round(x * f), 1 / f); a row of zeros becomes zeros with scale 0. With
     is_symmetry False, that of the query takes s = max((max(x) - min(x)) / 255, 1e-12) and o = 127 - max(x) / s instead
     and is (round(x / s + o), s); then u = r(((q_norm - o) @ w_uq_qr) * s * dequant_scale), where the product with o is
-    not rounded. Codes are rounded half to even and saturate; NaN becomes 0. RoPE reads pairs of neighbours and writes
+    not rounded. Codes are rounded half to even and saturate; NaN becomes 0. RoPE reads interleaved pairs and writes
     two halves.
 
     With int8 w_dq and w_dkv_kr, token_x is made int8 with one scale for each token, and token_x @ w_dq is one product::
@@ -52,8 +52,8 @@ def body(a: Arguments) -> Results:
     [BlockNum, BlockSize, 1, Hckv], kr_cache [BlockNum, BlockSize, 1, Dr] and k_scale_cache float32 [BlockNum,
     BlockSize, 1, 4]. Sizes are free, with Hckv divisible by 4 and Dr even. Tensors of no dtype named here share that of
     token_x (bfloat16 as in the source, float16, float32, float64), but gammas and tables may be any of these. Strides
-    are free: NZ, of which the source speaks, is how an NPU stores weights. A negative index stores nothing for its
-    token. Where two tokens have one slot, either row is stored.
+    are free: the source's NZ is how an NPU stores weights. A negative index stores nothing for its
+    token. Duplicate slots: which row is stored is undefined.
 
     A dequant_scale with shape[0] == 0 quantises neither query nor key: w_uq_qr and kv_cache have the dtype of token_x,
     q_norm is RMSNorm(c, gamma_cq), u = r(q_norm @ w_uq_qr), and kv_cache takes RMSNorm(k[:Hckv], gamma_ckv).
@@ -65,15 +65,15 @@ def body(a: Arguments) -> Results:
     s; the offset o is not returned, as in the source. In place, `mla_prolog_quant_` writes the caches instead and
     returns the first four. Raises ValueError for arguments that do not fit. Inference only.
 
-    Source: `mla_prolog_quant_d` and `mla_prolog_quant_p` of pypto's DeepSeek-V3.2, whose maths is one; their docstrings
-    are swapped, d decodes and p prefills. Their tile_config and rope_cfg only steer tiling and mean nothing here. Where
-    they disagree with themselves: k_scale_cache is float32 as in the code, not float16 as in the docstrings. cache_mode
-    must be "PA_BSND": "PA_NZ" is documented, but no code writes it. Nothing sets smooth_scales_cq, is_symmetry,
-    dequant_scale_w_dq or dequant_scale_w_dkv_kr; here they do what quant() and pre_compute_2d() would do with them, but
-    for is_symmetry, whose code uses neither scale nor offset, so that its docstring counts. dequant_scale_x is a field
-    of the source that no code reads, for token_x comes unquantised; it is absent here. Key scales belong to a token and
-    tile, not to a channel. Their test script omits epsilon and divides by the root; here the code counts. The rope part
-    of u is rounded before it is rotated, unlike in npu_mla_prolog_v3.
+    Source: `mla_prolog_quant_d` and `mla_prolog_quant_p` of pypto's DeepSeek-V3.2, which compute the same; their
+    docstrings are swapped: d decodes and p prefills. Their tile_config and rope_cfg only steer tiling and mean nothing
+    here. Where they contradict themselves: k_scale_cache is float32 as in the code, not float16 as in the docstrings.
+    cache_mode must be "PA_BSND": "PA_NZ" is documented, but no code writes it. Nothing sets smooth_scales_cq,
+    is_symmetry, dequant_scale_w_dq or dequant_scale_w_dkv_kr; here they do what quant() and pre_compute_2d() would do
+    with them, but for is_symmetry, whose code uses neither scale nor offset, so that its docstring counts.
+    dequant_scale_x is a field of the source that no code reads, for token_x comes unquantised; it is absent here. Key
+    scales belong to a token and tile, not to a channel. Their test script omits epsilon and divides by the root; here
+    the code counts. The rope part of u is rounded before it is rotated, unlike in npu_mla_prolog_v3.
     """
     compressed, keys = projected_tokens(a)
     latent, key_rope, k_scale = key_rows(a, keys)
@@ -122,7 +122,7 @@ def queries(a: Arguments, compressed: Tensor) -> Queries:
 
 
 def quantised_projection(q_norm: Tensor, a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """q_norm in int8, its scale, and its product with w_uq_qr in the dtype that it had."""
+    """q_norm in int8, its scale, and its product with w_uq_qr in the dtype of q_norm."""
     z = to_accumulation_dtype(q_norm)
     if a.smooth_scales_cq is not None:
         z = z * a.smooth_scales_cq
@@ -131,7 +131,7 @@ def quantised_projection(q_norm: Tensor, a: Arguments) -> tuple[Tensor, Tensor, 
         product = int_matmul(codes, a.w_uq_qr)
     else:
         codes, scale, offset = quantize_rows_with_offset(z)
-        # In float64, because what is left after the offset can be far smaller than either.
+        # In float64, because the difference after subtracting the offset can be far smaller than either term.
         product = ((codes.double() - offset.double()) @ a.w_uq_qr.double()).to(z.dtype)
     up = (product * scale * a.dequant_scale.flatten()).to(q_norm.dtype)
     return codes, scale.float(), up
@@ -140,14 +140,14 @@ def quantised_projection(q_norm: Tensor, a: Arguments) -> tuple[Tensor, Tensor, 
 def quantize_rows_with_offset(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """int8 over the last axis, scale and offset [..., 1], such that `(int8 - offset) * scale` is about `x`."""
     largest, smallest = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
-    # As a tensor: on CUDA, PyTorch divides by a number with one rounding too many.
+    # A tensor: on CUDA, PyTorch rounds once too often when it divides by a number.
     scale = ((largest - smallest) / torch.full_like(largest, 255.0)).clamp(min=1e-12)
     offset = 127.0 - largest / scale
     return i8_trunc(x / scale + offset), scale, offset
 
 
 def key_rows(a: Arguments, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows of kv_cache, kr_cache and k_scale_cache for each token; without int8 latents there are no scales."""
+    """The rows of kv_cache, kr_cache and k_scale_cache per token; without int8 latents there are no scales."""
     rank = a.gamma_ckv.shape[0]
     latent = rms_norm(keys[:, :rank], a.gamma_ckv, a.epsilon_ckv)
     key_rope = rope(keys[:, rank:], a.cos, a.sin, ROPE_LAYOUT)
@@ -159,13 +159,13 @@ def key_rows(a: Arguments, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm as the source takes it: 1/n before the sum, and a product with the reciprocal of the root.
+    """RMSNorm as the source computes it: 1/n before the sum, and a multiplication by the reciprocal of the root.
 
-    The other operators take 1/n after the sum and divide by the root.
+    The other operators multiply by 1/n after the sum and divide by the root.
     """
     z = to_accumulation_dtype(x)
     mean = (z * z * (1.0 / x.shape[-1])).sum(-1, keepdim=True)
-    # By way of float64: the float32 square roots of PyTorch on a CPU are not all correctly rounded.
+    # Via float64: PyTorch's float32 square roots on a CPU are not all correctly rounded.
     root = (mean + epsilon).double().sqrt().to(z.dtype)
     return (gamma.to(z.dtype) * (z * root.reciprocal())).to(x.dtype)
 

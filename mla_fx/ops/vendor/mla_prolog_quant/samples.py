@@ -39,7 +39,8 @@ def sample(
     int8_tokens: bool = False,
     **options: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`smooth` is the shape of smooth_scales_cq; `quantised` that of the query, `int8_tokens` that of token_x."""
+    """`smooth` is the shape of smooth_scales_cq. `quantised` and `int8_tokens` say whether the query and token_x are
+    int8."""
     hidden, compressed, heads, nope, rank, width = 32, 24, 3, 8, 16, 4
     blocks, block_size = 3, 5
     columns = heads * (nope + width)

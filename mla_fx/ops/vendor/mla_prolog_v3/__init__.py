@@ -1,1 +1,1 @@
-"""Everything of one layer before its attention, quantised or not, by the third interface of the vendor."""
+"""Everything of one layer before its attention, quantised or not: the vendor's third interface."""

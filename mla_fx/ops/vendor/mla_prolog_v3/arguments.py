@@ -1,4 +1,4 @@
-"""The arguments of mla_prolog_v3; what they mean stands in the docstring of its body."""
+"""The arguments of mla_prolog_v3; the docstring of its body explains them."""
 
 from dataclasses import KW_ONLY, dataclass
 

@@ -1,4 +1,4 @@
-"""What mla_prolog_v3 refuses."""
+"""The checks of mla_prolog_v3's arguments."""
 
 import math
 from dataclasses import replace
@@ -30,24 +30,24 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import TILE, Arguments
 
-# For each cache mode the axes of token_x, and those of the caches before the last.
+# Per cache mode: the axes of token_x, and those of the caches except the last.
 PAGES = ("B, S, He or T, He", "BlockNum, BlockSize, 1")
 CACHE_MODES = {
     **dict.fromkeys(("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ"), PAGES),
     "BSND": ("B, S, He", "B, S, 1"),
     "TND": ("T, He", "T, 1"),
 }
-# For each weight_quant_mode the kv_cache_quant_modes that go with it.
+# Per weight_quant_mode: the kv_cache_quant_modes that go with it.
 QUANT_MODES = {0: (0,), 1: (0, 2, 3), 2: (0, 1, 3)}
 NEWER_MODES = (3, 4, 5)
 PER_TENSOR, PER_CHANNEL, PER_TILE = 1, 2, 3
-# The options that follow from kv_cache_quant_mode: 1 in one mode, 0 in the others.
+# Options that follow from kv_cache_quant_mode: 1 in one mode, 0 in the others.
 COUPLED = {"query_quant_mode": PER_TENSOR, "ckvkr_repo_mode": PER_TILE, "quant_scale_repo_mode": PER_TILE}
 NUMBERS = ("weight_quant_mode", "kv_cache_quant_mode", *COUPLED, "tile_size")
 
 
 def check(a: Arguments) -> None:
-    # A compiler may pass these as symbols; their values decide what is computed.
+    # A compiler may pass these as symbols, but their values decide what is computed.
     numbers: dict[str, Any] = {name: int(getattr(a, name)) for name in NUMBERS}
     a = replace(a, **numbers)
     check_modes(a)
@@ -61,7 +61,8 @@ def check(a: Arguments) -> None:
 
 
 def check_modes(a: Arguments) -> None:
-    """Weights and caches are quantised in a combination that exists, and the other options follow from it."""
+    """Check that the quantisations of weights and caches can be combined, and that the other options follow from
+    them."""
     weight, cache = a.weight_quant_mode, a.kv_cache_quant_mode
     if weight in NEWER_MODES:
         raise ValueError(f"weight_quant_mode is {weight}, float8 of newer chips; allowed: 0, 1, 2.")
@@ -88,7 +89,7 @@ def check_cache_mode(cache_mode: str, kv_cache_quant_mode: int) -> None:
 
 
 def check_types(a: Arguments) -> None:
-    """The dtype of weight_uk is that of everything that is neither int8 nor free."""
+    """Check that everything that is neither int8 nor free has the dtype of weight_uk."""
     check_dtype("weight_uk", a.weight_uk, FLOATS[:2] if a.kv_cache_quant_mode == PER_TILE else FLOATS)
     quantised = {"weight_uq_qr": a.weight_quant_mode > 0, "kv_cache": a.kv_cache_quant_mode > 0}
     quantised |= dict.fromkeys(("token_x", "weight_dq", "weight_dkv_kr"), a.weight_quant_mode == 2)
@@ -104,7 +105,7 @@ def check_types(a: Arguments) -> None:
 
 
 def check_shapes(a: Arguments) -> Sizes:
-    """Everything but scales and caches."""
+    """Check everything except scales and caches."""
     sizes: Sizes = {}
     weights = {"weight_uk": "N, D, Hckv", "weight_dq": "He, Hcq", "weight_dkv_kr": "He, Hckv+Dr"}
     check_letters(a, sizes, token_x=CACHE_MODES[a.cache_mode][0], **weights)
@@ -118,7 +119,7 @@ def check_shapes(a: Arguments) -> Sizes:
 
 
 def check_scales(a: Arguments, sizes: Sizes) -> None:
-    """Each scale is given in the modes that read it, in no other, as float32 in its shape."""
+    """Check that each scale is given exactly in the modes that read it, in float32 and in its shape."""
     some, full = a.weight_quant_mode > 0, a.weight_quant_mode == 2
     per_channel = a.kv_cache_quant_mode == PER_CHANNEL
     sizes["B*S"] = math.prod(a.token_x.shape[:-1])
@@ -154,7 +155,7 @@ def check_caches(a: Arguments, sizes: Sizes) -> None:
 
 
 def check_layout(name: str, cache: Tensor, cache_mode: str) -> None:
-    """Dense pages of the vendor's sizes, in the FRACTAL_NZ format of whole fractals."""
+    """Check that pages are dense and have the vendor's sizes and, in FRACTAL_NZ, whole fractals."""
     check_dense_pages(name, cache)
     if not cache_mode.startswith("PA"):
         return
@@ -174,7 +175,7 @@ def check_layout(name: str, cache: Tensor, cache_mode: str) -> None:
 
 
 def check_position(a: Arguments) -> None:
-    """cache_index and actual_seq_len say where the tokens go, where anything has to."""
+    """Check cache_index and actual_seq_len, if the cache mode has them."""
     *tokens, _ = a.token_x.shape
     by_block = "BLK" in a.cache_mode
     when = f"cache_mode {a.cache_mode!r}"
@@ -202,7 +203,7 @@ def check_position(a: Arguments) -> None:
 
 
 def check_lengths(ends: Tensor, count: int) -> None:
-    """Sums of lengths up to each sequence, `count` tokens in all."""
+    """Check the sums of lengths up to each sequence, of `count` tokens in all."""
     check_rank("actual_seq_len", ends, "B")
     check_dtype("actual_seq_len", ends, INTEGERS)
     if not readable(ends):
@@ -216,7 +217,8 @@ def check_lengths(ends: Tensor, count: int) -> None:
 
 
 def pages(ends: Tensor, block_size: int) -> int | None:
-    """How many pages sequences with these ends fill, each starting a new one; None where they cannot be read."""
+    """The number of pages that sequences with these ends fill, each starting a new page; None if the ends cannot be
+    read."""
     if not readable(ends):
         return None
     lengths = ends.diff(prepend=ends.new_zeros(1))
@@ -224,7 +226,7 @@ def pages(ends: Tensor, block_size: int) -> int | None:
 
 
 def check_slots(index: Tensor, slots: int) -> None:
-    """A cache without slots stores nothing, whatever the index."""
+    """Whether the cache has slots; without slots nothing is stored, for any index."""
     if not statically_known_true(slots == 0):
         check_index("cache_index", index, slots)
 

@@ -36,7 +36,7 @@ def body(a: Arguments) -> Results:
     Dr rope columns; weight_uk [N, D, Hckv]; weight_dkv_kr [He, Hckv+Dr]; rmsnorm_gamma_cq [Hcq]; rmsnorm_gamma_ckv
     [Hckv]; rope_sin and rope_cos [B, S, Dr] or [T, Dr]. Sizes are free. The dtype of weight_uk (bfloat16, float16,
     float32, float64) is that of everything unquantised, 16-bit in kv_cache_quant_mode 3; gammas and tables may have any
-    of these. RoPE reads pairs of neighbours and writes halves. Norms, rotations and scales run in float32, or float64
+    of these. RoPE reads interleaved pairs and writes halves. Norms, rotations and scales run in float32, or float64
     for float64.
 
     weight_quant_mode, and the scales (float32) that it takes, all factors that turn integers back into values:
@@ -67,7 +67,7 @@ def body(a: Arguments) -> Results:
     query_quant_mode, ckvkr_repo_mode and quant_scale_repo_mode are 0 in the other modes. weight_quant_mode
     3 to 5, float8 and hifloat8 of newer chips, is refused.
 
-    cache_mode says what the caches [..., Hckv] and [..., Dr] and the int64 cache_index are:
+    cache_mode defines the caches [..., Hckv] and [..., Dr] and the int64 cache_index:
 
     - "PA_BSND" [BlockNum, BlockSize, 1, *], index [B, S] or [T] over the BlockNum*BlockSize slots;
     - "PA_NZ" the same, in pages of the FRACTAL_NZ format: the bytes of a page are those of [*/n0, BlockSize, n0], where
@@ -78,7 +78,7 @@ def body(a: Arguments) -> Results:
     - "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
 
     BlockSize is a multiple of 16 up to 1024. Only axis 0 of a cache may have gaps. A negative index stores nothing for
-    its token or block. Where two tokens have one slot, either row is stored. A cache without blocks stores nothing.
+    its token or block. Duplicate slots: which row is stored is undefined. A cache without blocks stores nothing.
 
     Returns query [B, S, N, Hckv] and query_rope [B, S, N, Dr] (or [T, N, *]); dequant_scale_q_nope [B*S or T, N, 1],
     float32; query_norm [B, S, Hcq] or [T, Hcq], n as it meets weight_uq_qr, and its dequant_scale_q_norm [B*S or T, 1],
@@ -86,7 +86,7 @@ def body(a: Arguments) -> Results:
     does not have is an empty tensor [0]. In place, `mla_prolog_v3_` writes the caches and returns the others.
 
     Source: torch_npu.npu_mla_prolog_v3, the in-place form, and its npu_mla_prolog_v3_functional; the arguments named
-    *_dtype, float8 of newer chips, are left out. Where sources disagree: query is quantised in kv_cache_quant_mode 1
+    *_dtype, float8 of newer chips, are left out. If sources disagree: query is quantised in kv_cache_quant_mode 1
     alone, though the page says so of 3; weight_uq_qr has one scale per column, not per token; the int8 query rounds by
     way of float16, each time with ties away from zero, as the kernel does; k is rounded before its norm, which the
     reference does not do; indices below 0 skip, which the page does not allow. As in the kernel nothing guards a row of
@@ -112,7 +112,7 @@ def body_(a: Arguments) -> Queries:
 
 
 def queries(a: Arguments) -> Queries:
-    """The five results that are no caches."""
+    """The five results that are not caches."""
     *tokens, _ = a.token_x.shape
     heads, nope, rank = a.weight_uk.shape
     dtype = a.weight_uk.dtype
@@ -135,7 +135,7 @@ def queries(a: Arguments) -> Queries:
 
 
 def normed_query(a: Arguments) -> tuple[Tensor, Tensor | None]:
-    """query_norm [B*S or T, Hcq], in int8 with a scale for each row where weight_uq_qr is int8."""
+    """query_norm [B*S or T, Hcq]; in int8 with a scale per row if weight_uq_qr is int8."""
     x, dtype = a.token_x.flatten(0, -2), a.weight_uk.dtype
     compressed = product(x, a.weight_dq, a.dequant_scale_x, a.dequant_scale_w_dq, dtype)
     normed = rescaled(wide_rms_norm(compressed, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq), a.qc_qr_scale)
@@ -146,7 +146,7 @@ def normed_query(a: Arguments) -> tuple[Tensor, Tensor | None]:
 
 
 def key_rows(a: Arguments) -> tuple[Tensor, Tensor | None]:
-    """What kv_cache and kr_cache hold of each token, [B, S, *] or [T, *]; packed rows leave nothing for kr_cache."""
+    """The rows of kv_cache and kr_cache per token, [B, S, *] or [T, *]; packed rows leave nothing for kr_cache."""
     *tokens, _ = a.token_x.shape
     rank, dtype = a.weight_uk.shape[2], a.weight_uk.dtype
     x, cos, sin = (tensor.flatten(0, -2) for tensor in (a.token_x, a.rope_cos, a.rope_sin))
@@ -165,21 +165,22 @@ def key_rows(a: Arguments) -> tuple[Tensor, Tensor | None]:
 def product(
     x: Tensor, weight: Tensor, row_scale: Tensor | None, column_scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`x @ weight` rounded to `dtype`; of int8 exact, times the scale of each row, then of each column, unrounded."""
+    """`x @ weight` rounded to `dtype`. For int8, the exact product times the scale of each row, then of each column,
+    unrounded."""
     if row_scale is None or column_scale is None:
         return x @ weight
     return int_matmul(x, weight).to(accumulation_dtype(dtype)) * row_scale * column_scale
 
 
 def quantized_query(query: Tensor, query_rope: Tensor, ckv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, N, *] with one scale [T, N, 1] for each head of each token."""
+    """[T, N, *] with one scale [T, N, 1] per head and token."""
     integers, scale = quantize_rows(to_accumulation_dtype(query), inverse_first=False, to_int8=i8_half_round)
     rescaled_rope = to_accumulation_dtype(query_rope) * (ckv_scale / scale)
     return integers, rescaled_rope.to(query_rope.dtype), scale
 
 
 def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:
-    """The bytes of each row: int8 latents, `key_rope`, one float32 scale for each tile of latents."""
+    """The bytes of each row: int8 latents, `key_rope`, one float32 scale per tile of latents."""
     tiles = latent.view(latent.shape[0], latent.shape[1] // TILE, TILE)
     bound = tiles.abs().amax(-1, keepdim=True) * clip_alpha
     scale = bound * (1 / 127)
@@ -188,7 +189,7 @@ def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:
 
 
 def token_slots(a: Arguments) -> Tensor | None:
-    """The slot of each token, None where the new rows are the new cache."""
+    """The slot of each token; None if the new rows are the new cache."""
     if a.cache_index is None or "BLK" not in a.cache_mode:
         return a.cache_index
     *tokens, _ = a.token_x.shape
@@ -200,7 +201,7 @@ def token_slots(a: Arguments) -> Tensor | None:
 
 
 def as_result(scale: Tensor | None, like: Tensor) -> Tensor:
-    """A scale in float32, empty in a mode that has none."""
+    """A scale in float32; empty in a mode without it."""
     return like.new_empty(0, dtype=torch.float32) if scale is None else scale.float()
 
 

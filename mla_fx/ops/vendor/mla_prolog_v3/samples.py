@@ -13,11 +13,11 @@ from mla_fx.ops.common.sample import Sampler
 from .arguments import TILE
 
 BLOCK_SIZE, BLOCKS = 16, 4
-STEP = 1 / 40  # what 1 of an int8 value stands for, when values have a standard deviation of 1
+STEP = 1 / 40  # the value of an int8 step, if values have a standard deviation of 1
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """kv_cache_quant_mode 3 stores 16-bit values, so its samples are for those."""
+    """kv_cache_quant_mode 3 stores 16-bit values, so its samples are 16-bit."""
     normed = {"query_norm_flag": True}
     rescaled = {"qc_qr_scale": 0.75, "kc_scale": 1.25}
     calls = [
@@ -119,7 +119,7 @@ def integers(draw: Sampler, *shape: int) -> Tensor:
 
 
 def scale(draw: Sampler, width: int, size: float) -> Tensor:
-    """float32 [1, width] of values about `size`, whatever the dtype of the draws."""
+    """float32 [1, width] of values of about `size`, for any dtype of the draws."""
     return size * draw.gamma(width).float().unsqueeze(0)
 
 

@@ -1,4 +1,4 @@
-"""Which arguments multi_latent_attention takes."""
+"""The checks of multi_latent_attention's arguments."""
 
 from collections.abc import Mapping, Sequence
 
@@ -46,7 +46,7 @@ MAX_BATCH, MAX_STEPS = 8192, 4
 Layout = tuple[str, tuple[int | None, ...]]
 
 _PLAIN, _NZ = "BlockNum, BlockSize, KvHeads", "BlockNum, width/n0, BlockSize, n0"
-# The axes and sizes of ctkv and k_rope in each cache mode; every block holds one tile.
+# The axes and sizes of ctkv and k_rope per cache mode; every block holds one tile.
 LATENTS: Mapping[str, Layout] = {
     SPLIT: (f"{_PLAIN}, Hckv", (None, TILE, 1, RANK)),
     NZ: (_NZ, (None, RANK // 16, TILE, 16)),
@@ -92,7 +92,7 @@ def check_numbers(a: Arguments) -> None:
 
 
 def check_presence(a: Arguments, mode: Modes) -> None:
-    """Each optional tensor is given exactly where the modes want it."""
+    """Check that each optional tensor is given exactly if the modes require it."""
     of_cache = f"cache_mode {mode.cache!r}"
     check_optional("q_rope", a.q_rope, mode.cache != MERGED, of_cache)
     check_optional("k_rope", a.k_rope, mode.cache != MERGED, of_cache)
@@ -146,7 +146,7 @@ def check_types(a: Arguments, mode: Modes) -> None:
 
 
 def check_lengths(a: Arguments) -> None:
-    """The values of q_seqlen, context_lens and of the entries of block_tables that are read."""
+    """Check the values of q_seqlen, context_lens and the entries of block_tables that are read."""
     if a.q_seqlen is not None and readable(a.q_seqlen):
         check_steps(host_lengths(a.q_seqlen), a.q_nope.shape[0])
     if not readable(a.context_lens):
@@ -193,7 +193,7 @@ def check_mask(a: Arguments, mode: Modes) -> None:
 
 
 def check_corner(mask: Tensor, batch: int, q_seqlen: Tensor) -> None:
-    """The rows of the mask fit the largest of q_seqlen."""
+    """Check that the rows of the mask fit the largest of q_seqlen."""
     letters = "125+2q, 128 or B, 125+2q, 128"
     check_rank("mask", mask, letters)
     check_shape("mask", mask, letters, (batch, None, TILE)[-mask.dim() :])

@@ -24,12 +24,12 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
         lse       = ln(sum(exp(s)))
 
     block_tables [B, MaxBlocks] names the blocks of 128 slots that hold the keys of each sequence in order, and
-    context_lens [B] counts the keys; neither slots nor entries behind the last key are read. H is 8, 16, 32, 64 or 128;
+    context_lens [B] counts the keys; slots and entries past the last key are not read. H is 8, 16, 32, 64 or 128;
     head_num is H, or 0. kv_head_num is 1, or 0 for the same. qk_scale is in (0, 1]; B is at most 8192.
     Enumerators are torch_npu's words or the document's, in any case and with or without prefix, or all of them
     their numbers.
 
-    cache_mode says what the tensors hold:
+    cache_mode defines the tensors:
     "krope_ctkv"    q_nope [T, H, 512], q_rope [T, H, 64], ctkv [BlockNum, 128, 1, 512], k_rope [BlockNum, 128, 1, 64];
     "nzcache"       the caches in FRACTAL_NZ: ctkv [BlockNum, 32, 128, 16], k_rope [BlockNum, 4, 128, 16];
     "int8_nzcache"  q_nope and ctkv [BlockNum, 16, 128, 32] are int8, k_rope [BlockNum, 4, 128, 16] is not; qk_descale
@@ -38,7 +38,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     What is not int8 shares one dtype: float16 or bfloat16, without int8 also float32 or float64. Sums are float32, or
     float64 for float64. Lengths and tables are int32 or int64; lengths may lie on the CPU, as on the NPU.
 
-    calc_type says how many rows a sequence has:
+    calc_type defines the number of rows of a sequence:
     "calc_type_spec"       q_seqlen [B] rows, each 1 to 4, one sequence after another, T in all;
     "calc_type_undefined"  one, T = B;
     "calc_type_ring"       one, T = B, and lse is returned.
@@ -101,7 +101,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 def unscaled_scores(
     a: Arguments, query: Tensor, latent: Tensor, block: Tensor, seen: Tensor, cache_mode: str
 ) -> Tensor:
-    """[T, H, 128]; the rotary part is not quantised, and so not descaled."""
+    """[T, H, 128]; the rotary part is not quantised, so it is not descaled."""
     scores = query @ latent.mT
     if a.qk_descale is not None:
         scores = scores * a.qk_descale.unsqueeze(-1)
@@ -114,9 +114,9 @@ class Rows(NamedTuple):
     """The query rows, [T] each on the CPU."""
 
     sequence: Tensor
-    step: Tensor  # the number of the row among the rows of its sequence
-    steps: Tensor  # how many rows its sequence has
-    context: Tensor  # how many keys its sequence has
+    step: Tensor  # the row's number among the rows of its sequence
+    steps: Tensor  # the number of rows of its sequence
+    context: Tensor  # the number of keys of its sequence
 
 
 def query_rows(a: Arguments) -> Rows:
@@ -128,7 +128,7 @@ def query_rows(a: Arguments) -> Rows:
 
 
 def keys(cache: Tensor, block: Tensor, seen: Tensor, cache_mode: str) -> Tensor:
-    """One block of keys for each query row, [T, 128, width]; zeros where not `seen` [T, 128], whatever is stored."""
+    """One block of keys per query row, [T, 128, width]; zeros where not `seen` [T, 128], whatever is stored."""
     page = cache[block]
     page = page.transpose(1, 2).flatten(2) if cache_mode.endswith("nzcache") else page.squeeze(2)
     return torch.where(seen.unsqueeze(-1), to_accumulation_dtype(page), 0)

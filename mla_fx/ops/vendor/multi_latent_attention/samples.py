@@ -1,4 +1,4 @@
-"""Arguments to try multi_latent_attention with, one set or more for each of its modes."""
+"""Arguments to try multi_latent_attention with, one set or more per mode."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ WORDS = {DECODE: "decode", SPEC: "SPEC", RING: "RING", SPEC_MASK: "mask SPEC", F
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Every cache mode with every calculation and mask that it takes, and every head count."""
+    """Every cache mode with every calculation and mask that it supports, and every head count."""
     for number, cache in enumerate(("krope_ctkv", "nzcache", MERGED)):
         yield sample(dtype, number, cache, heads=8, contexts=(130, 0, 128))
         yield sample(dtype, number, cache, heads=(64, 32, 16)[number], contexts=(200,), calc_type=RING)
@@ -48,7 +48,7 @@ def sample(
     mask_type: str = NO_MASK,
     split: bool = False,
 ) -> Sample:
-    """With `steps` for each sequence the calculation is SPEC. `split` gives each sequence a mask_type_free mask."""
+    """`steps` per sequence make the calculation SPEC. `split` gives each sequence a mask_type_free mask."""
     draw = Sampler(dtype, seed)
     rows = len(contexts) if steps is None else sum(steps)
     columns = [-(-context // TILE) for context in contexts]
@@ -65,7 +65,7 @@ def sample(
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "mask": drawn_mask(draw, mask_type, contexts, steps or (), split),
         "q_seqlen": None if steps is None else torch.tensor(steps, dtype=torch.int32),
-        # An int8 product is about 40 * 40 times one of the values behind it.
+        # An int8 product is about 40 * 40 times a product of the values it represents.
         "qk_descale": draw.gamma(heads).float() / 1600 if quantized else None,
         "pv_descale": draw.gamma(heads).float() / 40 if quantized else None,
     }
@@ -102,8 +102,8 @@ def drawn_mask(
         return draw.normal(sum(steps), max(contexts))
     if mask_type != FREE_MASK:
         return None
-    # The document's mask, and finite terms below its diagonal, which an implementation that computes the causal cut
-    # in place of reading the mask would not add.
+    # The document's mask, plus finite terms below its diagonal. An implementation that computes the causal mask instead
+    # of reading it would not add them.
     corners = [corner_mask(max(steps), of_sequence) for of_sequence in (steps if split else (max(steps),))]
     corner = torch.stack(corners) if split else corners[0]
     return corner.to(draw.dtype) + draw.normal(*corner.shape).tril_(-1)

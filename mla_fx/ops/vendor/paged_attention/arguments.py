@@ -11,7 +11,7 @@ class Arguments:
     query: Tensor
     key_cache: Tensor
     value_cache: Tensor | None = None
-    # Required all the same: the document's order has value_cache, which may be left out, before them.
+    # Required nevertheless: in the document's order, value_cache, which is optional, comes before them.
     block_tables: Tensor = None  # type: ignore[assignment]  # None is refused by name, as for every required tensor
     context_lens: Tensor = None  # type: ignore[assignment]
     mask: Tensor | None = None

@@ -1,6 +1,6 @@
-"""The computation of paged_attention, for all sequences at once and one tile of key positions after another.
+"""The computation of paged_attention, for all sequences at once, tile by tile of key positions.
 
-E entries (sequences that run, or with compression the key heads of each), K key heads of an entry, S query rows of an
+E entries (running sequences or, with compression, the key heads of each), K key heads of an entry, S query rows of an
 entry, G query heads of a key head, M = S*G, W key positions of a tile, D and Dv head sizes of keys and values.
 """
 
@@ -31,19 +31,19 @@ from .options import BNSD, DEQUANT_FUSION, Options
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries, on the CPU: [E] each, or [E, S] for their query rows, of which some entries have fewer than S."""
+    """The entries, on the CPU: [E] each, or [E, S] for their query rows; some entries have fewer rows than S."""
 
     table_row: Tensor  # in context_lens and block_tables
     sequence: Tensor
     key_head: Tensor  # with compression; otherwise 0
     context: Tensor
     query_row: Tensor  # in query; 0 where there is none
-    exists: Tensor  # whether there is such a query row
-    query_position: Tensor  # among the keys, whose last one belongs to the last query row
+    exists: Tensor  # whether this query row exists
+    query_position: Tensor  # among the keys; the last key belongs to the last query row
 
 
 def query_counts(contexts: Tensor, q_seq_lens: Tensor | None, o: Options) -> Tensor:
-    """How many query rows each sequence has, [B]; those without a context have none."""
+    """The number of query rows of each sequence, [B]; 0 without a context."""
     runs = contexts.view(-1, o.tables_per_sequence).amax(1) > 0
     counts = torch.ones_like(runs, dtype=torch.int64) if q_seq_lens is None else host_lengths(q_seq_lens)
     return torch.where(runs, counts, 0)
@@ -91,7 +91,7 @@ def attention(a: Arguments, o: Options, entries: Entries) -> Tensor:
 
 
 def tiles(a: Arguments, o: Options, entries: Entries, query: Tensor) -> Iterator[Tile]:
-    """Scores [E, K, M, W] and values [E, K, W, Dv] of one tile after another; `query` is [E, K, S, G, D]."""
+    """Yield scores [E, K, M, W] and values [E, K, W, Dv], tile by tile; `query` is [E, K, S, G, D]."""
     read = Pages(a, o, entries, query.dtype)
     finish = Scores(a, o, entries, query.dtype)
     contexts = entries.context.to(query.device)
@@ -109,7 +109,8 @@ def tiles(a: Arguments, o: Options, entries: Entries, query: Tensor) -> Iterator
 
 
 def grouped_query(a: Arguments, o: Options, entries: Entries) -> Tensor:
-    """The query rows [E, K, S, G, D] in the dtype of sums; where there is no row, another one that nobody reads."""
+    """The query rows [E, K, S, G, D] in the accumulation dtype; a missing row is another row, whose result is not
+    read."""
     query = a.query if a.q_scale in (0.0, 1.0) else a.query * a.q_scale
     index = tuple(part.to(query.device) for part in query_index(entries, o))
     rows = by_key_head(query, o)[index]
@@ -119,7 +120,7 @@ def grouped_query(a: Arguments, o: Options, entries: Entries) -> Tensor:
 
 
 def query_index(entries: Entries, o: Options) -> tuple[Tensor, ...]:
-    """Where the rows of an entry are in [T, Hkv, G, D]: all heads of a token, or those of one key head."""
+    """The places of an entry's rows in [T, Hkv, G, D]: all heads of a token, or those of one key head."""
     return (entries.query_row, entries.key_head.unsqueeze(1)) if o.compressed else (entries.query_row,)
 
 
@@ -129,7 +130,7 @@ def by_key_head(rows: Tensor, o: Options) -> Tensor:
 
 
 class Pages:
-    """Reads keys and values from the caches, in the dtype of sums."""
+    """Reads keys and values from the caches, in the accumulation dtype."""
 
     def __init__(self, a: Arguments, o: Options, entries: Entries, dtype: torch.dtype) -> None:
         self.a, self.o, self.dtype = a, o, dtype
@@ -161,7 +162,7 @@ class Pages:
         return (rows * self.by_column(as_float32(descale))).to(self.a.query.dtype)
 
     def by_column(self, columns: Tensor) -> Tensor:
-        """[Hkv*D] as [K, D], or with compression that of the key head of each entry, [E, 1, 1, D]."""
+        """[Hkv*D] as [K, D] or, with compression, the row of each entry's key head, [E, 1, 1, D]."""
         columns = torch.unflatten(columns, 0, (self.o.kv_heads, -1))
         return columns[self.key_head][:, None, None] if self.o.compressed else columns
 
@@ -174,7 +175,7 @@ def by_position(cache: Tensor, o: Options) -> Tensor:
 
 
 class Scores:
-    """What happens to the products of query and keys."""
+    """How the products of query and keys become scores."""
 
     def __init__(self, a: Arguments, o: Options, entries: Entries, dtype: torch.dtype) -> None:
         device = a.query.device
@@ -206,12 +207,12 @@ def per_head(scale: Tensor, o: Options) -> Tensor:
 
 
 def as_float32(scale: Tensor) -> Tensor:
-    """int64 scales carry the bits of a float32 in their low half."""
+    """int64 scales hold the bits of a float32 in their low half."""
     return scale if scale.is_floating_point() else scale.to(torch.int32).view(torch.float32)
 
 
 def weighted_values(a: Arguments, o: Options) -> Product:
-    """How the weights of a tile are rounded and meet its values."""
+    """How the weights of a tile are rounded and multiplied by its values."""
     if a.v_descale is None or not o.fully_quantized:
         return rounded_product(a.query.dtype)
     descale = per_head(a.v_descale, o)
@@ -219,7 +220,7 @@ def weighted_values(a: Arguments, o: Options) -> Product:
 
 
 def offline_product(scale: Tensor, descale: Tensor) -> Product:
-    """The weights become int8 by a factor known before, [K, M, 1]."""
+    """The weights become int8 by a factor known beforehand, [K, M, 1]."""
 
     def product(weights: Tensor, tile_max: Tensor, running_max: Tensor, values: Tensor) -> Tensor:
         return (i8_half_rint(weights * scale).to(values.dtype) @ values) * descale

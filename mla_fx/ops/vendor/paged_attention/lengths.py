@@ -1,4 +1,4 @@
-"""The checks of paged_attention's lengths and block tables: shapes, and values where these can be read."""
+"""The checks of paged_attention's lengths and block tables: shapes, and values if they can be read."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .tensors import LENGTHS, block_size
 
 
 def check_lengths(a: Arguments, o: Options) -> None:
-    """The shapes of lengths and block_tables, and their values where these can be read."""
+    """Check the shapes of lengths and block_tables, and their values if they can be read."""
     check_dtypes(a, dict.fromkeys((*LENGTHS, "block_tables"), INTEGERS))
     lead, sizes = "B*Hkv" if o.compressed else "B", Sizes()
     check_letters(a, sizes, context_lens=lead)
@@ -32,7 +32,7 @@ def check_lengths(a: Arguments, o: Options) -> None:
         raise ValueError(
             f"query has {a.query.shape[0]} tokens; it may have {entries // each}, one for each of context_lens."
         )
-    # On a device too: the computation has to wait for them anyway.
+    # On a device too: the computation waits for them anyway.
     if not a.context_lens.is_meta and readable(contexts := host_lengths(a.context_lens)):
         check_length_values(a, o, contexts)
 
@@ -86,7 +86,8 @@ def is_square(mask: Tensor | None) -> bool:
 
 
 def check_columns(a: Arguments, o: Options, contexts: Tensor) -> None:
-    """A mask reaches to the longest context; the mask of bfloat16 parallel decoding with a combined cache is 0 or 1."""
+    """Check that a mask reaches the longest context, and that the mask of bfloat16 parallel decoding with a combined
+    cache is 0 or 1."""
     if a.mask is None:
         return
     longest = int(contexts.max()) if contexts.numel() else 0
@@ -103,7 +104,7 @@ def check_columns(a: Arguments, o: Options, contexts: Tensor) -> None:
 
 
 def check_blocks(a: Arguments, o: Options, contexts: Tensor) -> None:
-    """block_tables is wide enough, and holds blocks of the cache as far as a context reaches."""
+    """Check that block_tables is wide enough, and names blocks of the cache up to the end of each context."""
     page = block_size(a, o)
     pages = (contexts + page - 1) // page
     most = int(pages.max()) if pages.numel() else 0

@@ -1,6 +1,6 @@
 """The masks of paged_attention, all read as rows of one table.
 
-E entries (sequences, or with compression the key heads of each), K key heads of an entry, S query rows of an entry,
+E entries (sequences or, with compression, the key heads of each), K key heads of an entry, S query rows of an entry,
 G query heads of a key head, W key positions.
 """
 
@@ -22,8 +22,9 @@ HIDDEN = -3e38
 class Mask(NamedTuple):
     """What is added to the scores of each query row: a row [C] of `table`, or a window of it.
 
-    `row` [E, K, S, G] or sizes 1. Column c of a row belongs to key position c, or with `shift` [E, 1, S or 1, 1] to key
-    position shift + c: earlier positions are visible, and those behind the last column hidden.
+    `row` [E, K, S, G], or sizes 1. Column c of a row belongs to key position c or, with `shift` [E, 1, S or 1, 1], to
+    key
+    position shift + c. Earlier positions are visible; positions after the last column are hidden.
     """
 
     table: Tensor
@@ -65,15 +66,15 @@ def read_mask(
 
 
 def is_nz(mask: Tensor, o: Options) -> bool:
-    """Whether a mask is in NZ format; an ND mask may have 16 columns too, but then it has one row, [B, H, 1, 16]."""
+    """Whether a mask is in NZ format. An ND mask may have 16 columns, too, but then it has one row, [B, H, 1, 16]."""
     nz = o.nz and mask.dim() == 4 and mask.shape[3] == NZ_WIDTH
     return nz and not (o.mask == ALIBI and statically_known_true(mask.shape[2] == 1))
 
 
 def from_nz(mask: Tensor, o: Options) -> Tensor:
-    """The ND mask that [X, C/16, R, 16] stands for, whose element (x, r, c) is at [x, c // 16, r, c % 16].
+    """The ND mask of [X, C/16, R, 16]: its element (x, r, c) is at [x, c // 16, r, c % 16].
 
-    Where a mask has one row, in NZ format it has 16, of which the first counts.
+    A mask with one row has 16 in NZ format; only the first counts.
     """
     if o.mask not in (NORM, ALIBI):
         return mask[0].transpose(0, 1).flatten(1)
@@ -99,6 +100,6 @@ def free_mask(table: Tensor, position: Tensor) -> Mask:
 
 
 def compressed_mask(table: Tensor, position: Tensor) -> Mask:
-    """The causal table over the last 2048 positions of a context, or over all of a shorter one."""
+    """The causal table over the last 2048 positions of a context, or over all positions of a shorter one."""
     shift = (position.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
     return Mask(table, position - shift, shift)

@@ -36,7 +36,7 @@ def body(a: Arguments) -> Tensor:
     16 or 32 heads); in NZ, and with calc_type, scale_type, compress_type or quant_type chosen, Dv = D is at most 256
     and D * BlockSize at most 16384, unless the cache is combined.
     mla_v_head_size Dv: one combined cache, without a value_cache, Hkv 1: a value is the first Dv columns of its key.
-    block_tables [B, MaxBlocks], int32 or int64; what stands behind a context is not read. context_lens [B], and below
+    block_tables [B, MaxBlocks], int32 or int64; entries past a context are not read. context_lens [B], and below
     batch_run_status [B] and q_seq_lens [B], are integers of any device or lists of the host.
 
     mask_type says what mask, in the dtype of attn_out, adds to the scores; column j of its S, at least the longest
@@ -54,15 +54,15 @@ def body(a: Arguments) -> Tensor:
     for "mask_type_alibi", where the first of the 16 rows counts; otherwise X is 1 and R the rows of the matrix, of
     "mask_type_spec" also rounded up to 16.
 
-    batch_run_status_enable: batch_run_status is 0 where a sequence does not run. The document has it control that, no
-    kernel reads it; so it must be 0 exactly where context_lens is 0, where both agree.
+    batch_run_status_enable: batch_run_status is 0 where a sequence does not run. The document says that it controls
+    this, but no kernel reads it; so it must be 0 exactly where context_lens is 0: there both agree.
 
-    quant_type "type_dequant_fusion": the caches are int8, and stand for `(float32(key) + k_offset) * k_descale` rounded
+    quant_type "type_dequant_fusion": the caches are int8 and represent `(float32(key) + k_offset) * k_descale` rounded
     to the dtype of query, for values with v_offset and v_descale, all [Hkv*D]; k_offset and v_offset are int32, given
     with has_quant_offset alone.
     "type_quant_qkv_offline" and "type_quant_qkv_online": query is int8 too; out_data_type, float16 or bfloat16, is the
     dtype of attn_out. With k_descale and v_descale [H], `s = int32(query . key) * k_descale[h] * qk_scale + mask`.
-    Weights become int8 through float16, half to even: offline `p * p_scale[h]`, p_scale float32 [H], with values
+    Weights are cast to float16, then to int8, half to even: offline `p * p_scale[h]`, p_scale float32 [H], with values
     `int32(weights . value) * v_descale[h]`, so that v_descale holds 1 / p_scale; online `p / r` with `r = max(p of the
     row in this tile) / 127` and `int32(weights . value) * (v_descale[h] * r)`.
     k_descale and v_descale are both float32, or both int64 with the bits of a float32 in the low half.

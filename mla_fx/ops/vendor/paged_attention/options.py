@@ -1,4 +1,4 @@
-"""The options of paged_attention: their spellings, and which of them go together."""
+"""The options of paged_attention: their spellings, and which go together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ EXCLUSIONS = (
 
 @dataclass(frozen=True)
 class Options:
-    """The options in the documents' spelling, with what they imply."""
+    """The options in the documents' spelling, and what they imply."""
 
     heads: int
     kv_heads: int
@@ -74,7 +74,7 @@ class Options:
 
     @property
     def inverted_mask(self) -> bool:
-        """Where the kernel for bfloat16 reads 1 as hidden."""
+        """Whether the bfloat16 kernel reads 1 as hidden."""
         return self.parallel and self.combined and self.mask == SPEC
 
     @property
@@ -84,7 +84,7 @@ class Options:
 
     @property
     def tables_per_sequence(self) -> int:
-        """Entries of context_lens and rows of block_tables that belong to one sequence."""
+        """The number of entries of context_lens, and of rows of block_tables, per sequence."""
         return self.kv_heads if self.compressed else 1
 
 
@@ -105,7 +105,7 @@ def read_options(a: Arguments) -> Options:
 
 
 def check_options(a: Arguments, o: Options) -> None:
-    """The options fit each other and the tensors that are given."""
+    """Check that the options fit each other and the given tensors."""
     check_heads(a, o)
     check_exclusions(a, o)
     check_mask_type(o)
@@ -148,7 +148,7 @@ def check_exclusions(a: Arguments, o: Options) -> None:
 
 
 def features(a: Arguments, o: Options) -> Iterator[tuple[str, str]]:
-    """What `EXCLUSIONS` is about, each with its words in a message."""
+    """The conditions of `EXCLUSIONS`, each with its words in a message."""
     for argument, value in (
         ("mask_type", o.mask),
         ("quant_type", o.quant),
@@ -167,7 +167,7 @@ def features(a: Arguments, o: Options) -> Iterator[tuple[str, str]]:
 
 
 def check_mask_type(o: Options) -> None:
-    """What a mask needs beyond what excludes it."""
+    """Check what a mask needs in addition to `EXCLUSIONS`."""
     if o.mask in (SPEC, MASK_FREE) and not o.parallel:
         raise ValueError(f"mask_type is {o.mask!r}; it must come with calc_type {PARALLEL_DECODING!r}.")
     if o.mask in (MASK_FREE, NORM_COMPRESS) and not o.nz:
@@ -186,7 +186,7 @@ def check_mask_type(o: Options) -> None:
 
 
 def check_given(a: Arguments, o: Options) -> None:
-    """Every optional tensor is given exactly in the scenario that reads it."""
+    """Check that every optional tensor is given exactly in the scenario that reads it."""
     quant, offset = f"quant_type {o.quant!r}", f"has_quant_offset {a.has_quant_offset}"
     check_optional("mask", a.mask, o.mask != UNMASKED, f"mask_type {o.mask!r}")
     status = f"batch_run_status_enable {a.batch_run_status_enable}"

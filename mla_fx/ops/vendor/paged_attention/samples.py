@@ -22,7 +22,7 @@ Keywords = dict[str, Any]
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Every scenario; full quantisation has results of 16 bits only."""
+    """Every scenario; full quantisation has 16-bit results only."""
     draw = Sampler(dtype, 7)
     yield sample("base", base(draw, qk_scale=0.5, q_scale=0.3))
     yield sample("base, a key head for each query head", base(draw, kv_heads=HEADS, value_size=48))
@@ -54,7 +54,7 @@ def mask_samples(draw: Sampler) -> Iterator[Sample]:
 
 
 def parallel_samples(draw: Sampler) -> Iterator[Sample]:
-    """Several query rows for each sequence."""
+    """Several query rows per sequence."""
     longest = max(CONTEXTS)
     spec = base(draw, steps=STEPS)
     yield sample("calc_type_spec, mask_type_spec", spec, mask_type=SPEC, mask=draw.normal(6, longest + 2))
@@ -64,7 +64,7 @@ def parallel_samples(draw: Sampler) -> Iterator[Sample]:
 
 
 def nz_mask_samples(draw: Sampler) -> Iterator[Sample]:
-    """Masks in the format of NZ caches, with rows and columns behind those that count."""
+    """Masks in the format of NZ caches, with padding rows and columns."""
     bands, batch, tokens = math.ceil(max(CONTEXTS) / 16), len(CONTEXTS), 6
     for sequences in (batch, 1):
         mask = draw.normal(sequences, bands, 16, 16)
@@ -78,7 +78,7 @@ def nz_mask_samples(draw: Sampler) -> Iterator[Sample]:
 
 
 def table_samples(draw: Sampler) -> Iterator[Sample]:
-    """Masks of one table for all sequences, whose part is chosen by the end of the context."""
+    """Masks of one table for all sequences; the end of the context selects the part."""
     free = base(draw, (130, 3, 257), steps=(2, 3, 129), form="NZ", block_size=128)
     yield sample("mask_type_mask_free", free, mask_type=MASK_FREE, mask=to_nz(causal(draw, 128)))
     table = causal(draw, 2048)
@@ -101,7 +101,7 @@ def quantized_samples(draw: Sampler) -> Iterator[Sample]:
 
 
 def compressed_samples(draw: Sampler) -> Iterator[Sample]:
-    """Each key head of a sequence has a context of its own, in pages with one head."""
+    """Each key head of a sequence has its own context, in pages with one head."""
     contexts = (150, 17, 32, 1, 0, 0)
     alibi = draw.normal(HEADS, 1, 150)
     yield sample("compress_type_kvhead", base(draw, contexts, compressed=True), mask=alibi, mask_type=ALIBI)
@@ -140,9 +140,10 @@ def base(
     compressed: bool = False,
     **options: Any,
 ) -> Keywords:
-    """What every scenario has; `steps` makes it parallel decoding, `combined` is the width of values in the keys."""
+    """The arguments of every scenario; `steps` makes it parallel decoding, `combined` is the width of values in the
+    keys."""
     pages = [math.ceil(context / block_size) for context in contexts]
-    blocks = sum(pages) + 2  # two that nobody uses
+    blocks = sum(pages) + 2  # two that are not used
     tables = draw.block_tables(pages, blocks)
     live = [context > 0 for context in contexts[:: kv_heads if compressed else 1]]
     tokens = sum(step for step, runs in zip(steps or [1] * len(live), live, strict=False) if runs)
@@ -181,7 +182,7 @@ def cache(draw: Sampler, form: str, blocks: int, block_size: int, heads: int, si
 
 
 def causal(draw: Sampler, size: int) -> Tensor:
-    """A table that hides what is above the diagonal, and weighs what is not."""
+    """A table that hides what is above the diagonal, and adds weights elsewhere."""
     above = torch.ones(size, size, dtype=torch.bool).triu(1)
     return draw.normal(size, size).masked_fill(above, -10000.0)
 
@@ -196,7 +197,7 @@ def log_n(draw: Sampler) -> Tensor:
 
 
 def dequantized(arguments: Keywords, offsets: bool = False) -> Keywords:
-    """The same with int8 caches; with offsets, scales of int64 that hold the bits of a float32."""
+    """The same with int8 caches, with offsets, and with int64 scales that hold the bits of a float32."""
     columns = arguments["kv_head_num"] * HEAD_SIZE
     changed: Keywords = {"quant_type": "type_dequant_fusion", "has_quant_offset": offsets}
     for side in ("key", "value"):
@@ -208,13 +209,13 @@ def dequantized(arguments: Keywords, offsets: bool = False) -> Keywords:
 
 
 def as_bits(arguments: Keywords) -> Keywords:
-    """The same with scales of int64, whose low half has the bits of a float32 and whose high half is full."""
+    """The same with int64 scales, whose low half holds a float32 and whose high half is full."""
     names = ("k_descale", "v_descale")
     return arguments | {name: arguments[name].view(torch.int32).long() - 2**32 for name in names}
 
 
 def quantized(draw: Sampler, arguments: Keywords, quant_type: str) -> Keywords:
-    """The same with int8 query and caches, and scales for each query head."""
+    """The same with int8 query and caches, and scales per query head."""
     scales = Sampler(torch.float32, 9)
     changed: Keywords = {
         name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if name in arguments

@@ -1,4 +1,4 @@
-"""The checks of what paged_attention computes with: shapes and dtypes of caches, scales and masks."""
+"""The checks of the tensors that paged_attention computes with: shapes and dtypes of caches, scales and masks."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from .options import (
 
 LENGTHS = ("context_lens", "batch_run_status", "q_seq_lens")
 
-# Elements of one page of one head, and the widest head, where keys and values have to be alike.
+# Elements of one page of one head, and the widest head, if keys and values must be alike.
 PAGE, HEAD = 128 * 128, 256
 WIDEST = 576
 
@@ -57,7 +57,7 @@ def check_caches(a: Arguments, o: Options) -> None:
 
 
 def check_cache(name: str, cache: Tensor, dtype: torch.dtype, o: Options, size: int | None) -> None:
-    """`size` is the head size, None where any will do."""
+    """Check a cache; `size` is the head size, None for any."""
     check_dtype(name, cache, (dtype,))
     heads = 1 if o.compressed else o.kv_heads
     if o.nz and size is not None:
@@ -103,7 +103,7 @@ def check_sizes(o: Options, key_size: int, value_size: int, page: int) -> None:
 
 
 def is_wide_page(o: Options, key_size: int, value_size: int, page: int) -> bool:
-    """The one case in which heads of 576 come in pages of 256."""
+    """The only case with heads of 576 in pages of 256."""
     sized = o.combined and (key_size, value_size) == (576, 512) and not o.parallel
     return (
         sized and not known_to_differ(page, 256) and not (known_to_differ(o.heads, 16) and known_to_differ(o.heads, 32))
@@ -111,7 +111,7 @@ def is_wide_page(o: Options, key_size: int, value_size: int, page: int) -> bool:
 
 
 def check_scales(a: Arguments, o: Options) -> None:
-    """Scales, offsets and the other small tensors."""
+    """Check scales, offsets and the other small tensors."""
     letters, count = ("H", o.heads) if o.fully_quantized else ("Hkv*D", o.kv_heads * a.query.shape[2])
     check_dtypes(a, dict.fromkeys(("k_descale", "v_descale"), (torch.float32, torch.int64)))
     check_letters(a, {letters: count}, k_descale=letters, v_descale=letters)
@@ -166,7 +166,7 @@ def check_nd_mask(mask: Tensor, o: Options, batch: int, tokens: int) -> None:
 
 
 def check_nz_mask(mask: Tensor, o: Options, batch: int, tokens: int) -> None:
-    """Rows are padded to 16 where a mask has one, and may be where it has one for each token."""
+    """Rows are padded to 16 if a mask has one row, and may be if it has one per token."""
     if o.mask == NORM:
         check_shape("mask", mask, "B, S/16, 16, 16", (batch, None, NZ_WIDTH, NZ_WIDTH), broadcast=True)
     elif o.mask == ALIBI and known_to_differ(mask.shape[0], o.heads):
