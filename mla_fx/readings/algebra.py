@@ -1,4 +1,4 @@
-"""Sums and products of elements, whatever operations spell them; every factor met on the way is part of the result."""
+"""Sums and products of elements in any spelling; the result contains every factor on the way."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ Budget = Iterator[int]
 
 
 def allowance() -> Budget:
-    """What may be read, all in all, of a value in which sums are nested in something else."""
+    """How much may be read in all of a value with nested sums."""
     return iter(range(MOST_OPERATIONS))
 
 
 def as_sum(element: Element, budget: Budget | None = None) -> Sum:
-    """`element` as a sum of terms that are no sums themselves. Raises NoMatch if it is too long to be of use."""
+    """Read `element` as a sum of terms that are not sums themselves. Raises NoMatch if it is too long."""
     terms: list[Element] = []
     total = _add_up(element, terms, budget or allowance())
     return Sum(tuple(terms), total)
 
 
 def spend(budget: Budget, node: Node) -> None:
-    """Raises NoMatch if nothing may be read any more, and from then on whenever it is asked."""
+    """Raise NoMatch once the budget is used up, and at every call after that."""
     if next(budget, None) is None:
         raise NoMatch(f"a sum or product of more than {MOST_OPERATIONS} operations", node)
 
@@ -79,7 +79,7 @@ def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
 
 
 def complemented(element: Element) -> Element | None:
-    """The condition as a number in `1 - condition`, which is no sum of numbers but the opposite condition."""
+    """Return the condition in `1 - condition`, which is not a sum of numbers but the opposite condition."""
     node = element.origin
     if node.target not in SUBTRACTS | REVERSED or argument(node, 2, "alpha", 1) != 1:
         return None
@@ -92,7 +92,7 @@ def complemented(element: Element) -> Element | None:
 
 
 def _adds_numbers(node: Node) -> bool:
-    """A sum or difference of floating tensors, or of one and a number: flags and counts are no terms of it."""
+    """A sum or difference of floating tensors, or of a tensor and a number; flags and integers are not terms of it."""
     if node.target not in _ADDS or not constant(argument(node, 2, "alpha", 1)):
         return False
     terms = [node, *(value for value in args_of(node)[:2] if isinstance(value, Node) and constant(value) is None)]
@@ -101,14 +101,14 @@ def _adds_numbers(node: Node) -> bool:
 
 
 def as_product(element: Element, kept: Node | None = None) -> Product:
-    """`element` as a product of powers of elements that are no products themselves, or are what `kept` computes."""
+    """Read `element` as a product of powers of elements that are not products themselves, or that `kept` accepts."""
     factors: list[tuple[Element, float]] = []
     number = _multiply_up(element, 1.0, factors, allowance(), kept)
     return Product(tuple(_collected(factors)), number)
 
 
 def _collected(factors: list[tuple[Element, float]]) -> list[tuple[Element, float]]:
-    """Whole powers of one element added up. Roots stay apart: x^0.5 x^0.5 is no x where x is negative."""
+    """Add up whole powers of one element. Roots stay separate: x^0.5 x^0.5 is not x if x is negative."""
     whole: dict[Element, float] = {}
     roots: list[tuple[Element, float]] = []
     for factor, power in factors:
@@ -128,7 +128,7 @@ def _multiply_up(
     number, element = element.apart()
     spend(budget, element.node)
     inner = [] if element.node is kept else _factors(element.node)
-    # (x^2)^0.5 is |x|, no power of x: an even power is taken apart only by an even one
+    # (x^2)^0.5 is |x|, not a power of x: only an even power may be applied to an even power
     loses_sign = any(own == int(own) and own % 2 == 0 and (own * power) % 2 for _, own in inner)
     divides_by_zero = any(constant(value) == 0 and own * power < 0 for value, own in inner)
     number = _power(number, power, element.node)
@@ -155,7 +155,7 @@ def _power(number: float, power: float, node: Node) -> float:
 
 
 def _factors(node: Node) -> list[tuple[Any, float]]:
-    """The operands of a product and their powers; empty if `node` is none, or one of whole numbers."""
+    """The operands of a product and their powers; empty if `node` is not a product, or one of integers."""
     if not node.meta["val"].dtype.is_floating_point:
         return []
     target = node.target

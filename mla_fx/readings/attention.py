@@ -45,8 +45,8 @@ STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
 
 @dataclass(frozen=True)
 class Mask(Reading):
-    """A term of the logits that no query or key enters: a number that is added, or, with `fill`, a condition: where it
-    is not `keep_where` the logits *are* `fill`, whatever stood there."""
+    """A term of the logits without query and key: a number that is added or, with `fill`, a condition. Where the
+    condition is not `keep_where`, the logits *are* `fill`, whatever they were."""
 
     element: Element
     fill: float | None = None
@@ -62,10 +62,11 @@ class Causal(Reading):
 
 @dataclass(frozen=True)
 class Attention(Reading):
-    """`sum over keys of softmax(logits) * value`, read at `index` of `node`; the logits are the sum of `scores` and
-    added masks, then filled by the others. Behind `index` the output has `padding` zeros, as padded values leave it.
-    `sink` is one more logit in each row, which has no value, neither scaled nor masked: a value of the graph, or a
-    number."""
+    """`sum over keys of softmax(logits) * value`, read at `index` of `node`.
+
+    The logits are the sum of `scores` and the added masks, then filled by the other masks. Padded values leave
+    `padding` zeros at the end of the output. `sink` is one more logit per row, without a value, neither scaled nor
+    masked: a graph value or a number."""
 
     index: tuple[Index, ...]
     scores: tuple[Contraction, ...]
@@ -84,12 +85,12 @@ class Attention(Reading):
 
     @property
     def fill(self) -> float | None:
-        """The number that the logits are where a condition masks them; None if that is minus infinity."""
+        """The number that masked logits are; None for minus infinity."""
         return next((mask.fill for mask in self.masks if mask.fill not in (None, -math.inf)), None)
 
 
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
-    """The nodes at which attention may begin to be read: each softmax whose result enters a product."""
+    """Yield the nodes at which attention may be read: each softmax whose result enters a product."""
     for node in graph.nodes:
         if node.target in ANCHORS and _begins_attention(node):
             yield node
@@ -103,7 +104,7 @@ def _begins_attention(node: Node) -> bool:
 
 
 def attention(node: Node) -> Attention:
-    """Reads the attention that begins at anchor `node`. Raises NoMatch if there is none."""
+    """Read the attention at anchor `node`. Raises NoMatch if there is none."""
     if node.target in FUSED_ATTENTION:
         return _fused(node)
     output = weighted_sum(node)
@@ -122,7 +123,7 @@ def attention(node: Node) -> Attention:
 
 
 def _sink(logit: Element) -> Element | float:
-    """The logit of the column without value as one value, to which at most zeros are added, or as a number."""
+    """The logit of the column without a value: one value, to which at most zeros are added, or a number."""
     total = as_sum(logit)
     number, values = total.constant, list[Element]()
     for term in total.terms:
@@ -137,7 +138,7 @@ def _sink(logit: Element) -> Element | float:
 
 
 def _unpadded(found: Attention) -> Attention:
-    """Attention over the values without the zeros that were put behind them to make them as wide as the keys."""
+    """Attention over the values without the zeros that pad them to the width of the keys."""
     value, last = found.value, found.index[-1]
     for axis, cut in cuts(value.node, value.index):
         if value.node.target is not aten.constant_pad_nd.default or last.axis is not axis:
@@ -157,7 +158,7 @@ def _guards(node: Node) -> list[Node]:
 
 
 def weighted_sum(node: Node) -> Node | None:
-    """The product that consumes the probabilities of a softmax, through the views between; None if there is none."""
+    """The product that consumes a softmax's probabilities, through views; None if there is none."""
     pending, seen = list(node.users), set()
     while pending:
         user = pending.pop(0)
@@ -172,7 +173,7 @@ def weighted_sum(node: Node) -> Node | None:
 
 
 def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
-    """The logits as products of queries and keys and masks: first all numbers that are added, then the fills."""
+    """Read the logits as products of queries and keys, and masks: first the numbers that are added, then the fills."""
     total = as_sum(element, budget)
     if total.constant:
         raise NoMatch("a number is added to the attention scores", element.origin)
@@ -198,7 +199,7 @@ def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], 
 
 
 def _why_no_score(masks: list[Mask]) -> str:
-    """What stands between the products of query and key and the softmax."""
+    """Say what comes between the products of query and key and the softmax."""
     for logits in (_unfilled(mask.element) for mask in masks):
         factors = [factor.origin for factor, _ in as_product(logits).factors]
         others = [name_of(factor) for factor in factors if factor.target not in SUMS]
@@ -211,11 +212,11 @@ def _why_no_score(masks: list[Mask]) -> str:
 
 
 def _masked_scores(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
-    """The logits under a fill; None if it is a mask, with no scores in it, that is filled."""
+    """Read the logits under a fill; None if the filled value is a mask without scores."""
     try:
         return _logits(element, budget)
     except NoMatch:
-        spend(budget, element.origin)  # raises what it was, if they are too long
+        spend(budget, element.origin)  # raises the original reason if the logits are too long
         return None
 
 
@@ -224,8 +225,8 @@ def _added(term: Element) -> Mask:
 
 
 def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
-    """Where logits are filled with minus infinity nothing that is added changes them; where they are filled with a
-    number they are that number, and everything else would have to come before."""
+    """Order the masks. Adding to logits that are minus infinity changes nothing. Logits that are filled with a number
+    are that number, so everything else has to come before."""
     fills = {mask.fill for mask in masks if mask.fill is not None}
     if fills <= {-math.inf}:
         return tuple(masks)
@@ -238,13 +239,13 @@ def _in_order(masks: list[Mask]) -> tuple[Mask, ...]:
 
 
 def _unfilled(logits: Element) -> Element:
-    """Logits as they were before they were filled where a condition holds, if they were."""
+    """The logits before they were filled under a condition, if they were."""
     filled = _filled(logits)
     return logits if filled is None else _unfilled(filled[0])
 
 
 def _filled(element: Element) -> tuple[Element, Mask] | None:
-    """`where(condition, scores, fill)` either way around, as masked_fill leaves it: the scores and the mask."""
+    """Read `where(condition, scores, fill)`, either way around, and masked_fill: the scores and the mask."""
     dtype, peak = element.dtype, element.peak
     factor, element = element.apart()
     node = element.node
@@ -269,7 +270,7 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
 
 
 def _fused(node: Node) -> Attention:
-    """One of PyTorch's fused attention operators, whose first result is the output."""
+    """Read one of PyTorch's fused attention operators, whose first result is the output."""
     query, key, value = args_of(node)[:3]
     named = {argument.name: position for position, argument in enumerate(_schema(node).arguments)}
 
@@ -296,7 +297,7 @@ def _fused(node: Node) -> Attention:
 
 
 def _shared(node: Node, name: str, given: Node, batch: list[Index]) -> list[Index]:
-    """Where keys or values are read: several heads of the query, one behind another, may share one of theirs."""
+    """Where keys or values are read: consecutive query heads may share one of theirs."""
     query = args_of(node)[0]
     sizes, wanted = shape_of(given)[:-2], shape_of(query)[:-2]
     if len(sizes) != len(wanted) or any(

@@ -1,8 +1,8 @@
 """Index arithmetic over axes: the offset and strides with which a value's dimension is read.
 
-An axis is a loop variable and never changes. A dimension that holds only a part of it, as a reshape leaves it, reads a
-*digit* of it: with an axis of 12 over a tensor of [3, 4], `axis // 4 % 3` reads the rows and `axis % 4` the columns.
-Indices are kept in one normal form, so that equal reads are equal values, in whatever order they were made.
+An axis is a loop variable and never changes. A dimension that holds only part of it, for example after a reshape, reads
+a *digit* of it: with an axis of 12 over a tensor of [3, 4], `axis // 4 % 3` reads the rows and `axis % 4` the columns.
+Indices have one normal form, so equal reads are equal values, in whatever order they were made.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Digit(NamedTuple):
         return bool(self.below == 1 and self.size == self.axis.size)
 
     def split(self, inner: Size) -> tuple[Digit, Digit]:
-        """The digit as two, the lower of `inner`."""
+        """Split the digit into two; the lower one has `inner` values."""
         outer = Digit(self.axis, plain(self.below * inner), ratio(self.size, inner))
         return outer, Digit(self.axis, self.below, inner)
 
     def overlaps(self, other: Digit) -> bool:
-        """The two may not vary apart from each other."""
+        """Whether the two digits cannot vary independently."""
         apart = at_most(self.below * self.size, other.below) or at_most(other.below * other.size, self.below)
         return self.axis is other.axis and not apart
 
@@ -58,7 +58,8 @@ Term = tuple[Digit, Size]
 
 
 class Index(NamedTuple):
-    """`offset + sum(stride * digit)`: where one dimension is read. Made by `combine`, equal if it reads the same."""
+    """`offset + sum(stride * digit)`: where one dimension is read. `combine` makes it; indices are equal if they read
+    the same."""
 
     offset: Size = 0
     terms: tuple[Term, ...] = ()
@@ -73,7 +74,7 @@ class Index(NamedTuple):
 
     @property
     def axis(self) -> Axis | None:
-        """The one axis that this is, read from its start in steps of one; None if it is anything else."""
+        """The one axis that this index reads from its start in steps of one; None otherwise."""
         if self.offset != 0 or len(self.terms) != 1:
             return None
         digit, stride = self.terms[0]
@@ -97,7 +98,7 @@ def fresh(size: Size) -> Index:
 
 
 def combine(offset: Size, terms: Iterable[Term]) -> Index:
-    """An index from loose terms: equal digits are added up, neighbouring ones joined, those of size 1 dropped."""
+    """An index from loose terms: adds up equal digits, joins adjacent ones, drops those of size 1."""
     total: dict[Digit, Size] = {}
     for digit, stride in terms:
         if digit.size != 1:
@@ -116,13 +117,13 @@ def _serial_of(term: Term) -> int:
 
 
 def _term_order(term: Term) -> tuple[int, str]:
-    """Any order will do that is the same for equal digits."""
+    """Any order works that is the same for equal digits."""
     digit, _ = term
     return digit.axis.serial, str(digit.below)
 
 
 def _joined(terms: dict[Digit, Size]) -> dict[Digit, Size]:
-    """Digits that stand beside each other in an axis, with strides to match, as one."""
+    """Join digits that are adjacent in an axis and have matching strides."""
     for upper, lower in itertools.permutations(terms, 2):
         is_above = upper.axis is lower.axis and upper.below == lower.below * lower.size
         if is_above and terms[upper] == terms[lower] * lower.size:
@@ -133,7 +134,7 @@ def _joined(terms: dict[Digit, Size]) -> dict[Digit, Size]:
 
 
 def shifted(index: Index, by: Size, step: Size = 1) -> Index:
-    """`by + step * index`: how a slice reads the dimension it slices."""
+    """`by + step * index`: how a slice reads its dimension."""
     return Index(plain(by + step * index.offset), tuple((digit, plain(step * stride)) for digit, stride in index.terms))
 
 
@@ -144,12 +145,12 @@ def composite(axes: Sequence[Axis]) -> Index:
 
 
 def extent(index: Index) -> Size:
-    """One more than the furthest position the index reaches past its offset."""
+    """One more than the index's furthest position after its offset."""
     return plain(1 + sum((stride * (digit.size - 1) for digit, stride in index.terms), 0))
 
 
 def slowest_first(terms: Iterable[Term]) -> list[Term] | None:
-    """Terms by falling stride; None if it is not known which of two is the larger."""
+    """The terms by descending stride; None if it is unknown which of two is larger."""
     ordered: list[Term] = []
     for term in terms:
         position = 0
@@ -162,7 +163,7 @@ def slowest_first(terms: Iterable[Term]) -> list[Term] | None:
 
 
 def digits_of(index: Index) -> tuple[Digit, ...] | None:
-    """The digits that together are this index, slowest first; None if it does not count through all of them."""
+    """The digits that make up this index, slowest first; None if it does not count through all of them."""
     if index.axis is not None:
         return (index.terms[0][0],)
     ordered = slowest_first(index.terms)
@@ -174,13 +175,13 @@ def digits_of(index: Index) -> tuple[Digit, ...] | None:
 
 
 def axes_of(index: Index) -> tuple[Axis, ...] | None:
-    """The axes that together are this index, slowest first; None if it is no dimension laid out over whole axes."""
+    """The axes that make up this index, slowest first; None if it is not a dimension over whole axes."""
     digits = digits_of(index)
     return None if digits is None or not all(digit.is_whole for digit in digits) else tuple(d.axis for d in digits)
 
 
 def difference(left: Index, right: Index) -> Index | None:
-    """`left - right`, whatever digits they are written in; None if these have no digits in common."""
+    """`left - right`, in whatever digits they are written; None if they have no common digits."""
     cut_at = _where_cut((left, right))
     if cut_at is None:
         return None
@@ -206,15 +207,15 @@ def _split_at(digit: Digit, stride: Size, cut_at: Sequence[Size]) -> list[Term]:
 
 
 def speaks_of(index: Index, axes: Container[Axis]) -> bool:
-    """Some digit of the index is one of these axes'."""
-    for digit, _ in index.terms:  # noqa: SIM110  # asked thousands of times: `any` would cost twice as much
+    """Whether some digit of the index belongs to one of these axes."""
+    for digit, _ in index.terms:  # noqa: SIM110  # called thousands of times: `any` would cost twice as much
         if digit.axis in axes:
             return True
     return False
 
 
 def substitute(index: Index, replacements: Mapping[Axis, Index]) -> Index | None:
-    """`index` with some axes replaced by other indices; None if a digit of one of these is no index."""
+    """`index` with some axes replaced by other indices; None if a digit of one of those is not an index."""
     if not speaks_of(index, replacements):
         return index
     offset = index.offset
@@ -233,7 +234,7 @@ def substitute(index: Index, replacements: Mapping[Axis, Index]) -> Index | None
 
 
 def digit_of(index: Index, digit: Digit) -> Index | None:
-    """`index // below % size`, where `index` counts as the digit's axis does."""
+    """`index // below % size`, where `index` counts like the digit's axis."""
     if digit.is_whole:
         return index
     above = ratio(digit.axis.size, digit.below * digit.size)
@@ -244,9 +245,9 @@ def digit_of(index: Index, digit: Digit) -> Index | None:
 
 
 def cuts(indices: Iterable[Index]) -> dict[Axis, Index] | None:
-    """Every axis of which some index reads a digit, as a composite of new axes, so that no index reads a digit of one.
+    """Replace every axis with digits by a composite of new axes, so that no index reads a digit of one.
 
-    None if two indices cut an axis so that neither cut divides the other."""
+    None if two indices cut an axis at positions of which neither divides the other."""
     cut_at = _where_cut(indices)
     return None if cut_at is None else {axis: _parted(axis, found) for axis, found in cut_at.items()}
 
@@ -257,7 +258,7 @@ def _parted(axis: Axis, cut_at: Sequence[Size]) -> Index:
 
 
 def _where_cut(indices: Iterable[Index]) -> dict[Axis, list[Size]] | None:
-    """Where the digits that are read cut their axes, lowest cut first; None if one cut does not divide the next."""
+    """The cuts of each axis by the digits that are read, lowest first; None if one cut does not divide the next."""
     cut_at: dict[Axis, list[Size]] = {}
     for index in indices:
         for digit, _ in index.terms:
@@ -282,7 +283,7 @@ def _multiples_last(cut_at: list[Size]) -> list[Size]:
 
 
 def reshape(indices: Sequence[Index], sizes: Sequence[Size], new_sizes: Sequence[Size]) -> tuple[Index, ...] | None:
-    """Where `reshape(x, sizes)` read at `indices` reads `x` of `new_sizes`; None if that is no affine index."""
+    """Where `reshape(x, sizes)` read at `indices` reads `x` of `new_sizes`; None if that is not an affine index."""
     if [size for size in sizes if size != 1] == [size for size in new_sizes if size != 1]:
         kept = iter([index for index, size in zip(indices, sizes, strict=True) if size != 1])
         return tuple(ZERO if size == 1 else next(kept) for size in new_sizes)
@@ -335,7 +336,7 @@ def _dimension_of(
 
 
 def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> list[Size] | None:
-    """`offset` written in the mixed radix of the shape. Where there is an element no size is less than one."""
+    """`offset` in the mixed radix of the shape. If there is an element, no size is less than one."""
     digits: list[Size] = []
     least = strides_of([size if isinstance(size, int) else 1 for size in sizes])
     for stride, known in zip(strides, least, strict=True):
@@ -355,5 +356,5 @@ def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> lis
 
 
 def _within(index: Index, size: Size) -> bool:
-    """Provably the index never reaches `size`, so that nothing is carried into the next dimension."""
+    """Whether the index provably stays below `size`, so that nothing is carried into the next dimension."""
     return at_most(index.offset + extent(index), size)

@@ -1,4 +1,4 @@
-"""New rows entering a cache, in any spelling: index_copy, index_put, scatter, a slice or a row written over, cat."""
+"""New rows entering a cache, in any spelling: index_copy, index_put, scatter, a slice or a row assigned, cat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, writ
 
 aten = torch.ops.aten
 
-REMAINDERS = frozenset({aten.remainder.Scalar, aten.remainder.Tensor})  # of the sign of the divisor
+REMAINDERS = frozenset({aten.remainder.Scalar, aten.remainder.Tensor})  # has the sign of the divisor
 POSITIONED = frozenset(
     {aten.index_copy.default, aten.index_put.default, aten._unsafe_index_put.default, aten.scatter.src}
 )
@@ -34,19 +34,19 @@ WHERE = "the cache is written by a boolean mask, not at positions"
 
 @dataclass(frozen=True)
 class Appended(Parts):
-    """Where a row goes is a matter of the program: it is appended by `cat`, or is some columns of a wider one."""
+    """The program itself decides where rows go: `cat` appends them, or they are columns of wider rows."""
 
 
 @dataclass(frozen=True)
 class From(Parts):
-    """Rows follow each other from a slot, which may be a symbol."""
+    """Consecutive rows from a slot, which may be a symbol."""
 
     start: Size
 
 
 @dataclass(frozen=True)
 class At(Parts):
-    """Each row has its slot, an element of a tensor of positions; if it `wraps`, a negative one counts from the end."""
+    """Each row has its slot, an element of a tensor of positions. With `wraps`, a negative slot counts from the end."""
 
     slot: Element
     wraps: bool
@@ -54,7 +54,7 @@ class At(Parts):
 
 @dataclass(frozen=True)
 class InBlocks(Parts):
-    """Each row has its block and an offset in there; negative ones count from the end."""
+    """Each row has its block and an offset in it; negative ones count from the end."""
 
     block: Element
     offset: Element
@@ -62,12 +62,12 @@ class InBlocks(Parts):
 
 @dataclass(frozen=True)
 class CacheUpdate(Reading):
-    """Rows of a value written into it along dimension `dim`; `index` are indices of its own for the whole value.
+    """Rows that are written into a value along dimension `dim`; `index` holds new indices for the whole value.
 
-    `rows` are the new ones, read at `place` as the element `row`, and counted along `token`; `where` says where they
-    go. With `is_paged` slots are counted through `dim`, blocks, and the next dimension, offsets in them.
+    `rows` are the new rows, read at `place` as the element `row` and counted along `token`; `where` says where they are
+    written. With `is_paged`, slots count through `dim`, the blocks, and the next dimension, the offsets in a block.
 
-    Of wider rows, `index` and `row` speak of some columns alone, and `rows` are these."""
+    For wider rows, `index` and `row` describe some of the columns, and `rows` holds these."""
 
     index: tuple[Index, ...]
     dim: int
@@ -85,11 +85,11 @@ class CacheUpdate(Reading):
 
     @property
     def behind(self) -> int:
-        """The first dimension behind those that slots are counted through."""
+        """The first dimension after those that slots count through."""
         return self.dim + (2 if self.is_paged else 1)
 
     def beside(self, other: CacheUpdate) -> CacheUpdate:
-        """This update with its rows counted as those of another cache. Raises NoMatch if they are not as many."""
+        """This update with its rows counted like those of another cache. Raises NoMatch if their numbers differ."""
         if self.is_paged != other.is_paged:
             raise NoMatch("only one of latent and rotary key is cached by blocks and offsets", self.node)
         names: dict[Axis, Index] = {}
@@ -104,7 +104,7 @@ class CacheUpdate(Reading):
         return renamed(self, names)
 
     def _rows_and_slots(self) -> tuple[list[Axis], ...]:
-        """The axes of sequences, slots and new rows, wherever they stand: dimensions of one have none."""
+        """The axes of sequences, slots and new rows, wherever they are; dimensions of one have none."""
         sequences = (*self.index[: self.dim], *self.index[self.behind : -1])
         slots = self.index[self.dim : self.behind]
         groups = sequences, slots, (self.token,)
@@ -112,8 +112,8 @@ class CacheUpdate(Reading):
 
 
 def written_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
-    """Sizes that nothing says are those of rows, but that the program's own writes need to be: two or more rows, or
-    columns, are not broadcast."""
+    """Pairs of sizes that the program's own writes require to be equal, though nothing else says so: two or more rows,
+    or columns, are not broadcast."""
     same: dict[sympy.Symbol, Size] = {}
     for target in (aten.index_put.default, aten._unsafe_index_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -125,12 +125,12 @@ def written_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
 
 
 def _written_at(node: Node) -> Iterator[tuple[Size, Size]]:
-    """The columns of what is written by position, each with those of the rows written there; and the number of
-    positions along one dimension, or along neighbouring ones, with that of the rows."""
+    """Pairs of sizes of a write at positions: the columns written and those of the rows, and the number of positions
+    along one dimension, or along adjacent ones, and that of the rows."""
     old, places, rows = args_of(node)[:3]
     used = {dim: where for dim, where in enumerate(places) if where is not None}
     if any(where.meta["val"].dtype not in INTEGERS for where in used.values()):
-        return  # a condition stands for as many dimensions as it has
+        return  # a boolean mask indexes as many dimensions as it has
     columns, written = shape_of(old)[max(used) + 1 :], shape_of(rows)
     yield from zip(reversed(columns), reversed(written), strict=False)
     counts = {shape_of(where) for where in used.values()}
@@ -142,9 +142,9 @@ def _written_at(node: Node) -> Iterator[tuple[Size, Size]]:
 
 
 def cache_update(element: Element) -> CacheUpdate:
-    """Reads the value that `element` is part of as an updated cache, in the columns that the element reads.
+    """Read the value that contains `element` as an updated cache, in the columns that the element reads.
 
-    Raises NoMatch if it is none."""
+    Raises NoMatch if it is not one."""
     node, index = element.node, fresh_index(element.node)
     part = Index(0, element.index[-1].terms) if index else ZERO
     width = extent(part)
@@ -155,9 +155,9 @@ def cache_update(element: Element) -> CacheUpdate:
 
 
 def _of_columns(update: CacheUpdate, columns: Index) -> CacheUpdate:
-    """The update of some columns alone, whose rows are no part of wider ones but put together with others.
+    """The update of some columns only, whose rows are not part of wider rows but concatenated with others.
 
-    Where the wider rows go is then the program's own matter, as it is of rows that are appended."""
+    The program then decides where the wider rows go, as it does for appended rows."""
     rows, place = update.rows, update.place
     while place[-1] != columns or shape_of(rows)[-1] != extent(columns):
         further = move(rows, place)
@@ -188,7 +188,7 @@ def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
 
 
 def is_written_where(node: Node) -> bool:
-    """`where(condition, rows, cache)`: all of a graph input is kept but where a condition holds."""
+    """Whether this is `where(condition, rows, cache)`: a graph input, replaced where a condition holds."""
     if node.target is not aten.where.self:
         return False
     chosen = (value for value in args_of(node)[1:] if isinstance(value, Node) and shape_of(value) == shape_of(node))
@@ -217,7 +217,7 @@ def _overwritten(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     start, _, step = bounds
     if step != 1:
         raise NoMatch(f"the cache is written in steps of {step}, expected consecutive rows", node)
-    # the slice holds all the rows, so that where there is one its start was not clamped to the end of the cache
+    # the slice holds all rows, so if there is a row, the slice's start was not clamped to the end of the cache
     token, place = _rows(index, dim, rows)
     return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), token, From(start))
 
@@ -249,7 +249,7 @@ def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
 
 
 def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, rows: Node) -> CacheUpdate:
-    """`cache[:, :, positions] = rows`; leading dimensions of one may be missing from the rows."""
+    """`cache[:, :, positions] = rows`; the rows may lack leading dimensions of one."""
     old = args_of(node)[0]
     sizes = shape_of(old)
     lead = _rows_at(node, rows, sizes[:dim], shape_of(where), sizes[dim + 1 :])
@@ -260,12 +260,12 @@ def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, r
 
 
 def _counted(lead: tuple[Index, ...]) -> Index:
-    """Several dimensions of rows as the one along which they are counted."""
+    """Several dimensions of rows, counted as one."""
     return composite([axis for part in lead for axis in axes_of(part) or ()])
 
 
 def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Node, Node], rows: Node) -> CacheUpdate:
-    """`cache[blocks, offsets] = rows`, the rows of a page being those of the next dimension."""
+    """`cache[blocks, offsets] = rows`, where the rows of a page are the next dimension."""
     old = args_of(node)[0]
     wide, other = sorted(map(shape_of, places), key=len, reverse=True)
     aligned = (*[1] * (len(wide) - len(other)), *other)
@@ -281,7 +281,7 @@ def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Nod
 
 
 def _slot(block: Element, offset: Element, size: Size) -> Element | None:
-    """What both are computed from, if they are the block of a slot and its offset in there, rounded down."""
+    """The slot that both are computed from, if they are its block and its offset in the block, rounded down."""
     divided, rest = block.node, offset.node
     if divided.target is aten.div.Tensor_mode and options_of(divided).get("rounding_mode") != "floor":
         return None
@@ -296,8 +296,8 @@ def _slot(block: Element, offset: Element, size: Size) -> Element | None:
 def _rows_at(
     node: Node, rows: Node, before: tuple[Size, ...], written: tuple[Size, ...], behind: tuple[Size, ...]
 ) -> tuple[Index, ...]:
-    """An index for each dimension that is written at positions. The rows fill what is written; only leading dimensions
-    of one may be missing."""
+    """An index for each dimension that is written at positions. The rows fill what is written; they may lack leading
+    dimensions of one."""
     expected = (*before, *written, *behind)
     missing = len(expected) - len(shape_of(rows))
     sizes = (*[1] * missing, *shape_of(rows))
@@ -307,7 +307,7 @@ def _rows_at(
 
 
 def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[Node], rows: Node) -> CacheUpdate:
-    """`cache[arange(batch), positions] = rows`: each sequence has positions of its own."""
+    """`cache[arange(batch), positions] = rows`: each sequence has its own positions."""
     batch_places, positions = places[:2]
     sequence = index[0]
     lead: tuple[Index, ...] = (sequence,)
@@ -328,13 +328,13 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
 
 
 def _counts_sequences(where: Node, old: Node) -> bool:
-    """`arange(batch)`, as a column or as it is."""
+    """Whether this is `arange(batch)`, as a column or as a row."""
     counted = element_of(where).origin
     return _counts_from_zero(counted) and shape_of(counted) == shape_of(old)[:1]
 
 
 def _counts_from_zero(node: Node) -> bool:
-    """`arange(n)`: with a sequence axis as its index it counts the sequences of the cache, all of them."""
+    """Whether this is `arange(n)`, which counts all sequences of the cache if it is indexed by a sequence axis."""
     if node.target is torch.ops.prims.iota.default:
         return bool(options_of(node).get("start") == 0 and options_of(node).get("step") == 1)
     if node.target is aten.arange.start_step:

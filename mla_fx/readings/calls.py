@@ -1,4 +1,4 @@
-"""A call's arguments, as readings ask for them: each call that is asked is noted, for a replay to compare."""
+"""The arguments of calls, for readings. Each call that is read is recorded, so that a replay can compare it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _looked_at: ContextVar[set[Node] | None] = ContextVar("nodes whose arguments wer
 
 @contextlib.contextmanager
 def noting() -> Iterator[set[Node]]:
-    """Within it, every node whose arguments are asked for is noted: all that readings know of how a value is
-    computed."""
+    """Record every node whose arguments are read: all that readings know about how a value is computed."""
     noted: set[Node] = set()
     token = _looked_at.set(noted)
     try:
@@ -27,8 +26,8 @@ def noting() -> Iterator[set[Node]]:
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
-    """The arguments of a node; torch types them as anything that a graph may hold. Readings have no other way to them,
-    and to operands and options, than this and the two below."""
+    """The arguments of a node; torch types them as anything that a graph may hold. Readings get arguments, operands and
+    options only through this module."""
     noted = _looked_at.get()
     if noted is not None:
         noted.add(node)
@@ -36,7 +35,7 @@ def args_of(node: Node) -> tuple[Any, ...]:
 
 
 def options_of(node: Node) -> Mapping[str, Any]:
-    """The arguments of a node that are given by name."""
+    """The keyword arguments of a node."""
     args_of(node)
     return node.kwargs
 
@@ -48,7 +47,7 @@ def operands_of(node: Node) -> list[Node]:
 
 
 def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
-    """An argument by position or name; an operator's own schema knows the name."""
+    """An argument by position or name; an operator's schema knows the name."""
     if len(args_of(node)) > position:
         return args_of(node)[position]
     if not name and isinstance(node.target, OpOverload):
@@ -57,7 +56,7 @@ def argument(node: Node, position: int, name: str = "", default: Any = None) -> 
 
 
 def named_argument(call: Node, name: str) -> Any:
-    """An argument of an operator's call by the name that it has in the schema, given by position or by name."""
+    """An argument of an operator's call by its name in the schema, given by position or by name."""
     schema = call.target._schema  # type: ignore[union-attr]  # the call of an operator, so an overload
     names = [argument.name for argument in schema.arguments]
     return argument(call, names.index(name), name) if name in names else None

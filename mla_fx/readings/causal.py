@@ -1,9 +1,9 @@
-"""Causal masks by position: row s of a sequence attends to the keys up to `position + s`, and to no others; or by
-length: its last row attends to so many keys, and each row before it to one less.
+"""Causal masks. By position: row s of a sequence attends to the keys up to `position + s`, and to no others. By length:
+the last row attends to that many keys, and each row before it to one less.
 
-The masks of an attention are taken apart into comparisons of whole numbers, all of which hold where a key is seen.
-Those that hold everywhere fall away. What is left must be one comparison, of the number of a key with a position and
-the number of a row; anything else is refused, and stays a mask.
+The masks of an attention are split into comparisons of whole numbers, all of which hold where a key is seen. Those that
+hold everywhere are dropped. Exactly one comparison may remain, of a key's number with a position and a row's number.
+Anything else is refused, and stays a mask.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ BOTH = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor, aten.mul.Te
 EITHER = frozenset({aten.logical_or.default, aten.bitwise_or.Tensor})
 TRIANGLES = frozenset({aten.tril.default, aten.triu.default})
 NUMBERS = {**FILLS, aten.new_full.default: 2}
-MOST_CONDITIONS = 50  # read in one mask: those that share conditions double with each level
+MOST_CONDITIONS = 50  # read in one mask: masks that share conditions double with each level
 
 
 @dataclass(frozen=True)
 class CausalByPosition:
     """The last row sees `position + more` keys, and each row before it one less; the scores of the others are `fill`,
-    minus infinity if that is None.
+    or minus infinity if that is None.
 
-    `position` is an element of whole numbers, one for each sequence or one for all, or a number. It is where the first
-    row stands, and `more` the number of rows; or how many keys there are, and `more` is nothing."""
+    `position` is an element of integers, one per sequence or one for all, or a number. Either it is the position of the
+    first row and `more` the number of rows, or it is the number of keys and `more` is 0."""
 
     position: Element | Size
     more: Size
@@ -51,9 +51,9 @@ class CausalByPosition:
 
 
 def causal_by_position(found: Attention, sequences: tuple[Axis, ...], rows: tuple[Axis, ...]) -> CausalByPosition:
-    """What all masks of an attention together hide, whose rows are counted along the axes `rows`, slowest first.
+    """Read what all masks of an attention hide together; its rows are counted along the axes `rows`, slowest first.
 
-    Raises NoMatch if it is not proved that they hide exactly the keys behind a position."""
+    Raises NoMatch unless they provably hide exactly the keys after a position."""
     hiding = [(mask, left) for mask in found.masks if (left := _left(_conditions(mask)))]
     if len(hiding) != 1:
         raise NoMatch(f"{len(hiding)} masks hide keys by position, expected one", found.node)
@@ -75,7 +75,7 @@ def _left(conditions: Iterable[IntegerSum]) -> set[IntegerSum]:
 
 
 def _position(condition: IntegerSum, keys: Index, rows: tuple[Axis, ...], node: Node) -> tuple[Element | Size, Size]:
-    """`p` of the condition `key - row - p <= 0`, and how many keys the last row sees beside so many."""
+    """`p` of the condition `key - row - p <= 0`, and how many more keys the last row sees."""
     steps = product(axis.size for axis in rows)
     keys_behind_rows = IntegerSum(keys).plus(IntegerSum(composite(rows)), -1)
     rest = difference(condition.index, keys_behind_rows.index)
@@ -86,14 +86,14 @@ def _position(condition: IntegerSum, keys: Index, rows: tuple[Axis, ...], node: 
     (element, times), *others = condition.elements
     if others or times != -1:
         raise NoMatch("the mask compares keys with more than one position per row", node)
-    # a row that sees more than its own position says, or less, is none of those whose lengths fit the cache
+    # a row that sees more or fewer keys than its own position allows does not belong to a length of the cache
     if rest.offset not in (0, steps):
         raise NoMatch(f"the mask hides keys from position + {1 - rest.offset} on, expected position + 1", node)
     return element, plain(steps - rest.offset)
 
 
 def _check_lowest(number: float, mask: Mask) -> None:
-    """Beside the lowest number no probability is left, and no score changes it: but in float16 a score may."""
+    """Next to the lowest number, no probability remains and no score changes it. In float16 a score may."""
     if number == -math.inf:
         return
     is_added = mask.fill is None
@@ -112,7 +112,8 @@ def _conditions(mask: Mask) -> list[IntegerSum]:
 
 
 def _added(element: Element) -> tuple[float, list[IntegerSum]]:
-    """A value that is zero where all of some conditions hold, and elsewhere the number. Raises NoMatch for others."""
+    """Read a value that is zero where all of some conditions hold, and the number elsewhere. Raises NoMatch for
+    others."""
     factor, inner = element.apart()
     if factor != 1.0 and element.roundings:
         raise NoMatch("a mask is multiplied by a number and rounded", element.origin)
@@ -149,7 +150,7 @@ def _above(node: Node, index: tuple[Index, ...]) -> tuple[float, list[IntegerSum
 
 
 def _flag(element: Element, is_one: bool = True) -> list[IntegerSum]:
-    """What holds where a condition as a number, or one less that number, is zero."""
+    """The conditions that hold where a condition as a number, or one minus that number, is zero."""
     node, index = element.node, element.index
     if node.target in CASTS:
         return _conjuncts(operand(args_of(node)[0], index), not is_one)
@@ -163,7 +164,7 @@ def _flag(element: Element, is_one: bool = True) -> list[IntegerSum]:
 
 
 def _conjuncts(condition: Element, holds: bool) -> list[IntegerSum]:
-    """What is not above zero, all of it, exactly where the condition holds, or does not. Raises NoMatch if unknown."""
+    """The sums that are all not above zero exactly where the condition is `holds`. Raises NoMatch if unknown."""
     pending, found = [(condition, holds)], list[IntegerSum]()
     for _ in range(MOST_CONDITIONS):
         if not pending:
@@ -176,7 +177,7 @@ def _conjuncts(condition: Element, holds: bool) -> list[IntegerSum]:
 
 
 def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, bool]], list[IntegerSum]]:
-    """The conditions in a condition, and what is compared in it."""
+    """The conditions in a condition, and the operands that it compares."""
     node, index = element.node, element.index
     if node.meta["val"].dtype != torch.bool:
         raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype} expected a condition", node)
@@ -197,7 +198,7 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
 
 
 def _in_triangle(node: Node, index: tuple[Index, ...]) -> IntegerSum:
-    """Not above zero where a triangle keeps what it is cut from: `column <= row + diagonal`, or from there on."""
+    """A sum that is not above zero where a triangle keeps its operand: `column <= row + diagonal`, or from there on."""
     diagonal = integer(argument(node, 1, "diagonal", 0))
     row, column = IntegerSum(index[-2]), IntegerSum(shifted(index[-1], -diagonal))
     upper_left, lower_right = (column, row) if node.target is aten.tril.default else (row, column)
@@ -205,7 +206,7 @@ def _in_triangle(node: Node, index: tuple[Index, ...]) -> IntegerSum:
 
 
 def _always(node: Node) -> bool | None:
-    """What a condition that is the same everywhere says."""
+    """The value of a condition that is the same everywhere."""
     if node.target in FILLED:
         return bool(FILLED[node.target])
     number = argument(node, NUMBERS[node.target]) if node.target in NUMBERS else None

@@ -1,4 +1,4 @@
-"""A value put together from neighbouring parts of another is that other: split and joined, chunked and stacked."""
+"""A value joined from adjacent parts of another is that other: split and joined, chunked and stacked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Part:
-    """One of the joined values: where it begins in the whole, the index along it, and where it was cut from."""
+    """One of the joined values: where it begins in the whole, its index along it, and what it was cut from."""
 
     start: Size
     run: Index
@@ -26,7 +26,7 @@ class _Part:
 
 
 def rejoined(node: Node, index: tuple[Index, ...]) -> Place | None:
-    """Where a cat or stack at `index` reads the value whose neighbouring parts it joins; None if it joins others."""
+    """Where a cat or stack at `index` reads the value whose adjacent parts it joins; None if it joins anything else."""
     dim, parts = _parts(node, index)
     if len(parts) < 2 or any(part.source is not parts[0].source for part in parts):
         return None
@@ -71,7 +71,7 @@ def _without_run(part: _Part, at: int) -> Index:
 
 
 def _expected(part: _Part, first: _Part, at: int, begin: Index, step: Size) -> tuple[Index, ...]:
-    """The index of a part that goes on where the ones before it end."""
+    """The index of a part that continues where the ones before it end."""
     return (*first.index[:at], _moved(begin, part.run, step, part.start - first.start), *first.index[at + 1 :])
 
 

@@ -1,4 +1,4 @@
-"""Matrix products in any spelling: mm, bmm, linear, a product summed up; with bias named, splits made explicit."""
+"""Matrix products in any spelling: mm, bmm, linear, a product summed up. A bias is named, splits are explicit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIAS = "the projection has a bias, which the fused operators do not support"
 
 @dataclass(frozen=True)
 class Contraction(Reading):
-    """`factor * sum over the axes of over of left * right`; the operands carry no factor."""
+    """`factor * sum of left * right over the axes of over`; the operands carry no factor."""
 
     left: Element
     right: Element
@@ -51,7 +51,7 @@ class Contraction(Reading):
 
 
 def contraction(element: Element) -> Contraction:
-    """Reads `element` as one contraction of two values. Raises NoMatch if it is computed otherwise."""
+    """Read `element` as one contraction of two values. Raises NoMatch if it is computed differently."""
     node = element.origin
     target = node.target
     if target in PRODUCTS and all(len(shape_of(factor)) >= 2 for factor in args_of(node)[:2]):
@@ -60,7 +60,7 @@ def contraction(element: Element) -> Contraction:
         return _vector(element)
     if target is aten.linear.default and argument(node, 2, "bias") is None:
         return _linear(element)
-    if target in ADDED_PRODUCTS and argument(node, 3, "beta", 1) == 0:  # what it is added to is ignored, NaN too
+    if target in ADDED_PRODUCTS and argument(node, 3, "beta", 1) == 0:  # the added operand is ignored, even NaN
         alpha = argument(node, 4, "alpha", 1)
         if not isinstance(alpha, (int, float)):
             raise NoMatch("a matrix product is multiplied by a number known at run time", node)
@@ -75,7 +75,7 @@ def contraction(element: Element) -> Contraction:
 
 
 def _why_added(element: Element) -> str:
-    """What a sum is that stands where one product is expected."""
+    """Say what a sum is where one product is expected."""
     terms = [term.origin for term in as_sum(element).terms]
     products = [term for term in terms if term.target in (*PRODUCTS, aten.linear.default, aten.addmm.default)]
     if len(products) > 1:
@@ -85,10 +85,10 @@ def _why_added(element: Element) -> str:
 
 
 def segments(found: Contraction) -> tuple[Contraction, ...]:
-    """The contraction as a sum of contractions over the ranges from which its operands were put together.
+    """The contraction as a sum of contractions over the ranges from which its operands were concatenated.
 
-    One level only: the parts of a part, such as the halves of a rotation, belong to whoever reads that part. A sum of
-    padded operands is another way to put them together; ranges of zeros drop out."""
+    One level only: the parts of a part, such as the halves of a rotation, belong to the reader of that part. A sum of
+    padded operands is another way to concatenate them; ranges of zeros are dropped."""
     return tuple(part for term in _padded_terms(found) for part in _ranges(term) if not _is_zero(part))
 
 
@@ -103,7 +103,7 @@ def _ranges(found: Contraction) -> tuple[Contraction, ...]:
 
 
 def parted_at(found: Contraction, value: Element) -> tuple[Contraction, ...]:
-    """The contraction in parts that begin and end where the columns do that `value` reads of one of its operands."""
+    """The contraction split where the columns that `value` reads of one of its operands begin and end."""
     for side in (found.left, found.right):
         if side.origin is not value.origin:
             continue
@@ -118,7 +118,7 @@ def parted_at(found: Contraction, value: Element) -> tuple[Contraction, ...]:
 
 
 def _padded_terms(found: Contraction) -> tuple[Contraction, ...]:
-    """The contraction multiplied out, if its right or left side is a sum of padded values."""
+    """The contraction multiplied out, if one side is a sum of padded values."""
     for side, other in ((found.left, found.right), (found.right, found.left)):
         total = as_sum(side)
         if total.constant or any(term.origin.target is not aten.constant_pad_nd.default for term in total.terms):
@@ -143,7 +143,7 @@ def cuts_of(element: Element) -> list[tuple[Axis, int]]:
 
 
 def scaled_product(node: Node, factor: float, left: Element, right: Element, over: tuple[Index, ...]) -> Contraction:
-    """The contraction with the factors of its operands taken out of them."""
+    """The contraction with its operands' factors moved into its own."""
     (left_factor, left), (right_factor, right) = left.apart(), right.apart()
     factor = factor * left_factor * right_factor
     if factor == 0 or not math.isfinite(factor):
@@ -174,7 +174,7 @@ def _linear(element: Element) -> Contraction:
 
 
 def _product_summed(element: Element) -> Contraction:
-    """`(a * b).sum(dims)`: Inductor's and some authors' way to write a thin product."""
+    """Read `(a * b).sum(dims)`, which Inductor and some authors use for thin products."""
     node = element.origin
     if node.target is aten.mul.Tensor:
         raise NoMatch(_why_multiplied(element), node)
@@ -187,7 +187,7 @@ def _product_summed(element: Element) -> Contraction:
 
 
 def _why_multiplied(element: Element) -> str:
-    """What an elementwise product is that stands where a matrix product is expected."""
+    """Say what an elementwise product is where a matrix product is expected."""
     factors = [factor.origin for factor, _ in as_product(element).factors]
     if not any(factor.target in PRODUCTS for factor in factors):
         stored = quantised_projection(element.origin)
@@ -203,7 +203,7 @@ def _why_multiplied(element: Element) -> str:
 def summed(element: Element, dim_at: int = 1) -> tuple[Element, tuple[Index, ...]]:
     """The summand of a sum or mean over dimensions, and the indices summed over; the factor holds 1/n of a mean.
 
-    The dimensions are argument number `dim_at` of the reduction, `keepdim` the next."""
+    The dimensions are argument number `dim_at` of the reduction, `keepdim` is the next."""
     factor, element = element.apart()
     source, index, over = reduced(element.node, element.index, dim_at)
     if element.node.target is aten.mean.dim:

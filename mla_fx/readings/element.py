@@ -34,17 +34,20 @@ CASTS = frozenset(
 
 @dataclass(frozen=True)
 class Element:
-    """`factor * origin[index]`, with `origin` the operation that computes it.
+    """`factor * origin[index]`, where `origin` is the operation that computes it.
 
-    The operation is reached in two ways only, so that no factor is ever lost: `node`, which refuses an element that
-    has one, and `apart()`, which hands the factor over. (`origin` is for messages, and for asking what kind of
-    operation it is.)
+    There are only two ways to the operation, so that no factor is lost: `node`, which refuses an element with a factor,
+    and `apart()`, which returns the factor, too. (`origin` is for messages, and for asking which operation it is.)
 
-    `top` is the same value before casts and constant factors were looked through: `top_factor * top[0][top[1]]`. It is
-    what a rewrite reads, so that no rounding of the user's is lost. `roundings` are the types to which it was rounded
-    in between, the last one first, and `coarsest` the least precise of all in which it was held since it last was
-    multiplied. `peak` is the largest factor that it had on the way, which is more than is left where one factor takes
-    another back. Two elements are equal if the same operation computes them and they were rounded alike."""
+    `top` is the same value before casts and constant factors: `top_factor * top[0][top[1]]`. A rewrite reads it, so
+    that no
+    rounding of the user's is lost. `roundings` are the dtypes that the value was rounded to in between, the last one
+    first.
+    `coarsest` is the least precise dtype that it had since it was last multiplied. `peak` is the largest factor that it
+    had
+    on the way; factors may cancel later. Two elements are equal if the same operation computes them and they were
+    rounded
+    alike."""
 
     origin: Node
     index: tuple[Index, ...]
@@ -79,35 +82,36 @@ class Element:
 
     @property
     def seen(self) -> Place:
-        """Where the program reads the value, before anything but views was looked through."""
+        """Where the program reads the value, with only views followed."""
         return (self.origin, self.index) if self.top is None else self.top
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which the program reads this value."""
+        """The dtype in which the program reads this value."""
         return _dtype(*self.seen)
 
     @property
     def as_operand(self) -> tuple[Node, tuple[Index, ...], float]:
-        """Where a rewrite reads the value: before casts, unless what they were applied to had been repeated first."""
+        """Where a rewrite reads the value: before casts, unless the operand of a cast had been repeated first."""
         node, index = self.seen
         if index != self.index and {axis for part in index for axis in part.axes} != self.axes:
             return self.origin, self.index, self.factor
         return node, index, self.factor if self.top is None else self.top_factor
 
     def is_exact_in(self, dtype: torch.dtype) -> bool:
-        """Holding the value in `dtype` rounds it no further than the program does."""
+        """Whether storing the value in `dtype` rounds it no further than the program does."""
         node, index, _ = self.as_operand
         return not is_coarser(dtype, _dtype(node, index)) or not is_coarser(dtype, self.coarsest or self.dtype)
 
     def at(self, replacements: Mapping[Axis, Index]) -> Element:
-        """The element read elsewhere, which may lead through further views. Raises NoMatch if it cannot be."""
+        """The element at another index, which may lead through further views. Raises NoMatch if that is not
+        possible."""
         node, index = self.seen
         moved = _substituted(node, index, replacements)
         return resolve(node, moved, self.factor if self.top is None else self.top_factor)
 
     def renamed(self, replacements: Mapping[Axis, Index]) -> Element:
-        """The same element with other names for its axes: followed no further."""
+        """The same element with other names for its axes; it is not followed any further."""
         if not any(speaks_of(part, replacements) for part in (*self.index, *self.seen[1])):
             return self
         index, top = _substituted(self.origin, self.index, replacements), self.top
@@ -132,7 +136,7 @@ def _dtype(node: Node, index: tuple[Index, ...]) -> torch.dtype:
 
 
 def is_coarser(one: torch.dtype, other: torch.dtype) -> bool:
-    """A value of the type `other` may change when it is rounded to `one`."""
+    """Whether rounding to `one` may change a value of dtype `other`."""
     if one == other or not (one.is_floating_point and other.is_floating_point):
         return False
     mine, others = torch.finfo(one), torch.finfo(other)
@@ -140,7 +144,7 @@ def is_coarser(one: torch.dtype, other: torch.dtype) -> bool:
 
 
 def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Element:
-    """The element `factor * node[index]`, followed to where it is computed."""
+    """The element `factor * node[index]`, followed to the operation that computes it."""
     top: Place | None = None
     top_factor = factor
     peak = 1.0
@@ -172,7 +176,7 @@ def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def _roundings(dtypes: list[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """The types, of those in which a value was held, that may have changed it; the first one it was computed in."""
+    """Those of a value's dtypes that may have changed it; it was computed in the first."""
     rounded: list[torch.dtype] = []
     finest = dtypes[-1]
     for dtype in reversed(dtypes):
@@ -188,7 +192,7 @@ def element_of(node: Node) -> Element:
 
 
 def operand(value: Any, index: tuple[Index, ...], factor: float = 1.0) -> Element:
-    """The element of a pointwise operand that goes into the result at `index`. Raises NoMatch for a number."""
+    """The element of a pointwise operand that enters the result at `index`. Raises NoMatch for a number."""
     if not isinstance(value, Node):
         raise NoMatch(f"expected a tensor, found the number {value}")
     return resolve(value, broadcast(value, index), factor)
@@ -200,7 +204,7 @@ def _cast(node: Node, index: tuple[Index, ...]) -> Step | None:
 
 
 def _copied(node: Node, index: tuple[Index, ...]) -> Step | None:
-    """`copy` to another type."""
+    """Follow `copy` to another dtype."""
     source = args_of(node)[1]
     return ((source, broadcast(source, index)), 1.0) if _both_real(node, source) else None
 
@@ -232,8 +236,8 @@ def _added(node: Node, index: tuple[Index, ...]) -> Step | None:
 
 
 def _scaled(node: Node, value: Any, index: tuple[Index, ...], factor: float | None) -> Step | None:
-    """A constant factor is looked through where it is a number that can be taken back, and the type stays real or
-    complex as it is: integers round, and nothing comes back from zero."""
+    """Follow a constant factor, if it can be divided out again and the dtype stays real or complex: integers round, and
+    zero loses everything."""
     if not isinstance(value, Node) or factor is None or factor == 0 or not math.isfinite(factor):
         return None
     kinds = node.meta["val"].dtype, value.meta["val"].dtype
@@ -241,7 +245,7 @@ def _scaled(node: Node, value: Any, index: tuple[Index, ...], factor: float | No
     return ((value, broadcast(value, index)), factor) if is_kept else None
 
 
-# Casts between floating types and constant factors: what is looked through, to the operand and its factor.
+# Casts between floating dtypes, and constant factors: each is followed to the operand and its factor.
 TRANSPARENT: dict[Any, Callable[[Node, tuple[Index, ...]], Step | None]] = {
     **dict.fromkeys(CASTS, _cast),
     aten.copy.default: _copied,
@@ -256,7 +260,7 @@ TRANSPARENT: dict[Any, Callable[[Node, tuple[Index, ...]], Step | None]] = {
 
 
 def constant(value: Any) -> float | None:
-    """The number that `value` is known to hold at compile time, as its type stores it, or None."""
+    """The number that `value` provably holds at compile time, as its dtype stores it, or None."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
@@ -267,8 +271,8 @@ def constant(value: Any) -> float | None:
 
 
 def _as_stored(number: float, dtype: torch.dtype) -> float | None:
-    """A number as a tensor of the type holds it. None for whole numbers out of its range: operators wrap some of them,
-    raise for others, and leave the rest to the machine."""
+    """A number as a tensor of the dtype stores it. None for integers out of its range: some operators wrap them, some
+    raise, and some leave it to the machine."""
     if dtype.is_floating_point:
         return rounded(number, dtype)
     if dtype not in WHOLE or not math.isfinite(number):
@@ -278,11 +282,11 @@ def _as_stored(number: float, dtype: torch.dtype) -> float | None:
 
 
 WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-EXACT = 2**53  # up to here a float holds every whole number
+EXACT = 2**53  # up to here a float holds every integer
 
 
 def _filled(node: Node) -> float | None:
-    """What every element of a tensor was filled with."""
+    """The number that fills every element of a tensor."""
     if node.target in FILLED:
         return FILLED[node.target]
     if node.target in FILLS:
@@ -296,7 +300,7 @@ FILLED = {
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0.0),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1.0),
 }
-# Where a number is among the arguments of what fills a tensor with it.
+# The position of the number among the arguments of an operator that fills a tensor.
 FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
 # Operators whose result is filled with the same number as their operand.
 KEEPING = CASTS | {aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default}
@@ -308,12 +312,12 @@ def rounded(number: float, dtype: torch.dtype) -> float:
         return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
-# What torch calls a number that stands in the program, `torch.tensor(0.1)`, when it traces or exports it.
+# torch's names for a literal such as `torch.tensor(0.1)`, when it traces or exports the program.
 TRACED, LIFTED = re.compile(r"_tensor_constant\d+"), re.compile(r"lifted_tensor_\d+")
 
 
 def _attribute(node: Node) -> float | None:
-    """The value of a 0-d tensor that the graph holds as an attribute, and that is a literal of the program."""
+    """The value of a 0-d tensor attribute of the graph that is a literal of the program."""
     if node.op != "get_attr" or node.graph.owning_module is None:
         return None
     tensor = _attribute_of(node)
@@ -326,15 +330,16 @@ def _attribute(node: Node) -> float | None:
 
 
 def _is_literal(node: Node, tensor: torch.Tensor) -> bool:
-    """Nothing can change the attribute: it is no parameter or buffer, which users load, fill and update, unless they
-    had it frozen, nor the memory of one, and no operation of the graph writes it."""
+    """Whether nothing can change the attribute. It is not a parameter or buffer, which users load, fill and update
+    unless they freeze it, and shares no memory with one, and no operation of the graph writes it."""
     if not _is_named_as_literal(node) and not is_frozen(tensor):
         return False
     return not any(_is_state_of(other, node, tensor) for other in node.graph.find_nodes(op="get_attr"))
 
 
 def _is_named_as_literal(node: Node) -> bool:
-    """Users may give these names, too: what they register, an export lists among its inputs or leaves registered."""
+    """Whether the name is one of these. Users may use them, too; an export lists what they register among its inputs,
+    or leaves it registered."""
     assert node.graph.owning_module is not None, "an attribute is read from a module"
     path, _, name = str(node.target).rpartition(".")
     owner = node.graph.owning_module.get_submodule(path)
@@ -345,7 +350,7 @@ def _is_named_as_literal(node: Node) -> bool:
 
 
 def _is_state_of(other: Node, node: Node, tensor: torch.Tensor) -> bool:
-    """A write of the attribute, or a name by which its memory is a parameter or buffer, shows that it may change."""
+    """Whether a write of the attribute, or a parameter or buffer that shares its memory, shows that it may change."""
     if other.target == node.target:
         return next(writers(other), None) is not None
     own = _attribute_of(other) if is_lifted(other) else None
@@ -357,12 +362,12 @@ def _attribute_of(node: Node) -> object:
 
 
 def is_parameter(node: Node) -> bool:
-    """A graph input or attribute: something that no operation of this graph computes."""
+    """Whether this is a graph input or attribute, which no operation of this graph computes."""
     return node.op in ("placeholder", "get_attr")
 
 
 def computed_from(node: Node, since: Node | None = None) -> Iterator[Node]:
-    """Everything that a value is computed from, no earlier than `since` if that is given."""
+    """All nodes that a value is computed from, no earlier than `since` if that is given."""
     pending, seen = [node], {node}
     while pending:
         for source in operands_of(pending.pop()):

@@ -1,4 +1,4 @@
-"""Whole numbers: positions that are counted and added, and what comparing two of them says."""
+"""Integers: positions that are counted and added, and comparisons of two of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 
 @dataclass(frozen=True)
 class IntegerSum:
-    """`index + sum(times * element)`: a number counted along axes, with what tensors of integers hold added to it."""
+    """`index + sum(times * element)`: a number counted along axes, plus what integer tensors hold."""
 
     index: Index
     elements: frozenset[tuple[Element, Size]] = frozenset()
@@ -45,7 +45,7 @@ class IntegerSum:
 
     @property
     def is_at_most_zero(self) -> bool:
-        """Provably, wherever the axes stand."""
+        """Whether the sum is provably not above zero, for all values of the axes."""
         reach = self.index.offset
         for digit, stride in self.index.terms:
             if not at_most(stride, 0):
@@ -61,10 +61,10 @@ _Sums = dict[Place, IntegerSum]
 
 
 def integer_sum(element: Element, sums: _Sums | None = None) -> IntegerSum:
-    """Reads a whole number. Raises NoMatch if it is none.
+    """Read an integer. Raises NoMatch if it is not one.
 
-    Sums are followed in 64 bits alone: of what a narrower type adds up, only the result is known. `known` is what was
-    read of the same number before: nested sums double the ways to a term with each level."""
+    Sums are followed in int64 only; for a narrower dtype only the result is known. `sums` holds earlier readings of the
+    same number: in nested sums, the paths to a term double with each level."""
     sums = {} if sums is None else sums
     place = element.node, element.index
     if place not in sums:
@@ -89,16 +89,16 @@ def _counted(element: Element, sums: _Sums) -> IntegerSum:
 
 
 def _stays_in_range(total: IntegerSum) -> bool:
-    """No term is taken so often that 64 bits may not hold it."""
+    """Whether no term occurs so often that 64 bits may overflow."""
     factors = [total.index.offset, *(times for _, times in (*total.index.terms, *total.elements))]
     return all(not isinstance(factor, int) or abs(factor) < LARGE for factor in factors)
 
 
-LARGE = 2**31  # what is counted, too, stays below that
+LARGE = 2**31  # counted numbers stay below this, too
 
 
 def _steps(node: Node) -> tuple[Size, int] | None:
-    """(start, step) of an arange of whole numbers."""
+    """(start, step) of an arange of integers."""
     if node.target is aten.arange.default:
         return 0, 1
     if node.target is IOTA:
@@ -116,7 +116,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _summed(node: Node, index: tuple[Index, ...], sums: _Sums) -> IntegerSum | None:
-    """A sum or a difference, or a number of 32 bits in 64."""
+    """Read a sum, a difference, or a 32-bit number in 64 bits."""
     if node.target in CASTS:
         source = args_of(node)[0]
         return integer_sum(operand(source, index), sums) if source.meta["val"].dtype in INTEGERS else None
@@ -131,7 +131,7 @@ def _summed(node: Node, index: tuple[Index, ...], sums: _Sums) -> IntegerSum | N
 
 
 def _multiplied(node: Node, index: tuple[Index, ...], sums: _Sums) -> IntegerSum | None:
-    """A count times a whole number."""
+    """Read an integer times a constant."""
     value, other = args_of(node)[:2]
     if whole_number(other) is None:
         value, other = other, value
@@ -142,7 +142,7 @@ def _multiplied(node: Node, index: tuple[Index, ...], sums: _Sums) -> IntegerSum
 
 
 def whole_number(value: Any) -> Size | None:
-    """A number that is known at compile time, or a size; None if it is neither, or no whole number."""
+    """A number known at compile time, or a size; None if it is neither, or not an integer."""
     if _is_whole(value):
         return integer(value)
     number = constant(value)
@@ -181,12 +181,13 @@ COMPARISONS = {
 
 
 def excess(comparison: Node, index: tuple[Index, ...]) -> IntegerSum:
-    """The comparison holds exactly where this is not above zero. Raises NoMatch if it is none of whole numbers."""
+    """A sum that is not above zero exactly where the comparison holds. Raises NoMatch if it does not compare
+    integers."""
     sums: _Sums = {}
     left, right = (_addend(value, index, sums) for value in args_of(comparison)[:2])
     return COMPARISONS[comparison.target](left, right)
 
 
 def opposite(found: IntegerSum) -> IntegerSum:
-    """Not above zero exactly where `found` is."""
+    """A sum that is not above zero exactly where `found` is above zero."""
     return IntegerSum(Index(1)).plus(found, -1)

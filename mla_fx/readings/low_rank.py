@@ -1,4 +1,4 @@
-"""Values of low rank: projected down to a latent, kept in a cache or not, and projected up again."""
+"""Values of low rank: projected down to a latent, cached or not, and projected up again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .views import RESHAPES
 
 aten = torch.ops.aten
 
-# What shows some elements of its first operand, and may do so in a way that no index can say.
+# Operations that show some elements of their first operand, perhaps in a way that no index describes.
 SHOWS_ROWS = GATHERS | RESHAPES | {aten.slice.Tensor, aten.select.int}
 
 
 def row_of(value: Element) -> Element:
-    """The new row of the cache that a value is read from, or the value itself. It has axes of its own."""
+    """The new row of the cache that a value is read from, or the value itself, with new axes."""
     try:
         return cache_update(value.apart()[1]).row.apart()[1]
     except NoMatch:
@@ -30,13 +30,13 @@ def row_of(value: Element) -> Element:
 
 
 def is_low_rank(value: Element) -> bool:
-    """The value, or the row of a cache it is read from, is projected up from something that was projected down."""
+    """Whether the value, or the cached row that it is read from, is projected up from a down-projected value."""
     up = _projection(row_of(value))
     return up is not None and _is_narrow(up) and down_projection(up.left) is not None
 
 
 def seems_low_rank(value: Element) -> bool:
-    """The same as far as can be told without a proof, whichever rows of the latents a view or a table shows."""
+    """The same without proof, for whatever rows of the latents a view or a table shows."""
     up = _projection(row_of(value))
     if up is None or not _is_narrow(up):
         return False
@@ -47,20 +47,20 @@ def seems_low_rank(value: Element) -> bool:
 
 
 def is_cached_per_head(value: Element) -> bool:
-    """The value is read from a cache to which its rows come projected up from latents, for each head."""
+    """Whether the value is read from a cache whose rows were projected up from latents before, per head."""
     row = row_of(value)
     up = None if row is value else _projection(row)
     return up is not None and len(up.right.axes - set(up.axes)) > 1 and is_low_rank(row)
 
 
 def is_projected_from(value: Element, latent: Element) -> bool:
-    """The value is a projection of a latent, or of the row of a cache that it is read from."""
+    """Whether the value is a projection of a latent, or of the cached row that it is read from."""
     up = _projection(value)
     return up is not None and up.left.origin in (latent.origin, row_of(latent).origin)
 
 
 def down_projection(latent: Element) -> Contraction | None:
-    """The product that makes a latent, or the row of a cache it is read from, before any norm."""
+    """The product that computes a latent, or the cached row that it is read from, before any norm."""
     row = row_of(latent)
     normed = _before_norm(row)
     found = None if normed is None else _projection(normed)
@@ -75,12 +75,12 @@ def _before_norm(value: Element) -> Element | None:
 
 
 def rank(found: Contraction) -> Size:
-    """How many numbers are summed up."""
+    """The number of terms that are summed."""
     return product(axis.size for axis in found.axes)
 
 
 def _projection(value: Element) -> Contraction | None:
-    """The product that makes a value; if one of its factors is a parameter, that is the right one."""
+    """The product that computes a value; if one of its factors is a parameter, that is the right one."""
     try:
         found = contraction(value)
     except NoMatch:

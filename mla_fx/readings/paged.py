@@ -1,4 +1,4 @@
-"""Rows gathered out of pages: a cache indexed by a block table or by slots, index_select, embedding."""
+"""Rows gathered from pages: a cache indexed by a block table or by slots, index_select, embedding."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GATHERS = INDEXED | {aten.index_select.default, aten.embedding.default}
 
 @dataclass(frozen=True)
 class Paged(Reading):
-    """`pages` read at the number along `block` that `table` says; whatever else the index of `pages` has, the reader of
-    the gathered rows gave. With `wraps` a negative number counts blocks from the end, else the program refuses it."""
+    """`pages`, read along `block` at the number in `table`. The rest of the index of `pages` comes from the reader of
+    the gathered rows. With `wraps`, a negative number counts blocks from the end; otherwise the program refuses it."""
 
     pages: Element
     block: Index
@@ -37,8 +37,8 @@ class Paged(Reading):
     wraps: bool
 
     def blocks_and_rows(self, context: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-        """The axes of a context by which blocks are looked up, and those within a block. Raises NoMatch if the rows of
-        a block do not follow each other, or are read again and again."""
+        """The axes of a context that select blocks, and those within a block. Raises NoMatch if the rows of a block are
+        not consecutive, or are read repeatedly."""
         blocks = tuple(axis for axis in context if axis in self.table.axes)
         rows = tuple(axis for axis in context if axis not in blocks)
         if not {*rows, *self.block.axes} <= self.pages.axes:
@@ -49,7 +49,8 @@ class Paged(Reading):
 
 
 class _Gather(NamedTuple):
-    """Where a gathered element comes from: an index for each dimension, and for some a number that is looked up."""
+    """Where a gathered element comes from: an index per dimension, and for some dimensions a number that is looked
+    up."""
 
     source: Node
     at: list[Index]
@@ -57,8 +58,8 @@ class _Gather(NamedTuple):
 
 
 def paged(element: Element, *, is_widened: bool = False) -> Paged:
-    """Reads an element as one of a row that was looked up in pages. Raises NoMatch if it is none, or if it is read in
-    another type than the pages have: unless it may be widened, which changes no number."""
+    """Read an element as one of a row that was looked up in pages. Raises NoMatch if it is not one, or if it is read in
+    another dtype than the pages have. It may be widened with `is_widened`, which changes no number."""
     node = element.node
     if element.roundings or (element.dtype != node.meta["val"].dtype and not is_widened):
         cast = (*element.roundings, element.dtype)[0]
@@ -74,8 +75,8 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
 
 
 def _pointed_at(total: IntegerSum, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:
-    """Where a number of a dimension points to, and what is looked up for it: blocks of so many rows as the number
-    that is looked up is multiplied by, and within them a row that is counted; or single rows."""
+    """What a number of a dimension points to, and the element that is looked up for it. It points to blocks, with as
+    many rows as the looked-up number is multiplied by, and a counted row in them; or to single rows."""
     counts_up = all(at_most(0, stride) for _, stride in total.index.terms)
     if not total.elements and counts_up and covers(total.index, 0, size):
         return total.index, None
@@ -100,7 +101,7 @@ def _gather(node: Node, index: tuple[Index, ...]) -> _Gather:
 
 
 def _looked_up(node: Node, index: tuple[Index, ...], source: Node, places: Sequence[Node | None]) -> _Gather:
-    """The dimensions that are looked up stand beside each other; in their place are those of what says where."""
+    """Check that the looked-up dimensions are adjacent, and replace them by those of the indices."""
     tables = {dim: where for dim, where in enumerate(places) if where is not None}
     first, stop = min(tables), max(tables) + 1
     if stop - first != len(tables):

@@ -1,4 +1,4 @@
-"""Weights in few bits, as far as a message needs them: their products are found, and not read."""
+"""Quantised weights, for messages only: their products are found but not read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .element import is_parameter
 from .sizes import Size
 from .views import shape_of
 
-# By name, for what multiplies stored weights differs from one library to the next.
+# By name, because the operators that multiply stored weights differ between libraries.
 ADDING = frozenset({"addmm", "baddbmm"})
 PRODUCTS = ADDING | {"mm", "bmm", "matmul", "linear", "_int_mm", "_scaled_mm", "_weight_int8pack_mm"}
-NEAR = 200  # values; tokens that are quantised on their way to a product take some thirty
+NEAR = 200  # values; tokens that are quantised before a product take about thirty
 
 
 def quantised_up_projection(value: Node) -> torch.dtype | None:
-    """The type in which the weight is stored by which a value is projected up from latents, if that has few bits.
+    """The dtype of the stored weight by which a value is projected up from latents, if that is quantised.
 
-    Latents are narrow, and a product makes them of something wider. Of all products the nearest one counts."""
+    Latents are narrow, and a product computes them from something wider. The nearest product counts."""
     up = _nearest_product(value)
     down = None if up is None else _nearest_product(_factors(up)[0])
     if up is None or down is None:
@@ -34,7 +34,7 @@ def quantised_up_projection(value: Node) -> torch.dtype | None:
 
 
 def quantised_projection(value: Node) -> torch.dtype | None:
-    """The type of the weight in the nearest product that a value is made of, if that has few bits."""
+    """The dtype of the weight in the nearest product that computes a value, if that is quantised."""
     product = _nearest_product(value)
     return None if product is None else _packed_in(_factors(product)[1])
 
@@ -44,7 +44,7 @@ def _nearest_product(value: Node) -> Node | None:
 
 
 def _packed_in(weight: Node) -> torch.dtype | None:
-    """The type of a graph input of 8 bits an element from which a factor is made, if no product lies between."""
+    """The dtype of an 8-bit graph input that a factor is computed from, if there is no product in between."""
     for node in _behind(weight):
         if _is_product(node):
             return None
@@ -55,7 +55,7 @@ def _packed_in(weight: Node) -> torch.dtype | None:
 
 
 def _behind(value: Node) -> Iterator[Node]:
-    """A value and what it is computed from, the nearest first and not all of it."""
+    """A value and what it is computed from, nearest first, up to a limit."""
     pending, seen = [value], {value}
     while pending and len(seen) < NEAR:
         node = pending.pop(0)

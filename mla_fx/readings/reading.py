@@ -1,4 +1,4 @@
-"""What every reading has: where it begins, what it is made of, and the numbers that two of one computation share."""
+"""The parts of every reading: where it begins, its operands, and the constants that equal computations share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Parts:
-    """What is made of elements, indices, other parts, tuples of them, and constants."""
+    """Something made of elements, indices, other parts, tuples of them, and constants."""
 
     @classmethod
     @functools.cache
@@ -40,24 +40,24 @@ class Parts:
 
 @dataclass(frozen=True)
 class Reading(Parts):
-    """A computation as it was read from `node`."""
+    """A computation that was read from `node`."""
 
     node: Node
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """What must be equal in two readings for them to be the same computation, besides their operands."""
+        """What must be equal in two readings of the same computation, besides their operands."""
         return ()
 
     @property
     def indices(self) -> Iterator[Index]:
-        """Every index that the reading speaks of, those of its elements included."""
+        """Every index of the reading, including those of its elements."""
         for part in self._parts:
             yield from (part,) if isinstance(part, Index) else (*part.index, *part.seen[1])
 
     @property
     def scope(self) -> Iterator[Index]:
-        """The indices in which no two axes are one: a sum within a part of the reading has names of its own."""
+        """The indices in which all axes are different; a sum within a part of the reading has its own names."""
         return self.indices
 
 

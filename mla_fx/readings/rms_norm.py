@@ -26,8 +26,8 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class RmsNorm(Reading):
-    """What is normalised and along which of its indices, by what, whether it was rounded to 16 bits before gamma was
-    multiplied in, and the number by which it is multiplied on top."""
+    """What is normalised and along which indices, the weight, whether the value was rounded to 16 bits before the
+    weight was multiplied, and the number that multiplies it all."""
 
     value: Element
     gamma: Element
@@ -42,7 +42,7 @@ class RmsNorm(Reading):
 
 
 def rms_norm(element: Element) -> RmsNorm:
-    """Reads `element` as an RMSNorm with a weight. Raises NoMatch if it is none."""
+    """Read `element` as an RMSNorm with a weight. Raises NoMatch if it is not one."""
     node = element.origin
     if LAYER_NORMS & {node.target, *(source.target for source in operands_of(node))}:
         raise NoMatch("expected an RMSNorm, found a LayerNorm", node)
@@ -81,7 +81,7 @@ def rms_norm(element: Element) -> RmsNorm:
 
 @dataclass(frozen=True)
 class _MeanSquare:
-    """`number * sum over the indices over of value^2, plus epsilon`."""
+    """`number * sum of value^2 over the indices of over, plus epsilon`."""
 
     value: Element
     number: float
@@ -104,11 +104,11 @@ def _mean_square(root: Element) -> _MeanSquare:
 
 
 def _sum_of_squares(mean: Element) -> _MeanSquare:
-    """Spelled as a sum or mean of squares or as the square of a vector norm, which may itself be taken apart."""
+    """Read a sum or mean of squares, or the square of a vector norm, which may itself be decomposed."""
     whole = as_product(mean)
     if [power for _, power in whole.factors] == [0.5, 0.5] and len({factor for factor, _ in whole.factors}) == 1:
         under = _sum_of_squares(whole.factors[0][0])
-        if under.number > 0:  # a root times itself is what is under it, unless that is negative
+        if under.number > 0:  # a root times itself is its radicand, unless that is negative
             return replace(under, number=under.number * whole.number)
     if len(whole.factors) == 1 and whole.factors[0][0].node.target is aten.linalg_vector_norm.default:
         norm, power = whole.factors[0]
@@ -128,7 +128,7 @@ def _sum_of_squares(mean: Element) -> _MeanSquare:
 
 
 def _squared(square: Element) -> Node | None:
-    """What is squared, if one operation does it: it may be a product, which is one value all the same."""
+    """What is squared, if one operation does it: it may be a product, which is also one value."""
     node = square.origin
     is_power = node.target in (aten.pow.Tensor_Scalar, aten.square.default)
     if not is_power and not (node.target is aten.mul.Tensor and args_of(node)[0] is args_of(node)[1]):
@@ -137,7 +137,8 @@ def _squared(square: Element) -> Node | None:
 
 
 def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:
-    """What `outside` reads where the mean runs, if it is otherwise the value whose squares are summed; None if not."""
+    """The indices of `outside` where the mean runs, if it otherwise reads the value whose squares are summed; else
+    None."""
     inside = mean.value
     if outside.node is not inside.node or outside.roundings != inside.roundings:
         return None
@@ -158,7 +159,7 @@ def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:
 
 
 def _solved(mine: Index, theirs: Index, axis: Axis) -> Index | None:
-    """What stands in `mine` where `axis` stands in `theirs`: something that counts just as it does. None if nothing."""
+    """The part of `mine` at the place of `axis` in `theirs`, if it counts in the same way; else None."""
     terms = [(digit, stride) for digit, stride in theirs.terms if digit.axis is axis]
     rest = combine(theirs.offset, [term for term in theirs.terms if term not in terms])
     left = difference(mine, rest)
@@ -172,13 +173,13 @@ def _solved(mine: Index, theirs: Index, axis: Axis) -> Index | None:
 
 
 def _rounds_first(gamma: Element, element: Element) -> bool:
-    """Gamma is multiplied in by an operation of a 16-bit type: what it multiplies was rounded before."""
+    """Whether gamma is multiplied in a 16-bit dtype: then the other factor was rounded before."""
     product_node = _multiplying(element.origin, gamma.origin)
     return product_node is not None and product_node.meta["val"].dtype in HALF_TYPES
 
 
 def _multiplying(node: Node, gamma: Node) -> Node | None:
-    """The multiplication of which `gamma`, through casts and views, is an operand."""
+    """The multiplication by `gamma`, through casts and views."""
     if node.target is not aten.mul.Tensor:
         source = args_of(node)[0] if node.target in CASTS and args_of(node) else None
         return _multiplying(source, gamma) if isinstance(source, Node) else None

@@ -1,11 +1,11 @@
 """Rotary embedding in any spelling, proved pair by pair.
 
-Written out for one pair of elements a rotation is
+For one pair of elements, a rotation is
     first  = x1 * cos - x2 * sin
     second = x2 * cos + x1 * sin
-whatever views, halves, stacks or complex numbers spell it. The layout read (where x1 and x2 lie) and the layout written
-(where first and second go) are found by reading the result at both halves of each candidate layout. What multiplies x1
-and x2 is taken for cos and sin with every sign and factor that stands at it: a table may hold any numbers.
+in whatever views, halves, stacks or complex numbers. The layout read (the places of x1 and x2) and the layout written
+(the places of first and second) are found by reading the result at both halves of each candidate layout. The factors of
+x1 and x2 are cos and sin, with every sign and number: a table may hold any numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Table(Reading):
-    """cos or sin: what multiplies for the first and for the second element of a pair."""
+    """cos or sin: the factors for the first and for the second element of a pair."""
 
     first: Element
     second: Element
@@ -58,14 +58,14 @@ LAYOUTS = ("half", "interleave")
 
 @dataclass(frozen=True)
 class Term:
-    """`left * right`; a number that multiplies both stands in either."""
+    """`left * right`; a number that multiplies the product is in one of them."""
 
     left: Element
     right: Element
 
     def over(self, factor: Element) -> Element | None:
-        """What multiplies `factor`, which has no number of its own. The number that it comes with here multiplies that
-        instead; raises NoMatch if this may lead out of the range of its type."""
+        """The other factor next to `factor`, which has no number of its own. A number that `factor` has here multiplies
+        the result instead; raises NoMatch if that may leave the range of its dtype."""
         for mine, other in ((self.left, self.right), (self.right, self.left)):
             number, plain = mine.apart()
             if plain != factor:
@@ -78,7 +78,8 @@ class Term:
 
 
 def _has_room(number: float, dtype: torch.dtype) -> bool:
-    """Values of float16 are only made smaller, and no more than their digits bear; of other types not much larger."""
+    """Whether a number may multiply values of a dtype: in float16 it only shrinks them, and not beyond their precision;
+    in other dtypes it does not grow them much."""
     if dtype == torch.float16:
         return 1 / 16 <= abs(number) <= 1
     most = torch.finfo(dtype).max ** 0.25 if dtype.is_floating_point else 1.0
@@ -86,17 +87,17 @@ def _has_room(number: float, dtype: torch.dtype) -> bool:
 
 
 def pair_index(size: int, layout: str, which: int, pair: Axis) -> Index:
-    """Where element `which` of pair number `pair` lies in a dimension of `size`."""
+    """The index of element `which` of pair number `pair` in a dimension of `size`."""
     return of_axis(pair, 1, which * (size // 2)) if layout == "half" else of_axis(pair, 2, which)
 
 
 def rope(element: Element, along: Axis) -> Iterator[Rope]:
-    """Every way to read `element` as a rotation along a dimension. Raises NoMatch if there is none."""
+    """Yield every way to read `element` as a rotation along a dimension. Raises NoMatch if there is none."""
     size = along.size
     if not isinstance(size, int) or size % 2:
         raise NoMatch(f"the rotary dimension must be even and known, this one is {size}", element.origin)
     found = False
-    for written in LAYOUTS if size > 2 else LAYOUTS[:1]:  # one pair lies alike in both
+    for written in LAYOUTS if size > 2 else LAYOUTS[:1]:  # a single pair is the same in both
         pair = Axis(size // 2)
         try:
             first, second = (_terms(element.at({along: pair_index(size, written, which, pair)})) for which in (0, 1))
@@ -110,7 +111,7 @@ def rope(element: Element, along: Axis) -> Iterator[Rope]:
 
 
 def _terms(element: Element) -> tuple[Term, Term]:
-    """Two products of two elements each."""
+    """Read two products of two elements each."""
     if element.origin.target is aten.view_as_real.default:
         return _complex_terms(element)
     if element.origin.target is aten.addcmul.default:
@@ -131,7 +132,7 @@ def _term(element: Element) -> Term:
 
 
 def _added_product(element: Element) -> tuple[Term, Term]:
-    """`addcmul(left * right, one, other, value=number)`."""
+    """Read `addcmul(left * right, one, other, value=number)`."""
     factor, element = element.apart()
     added, one, other = (operand(value, element.index) for value in args_of(element.node)[:3])
     number = argument(element.node, 3, "value", 1)
@@ -141,7 +142,7 @@ def _added_product(element: Element) -> tuple[Term, Term]:
 
 
 def _complex_terms(element: Element) -> tuple[Term, Term]:
-    """One part of a complex product, multiplied out: real `ac - bd`, imaginary `ad + bc`."""
+    """Read one part of a complex product, multiplied out: real `ac - bd`, imaginary `ad + bc`."""
     factor, element = element.apart()
     *index, part = element.index
     number, product = resolve(args_of(element.node)[0], tuple(index)).apart()
@@ -153,7 +154,7 @@ def _complex_terms(element: Element) -> tuple[Term, Term]:
 
 
 def _parts(value: Element) -> tuple[Element, Element]:
-    """Real and imaginary part of a complex element; of a computed one, read through a last dimension of two."""
+    """The real and imaginary part of a complex element; a computed one is read through a last dimension of two."""
     factor, value = value.apart()
     node, index = value.node, value.index
     if node.target in CONJUGATES:
@@ -174,7 +175,7 @@ CONJUGATES = frozenset({aten._conj.default, aten.conj_physical.default, aten._co
 def _rotations(
     node: Node, first: tuple[Term, Term], second: tuple[Term, Term], along: Axis, pair: Axis, written: str
 ) -> Iterator[Rope]:
-    """Assigns x1, x2, cos and sin; rotating x by the table and the table by x look alike, so both are offered.
+    """Assign x1, x2, cos and sin. Rotating x by the table and the table by x look alike, so both are yielded.
 
     x1 enters first and second, and so does x2: each is one side of one term in both."""
     for one, other in (first, first[::-1]):
@@ -194,7 +195,7 @@ def _rotations(
 
 
 def _layout_read(x1: Element, x2: Element, pair: Axis) -> str | None:
-    """How the two elements of a pair lie to each other in the value that is rotated."""
+    """The layout of the two elements of a pair in the rotated value."""
     if x1.node is not x2.node or x1.roundings != x2.roundings:
         return None
     places = list(zip(x1.index, x2.index, strict=True))
@@ -211,9 +212,9 @@ def _layout_read(x1: Element, x2: Element, pair: Axis) -> str | None:
 
 
 def _along(x1: Element, x2: Element, layout: str, along: Axis, pair: Axis) -> Element:
-    """The value rotated, read along the rotary axis: it begins where x1 does, and runs through both of every pair.
+    """The rotated value, read along the rotary axis: it begins at x1 and runs through both elements of every pair.
 
-    What the program held before casts is read so too, if both elements were cast alike."""
+    If both elements were cast alike, the value before the casts is read in the same way."""
     value = replace(x1, index=_runs(x1.index, x2.index, along, pair))
     (node, mine), (other, theirs) = x1.seen, x2.seen
     places = Element(node, mine), Element(other, theirs)
@@ -223,7 +224,7 @@ def _along(x1: Element, x2: Element, layout: str, along: Axis, pair: Axis) -> El
 
 
 def _runs(first: tuple[Index, ...], second: tuple[Index, ...], along: Axis, pair: Axis) -> tuple[Index, ...]:
-    """The index of the value rotated, from those of the two elements of a pair, which lie apart in one dimension."""
+    """The index of the rotated value, from those of the two elements of a pair, which differ in one dimension."""
     moved: list[Index] = []
     for mine, theirs in zip(first, second, strict=True):
         rest = [term for term in mine.terms if term[0].axis is not pair]

@@ -1,4 +1,4 @@
-"""A value multiplied by a smaller tensor: one number for each token, say, or for each head."""
+"""A value multiplied by a smaller tensor, for example by one number per token or per head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scaling(Reading):
 
 
 def scaling(element: Element) -> Scaling:
-    """Reads `element` as a value that is scaled. Raises NoMatch if it is none."""
+    """Read `element` as a scaled value. Raises NoMatch if it is not one."""
     factor, element = element.apart()
     node = element.node
     if node.target is not aten.mul.Tensor:

@@ -1,8 +1,8 @@
-"""Sizes: numbers, or expressions over the symbols of a dynamic shape; and what can be proved about them.
+"""Sizes: numbers, or expressions over the symbols of a dynamic shape, and what can be proved about them.
 
-Nothing here adds a guard. Of a symbol nothing is assumed but what it was made with (sizes that guards stand behind are
-positive, others may be anything) and what the shape environment of the graph at hand knows of it: ranges, and relations
-that were established when the graph was traced."""
+Nothing here adds a guard. A symbol has only the assumptions that it was made with (sizes with guards are positive,
+others may be anything) and what the graph's shape environment knows about it: ranges, and relations that were
+established during tracing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Size: TypeAlias = "int | sympy.Expr"  # a number, or an expression over the symb
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """What is known of sizes. They are asked for often, so each expression is read once; a shape environment takes its
-    time, so it is asked everything once.
+    """What is known about sizes. Sizes are read often, so each expression is read once. A shape environment is slow, so
+    it is asked everything once.
 
-    `same` are symbols with what they are read as, `meant` what such symbols are in the environment."""
+    `same` maps symbols to what they are read as; `meant` maps such symbols to those of the environment."""
 
     same: Mapping[sympy.Symbol, Size] = field(default_factory=dict)
     environment: Any = None
@@ -33,7 +33,7 @@ class _Facts:
     meant: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
 
     def equated(self, found: Mapping[sympy.Symbol, Size]) -> _Facts:
-        """The same where a program cannot run without these symbols being equal to some size."""
+        """The same, if the program cannot run unless these symbols equal some size."""
         return replace(self, same=_joined(self.same, found))
 
     @functools.cached_property
@@ -61,8 +61,8 @@ _facts: ContextVar[_Facts] = ContextVar("what is known of the sizes of this grap
 
 @contextlib.contextmanager
 def size_facts(environment: Any, written: Callable[[], Mapping[sympy.Symbol, Size]] = dict) -> Iterator[None]:
-    """Proofs may use what a shape environment knows of the symbols that sizes are made of, and what its guards say;
-    `written` says which are equal because something is written, and is asked with what is known by then."""
+    """Let proofs use what a shape environment and its guards know about symbols. `written` returns sizes that are equal
+    because something is written; it is called with what is known until then."""
     guarded = [] if environment is None else guards(environment)
     facts = _NOTHING if environment is None else _facts_of(environment, guarded)
     token = _facts.set(facts)
@@ -95,8 +95,8 @@ def _joined(same: Mapping[sympy.Symbol, Size], found: Mapping[sympy.Symbol, Size
 def _divided(
     relations: Iterable[Any], same: Mapping[sympy.Symbol, Size]
 ) -> tuple[dict[sympy.Symbol, Size], dict[sympy.Symbol, sympy.Expr]]:
-    """Sizes that are known to be multiples of others as products, so that what is left of them is no rounded fraction;
-    and what the new factors in these products are."""
+    """Sizes that are known multiples of others, as products, so that the quotient is not a rounded fraction; and the
+    new factors in these products."""
     products: dict[sympy.Symbol, Size] = {}
     quotients: dict[sympy.Symbol, sympy.Expr] = {}
     for relation in relations:
@@ -113,8 +113,8 @@ def _divided(
 
 
 def _signs(environment: Any, relations: Iterable[Any]) -> dict[sympy.Symbol, Size]:
-    """Numbers that were symbols before anything was known of them, as symbols of the sign that they turned out to have:
-    what a program says in Python, as the lengths of sequences, was made with none."""
+    """Symbols of known sign for symbols that are numbers: those that the program computes in Python, such as lengths of
+    sequences, were made without a sign."""
     symbols = {symbol for relation in relations for symbol in relation.free_symbols if symbol.is_integer}
     found: dict[sympy.Symbol, Size] = {}
     for symbol in sorted((symbol for symbol in symbols if not symbol.is_positive), key=str):
@@ -126,7 +126,7 @@ def _signs(environment: Any, relations: Iterable[Any]) -> dict[sympy.Symbol, Siz
 
 
 def _guarded_alike(relations: Iterable[Any], before: Mapping[sympy.Symbol, Size]) -> dict[sympy.Symbol, Size]:
-    """Sizes that were found equal to what is computed of others, and of which no less is known than of themselves."""
+    """Symbols that a guard equates with an expression at least as constrained."""
     same: dict[sympy.Symbol, Size] = {}
     for relation in relations:
         if isinstance(relation, sympy.Eq):
@@ -139,14 +139,14 @@ def _guarded_alike(relations: Iterable[Any], before: Mapping[sympy.Symbol, Size]
 
 
 def _sides(difference: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Two sums that are equal where their difference is zero, neither with a term that is less than nothing."""
+    """The two sums that are equal where their difference is zero, both without negative terms."""
     terms = sympy.expand(difference).as_coefficients_dict().items()
     more, less = ([term * count for term, count in terms if (count > 0) == is_more] for is_more in (True, False))
     return sympy.Add(*more), -sympy.Add(*less)
 
 
 def _read(size: Size, same: Mapping[sympy.Symbol, Size]) -> sympy.Expr:
-    """A size in terms of other symbols, and with every division done that leaves no rest."""
+    """A size in terms of other symbols, with every division done that leaves no remainder."""
     expression = sympy.sympify(size).xreplace(same)
     rounded = floor_division()
     return expression.replace(rounded, _quotient) if expression.has(rounded) else expression
@@ -158,13 +158,13 @@ def _quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr:
 
 
 def _signed(difference: sympy.Expr) -> sympy.Expr:
-    """What is left of a difference without its positive factors has the same sign."""
+    """A difference without its positive factors, which has the same sign."""
     factors = sympy.Mul.make_args(sympy.factor_terms(difference))
     return sympy.Mul(*(factor for factor in factors if not factor.is_positive))
 
 
 def _never_negative_where(relation: Any) -> Iterator[sympy.Expr]:
-    """What a relation says of whole numbers. The environment itself takes no conjunction of two apart."""
+    """What a relation says about integers. The environment itself does not split a conjunction of two."""
     if isinstance(relation, sympy.And):
         for part in relation.args:
             yield from _never_negative_where(part)
@@ -182,7 +182,7 @@ def size_of(value: Any) -> Size:
 
 
 def plain(size: Size) -> Size:
-    """An int where the expression is one: sympy keeps its own integers."""
+    """An int if the expression is one: sympy has its own integers."""
     return size if type(size) is int or not isinstance(size, sympy.Integer) else int(size)
 
 
@@ -202,7 +202,7 @@ def strides_of(sizes: Sequence[Size]) -> list[Size]:
 
 
 def ratio(numerator: Size, denominator: Size) -> Size | None:
-    """`numerator / denominator` where the division leaves no rest for any value of the symbols, else None."""
+    """`numerator / denominator` if the division leaves no remainder for any value of the symbols, else None."""
     if isinstance(numerator, int) and isinstance(denominator, int):
         return numerator // denominator if denominator and numerator % denominator == 0 else None
     return _symbolic_ratio(sympy.sympify(numerator), sympy.sympify(denominator))
@@ -219,7 +219,7 @@ def _symbolic_ratio(numerator: sympy.Expr, denominator: sympy.Expr) -> Size | No
 
 
 def at_most(small: Size, large: Size) -> bool:
-    """Provably `small <= large`, whatever the symbols stand for."""
+    """Whether provably `small <= large`, for all values of the symbols."""
     if isinstance(small, int) and isinstance(large, int):
         return small <= large
     if small == large or _never_negative(sympy.sympify(large) - sympy.sympify(small)):
@@ -230,7 +230,7 @@ def at_most(small: Size, large: Size) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _never_negative(difference: sympy.Expr) -> bool:
-    """Written as a polynomial in how far each symbol lies above its least value, it has no negative coefficient."""
+    """Whether it has no negative coefficient, as a polynomial in each symbol's distance from its least value."""
     difference = sympy.expand(difference)
     if difference.is_number:
         return bool(difference >= 0)

@@ -1,4 +1,4 @@
-"""Softmax in any spelling, with or without a sink: the probabilities that enter a product, and what they are of."""
+"""Softmax in any spelling, with or without a sink: the probabilities that enter a product, and their logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns of a softmax, `whole`, and those of them that are read, from `start` on."""
+    """The columns of a softmax, `whole`, and those that are read, from `start` on."""
 
     whole: Axis
     read: Axis
@@ -52,7 +52,7 @@ class _Columns:
 
 
 def softmax(element: Element) -> Softmax:
-    """Raises NoMatch if `element` is no softmax, or if more than one of its probabilities is left out."""
+    """Read a softmax. Raises NoMatch if `element` is not one, or if more than one of its probabilities is dropped."""
     node, index = element.node, element.index
     if node.target in SOFTMAX:
         value, dim = args_of(node)[:2]
@@ -88,7 +88,7 @@ def _along(index: tuple[Index, ...], dim: int, axis: Axis) -> tuple[Index, ...]:
 
 
 def exponential(value: object) -> Node | None:
-    """The exp whose result `value` is, through views and casts."""
+    """The exp whose result is `value`, through views and casts."""
     for _ in range(6):
         if not isinstance(value, Node):
             return None
@@ -101,7 +101,7 @@ def exponential(value: object) -> Node | None:
 
 
 def _divided(element: Element, exp: Node) -> Softmax:
-    """`exp(x - max) / sum(exp(x - max))`."""
+    """Read `exp(x - max) / sum(exp(x - max))`."""
     node = element.node
     numerator, denominator = (operand(value, element.index) for value in args_of(node)[:2])
     if denominator.origin.target is not aten.sum.dim_IntList or numerator.origin is not exp:
@@ -124,14 +124,14 @@ def _divided(element: Element, exp: Node) -> Softmax:
 
 
 def _without_peak(logits: Element, axis: Axis) -> Element:
-    """Logits from which the largest of them was subtracted, as it is once more within a softmax, before that."""
+    """The logits before their maximum was subtracted, which the softmax itself does again."""
     before = _less_peak(logits, axis)
     return logits if before is None else before
 
 
 def _less_peak(raised: Element, axis: Axis) -> Element | None:
-    """The logits, if `raised` is they less the largest of them along the softmax axis. Inductor takes that before a
-    factor or behind it, as a condition has it: if both ways give it, the condition is of no matter."""
+    """The logits, if `raised` is the logits minus their maximum along the softmax axis. Inductor subtracts it before or
+    after a factor, depending on a condition: if both branches give the same logits, the condition does not matter."""
     node = raised.origin
     if node.target is not aten.where.self:
         return _difference(raised, axis)
@@ -145,7 +145,7 @@ def _difference(raised: Element, axis: Axis) -> Element | None:
         return None
     if not all(isinstance(value, Node) for value in args_of(node)[:2]):
         return None
-    if raised.factor > 1:  # of equal scores the difference stays zero, and the scores may become minus infinity
+    if raised.factor > 1:  # the difference of equal scores stays zero, and the scores may become minus infinity
         what = f"differences of scores are multiplied by {raised.factor:.6g}"
         raise NoMatch(f"{what}, which may take the scores themselves out of range", node)
     logits, peak = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
@@ -153,7 +153,8 @@ def _difference(raised: Element, axis: Axis) -> Element | None:
 
 
 def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
-    """`peak` is the maximum of the logits along the softmax axis: any other number may take them out of range."""
+    """Whether `peak` is the maximum of the logits along the softmax axis; any other number may take them out of
+    range."""
     factor, peak = peak.apart()
     largest = _largest(peak.node)
     if largest is None:
@@ -163,7 +164,7 @@ def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
 
 
 def _reduced_along(node: Node, index: tuple[Index, ...], axis: Axis) -> tuple[Node | None, tuple[Index, ...]]:
-    """What a reduction reduces, read along `axis`, if it does so over as many elements as that counts."""
+    """The operand of a reduction, read along `axis`, if it reduces as many elements as that axis counts."""
     source, index, over = reduced(node, index)
     if len(over) != 1 or over[0].axis is None or over[0].axis.size != axis.size:
         return None, index
@@ -171,7 +172,7 @@ def _reduced_along(node: Node, index: tuple[Index, ...], axis: Axis) -> tuple[No
 
 
 def _largest(node: Node) -> Node | None:
-    """The call of which a node holds the maxima."""
+    """The call that computes a node's maxima."""
     if node.target is aten.amax.default:
         return node
     is_first = node.target is operator.getitem and args_of(node)[1] == 0
@@ -179,7 +180,7 @@ def _largest(node: Node) -> Node | None:
 
 
 def _guarded(element: Element) -> Softmax:
-    """A softmax whose fully masked rows are zeroed, as scaled_dot_product_attention does."""
+    """Read a softmax whose fully masked rows are zeroed, as in scaled_dot_product_attention."""
     condition, zero, probability = args_of(element.node)
     if constant(zero) != 0:
         raise NoMatch("the attention probabilities are replaced under a condition", element.node)
@@ -191,7 +192,7 @@ def _guarded(element: Element) -> Softmax:
 
 
 def _tests_for_masked_rows(condition: Element, logits: Element, axis: Axis) -> bool:
-    """The condition is `not any(logits != -inf)` along the softmax axis."""
+    """Whether the condition is `not any(logits != -inf)` along the softmax axis."""
     if condition.node.target not in NOT:
         return False
     some = operand(args_of(condition.node)[0], condition.index)

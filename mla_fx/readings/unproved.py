@@ -1,4 +1,4 @@
-"""What is said of sizes that have to be equal, or in order, and are not known to be: their symbols, and a remedy."""
+"""What a refusal says about sizes that must be equal, or in order, without proof: their symbols, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EQUAL, AT_MOST, MULTIPLE = "{} == {}", "{} <= {}", "{} % {} == 0"
 
 
 def unproved(graph: Graph, left: Size, relation: str, right: Size) -> str:
-    """Behind a reason: the sizes between which a relation is not known to hold, and what would make it known. Nothing
-    is said of numbers, of which it is known."""
+    """Appended to a reason: the sizes of the unproved relation, and the torch._check that would prove it. Empty for
+    numbers, for which it is known."""
     if isinstance(left, int) and isinstance(right, int):
         return ""
     names = dict(_names(graph, {*sympy.sympify(left).free_symbols, *sympy.sympify(right).free_symbols}))
@@ -28,7 +28,7 @@ def unproved(graph: Graph, left: Size, relation: str, right: Size) -> str:
 
 
 def _written(size: Size, names: Mapping[sympy.Symbol, str]) -> str:
-    """A size as the model can write it."""
+    """A size in the words of the model."""
     expression = sympy.sympify(size).xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})
     return str(expression) if expression.is_Atom else f"({expression})"
 
@@ -43,7 +43,7 @@ def _names(graph: Graph, symbols: set[sympy.Symbol]) -> Iterator[tuple[sympy.Sym
 
 
 def _sizes_of(node: Node) -> Iterator[tuple[Size, str]]:
-    """The sizes of a graph input, or the one that it is, as the model calls them."""
+    """The sizes of a graph input, or the size that it is, in the words of the model."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         yield from ((size, f"{label_of(node)}.shape[{dim}]") for dim, size in enumerate(shape_of(node)))

@@ -1,7 +1,7 @@
-"""How each operation that only moves data around moves an index: from its result to one of its operands.
+"""How each operation that only moves data moves an index: from its result to one of its operands.
 
-A mover takes `(node, index)` and returns the operand and where to read it, or None when the element is not to be found
-in a single operand (a read that straddles the pieces of a cat). To teach the compiler a new view, add one function.
+A mover takes `(node, index)` and returns the operand and its index, or None if the element is not in a single operand
+(a read across the pieces of a cat). To add a view, add one function.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def fresh_index(node: Node) -> tuple[Index, ...]:
 
 
 def number(value: Any) -> Size | None:
-    """An integer argument: a literal, or a node that holds a size; None if it is left out."""
+    """An integer argument: a literal, or a node that holds a size; None if it is omitted."""
     return None if value is None else integer(value)
 
 
 def integer(value: Any) -> Size:
-    """The same of one that is not left out."""
+    """The same for an argument that is not omitted."""
     return size_of(value.meta["val"] if isinstance(value, Node) else value)
 
 
 def slice_bounds(node: Node, first: int, length: Size, size: Size) -> tuple[Size, Size, int] | None:
     """(start, stop, step) of a slice that reads or writes `length` of `size` positions; `start` is argument number
-    `first`. None if it is not known where it starts."""
+    `first`. None if its start is unknown."""
     start_argument, end_argument = argument(node, first), argument(node, first + 1)
     step = argument(node, first + 2, default=1)
     if not isinstance(step, int):
@@ -65,9 +65,9 @@ def slice_bounds(node: Node, first: int, length: Size, size: Size) -> tuple[Size
 
 
 def _wrapped(position: Size | None, size: Size) -> Size | None:
-    """A position counted from the end as one from the start; None if it is not known from where it counts.
+    """A position counted from the start; None if it is unknown whether it counts from the end.
 
-    Past the end there is nothing to read, so a position need not be held against that."""
+    Past the end there is nothing to read, so positions are not compared with it."""
     if position is None or at_most(0, position):
         return position
     if isinstance(position, int) and isinstance(size, int):
@@ -152,7 +152,7 @@ def _select(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 
 def _piece(node: Node, index: tuple[Index, ...]) -> Place | None:
-    """Item of a split, chunk or unbind."""
+    """Read an item of a split, chunk or unbind."""
     whole = args_of(node)[0]
     if not isinstance(whole, Node) or whole.target not in _SPLITS:
         return None
@@ -184,7 +184,7 @@ def _cat(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 
 def pieces(node: Node) -> list[tuple[Node, Size, Size]]:
-    """The operands of a cat with where each begins and ends; those without elements have no place in it."""
+    """The operands of a cat, with where each begins and ends; empty operands are skipped."""
     dim, stop = cat_dim(node), 0
     out: list[tuple[Node, Size, Size]] = []
     for piece in args_of(node)[0]:
@@ -222,16 +222,16 @@ def _slice_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 
 def written_slice(node: Node) -> tuple[int, tuple[Size, Size, int] | None]:
-    """The dimension along which a slice_scatter writes, and its (start, stop, step) where they are known."""
+    """The dimension along which a slice_scatter writes, and its (start, stop, step) if they are known."""
     base, source = args_of(node)[:2]
     dim = argument(node, 2, "dim", 0) % len(shape_of(base))
     if len(shape_of(source)) != len(shape_of(base)):
-        return dim, None  # which raises when it runs
+        return dim, None  # raises when it runs
     return dim, slice_bounds(node, 3, shape_of(source)[dim], shape_of(base)[dim])
 
 
 def _every(node: Node, index: tuple[Index, ...], dim: int, start: Size, step: int) -> Place | None:
-    """Every `step`th position was written over: an index in steps of it meets all of them or none."""
+    """Every `step`th position was overwritten: an index in steps of it meets all of them or none."""
     base, source = args_of(node)[:2]
     where = index[dim]
     numbers = (start, where.offset, *(stride for _, stride in where.terms))
@@ -255,7 +255,7 @@ def _select_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 
 def written_position(node: Node) -> tuple[int, Size | None]:
-    """The dimension along which a select_scatter writes, and the one position there if it is known."""
+    """The dimension along which a select_scatter writes, and its one position if that is known."""
     sizes = shape_of(args_of(node)[0])
     dim, position = argument(node, 2, "dim") % len(sizes), number(argument(node, 3, "index"))
     return dim, _wrapped(position, sizes[dim])
@@ -266,7 +266,7 @@ def _copy(node: Node, index: tuple[Index, ...]) -> Place:
 
 
 def _pad(node: Node, index: tuple[Index, ...]) -> Place | None:
-    """Inside the padding there is nothing to follow; elsewhere the element is the operand's."""
+    """Elements in the padding cannot be followed; the others belong to the operand."""
     sizes, moved = shape_of(args_of(node)[0]), list(index)
     for dim, before in _padded(node):
         if not covers(index[dim], before, before + sizes[dim]):
@@ -276,13 +276,13 @@ def _pad(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 
 def _padded(node: Node) -> list[tuple[int, Size]]:
-    """The dimensions that are padded, the last first, and by how much in front."""
+    """The padded dimensions, the last first, and how much padding comes first."""
     last, amounts = len(shape_of(node)) - 1, args_of(node)[1]
     return [(last - number, integer(before)) for number, before in enumerate(amounts[::2])]
 
 
 def pads_with_zero(node: Node, index: tuple[Index, ...]) -> bool:
-    """True if the element lies in the zeros around a padded value."""
+    """Whether the element is in the zeros around a padded value."""
     if node.target is not aten.constant_pad_nd.default or argument(node, 2, "value", 0) != 0:
         return False
     sizes = shape_of(args_of(node)[0])
@@ -290,12 +290,12 @@ def pads_with_zero(node: Node, index: tuple[Index, ...]) -> bool:
 
 
 def covers(index: Index, start: Size, stop: Size) -> bool:
-    """Provably every position of `index` lies in [start, stop)."""
+    """Whether provably every position of `index` is in [start, stop)."""
     return at_most(start, index.offset) and at_most(index.offset + extent(index), stop)
 
 
 def misses(index: Index, start: Size, stop: Size) -> bool:
-    """Provably no position of `index` lies in [start, stop)."""
+    """Whether provably no position of `index` is in [start, stop)."""
     return at_most(index.offset + extent(index), start) or at_most(stop, index.offset)
 
 
@@ -303,7 +303,7 @@ def _replaced(index: tuple[Index, ...], dim: int, part: Index) -> tuple[Index, .
     return (*index[:dim], part, *index[dim + 1 :])
 
 
-# How each view moves an index: to its first argument, but for `copy`, which is read from its second.
+# How each view moves an index: to its first argument, except for `copy`, which reads its second.
 MOVERS: dict[Any, Mover] = {
     aten.alias.default: _same,
     aten.clone.default: _same,
@@ -333,14 +333,14 @@ MOVERS: dict[Any, Mover] = {
 
 
 def move(node: Node, index: tuple[Index, ...]) -> Place | None:
-    """One step through a view, or None where the element is computed, a change of type included."""
+    """One step through a view; None if the element is computed, which includes a change of dtype."""
     mover = MOVERS.get(node.target)
     place = None if mover is None else mover(node, index)
     return place if place is None or place[0].meta["val"].dtype == node.meta["val"].dtype else None
 
 
 def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Axis, int]]:
-    """Where the axes that read a cat or a partly overwritten tensor would have to be cut: (axis, position) pairs."""
+    """Where the axes that read a cat or a partly overwritten tensor have to be cut: (axis, position) pairs."""
     dim, bounds = _seams(node)
     where = index[dim] if bounds else ZERO
     if len(where.terms) != 1 or where.terms[0][1] != 1 or not isinstance(where.offset, int):
@@ -352,7 +352,7 @@ def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Axis, int]]:
 
 
 def _seams(node: Node) -> tuple[int, list[Size]]:
-    """The dimension along which a value was put together, and the positions at which its parts meet."""
+    """The dimension along which a value was joined, and the positions where its parts meet."""
     if node.target is aten.cat.default:
         return cat_dim(node), [stop for _, _, stop in pieces(node)]
     if node.target is aten.slice_scatter.default:
