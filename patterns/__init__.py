@@ -1,1 +1,1 @@
-"""What is recognised: one file per pattern, found by walking this folder."""
+"""The patterns, one file each. They are found by walking this folder."""

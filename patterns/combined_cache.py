@@ -1,10 +1,10 @@
-"""Latents and rotary keys side by side in one cache, written in two, as one write of joined rows.
+"""One cache for latents and rotary keys that is written in two parts, as one write of joined rows.
 
     cache[..., :Hckv][position] = latent;  cache[..., Hckv:][position] = k_rope
     ->  cache[position] = cat(latent, k_rope)
 
-What is written in one piece takes no copy of the cache, and its rows are those that the prolog makes. Seen with slices
-of the cache, or views of these, that are written by index_copy, index_put, scatter or a slice.
+A single write does not copy the cache, and its rows are those that the prolog computes. Spellings: slices of the cache,
+or views of these, written by index_copy, index_put, scatter or a slice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class CombinedCache(Rule):
     rejects = (Case("columns written to two positions", _TwoPositions, because="written to different positions"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        """Columns put into a cache of which others were written before, in a graph whose attention fused."""
+        """Columns written into a cache that other columns were written into before, in a graph whose attention
+        fused."""
         if not any(graph.find_nodes(op="call_function", target=attention) for attention in ATTENTION):
             return
         for node in super().anchors(graph):
@@ -89,7 +90,7 @@ class CombinedCache(Rule):
         yield Match().read("written", Reading(anchor))
 
     def rewrite(self, match: Match) -> Plan:
-        """Two updates of neighbouring columns, of one cache and at the same positions."""
+        """Two updates of adjacent columns, of one cache and at the same positions."""
         node = match.reading(Reading, "written").node
         ranges, index = _columns(node), fresh_index(node)
         if len(ranges) != 2:
@@ -125,7 +126,7 @@ def _puts_columns(node: Node) -> bool:
 
 
 def _columns(node: Node) -> list[tuple[Size, Size]]:
-    """Where the columns begin and end that are written, and those before and behind them."""
+    """The bounds of the written columns, and of those before and after them."""
     bounds = written_slice(node)[1]
     if bounds is None or bounds[2] != 1:
         raise NoMatch("the written columns are not known", node)
@@ -135,7 +136,7 @@ def _columns(node: Node) -> list[tuple[Size, Size]]:
 
 
 def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
-    """The update of some columns, spoken of in the axes of the whole."""
+    """The update of some columns, in the axes of the whole."""
     element = resolve(node, index)
     if element.roundings or element.dtype != element.node.meta["val"].dtype:
         raise NoMatch("a part of a cache's columns is cast between the two writes", node)
@@ -145,7 +146,7 @@ def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
 
 
 def _indices(cache: CacheRoles) -> list[Expression | None]:
-    """Where rows go, as indices of a cache [B, T, width]."""
+    """The positions of rows, as indices of a cache [B, T, width]."""
     found, count = positions(cache), batch_of_positions(cache)
     if count == 1:
         return [None, Call(aten.squeeze.dim, found, 0)]

@@ -2,8 +2,9 @@
 
     ckv_cache[index] = rms_norm(kv[:Hckv]) gamma,  k_cache[index] = rope(kv[Hckv:])
 
-Applies where the prolog does not: a prefill that stays expanded, a number of query tokens known at run time only, or a
-query that is made in some other way. Rows that are appended to a cache are written into a new one, of their own number.
+Applies where the prolog does not: a prefill that stays expanded, a number of query tokens known only at run time, or a
+query that is computed differently. Rows that are appended to a cache are written into a new one that holds just
+them.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class KvRmsnormRopeCache(Rule):
         return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
 
     def rewrite(self, match: Match) -> Plan:
-        """Latent and rotary key go to the same positions of two caches."""
+        """Latent and rotary key are written to the same positions of two caches."""
         names = [name for name in PATTERN.operands if f"{name}.axes" in match.readings]
         updates = [update for name in names if (update := match.get(CacheUpdate, f"{name}.write")) is not None]
         if len(updates) < len(names):
@@ -170,15 +171,15 @@ class KvRmsnormRopeCache(Rule):
 
 
 def _is_cached(latents: Element) -> bool:
-    """Rows enter a cache, and no operator has made them already."""
+    """Rows enter a cache, and no operator has computed them already."""
     try:
         return cache_update(latents).row.origin.target is not operator.getitem
     except NoMatch:
-        return latents.origin.target in WRITES  # in a way that is to be told
+        return latents.origin.target in WRITES  # with a reason worth reporting
 
 
 def _new_cache(latent: CacheRoles, cache: CacheRoles | None) -> Expression:
-    """[B,1,S,width]; without a rotary part that of its keys has no columns."""
+    """[B,1,S,width]; without a rotary part, the keys have no columns."""
     rows = latent.update.rows if cache is None else cache.update.rows
     batch, tokens = (product(axis.size for axis in role) for role in latent.row)
     return new_cache(rows, rows.meta["val"].dtype, batch, 1, tokens, 0 if cache is None else shape_of(rows)[-1])
@@ -189,11 +190,11 @@ def _replaced_rows(cache: CacheRoles, out: Expression) -> Replaced:
 
 
 def _rows(match: Match, latent: CacheRoles, keys: CacheRoles | None) -> Expression:
-    """Latents and rotary keys side by side, [B,1,S,Hckv+Dr]: as they are, or joined if they were made apart."""
+    """Adjacent latents and rotary keys, [B,1,S,Hckv+Dr]: one value, or joined if they were computed separately."""
     tokens, dtype = (latent.batch, (), latent.token), latent.update.rows.meta["val"].dtype
     parts = [("latent", latent.width)]
     if keys is not None:
-        rotation = match.get(Rope, "rope")  # its columns are those of the rotary key before it is rotated
+        rotation = match.get(Rope, "rope")  # its columns are those of the rotary key before rotation
         along = keys.width if rotation is None else axes(rotation.along, "the rotary key", rotation.node)
         kv = joined(match["latent"], latent.width, match["k_rope"], along)
         if kv is not None:

@@ -1,16 +1,16 @@
-"""Attention over keys and values of each head in pages, which are gathered through a block table, as one operator that
-reads the pages themselves: how serving engines keep what is not latent.
+"""Attention over keys and values per head in pages, gathered through a block table, as one operator that reads the
+pages itself. Serving engines store contexts without latents like this.
 
     score[b,n,s,t] = scale * (query . key_cache[block_table][b,t,h]) + mask,  n = h * group + g
     out[b,n,s,v]   = sum_t softmax(score)[t] value_cache[block_table][b,t,h,v]
 
-Seen with blocks looked up (`cache[block_table]`, index_select, embedding), with slots computed from a table, or given
-for each token, which are blocks of one row; with heads repeated, expanded, or grouped by a view. Which rows a table
-names is of no matter: the operator reads the same ones.
+Spellings: blocks looked up (`cache[block_table]`, index_select, embedding); slots computed from a table, or given per
+token, which are blocks of one row; heads repeated, expanded, or grouped by a view. The rows in a table may be any rows:
+the operator reads the same ones.
 
-Masks that are proved to hide exactly the keys behind a position or a length become `context_lens`; all others stay
-masks. The operator sums scores in float32 at least and rounds probabilities to the type in which they meet the values,
-as the program does; where that rounds anything coarser, the engine refuses.
+Masks that provably hide exactly the keys after a position or a length become `context_lens`; all others stay masks. The
+operator sums scores in float32 at least and rounds probabilities to the dtype in which they are multiplied by the
+values, like the program. If that rounds anything more coarsely, the engine refuses.
 
 Axes: b batch, s query tokens, h key heads, g query heads of each, t context tokens, d key columns, v value columns.
 """
@@ -139,7 +139,7 @@ class _BySlots(_Serving):
 
 
 class _ByLength(_Serving):
-    """The number of keys of each sequence, of which the last token sees all."""
+    """The number of keys of each sequence; the last token sees all of them."""
 
     def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
         lengths = positions[:, -1:] + 1
@@ -147,7 +147,7 @@ class _ByLength(_Serving):
 
 
 class _Window(_Serving):
-    """What no length says stays a mask."""
+    """A mask that no length describes stays a mask."""
 
     def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
         return (keys <= positions) & (keys > positions - 4)
@@ -159,14 +159,14 @@ class _TwoTables(_Serving):
 
 
 class _RowsFirst(_Serving):
-    """A context goes through all first rows of its blocks, then through all second ones."""
+    """A context reads all first rows of its blocks, then all second rows."""
 
     def context(self, cache: Tensor, table: Tensor) -> Tensor:
         return cache[table].transpose(1, 2).reshape(B, T, KV_HEADS, -1)
 
 
 class _WeighedKeys(_Serving):
-    """Keys are weighed once they were gathered."""
+    """Keys are weighted after they were gathered."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         return super().attend(query, key * torch.linspace(0.5, 1.5, T).view(T, 1, 1), value, seen)
@@ -204,7 +204,7 @@ class _OneHeadOfValues(_Serving):
 
 
 class _WiderKeys(_Serving):
-    """Keys are cached in float32 and read so; values in bfloat16, in which the probabilities meet them."""
+    """Keys are stored and read in float32; values are bfloat16, and so are the probabilities that multiply them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ ONE = {"paged_attention": 1}
 
 class PagedAttention(Rule):
     stage = "attention"
-    after = ("mla_attention",)  # which reads one latent for all heads in blocks, too
+    after = ("mla_attention",)  # which also reads one latent for all heads in blocks
     yields_to_target = True
     accepts = (
         Case("heads repeated", _Serving, ONE),
@@ -247,7 +247,7 @@ class PagedAttention(Rule):
         return anchors(graph)
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        """None, and nothing to tell, where no values are gathered; what attention is not read is told by others."""
+        """No matches and no misses if no values are gathered; other rules report attention that is not read."""
         try:
             found = attention(anchor)
         except NoMatch:
@@ -257,7 +257,7 @@ class PagedAttention(Rule):
         yield from OVER_PAGES.bindings(found, found.scores, nearest)
 
     def rewrite(self, match: Match) -> Plan:
-        """`page` are the axes of the context by which blocks are looked up, `row` those within a block."""
+        """`page` are the axes of the context that select blocks, `row` those within a block."""
         found, scores = match.reading(Attention, "attention"), match.reading(Contraction, "scores")
         keys, values = match.reading(Paged, "keys"), match.reading(Paged, "values")
         if found.sink is not None:
@@ -291,8 +291,8 @@ class PagedAttention(Rule):
 
 
 def _tokens(found: Attention, rows: frozenset[Axis], h: Axes) -> frozenset[Axis]:
-    """The axes of tokens among those that the query has beside the key heads: those of a mask, and of one that is the
-    same for all heads if there is one. Without a mask they count as heads, which see the same keys."""
+    """The axes of tokens among those that only the query has: those of a mask, and of one that is the same for all
+    heads if there is one. Without a mask they count as heads, which see the same keys."""
     masks = [found.causal.rows.axes] if found.causal is not None else [mask.element.axes for mask in found.masks]
     of_rows = [axes for axes in masks if not axes.isdisjoint(rows)]
     return rows & min(of_rows, key=lambda axes: (not axes.isdisjoint(h), len(axes & rows)), default=frozenset())
@@ -301,7 +301,7 @@ def _tokens(found: Attention, rows: frozenset[Axis], h: Axes) -> frozenset[Axis]
 def _masks(
     found: Attention, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
 ) -> tuple[Expression | None, Expression | None, float | None]:
-    """A mask, or lengths, and with what scores are filled."""
+    """A mask or lengths, and the number that fills scores."""
     b, _, s, _ = dims
     if found.causal is None:
         return mask_operands(found, known_causal(found, b, s, dtype), dims)
@@ -310,7 +310,7 @@ def _masks(
 
 
 def _pages(found: Paged, dims: tuple[Axes, ...], dtype: torch.dtype) -> Expression:
-    """A view of a cache, as a copy of all of it would cost more than what is gathered."""
+    """A view of a cache; copying it would cost more than the gathered rows."""
     stored = found.pages.dtype
     if stored not in FLOATS or is_coarser(dtype, stored):
         raise NoMatch(f"the cache is in {stored}; paged_attention computes in {dtype} here", found.node)

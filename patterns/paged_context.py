@@ -2,8 +2,8 @@
 
     latent_attention(query, query_rope, kv_cache[block_table], kr_cache[block_table])
 
-Seen with blocks looked up (`cache[block_table]`, index_select, embedding), with slots computed from a table, or given
-for each token, which are blocks of one row. Which rows a table names is of no matter: the operator reads the same ones.
+Spellings: blocks looked up (`cache[block_table]`, index_select, embedding); slots computed from a table, or given per
+token, which are blocks of one row. The rows in a table may be any rows: the operator reads the same ones.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class PagedContext(Rule):
         return (match.read("attention", Reading(anchor)) for match in super().bindings(anchor, nearest))
 
     def rewrite(self, match: Match) -> Plan:
-        """Both caches are pages of one size, looked up in one table: `page` are the axes of the context by which blocks
-        are looked up, `row` those within a block."""
+        """Both caches are pages of one size, looked up in one table: `page` are the axes of the context that select
+        blocks, `row` those within a block."""
         (b, t, c), (*_, r) = (roles(match, name) for name in CACHES)
         latent, keys = (paged(match[name]) for name in CACHES)
         if latent.table != keys.table:
@@ -110,7 +110,7 @@ class PagedContext(Rule):
 
 
 def _with_pages(old: Node, pages: dict[str, Expression], table: Expression) -> Call:
-    """The call with pages for its contexts; its other operands are what they were."""
+    """The call with pages for its contexts and its other operands unchanged."""
     gathered = {named_argument(old, name): new for name, new in pages.items()}
     args = [gathered.get(value, value) if isinstance(value, Node) else value for value in args_of(old)]
     return Call(old.target, *args, **{**options_of(old), "block_table": table})

@@ -1,8 +1,8 @@
-"""A norm that no larger operator took, by itself: the query's, and those between layers.
+"""A norm that no larger operator took: the query's, and those between layers.
 
     out = rms_norm(x) gamma
 
-It starts from the reciprocal root, and tries the products that follow.
+The rule starts at the reciprocal root and tries the products that follow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _WeightFirst(WeightedQuery):
 
 
 class _OneOfTwo(WeightedQuery):
-    """The query's latent, which is normalised, is added to the norm of it."""
+    """The query's normalised latent is also added to its norm."""
 
     def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         normed = super().norm(x, gamma)
@@ -75,7 +75,7 @@ class RmsNormAlone(Rule):
             yield from ValuePattern(PATTERN, rank=node.meta["val"].ndim).at(node, nearest)
 
     def rewrite(self, match: Match) -> Plan:
-        """The norm is taken over the last dimension, all of it."""
+        """The norm is over all of the last dimension."""
         norm, dims = match.reading(RmsNorm, "norm"), roles(match, "value")
         if norm.factor != 1.0:
             raise NoMatch(f"the norm is multiplied by a number, {norm.factor:.6g}", norm.node)
@@ -90,13 +90,13 @@ class RmsNormAlone(Rule):
 
 
 def _before_casts(value: Element) -> Element:
-    """The value as it was computed, where the casts that follow keep it as it is: norms cast to float32 first."""
+    """The value as it was computed, if the casts that follow do not change it: norms cast to float32 first."""
     return value if value.roundings or value.factor != 1.0 else replace(value, top=None)
 
 
 def products(root: Node) -> Iterator[Node]:
-    """The products that a reciprocal root enters, inner one first; each as it was rounded to 16 bits, if nobody
-    reads it in the type in which it was multiplied."""
+    """The products that a reciprocal root enters, the inner one first; each after its rounding to 16 bits, if nothing
+    reads it in the dtype in which it was multiplied."""
     factor = root
     for _ in range(2):
         multiplied = [user for user in factor.users if user.target is aten.mul.Tensor]

@@ -1,6 +1,6 @@
-"""A rotation that no larger operator took, by itself: the query's of an attention, or that of key rows that are stored.
+"""A rotation that no larger operator took: that of an attention's query, or of key rows that are stored.
 
-out = rope(x)
+    out = rope(x)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mla_fx.rule import (
     var,
 )
 
-# An attention's operands that are rotated.
+# Operands of an attention that are rotated.
 QUERY = {
     torch.ops.mla_fx.mla_attention.default: "q_rope",
     torch.ops.mla_fx.latent_attention.default: "query_rope",
@@ -47,7 +47,7 @@ KEYS = "kr_cache"
 
 
 class _Interleaved(WeightedQuery):
-    """Read as neighbours and written as halves, as DeepSeek-V3 does, by tables of half the width."""
+    """Read interleaved and written as halves, as in DeepSeek-V3, with tables of half the width."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos[..., : DR // 2], sin[..., : DR // 2]
@@ -56,7 +56,7 @@ class _Interleaved(WeightedQuery):
 
 
 class _Appended(WeightedQuery, Appended):
-    """A cache that grows by cat: its new rows are rotated, too, where no key side is to be had."""
+    """A cache that grows by cat: its new rows are rotated, too, if no key side fuses."""
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = super().rows(x)
@@ -87,8 +87,8 @@ class RopeAlone(Rule):
                     yield cache_update(element_of(named_argument(attention, KEYS))).rows
 
     def rewrite(self, match: Match) -> Plan:
-        """Tables are the same for all heads; tokens are the dimension, before or behind the heads, along which the
-        tables run."""
+        """Tables are the same for all heads; tokens are the dimension, before or after the heads, that the tables
+        have."""
         rotation = match.reading(Rope, "rope")
         old = match.reading(OperandAxes, "value.axes")
         b, one, other, columns = roles(match, "value")

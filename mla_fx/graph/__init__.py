@@ -1,1 +1,1 @@
-"""What PyTorch knows of a graph: memory, origins of nodes, and all private names of torch."""
+"""What PyTorch knows about a graph: memory, origins of nodes, and all private names of torch."""

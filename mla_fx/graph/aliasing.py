@@ -1,4 +1,4 @@
-"""Who shares memory with whom: views, asked of the operators' schemas, and what reads or writes through them."""
+"""Aliasing: views, from the operators' schemas, and what reads or writes through them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .torch_private import OpOverload
 
 aten = torch.ops.aten
 
-Argument = tuple[int, str]  # an operator's, by position and by name
+Argument = tuple[int, str]  # positional and keyword arguments of an operator
 
 # Views whose schema does not say so.
 UNDECLARED = frozenset({aten._unsafe_view.default, aten.broadcast_tensors.default, aten.meshgrid.default})
-# Operators that are told where in the memory of an operand an element lies.
+# Operators whose arguments say where in an operand's memory an element is.
 BY_STRIDES = frozenset(
     {
         aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default,
@@ -27,12 +27,12 @@ BY_STRIDES = frozenset(
 )  # fmt: skip
 # Operators that copy: the result has the values of the second operand and the shape of the first.
 COPIES = frozenset({aten.copy_.default, aten.copy.default})
-# Their schema calls them views, but they copy where the strides of the source do not allow a view.
+# Views by their schema that copy if the strides of the source do not allow a view.
 MAY_COPY = frozenset({"reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as"})
 
 
 def may_share(node: Node) -> list[Node]:
-    """The operands whose memory a node's result may be, or may hold as one of several results."""
+    """The operands whose memory a node's result may alias, or contain as one of several results."""
     if node.op == "call_function" and node.target is operator.getitem:
         return node.all_input_nodes[:1]
     if not isinstance(node.target, OpOverload):
@@ -44,7 +44,7 @@ def may_share(node: Node) -> list[Node]:
 
 
 def surely_shares(node: Node) -> Node | None:
-    """The operand of which a node is a view whatever the layout, or None."""
+    """The operand that a node is a view of in any layout, or None."""
     target = node.target
     if not isinstance(target, OpOverload) or not target.is_view:
         return None
@@ -63,7 +63,7 @@ def written(node: Node) -> list[Node]:
 
 
 def owner(node: Node) -> Node:
-    """What a value is a view of, at the end of all views."""
+    """The value at the end of a chain of views."""
     while node.op == "call_function" and (shared := may_share(node)):
         node = shared[0]
     return node
@@ -79,7 +79,8 @@ def owners_in(graph: Graph) -> dict[Node, Node]:
 
 
 def readers(value: Node) -> Iterator[Node]:
-    """What reads a value, itself or through views. Neither a view reads it, nor what only copies over it."""
+    """The nodes that read a value, directly or through views. A view itself does not read it, nor does a node that only
+    overwrites it."""
     for user in value.users:
         if user.target in COPIES and user.args[0] is value and user.args[1] is not value:
             continue
@@ -90,7 +91,7 @@ def readers(value: Node) -> Iterator[Node]:
 
 
 def stride_readers(value: Node) -> Iterator[Node]:
-    """What reads the memory of a value by strides of its own, itself or through views."""
+    """The nodes that read the memory of a value by strides of their own, directly or through views."""
     for user in value.users:
         if user.target in BY_STRIDES:
             yield user
@@ -99,7 +100,7 @@ def stride_readers(value: Node) -> Iterator[Node]:
 
 
 def writers(value: Node) -> Iterator[Node]:
-    """What writes a value in place, itself or through views."""
+    """The nodes that write a value in place, directly or through views."""
     for user in value.users:
         if value in written(user):
             yield user
@@ -109,7 +110,7 @@ def writers(value: Node) -> Iterator[Node]:
 
 @functools.cache
 def _shared(target: OpOverload) -> tuple[Argument, ...] | None:
-    """None for all of them."""
+    """Whether all of these are None."""
     if target in UNDECLARED:
         return None
     if not any(result.alias_info for result in target._schema.returns):

@@ -1,4 +1,4 @@
-"""What nobody reads any more once some values are replaced, and erasing it; what writes in place stays."""
+"""Dead code after some values are replaced, and its removal; in-place writes stay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .aliasing import written
 
 
 def unread_without(values: Iterable[Node]) -> set[Node]:
-    """What nobody reads once nobody reads these values, themselves included."""
+    """The values that are unread once these values are unread, including these."""
     unread = {value for value in values if not written(value)}
     pending = list(unread)
     while pending:
@@ -24,7 +24,7 @@ def unread_without(values: Iterable[Node]) -> set[Node]:
 
 
 def erase_unread(values: Iterable[Node]) -> list[Node]:
-    """Erases values, and what led to them, as far as nobody reads it; returns what was erased, in order."""
+    """Erase values and everything that only they read; return what was erased, in order."""
     pending, erased = sorted(values), []
     while pending:
         node = pending.pop()

@@ -1,4 +1,4 @@
-"""Where a node comes from: the operator, rule, source line and module behind it, and what its user calls it."""
+"""Where a node comes from: its operator, rule, source line and module, and the user's name for it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 # Keys of a node's meta.
-INPUT_NAME = "mla_fx_input"  # of a graph input: what the user calls it
-LAID_OUT = "mla_fx_laid_out"  # of a graph input that was added: a weight in another layout
+INPUT_NAME = "mla_fx_input"  # of a graph input: the user's name for it
+LAID_OUT = "mla_fx_laid_out"  # of an added graph input: a weight in another layout
 RULE = "mla_fx_rule"  # of a new node: the rule or pass that made it
-STANDS_FOR = "mla_fx_stands_for"  # of a node in the place of another: the name of that in the untouched graph
-REPLACED = "mla_fx_replaced"  # of a fused operator: names, calls and source lines of what it stands for
+STANDS_FOR = "mla_fx_stands_for"  # of a node that replaces another: the other's name in the original graph
+REPLACED = "mla_fx_replaced"  # of a fused operator: names, calls and source lines of what it replaced
 
 
 def count_fused(graph: Graph) -> dict[str, int]:
@@ -38,7 +38,7 @@ class Calling(Protocol):
 
 
 def fused_name(node: Calling) -> str | None:
-    """The name of the fused operator that is called, the same for its in-place form; None if none is."""
+    """The name of the called fused operator, the same for its in-place form; None for other nodes."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
         return None
@@ -57,15 +57,16 @@ def _innermost(trace: str) -> str:
 
 
 def module_of(node: Node | None) -> str:
-    """The path of the module that made a node as its user writes it, `model.layers.3.self_attn`, or an empty string."""
+    """The path of the module that made a node, as its user writes it (`model.layers.3.self_attn`), or an empty
+    string."""
     stack = node.meta.get("nn_module_stack") if node is not None else None
     return plain_path(str(list(stack.values())[-1][0])) if stack else ""
 
 
 def plain_path(path: str) -> str:
-    """A path of Dynamo's as the user writes it: `layers.3.weight` for `L['self'].layers._modules['3']...`.
+    """Turn a path of Dynamo's into the user's: `layers.3.weight` for `L['self'].layers._modules['3']...`.
 
-    Dynamo begins it with the variable that it found the model in: what is compiled is `self` or `fn` to it."""
+    Dynamo's path begins with the variable that holds the model; for the compiled function that is `self` or `fn`."""
     named = _VARIABLE.sub(_variable, _MEMBER.sub(r".\1", path))
     return named.strip(".")
 
@@ -75,7 +76,7 @@ def _variable(found: re.Match[str]) -> str:
 
 
 def name_of(node: Node) -> str:
-    """How a message names the operation of a node."""
+    """The name of a node's operation, for messages."""
     if node.op in ("placeholder", "get_attr"):
         return f"the graph input {label_of(node)}" if node.op == "placeholder" else f"the attribute {node.target}"
     if isinstance(node.target, OpOverload):
@@ -84,15 +85,15 @@ def name_of(node: Node) -> str:
 
 
 def label_of(node: Node) -> str:
-    """The name of a node, for a graph input that which the user has for it."""
+    """The name of a node; for a graph input, the user's name."""
     return str(node.meta.get(INPUT_NAME, node.name))
 
 
 def stand_in(new: Node, old: Node) -> None:
-    """Notes of which value of the untouched graph a node has the place."""
+    """Record which value of the original graph a node replaces."""
     new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.name))
 
 
 def is_laid_out(node: Node) -> bool:
-    """Whether a graph input is one of those that were added."""
+    """Whether a graph input was added by a pass."""
     return LAID_OUT in node.meta

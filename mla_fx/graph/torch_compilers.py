@@ -1,4 +1,4 @@
-"""What is private of torch's own compilers, Dynamo, AOTAutograd and Inductor, as `torch_private` has the rest."""
+"""Private names of torch's own compilers: Dynamo, AOTAutograd and Inductor. `torch_private` has the others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def passing_dynamo(error: Exception) -> Exception:
-    """`error` as one of the same type that Dynamo and Inductor hand to the user as it is, not wrapped in their own."""
+    """Make `error` one of the same type that Dynamo and Inductor pass on to the user without wrapping it."""
     from torch._dynamo.exc import ShortenTraceback
 
     if isinstance(error, ShortenTraceback):
@@ -54,13 +54,13 @@ def passing_dynamo(error: Exception) -> Exception:
 
 
 def dynamo_run() -> object | None:
-    """An object that is another one after each reset of Dynamo; None where Dynamo compiles nothing at the moment."""
+    """An object that changes with each reset of Dynamo; None if Dynamo is not compiling."""
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._guards import CompileContext
 
     if CompileContext.try_get() is None:
         return None
-    marks: Any = FRAME_COMPILE_COUNTER  # which a reset empties; keys of ours meet no number of a frame
+    marks: Any = FRAME_COMPILE_COUNTER  # a reset empties it; our keys cannot collide with the numbers of frames
     found: object = next((mark for mark in marks if isinstance(mark, _RunMark)), None)
     if found is None:
         found = _RunMark()
@@ -69,15 +69,15 @@ def dynamo_run() -> object | None:
 
 
 class _RunMark:
-    """Stands for what is compiled between two resets of Dynamo."""
+    """Identifies what is compiled between two resets of Dynamo."""
 
 
 def aot_autograd(
     compiler: Callable[..., Any], backward: Callable[..., Any], decompositions: Any = None
 ) -> Callable[..., Any]:
-    """A backend for operator graphs that writes inputs inside them: the only way to a graph without Inductor.
+    """A backend for operator graphs that writes inputs in the graph: the only way to such graphs without Inductor.
 
-    Both answer with a function of all inputs; AOTAutograd wants one that may empty its list of them."""
+    Both compilers return a function of all inputs; AOTAutograd expects one that may empty its list of inputs."""
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch ships it without types
     from torch._dynamo.backends.common import aot_autograd
 
@@ -100,7 +100,7 @@ def is_boxed(compiled: Callable[..., Any]) -> bool:
 
 
 def as_boxed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, marked as one that takes a list."""
+    """Mark `function` as one that takes a list."""
     vars(function)["_boxed_call"] = True
     return function
 
@@ -112,7 +112,7 @@ def input_path(placeholder: Node) -> str:
 
 
 def static_inputs() -> frozenset[int]:
-    """The places of parameters and buffers among the inputs of the graph that AOTAutograd has traced just now."""
+    """The positions of parameters and buffers among the inputs of the graph that AOTAutograd has just traced."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -121,9 +121,9 @@ def static_inputs() -> frozenset[int]:
 
 
 def is_lifted(attribute: Node) -> bool:
-    """Whether an attribute of a graph was an input of it while it was exported, as parameters and buffers are.
+    """Whether an attribute of a graph was an input when it was exported, as parameters and buffers are.
 
-    What tells is AOTAutograd's description of its inputs; names may be anything."""
+    AOTAutograd's description of its inputs decides; names may be anything."""
     return "desc" in attribute.meta
 
 
@@ -137,11 +137,12 @@ def compile_fx(
     options: Mapping[str, Any],
     key: str | None,
 ) -> Callable[..., Any]:
-    """Inductor as a backend whose inner compiler is the caller's, so that one trace serves both.
+    """Inductor as a backend with the caller's inner compiler, so that one trace serves both.
 
-    AOTAutograd's own cache answers for a graph before the inner compiler sees it, so that compiler is part of its key;
-    without one it is off, and so it is where graphs are bundled to be found again where nobody asks this backend.
-    Inductor's own cache sees what the inner compiler makes, and is keyed by that alone."""
+    AOTAutograd's own cache returns a graph before the inner compiler sees it. So that compiler is part of its key.
+    Without
+    a key, the cache is off. It is also off where graphs are bundled, because such graphs are found again without this
+    backend. Inductor's own cache sees only what the inner compiler returns."""
     from torch._dynamo import config as dynamo_config
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -159,21 +160,21 @@ def compile_fx(
 
 
 def is_saving() -> bool:
-    """Whether the graph is compiled for `aot_compile`, whose result the user saves; it is looked up nowhere."""
+    """Whether the graph is compiled for `aot_compile`, whose result the user saves and no cache looks up."""
     from torch._functorch import config
 
     return bool(config.bundled_autograd_cache and config.bypass_autograd_cache_key)
 
 
 def not_cached(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What Inductor made of a graph, which AOTAutograd's cache then does not keep."""
+    """Inductor's result for a graph, made so that AOTAutograd's cache does not keep it."""
     vars(compiled)["_fx_graph_cache_key"] = None
     return compiled
 
 
 def inductor_key(compiled: Callable[..., Any]) -> str | None:
-    """The key in Inductor's cache of a graph that Inductor compiled just now, or that is from AOTAutograd's cache; None
-    if it is in neither."""
+    """The key in Inductor's cache of a graph that Inductor has just compiled, or that comes from AOTAutograd's cache;
+    None if it is in neither."""
     if key := getattr(compiled, "_fx_graph_cache_key", None):
         return str(key)
     serialize = getattr(compiled, "serialize", None)
@@ -183,7 +184,7 @@ def inductor_key(compiled: Callable[..., Any]) -> str | None:
 
 
 def cache_folder() -> Path:
-    """The folder in which PyTorch's compilers have their caches."""
+    """The folder of PyTorch's compiler caches."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
@@ -198,29 +199,29 @@ def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> C
 
 
 def is_freezing() -> bool:
-    """Whether Inductor has been told to make constants of weights, of which Dynamo takes note too."""
+    """Whether Inductor is configured to turn weights into constants; Dynamo reads this, too."""
     from torch._inductor import config
 
     return bool(config.freezing) and not torch.is_grad_enabled()
 
 
 def is_frozen(value: torch.Tensor) -> bool:
-    """Whether a tensor is a constant that Inductor made of weights, as its user asked."""
+    """Whether a tensor is a constant that Inductor made from weights, as its user asked."""
     from torch._inductor.freezing_utils import is_frozen_param
 
     return is_frozen_param(value)
 
 
 def is_packaging() -> bool:
-    """Whether Inductor makes a package of AOTInductor just now; nothing else tells its passes."""
+    """Whether Inductor is making a package of AOTInductor; its passes have no other way to know."""
     from torch._inductor.virtualized import V
 
     return bool(V.aot_compilation)
 
 
 def compile_fx_frozen(traced: GraphModule, gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
-    """Inductor's compiler of operator graphs that makes constants of the weights that Dynamo's graph `traced` holds,
-    and packs those of plain products. The constants are then attributes of `gm`."""
+    """Inductor's compiler of operator graphs that turns the weights of Dynamo's graph `traced` into constants, and
+    packs those of plain products. The constants become attributes of `gm`."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner, fw_compiler_freezing
 
@@ -246,7 +247,7 @@ def inductor_options() -> frozenset[str]:
 
 
 def inductor_type(option: str) -> type:
-    """What the values of an option of Inductor's are, `object` where that is no plain type."""
+    """The type of an Inductor option's values; `object` if it is not a plain type."""
     from torch._inductor import config
 
     found = config.get_type(option)  # type: ignore[attr-defined]  # made at run time
@@ -255,22 +256,22 @@ def inductor_type(option: str) -> type:
 
 
 def inductor_modes() -> Mapping[str, Mapping[str, Any]]:
-    """What torch.compile's modes stand for."""
+    """The options that torch.compile's modes set."""
     from torch._inductor import list_mode_options
 
     return list_mode_options()
 
 
 def inductor_decompositions() -> dict[Any, Any]:
-    """How Inductor takes operators apart; graphs that enter it late must have been taken apart the same way."""
+    """Inductor's decompositions; graphs that enter it late must have been decomposed in the same way."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
 
 
 def __getattr__(name: str) -> Any:
-    """GraphPass, imported when it is asked for: the base class of passes that Inductor's cache can be keyed by, and
-    that are told of training graphs, except by torch 2.11."""
+    """GraphPass, imported when it is needed: the base class of passes that can be part of the key of Inductor's cache.
+    They are also called for training graphs, except in torch 2.11."""
     if name != "GraphPass":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torch._inductor import custom_graph_pass

@@ -1,12 +1,12 @@
-"""Every private name of torch that the compiler stands on, each with the reason why no public one will do; those of
-torch's own compilers are in `torch_compilers`.
+"""Every private name of torch that the compiler needs, each with the reason why no public one works. Names of torch's
+own compilers are in `torch_compilers`.
 
-A release of torch may move any of them; `tests/test_torch_private.py` then says which. What is heavy is imported by the
-function that needs it, so that `import mla_fx` stays quick.
+A release of torch may move any of them; `tests/test_torch_private.py` then says which. Functions import what is heavy,
+so `import mla_fx` stays fast.
 
-A few private attributes are read wherever they are needed: `_opname` and `_schema` of an OpOverload, `_erased` of a
-node, `_parameters` and `_buffers` of a module. The operators in `ops`, which import torch alone, take from it
-`OpOverload` and `is_fake` themselves."""
+A few private attributes are read where they are needed: `_opname` and `_schema` of an OpOverload, `_erased` of a node,
+`_parameters` and `_buffers` of a module. The operators in `ops`, which import only torch, import `OpOverload` and
+`is_fake` from torch directly."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-# The class of the operators that graphs call. torch has no public name for it.
+# The class of operators in graphs. torch has no public name for it.
 from torch._ops import OpOverload
 
-# A reference to memory that does not keep it, and that no later memory can be taken for.
+# A weak reference to memory, which no later memory can be mistaken for.
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Short names of dtypes, as torch prints them in its own graphs.
 from torch.utils._dtype_abbrs import dtype_abbrs
 
-# Whether a tensor wraps others, whose memory is then theirs.
+# Whether a tensor wraps others, whose memory it then uses.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Nested values, taken apart as torch itself does it.
+# Nested values, flattened as torch does it.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 if TYPE_CHECKING:
@@ -65,22 +65,22 @@ __all__ = [
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number for the memory of a tensor, also where that has no address; another one's once it is let go."""
+    """A number for the memory of a tensor, even without an address; it may be reused once the memory is freed."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in one memory."""
+    """Whether two tensors share memory."""
     return memory_of(one) == memory_of(other)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often PyTorch has counted a write to a tensor."""
+    """The number of writes to a tensor that PyTorch has counted."""
     return tensor._version
 
 
 def codegen_of(graph: Graph) -> Any:
-    """How a graph is called, which `Graph.set_codegen` takes: an exported one takes its arguments as the module did."""
+    """The calling convention of a graph, for `Graph.set_codegen`: an exported graph takes arguments like the module."""
     return graph._codegen
 
 
@@ -90,7 +90,7 @@ def make_fx(
     *,
     tracing_mode: Literal["real", "fake", "symbolic"] = "real",
 ) -> Any:
-    """Traces a function to operators; torch.export would need a module, and guards."""
+    """Trace a function to operators; torch.export would need a module, and guards."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, decompositions, tracing_mode=tracing_mode)
@@ -100,26 +100,26 @@ def make_fx(
 
 
 def is_known(shape_env: Any, relation: Any) -> bool:
-    """Whether a relation of sizes holds by all that a shape environment knows; asking adds no guard."""
+    """Whether a relation of sizes holds by everything that a shape environment knows; asking adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(shape_env.create_symboolnode(relation))
 
 
 def guards(shape_env: Any) -> list[Any]:
-    """The relations of sizes under which a graph was traced, and without which it is not run."""
+    """The relations of sizes under which a graph was traced, and without which it does not run."""
     return [guard.expr for guard in shape_env.guards]
 
 
 def floor_division() -> Any:
-    """The function of symbols that `//` of sizes makes; sympy's own floor would be simplified away otherwise."""
+    """The function of symbols for `//` of sizes; sympy would simplify its own floor away."""
     from torch.utils._sympy.functions import FloorDiv
 
     return FloorDiv
 
 
 def remainders() -> tuple[Any, ...]:
-    """The functions of symbols that `%` of sizes makes."""
+    """The functions of symbols for `%` of sizes."""
     from torch.utils._sympy.functions import Mod, PythonMod
 
     return Mod, PythonMod
@@ -129,26 +129,26 @@ def remainders() -> tuple[Any, ...]:
 
 
 def is_fake(value: object) -> bool:
-    """Whether a value is a tensor without data. Its class is no answer: there are several, and more are to come."""
+    """Whether a value is a tensor without data. There are several such classes, so the class does not tell."""
     from torch._subclasses.fake_tensor import is_fake
 
     return is_fake(value)
 
 
 def has_symbolic_sizes(value: torch.Tensor) -> bool:
-    """Whether any size or stride is a symbol; looking at each of them takes ten times as long."""
+    """Whether any size or stride is a symbol; looking at each takes ten times as long."""
     return value._has_symbolic_sizes_strides
 
 
 def detect_fake_mode(values: Any) -> Any:
-    """The mode in which a graph's values were made; new ones must be made in the same."""
+    """The mode in which a graph's values were made; new values need the same."""
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(values)
 
 
 def fake_tensor(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor around a meta tensor: five times quicker than dispatching through the mode."""
+    """A fake tensor around a meta tensor: five times faster than dispatching through the mode."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor(mode, meta, device)
@@ -162,15 +162,15 @@ def in_kernel_invocation_manager(mode: Any) -> Any:
 
 
 def unset_fake_temporarily() -> Any:
-    """A context in which real tensors can be computed with, also while a compiler is at work."""
+    """A context in which real tensors can be computed, even inside a compiler."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 def python_dispatcher() -> Any:
-    """A context in which operators infer shapes in Python, as wherever torch traces symbols: C++ turns some symbols
-    into numbers, as in a pad."""
+    """A context in which operators infer shapes in Python, as torch does when it traces symbols: C++ turns some symbols
+    into numbers, for example in a pad."""
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()

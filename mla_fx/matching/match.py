@@ -1,4 +1,4 @@
-"""What a pattern bound, and which axes turned out to be the same on the way."""
+"""What a pattern bound, and which axes turned out to be the same."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Kind = TypeVar("Kind", bound=Reading)
 class Match:
     """Elements by variable, readings by name, alternatives by tag.
 
-    A name that is bound twice is one tensor, read index for index alike: an axis of one reading may stand for an axis
-    of the other, as the two that two products are summed over do, but one of the `fixed` axes is never another.
-    `same` says which axis stands for what."""
+    A name that is bound twice is one tensor, read at equal indices. An axis of one reading may equal an axis of
+    another,
+    for example the two that two products are summed over, but no `fixed` axis equals another. `same` maps each axis to
+    what it equals."""
 
     elements: Mapping[str, Element] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Match:
 
     @property
     def nodes(self) -> set[Node]:
-        """The operations that compute what was bound or read, and those that the program reads them from."""
+        """The operations that compute what was bound or read, and the nodes that the program reads them from."""
         parts = (element for reading in self.readings.values() for element in reading.elements)
         found = {node for element in (*self.elements.values(), *parts) for node in (element.origin, element.seen[0])}
         return found | {reading.node for reading in self.readings.values()}
@@ -58,7 +59,7 @@ class Match:
         return replace(self, same=same)
 
     def read(self, name: str, reading: Reading) -> Match:
-        """Keeps a reading; a pattern that occurs twice keeps its first, with which the second must agree."""
+        """Keep a reading. If a pattern occurs twice, the first is kept, and the second must agree with it."""
         before = self.readings.get(name)
         if before is None:
             return Match(self.elements, {**self.readings, name: reading}, self.choices, self.same, self.fixed)
@@ -75,23 +76,23 @@ class Match:
         return found
 
     def get(self, kind: type[Kind], name: str) -> Kind | None:
-        """The reading of a name, if what the pattern chose has it."""
+        """The reading of a name, if the chosen alternatives have it."""
         return self.reading(kind, name) if name in self.readings else None
 
     def __getitem__(self, name: str) -> Element:
         return self.elements[name]
 
     def settled(self) -> Match:
-        """The match with one name for each axis, and every axis parted wherever something reads only a part of it.
+        """The match with one name per axis, and every axis split wherever something reads only part of it.
 
-        Raises NoMatch if two axes of one reading became one, as the dimension a product is summed over and one that it
-        keeps, or if two readings part one axis at places that do not go together."""
+        Raises NoMatch if two axes of one reading became one, such as the dimension that a product sums over and one
+        that it keeps, or if two readings split one axis in incompatible ways."""
         for reading in self.readings.values():
             if not _keep_apart(_axes_of(reading.scope), self.same):
                 raise NoMatch("one dimension is used as two", reading.node)
         elements = (index for element in self.elements.values() for index in (*element.index, *element.seen[1]))
         readings = (index for reading in self.readings.values() for index in reading.indices)
-        read = dict.fromkeys((*elements, *readings))  # most are read more than once
+        read = dict.fromkeys((*elements, *readings))  # most indices occur more than once
         parted = cuts(index for index in (substitute(part, self.same) for part in read) if index)
         if parted is None:
             raise NoMatch("two readings split one dimension in incompatible ways")
@@ -107,7 +108,7 @@ class Match:
     # --- one element twice ---------------------------------------------------------------------------------------
 
     def _unified(self, one: Element, other: Element) -> Same | None:
-        """What axes must be the same for two elements to be one; None if they are not."""
+        """The axes that must be the same for two elements to be one; None if they are not."""
         same = self._parted(one, other)
         for mine, theirs in zip(one.index, other.index, strict=True):
             same = None if same is None else self._equated(mine, theirs, same)
@@ -115,7 +116,7 @@ class Match:
         return same if is_kept else None
 
     def _parted(self, one: Element, other: Element) -> Same | None:
-        """`same`, with every axis that may be another parted where either element reads only a part of it."""
+        """`same`, with every axis that may equal another split where either element reads only part of it."""
         indices = [substitute(part, self.same) for part in (*one.index, *other.index)]
         found = cuts(index for index in indices if index is not None)
         if found is None:
@@ -135,7 +136,7 @@ class Match:
         return self._equated_by_term(left, right, same)
 
     def _equated_by_term(self, left: Index, right: Index, same: Same) -> Same | None:
-        """Both read several axes: those with equal strides are the same, one by one."""
+        """If both read several axes, those with equal strides are the same, one by one."""
         mine, theirs = slowest_first(left.terms), slowest_first(right.terms)
         if mine is None or theirs is None or left.offset != right.offset or len(mine) != len(theirs):
             return None
@@ -167,7 +168,7 @@ def _axes_of(indices: Iterable[Index]) -> set[Axis]:
 
 
 def _keep_apart(axes: Iterable[Axis], same: Same) -> bool:
-    """No two of these axes became one."""
+    """Whether no two of these axes became one."""
     images = [substitute(of_axis(axis), same) for axis in axes]
     digits = [digit for image in images if image is not None for digit in image.digits]
     if len({digit.axis for digit in digits}) == len(digits):

@@ -1,28 +1,28 @@
 """The pattern language: dataflow over readings, matched with backtracking.
 
-A pattern is a value built from the words below and says what an element must be computed from. Matching yields *every*
-way to satisfy it, so a choice that fails later is taken back; what fails deepest is kept as the nearest miss.
+A pattern is a value built from the words below. It says what an element must be computed from. Matching yields *every*
+way to satisfy it, so a choice that fails later is taken back. The deepest failure is kept as the nearest miss.
 
-    var("x")                         any element, bound to a name; the same name again means the same tensor
-    bound("q", pattern)              the same, for an element that must also satisfy a pattern; one that was bound
-                                     before need not be read again
-    contract(a, b, name="uq")        a matrix product of a and b, in either order
-    rms_norm(value, gamma, name=..)  a weighted RMSNorm
-    scaled(value, scale, name=..)    a value multiplied by a smaller tensor
-    gathered(pages, table, name=..)  rows of pages that a table names, in the type of the pages or a wider one
-    rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
-    stored(row, name=..)             rows that enter a cache, or rows that are used as they are; with `beside` they are
-                                     the same rows as those of another cache, token for token
-    either("tag", a=.., b=..)        alternatives; which one matched is kept under the tag
-    having(pattern)                  a tensor put together of several, one of which satisfies a pattern
-    refused(pattern, because)        what is near and yet no match, for a reason that comes before all others
+var("x")                         any element, bound to a name; the same name again means the same tensor
+bound("q", pattern)              the same, for an element that also satisfies a pattern; an element that was bound
+                                 before is not read again
+contract(a, b, name="uq")        a matrix product of a and b, in either order
+rms_norm(value, gamma, name=..)  a weighted RMSNorm
+scaled(value, scale, name=..)    a value multiplied by a smaller tensor
+gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one
+rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
+stored(row, name=..)             rows that enter a cache, or rows that are used directly; with `beside`, the same rows
+                                 as those of another cache, token for token
+either("tag", a=.., b=..)        alternatives; the one that matched is kept under the tag
+having(pattern)                  a tensor joined from several, one of which satisfies a pattern
+refused(pattern, because)        a near miss, refused for a reason that comes before all others
 
 A match starts from a root, which gives the words their first elements:
 
-    AttentionPattern(scores, value)  softmax attention whose logits are a sum of products, and its values
-    CallPattern({name: Operand(letters, pattern)})
-                                     an operator's operands, with a letter for each dimension: one letter, one axis
-    ValuePattern(pattern, rank)      what a node computes
+AttentionPattern(scores, value)  softmax attention whose logits are a sum of products, and its values
+CallPattern({name: Operand(letters, pattern)})
+                                 an operator's operands, with a letter per dimension: one letter, one axis
+ValuePattern(pattern, rank)      what a node computes
 
 `name` keeps a reading for the rule: `match.reading(RmsNorm, "norm")`. A new word is a reader of a `Reading` and a call
 of `_Reads`, which matches the reading's parts in turn.
@@ -57,7 +57,7 @@ from .match import Match
 
 @dataclass
 class NearestMiss:
-    """The deepest point at which one attempt at a pattern failed, or the deepest whose reason is known for certain."""
+    """The deepest point at which an attempt at a pattern failed, or the deepest whose reason is certain."""
 
     depth: int = -1
     miss: NoMatch | None = None
@@ -72,7 +72,7 @@ class Pattern:
     """What an element must be computed from."""
 
     def bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
-        """Every way in which `element` satisfies the pattern, extending `match`."""
+        """Yield every way in which `element` satisfies the pattern, extending `match`."""
         try:
             yield from self._bindings(element, match, nearest)
         except NoMatch as miss:
@@ -115,7 +115,7 @@ class _Either(Pattern):
             yield from pattern.bindings(element, chosen, nearest)
 
     def chosen(self, match: Match) -> Iterator[tuple[Pattern, Match]]:
-        """The alternatives, each with the match that has chosen it; one chosen before is the same in both places."""
+        """The alternatives, each with the match that has chosen it; an earlier choice holds in both places."""
         taken = match.choices.get(self.tag)
         for choice, pattern in self.alternatives.items():
             if taken in (None, choice):
@@ -148,7 +148,7 @@ class _Having(Pattern):
 
 @dataclass(frozen=True)
 class _Reads(Pattern):
-    """An element that `reader` reads, in each way that it offers; the parts of the reading satisfy patterns in turn."""
+    """An element that `reader` reads, in each way that it yields; the parts of the reading satisfy patterns in turn."""
 
     name: str
     reader: Callable[[Element, Match], Iterable[Reading]]
@@ -159,7 +159,7 @@ class _Reads(Pattern):
             yield from self.within(reading, match, nearest)
 
     def within(self, reading: Reading, match: Match, nearest: NearestMiss) -> Iterator[Match]:
-        """The same for what was read already."""
+        """The same for a reading that already exists."""
         try:
             partial: Iterator[Match] = iter((match.read(self.name, reading),))
         except NoMatch as miss:
@@ -185,9 +185,9 @@ class _Stored(Pattern):
             update = cache_update(element)
         except NoMatch as miss:
             if element.origin.target in POSITIONED or is_written_where(element.origin):
-                raise  # a cache write in an unknown spelling is no plain row
+                raise  # a cache write in an unknown spelling is not a plain row
             if element.origin.target in WRITES:
-                nearest.fail(match, miss)  # a slice may be put into something else than a cache
+                nearest.fail(match, miss)  # a slice may be assigned to something other than a cache
             yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return
         other = match.readings.get(self.beside)
@@ -288,14 +288,14 @@ def _each_score(
 
 @dataclass(frozen=True)
 class OperandAxes(Reading):
-    """The axes of an operand, one index for each of its dimensions."""
+    """The axes of an operand, one index per dimension."""
 
     dims: tuple[Index, ...]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of an operator call: a letter for each dimension, and what it must be computed from."""
+    """An operand of an operator call: a letter per dimension, and what it must be computed from."""
 
     letters: str
     pattern: Pattern
@@ -303,15 +303,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class CallPattern:
-    """The operands of an operator call, by argument name; one letter is one axis, wherever it stands.
+    """The operands of an operator call, by argument name; a letter is the same axis everywhere.
 
-    Each operand's axes are bound as `<name>.axes`. Axes named in `fixed` are no other axes of the match."""
+    Each operand's axes are bound as `<name>.axes`. Axes in `fixed` equal no other axes of the match."""
 
     operands: Mapping[str, Operand] = field(default_factory=dict)
     fixed: str = ""
 
     def at(self, call: Node, nearest: NearestMiss) -> Iterator[Match]:
-        """Every way in which the operands of a call, by the names in its schema, satisfy their patterns."""
+        """Yield every way in which the operands of a call, by their names in its schema, satisfy their patterns."""
         arguments = {name: value for name in self.operands if isinstance(value := named_argument(call, name), Node)}
         if len(arguments) < len(self.operands):
             missing = next(name for name in self.operands if name not in arguments)
@@ -323,7 +323,7 @@ class CallPattern:
         for name, operand in self.operands.items():
             for letter, size in zip(operand.letters, shape_of(arguments[name]), strict=True):
                 found = extent(letters.setdefault(letter, fresh(size)))
-                if found != size:  # the same number all the same, but what is proved of one is not of the other
+                if found != size:  # the same number, but a proof for one is not a proof for the other
                     because = f"too little is known about the sizes of the operands of {name_of(node)}"
                     miss = NoMatch(because + unproved(node.graph, found, EQUAL, size), node)
                     nearest.fail(Match(), miss, is_certain=True)
@@ -339,13 +339,13 @@ class CallPattern:
 
 @dataclass(frozen=True)
 class ValuePattern:
-    """What a node of so many dimensions computes. Its own axes are bound as `value.axes`, and are no others."""
+    """What a node with this rank computes. Its own axes are bound as `value.axes` and equal no others."""
 
     pattern: Pattern
     rank: int
 
     def at(self, node: Node, nearest: NearestMiss) -> Iterator[Match]:
-        """Every way in which the value of a node satisfies the pattern."""
+        """Yield every way in which the value of a node satisfies the pattern."""
         dims = fresh_index(node)
         if len(dims) != self.rank:
             return nearest.fail(Match(), NoMatch(f"expected {self.rank} dimensions, found {len(dims)}", node))

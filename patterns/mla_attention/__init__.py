@@ -3,18 +3,18 @@
     score[b,n,s,t] = scale * (q_nope . (weight_uk latent) + q_rope . k_rope) + mask
     out[b,n,s,v]   = sum_t softmax(score)[t] (weight_uv latent[t])
 
-Expanded is how models are written (Hugging Face, torchtitan, Megatron); absorbed, with weight_uk multiplied into the
-query, is DeepSeek's inference code. Either becomes one operator over the latents:
+Models are written expanded (Hugging Face, torchtitan, Megatron); DeepSeek's inference code is absorbed, with weight_uk
+multiplied into the query. Either becomes one operator over the latents:
 
-    expanded -> mla_attention, which still carries weight_uk and weight_uv (the absorb pass decides between the two)
+    expanded -> mla_attention, which still has weight_uk and weight_uv (the absorb pass chooses between the two)
     absorbed -> latent_attention
 
-An absorbed query may come from anywhere, as with weights that were multiplied ahead of time, if the values are columns
-of the keys: no other attention has that. Without a rotary part (GLM-5 Next, every fourth layer of Mistral Large 4)
-nothing but their rank tells latents from the hidden states of multi-head attention, for which nothing would be gained:
-they must have been projected down. Attention sinks (Hunyuan 4) are one more score for each head, without a value.
+An absorbed query may come from anywhere, for example from weights multiplied ahead of time, if the values are columns
+of the keys: no other attention has that. Without a rotary part (GLM-5 Next, every fourth layer of Mistral Large 4),
+only their rank distinguishes latents from the hidden states of multi-head attention, for which fusing gains nothing: so
+they must have been projected down. Attention sinks (Hunyuan 4) are one more score per head, without a value.
 
-Masks that are proved to hide exactly the keys behind a position become `context_lens`; all others stay masks.
+Masks that provably hide exactly the keys after a position become `context_lens`; all others stay masks.
 
 Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope dims, c latent rank, v value dims.
 """
@@ -98,7 +98,7 @@ OVER_LATENTS = AttentionPattern(scores=(contract(var("query"), LATENT, name="nop
 
 @dataclass(frozen=True)
 class _Roles:
-    """The axes that each dimension of the operands runs over."""
+    """The axes of each dimension of the operands."""
 
     b: Axes
     s: Axes
@@ -147,7 +147,7 @@ class MlaAttention(Rule):
         if any(found.value.origin in (part.left.origin, part.right.origin) for part in products):
             yield from OVER_LATENTS.bindings(found, products, nearest)
         stored = quantised_up_projection(found.value.origin)
-        if stored is not None:  # and nothing was found: whatever else was missed comes of that
+        if stored is not None:  # and nothing was found: everything else that was missed follows from that
             nearest.fail(Match(), NoMatch(QUANTISED.format(stored), found.value.origin), is_certain=True)
 
     def rewrite(self, match: Match) -> Plan:
@@ -185,7 +185,7 @@ class MlaAttention(Rule):
         return Plan(replaced(found.node, found.index, part, padding=found.padding))
 
     def looks_like_mla(self, anchor: Node) -> bool:
-        """Something that enters the product with the probabilities is made from a bottleneck, whatever else differs."""
+        """Whether something that is multiplied by the probabilities comes from a bottleneck, whatever else differs."""
         output = weighted_sum(anchor)
         values = args_of(anchor)[2:3] if output is None else args_of(output)[:2]
         nodes = [value for value in values if isinstance(value, Node)]
@@ -193,7 +193,7 @@ class MlaAttention(Rule):
 
 
 def _forms(match: Match) -> tuple[str, str]:
-    """Whether keys and values are "expanded" from the latents, or the latents themselves: "absorbed"."""
+    """"expanded" if keys and values are expanded from the latents, "absorbed" if they are the latents."""
     return match.choices.get("keys", "absorbed"), match.choices.get("values", "absorbed")
 
 
@@ -232,7 +232,7 @@ def _check_operands(match: Match, found: Attention, a: _Roles) -> None:
 
 
 def _masks(found: Attention, a: _Roles, dtype: torch.dtype) -> tuple[tuple[Expression | None, ...], dict[str, object]]:
-    """A mask, or None and lengths that say the same, or neither; and the options, which may say it too."""
+    """A mask, or None and equivalent lengths, or neither; and the options, which may say the same."""
     causal = known_causal(found, a.b, a.s, dtype)
     is_causal = found.causal is not None or (causal is not None and counts_from_first(causal, a.s))
     options: dict[str, object] = {"is_causal": is_causal}
@@ -246,7 +246,7 @@ def _masks(found: Attention, a: _Roles, dtype: torch.dtype) -> tuple[tuple[Expre
 
 
 def _sinks(sink: Element | float, n: Axes, device: torch.device) -> Expression:
-    """The score beside those of the keys, for each head."""
+    """The score next to those of the keys, per head."""
     if isinstance(sink, Element):
         return tensor(sink, (n,), expand=True)
     heads = product(axis.size for axis in n)
@@ -254,8 +254,7 @@ def _sinks(sink: Element | float, n: Axes, device: torch.device) -> Expression:
 
 
 def _heads_and_tokens(match: Match, others: set[Axis]) -> tuple[frozenset[Axis], frozenset[Axis]]:
-    """The axes of heads and of tokens among those of the query: heads have weights of their own, or else at least no
-    masks."""
+    """The axes of heads and of tokens among those of the query: heads have their own weights, or at least no masks."""
     found = match.reading(Attention, "attention")
     if "weight_uk" in match.elements:
         heads = match["weight_uk"].axes - others
@@ -267,8 +266,8 @@ def _heads_and_tokens(match: Match, others: set[Axis]) -> tuple[frozenset[Axis],
 
 
 def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
-    """Heads share latents that were projected down for keys and values: those of multi-head attention are made of the
-    hidden states, of which the queries are made too."""
+    """Heads share latents that were projected down for keys and values. In multi-head attention keys, values and
+    queries are all computed from the hidden states."""
     latent, weight = match["kv_cache"], match["weight_uk"]
     if not n:
         raise NoMatch("there is no rotary part, and no heads share a latent", latent.origin)
@@ -284,7 +283,7 @@ def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
 
 
 def _dtype(match: Match) -> torch.dtype:
-    """The type of the latents, if the query loses nothing in it; else the wider one of the two."""
+    """The dtype of the latents, if it holds the query without loss; else the wider of the two."""
     dtype = match["kv_cache"].dtype
     queries = [match[name] for name in ("query", "q_nope", "q_rope") if name in match.elements]
     if all(query.is_exact_in(dtype) for query in queries):
@@ -293,7 +292,7 @@ def _dtype(match: Match) -> torch.dtype:
 
 
 def _same_columns(out: Axes, latent: Axes, node: Node) -> Axes:
-    """The columns of the result, which are those of the latents and come in their order."""
+    """The columns of the result, which are those of the latents, in their order."""
     if set(out) != set(latent):
         raise NoMatch("the attention's result and the latents have different columns", node)
     return latent

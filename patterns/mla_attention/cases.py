@@ -22,7 +22,7 @@ class Absorbed(Layer):
 
 
 class WrittenKeys(Layer):
-    """Hugging Face since 5.23: the key is put together by writing two slices of an empty tensor."""
+    """Hugging Face since 5.23: the key is assembled by writing two slices of an empty tensor."""
 
     def keys(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         expanded = (latent @ self.kv_b.T).view(B, T, N, D + DV).transpose(1, 2)
@@ -34,7 +34,7 @@ class WrittenKeys(Layer):
 
 
 class Fused(Layer):
-    """One call of PyTorch's attention, which AOTAutograd takes apart where value and query widths differ."""
+    """One call of PyTorch's attention, which AOTAutograd decomposes if value and query widths differ."""
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
         key, value = self.keys(latent, k_rope)
@@ -43,7 +43,7 @@ class Fused(Layer):
 
 
 class QueryInTwo(Layer):
-    """Nope and rope part of the query projected apart and joined, only to be parted again."""
+    """The nope and rope part of the query are projected separately, joined, and split again."""
 
     def query(self, x: Tensor) -> Tensor:
         weights = torch.split(self.q_b.view(N, D + DR, -1), [D, DR], dim=1)
@@ -75,14 +75,14 @@ class ExpandedCache(Layer):
 
 
 class HiddenStates(NoRotaryPart):
-    """Multi-head attention: keys and values are made of what nothing was projected down for."""
+    """Multi-head attention: nothing was projected down for keys and values."""
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm(x[..., :HCKV], self.kv_gamma).unsqueeze(1), x[..., :DR].unsqueeze(1)
 
 
 class OneKey(Layer):
-    """The absorbed query and the key are one tensor each, of which the values are the first columns."""
+    """The absorbed query and the key are one tensor each; the values are the first columns of the key."""
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
         weight = self.kv_b.view(N, D + DV, HCKV)

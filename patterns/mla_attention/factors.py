@@ -1,4 +1,4 @@
-"""The softmax scale of an attention, and the numbers by which its operands are multiplied."""
+"""The softmax scale of an attention, and the numbers that multiply its operands."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from mla_fx.rule import Attention, Contraction, Match, NoMatch
 
 
 def attention_factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
-    """The softmax scale, and by which numbers operands and the result are multiplied besides: nope and rotary scores
-    have one scale, and what the program scales down before a product is not left larger in float16."""
+    """The softmax scale, and the other numbers that multiply operands and the result. Nope and rotary scores have one
+    scale. In float16, values that the program scales down before a product are not left larger."""
     found = match.reading(Attention, "attention")
     nope, up, rotary, down = (match.get(Contraction, name) for name in ("nope", "up", "rope", "down"))
     assert nope is not None, "every pattern has it"
-    # an absorbed query is taken as it is, and its factor is part of it
+    # an absorbed query is used unchanged, and its factor is part of it
     expanded = 1.0 if up is None or keys == "absorbed" else up.factor
     values = found.value_factor * (1.0 if down is None else down.factor)
     factors: dict[str, float] = {}
@@ -24,7 +24,7 @@ def attention_factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[floa
     factors["out"], query = values, "query" if keys == "absorbed" else "q_nope"
     scale = own = nope.factor * expanded
     if rotary is not None and rotary.factor != own:
-        # a query of float16 is only made smaller, of another type not much larger
+        # a float16 query is only made smaller, one of another dtype not much larger
         most = 1.0 if dtype == torch.float16 else torch.finfo(dtype).max ** 0.25
         if abs(own) > most * abs(rotary.factor):
             factors["q_rope"] = rotary.factor / own

@@ -1,12 +1,12 @@
-"""The prolog: everything between a layer's hidden states and its attention, cache write included, as one operator.
+"""The prolog: everything between a layer's hidden states and its attention, including the cache write, as one operator.
 
     c     = rms_norm(token_x weight_dq) gamma_cq          or token_x itself, without a low-rank query
     q     = c weight_uq_qr = [q_nope, q_rope]             query = q_nope weight_uk, query_rope = rope(q_rope)
     k     = token_x weight_dkv_kr = [latent, k_rope]      caches[index] = rms_norm(latent) gamma_ckv, rope(k_rope)
 
-Seen with and without a low-rank query (DeepSeek-V2-Lite), with and without rotation (Kimi Linear), without any rotary
-part (GLM-5 Next), with rows written into a cache (index_copy, index_put, scatter, slice), appended to one (cat), or
-used as they are.
+Variants: with and without a low-rank query (DeepSeek-V2-Lite), with and without rotation (Kimi Linear), without any
+rotary part (GLM-5 Next), with rows written into a cache (index_copy, index_put, scatter, slice), appended to one (cat),
+or used directly.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _scaled(value: Pattern, operand: str) -> Pattern:
 Q_NOPE = contract(Q_LATENT, var("weight_uq"), name="uq")
 Q_ROPE = contract(Q_LATENT, var("weight_qr"), name="qr")
 K_ROPE = either("k_rope", plain=contract(TOKEN_X, var("weight_kr"), name="kr"), normed=normed("k_rope", "mla_prolog"))
-# Rows are made in one way, queries in several: whatever is wrong with a query is told best once token_x is known.
+# Rows are computed in one way, queries in several: what is wrong with a query is clearest once token_x is known.
 # b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the caches, k latent
 # and l rotary columns
 QUERY = Operand(
@@ -173,7 +173,8 @@ class MlaProlog(Rule):
         return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
 
     def rewrite(self, match: Match) -> Plan:
-        """Weights are parts of one matrix each; query and key come from the same tokens, rotated and written alike."""
+        """Weights are parts of one matrix each; query and key come from the same tokens, and are rotated and written
+        alike."""
         _check_products(match)
         latent, keys = _caches(match)
         tokens = _tokens(match, latent)
@@ -224,7 +225,7 @@ def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:
 
 
 def _check_rows(match: Match, tokens: tuple[Axes, Axes], latent: CacheRoles | None, keys: CacheRoles | None) -> None:
-    """The hidden states that make the query are those that make the rows, token by token."""
+    """Query and rows are computed from the same hidden states, token by token."""
     caches = {"kv_cache": latent, "kr_cache": keys}
     made = ((name, cache) for name, cache in caches.items() if name in _given(match))
     if any((cache.row if cache else roles(match, name)[:2]) != tokens for name, cache in made):
@@ -236,7 +237,7 @@ def _width(match: Match, operand: str, cache: CacheRoles | None) -> Axes:
 
 
 def _tokens(match: Match, latent: CacheRoles | None) -> tuple[Axes, Axes]:
-    """Batch and tokens as the operator takes them: a cache without a batch is written by all tokens as one sequence."""
+    """Batch and tokens in the operator's form: a cache without a batch is written by all tokens as one sequence."""
     b, s, _, _ = roles(match, "query")
     return ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
 
@@ -244,7 +245,7 @@ def _tokens(match: Match, latent: CacheRoles | None) -> tuple[Axes, Axes]:
 def _weights(
     match: Match, dtype: torch.dtype, latent: CacheRoles | None, keys: CacheRoles | None
 ) -> list[Expression | None]:
-    """weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, and both gammas; without a low-rank query two are None."""
+    """weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr and both gammas; without a low-rank query, two are None."""
     _, _, n, hckv = roles(match, "query")
     query_norm = _query_norm(match)
     d, he = match.reading(Contraction, "uk").axes, match.reading(Contraction, "dkv").axes
@@ -308,7 +309,7 @@ def _options(match: Match) -> dict[str, object]:
 def _replaced(
     match: Match, out: Call, tokens: tuple[Axes, Axes], scale: Element | None, caches: dict[str, CacheRoles | None]
 ) -> Iterator[Replaced]:
-    """Both parts of the query, and the caches, or the rows that are used as they are."""
+    """Both parts of the query, and the caches, or the rows that are used directly."""
     given, n = _given(match), roles(match, "query")[2]
     for place, name in enumerate(RESULTS):
         old, new = given.get(name), Call(operator.getitem, out, place)

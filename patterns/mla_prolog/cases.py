@@ -1,4 +1,4 @@
-"""Layers that the prolog takes or leaves alone."""
+"""Layers that fuse to a prolog, or do not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Scaled(Layer):
 
 
 class ScaledByToken(Layer):
-    """Mistral 4: the query is multiplied by a number for each position; Mistral Large 4: and for each head."""
+    """Mistral 4: the query is multiplied by a number per position; Mistral Large 4: and per head."""
 
     def query(self, x: Tensor) -> Tensor:
         scale = torch.arange(1.0, S + 1).view(S, 1, 1) + torch.linspace(0, 1, N).view(N, 1)

@@ -1,4 +1,4 @@
-"""The numbers and tensors by which the query of a prolog is multiplied."""
+"""The numbers and tensors that multiply the query of a prolog."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mla_fx.rule import Contraction, Element, Match, NoMatch, RmsNorm, Rope
 
 
 def query_factor(match: Match) -> float:
-    """The number by which the query is multiplied, in all its parts."""
+    """The number that multiplies all parts of the query."""
     uq, uk, qr = match.reading(Contraction, "uq"), match.reading(Contraction, "uk"), match.get(Contraction, "qr")
     turned = _rotation_factor(match.get(Rope, "query_rope.rope"), match.get(Rope, "kr_cache.rope"))
     nope = uq.factor * uk.factor
@@ -24,7 +24,7 @@ def query_factor(match: Match) -> float:
 
 
 def _rotation_factor(query: Rope | None, keys: Rope | None) -> float:
-    """By which number the query's tables are multiplied beside the key's: both are rotated by the same tables in the
+    """The number that multiplies the query's tables relative to the key's. Both are rotated by the same tables in the
     same layout, or neither is."""
     if query is None and keys is None:
         return 1.0
@@ -46,12 +46,12 @@ def _rotation_factor(query: Rope | None, keys: Rope | None) -> float:
 
 
 def _is_same_number(one: float, other: float) -> bool:
-    """The same but for what float64 loses on the way."""
+    """Equal except for float64 rounding."""
     return math.isclose(one, other, rel_tol=1e-12)
 
 
 def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
-    """The tensor by which all parts of the query are multiplied, if there is one; it may run along `allowed` axes."""
+    """The tensor that multiplies all parts of the query, if there is one; it may have the `allowed` axes."""
     nope, rope = (match.elements.get(f"{part}.scale") for part in ("query", "query_rope"))
     parts = [name for name in ("uq", "qr") if name in match.readings]
     rope = rope if "qr" in parts else nope
