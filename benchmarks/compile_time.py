@@ -1,11 +1,12 @@
-"""What compiling costs: the passes for each layer, a whole model beside stock Inductor, and importing the package.
+"""The cost of compiling: passes per layer, a whole model compared with stock Inductor, and importing the package.
 
 python benchmarks/compile_time.py                        about ten minutes, on an otherwise idle machine
 python benchmarks/compile_time.py --layers 16            fewer layers, to try the script
 
-Models of transformers of small sizes, decoding one token. The passes are timed by mla_fx's own clock, after a
-compilation that loads everything. Whole compilations take turns with stock Inductor's, each of another model object,
-with all of PyTorch's caches off.
+Small models of transformers decode one token. The passes are timed by mla_fx's own clock, after a compilation that
+loads
+everything. Whole compilations alternate with stock Inductor's, each with a new model, with all of PyTorch's caches
+off.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def rewriting(many: int, rounds: int) -> Iterator[Row]:
 
 @torch.no_grad()
 def compile_time(layers: int, backend: Any) -> float:
-    """Seconds until the first step of a fresh model has been taken."""
+    """Seconds until the first step of a new model is done."""
     model = small_models.deepseek(layers)
     cache, token = small_models.prefilled(model, length=CONTEXT), small_models.tokens()
     torch._dynamo.reset()
@@ -86,7 +87,7 @@ def whole(layers: int) -> Iterator[Row]:
     yield Row(f"compiling {layers} layers, time / stock Inductor", ours / stock, 1.05, 0.8)
 
 
-# torch.compile loads Dynamo and its list of backends for whichever backend is named, so neither is counted.
+# torch.compile loads Dynamo and its list of backends for any backend, so neither is counted.
 IMPORT = """
 import sys, time, torch, torch._dynamo
 torch._dynamo.lookup_backend("inductor")
@@ -99,7 +100,7 @@ print(after - before, sum(name.startswith(("mla_fx.patterns.", "mla_fx.lowering.
 
 
 def importing(rounds: int) -> Iterator[Row]:
-    """Median seconds in fresh processes, and how many rules and targets, which can wait, were loaded."""
+    """Median seconds in fresh processes, and how many rules and targets were loaded, which could wait."""
     command = [sys.executable, "-c", IMPORT]
     answers = [
         subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(rounds)

@@ -1,12 +1,14 @@
-"""How fast a decode step is: against the model as it is, compiled and not, by hand, and the machine's floor.
+"""The speed of a decode step, compared with the model in eager mode, compiled, absorbed by hand, and the machine's
+floor.
 
 python benchmarks/decode.py                         a quarter of an hour, on an otherwise idle machine
 python benchmarks/decode.py --rounds 3 --heads 8    to try the script
 
-One DeepseekV3Attention layer of DeepSeek-V3's dimensions with its StaticCache, bfloat16, one token. Variants take
-turns in one process; medians of the rounds after three to warm up; fresh input in each round. The floor is the time to
-read weights and cache once and to do the arithmetic of attention, at rates that are measured in the same rounds; a race
-in which the reading rate moved by more than 15 % is run again. Every output and cache is checked against float32.
+One DeepseekV3Attention layer of DeepSeek-V3's sizes with its StaticCache, bfloat16, one token. Variants take turns in
+one
+process: medians of the rounds after three to warm up, with a new input in each round. The floor is the time to read
+weights and cache once and to do the arithmetic of attention, at rates that are measured in the same rounds. If the
+reading rate changed by more than 15 %, the race is run again. Every output and cache is checked against float32.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Race:
 
     @property
     def drift(self) -> float:
-        """How far the reading rate moved between the first and the last third of the rounds."""
+        """The change of the reading rate between the first and the last third of the rounds."""
         third = max(1, len(self.read) // 3)
         first, last = statistics.median(self.read[:third]), statistics.median(self.read[-third:])
         return abs(first / last - 1)
@@ -68,7 +70,7 @@ class Race:
 
 
 def race(layer: Layer, names: Sequence[str], rounds: int, context: int = CONTEXT, batch: int = 1) -> Race:
-    """A race in which the machine held still, or the last of three."""
+    """A race with a steady machine, or the last of three."""
     steps = {name: layer.way(name) for name in names}
     for _ in range(ATTEMPTS):
         torch._dynamo.reset()
@@ -86,7 +88,7 @@ def _race_once(layer: Layer, steps: dict[str, Step], rounds: int, context: int, 
     variants = [Variant(name, step, demo.filled_cache(layer.config, latents, bf16)) for name, step in steps.items()]
     exact = Variant("float32", layer.exact, demo.filled_cache(layer.config, latents, fp32))
     result = Race(layer, context, batch, variants)
-    # As the model makes it: True where the query may look, which at the last position is everywhere.
+    # As the model makes it: True where the query may look, which is everywhere for the last position.
     mask = torch.ones(batch, 1, 1, context, dtype=torch.bool)
     last = torch.tensor([[context - 1]])
     tables, exact_tables = layer.tables(last, bf16), layer.tables(last, fp32)

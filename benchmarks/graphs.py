@@ -1,9 +1,10 @@
-"""How many graphs are compiled as sizes change.
+"""The number of graphs that are compiled as sizes change.
 
 python benchmarks/graphs.py                    a few minutes
 
-DeepseekV3ForCausalLM of small sizes, one layer, with mla_fx on the reference target: what is counted is what Dynamo
-hands the backend.
+DeepseekV3ForCausalLM of small sizes, one layer, with mla_fx on the reference target. Graphs are counted as Dynamo
+passes
+them to the backend.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import mla_fx
 
 
 class Counting:
-    """A backend that counts the graphs it is given."""
+    """A backend that counts its graphs."""
 
     def __init__(self) -> None:
         self.graphs, self.backend = 0, mla_fx.get_backend(target="reference")
@@ -69,7 +70,7 @@ def new_tokens(model: Any, step: Callable[..., Any]) -> None:
         step(input_ids=ids, past_key_values=cache)
 
 
-# What is done, the most graphs that it may take, and how few would be better.
+# The scenario, the most graphs allowed, and the goal.
 USES: dict[str, tuple[Callable[..., None], int, int]] = {
     "StaticCache, 512 steps": (static_cache, 1, 1),
     "StaticCache, batches of 1, 4 and 8": (batches, 2, 2),

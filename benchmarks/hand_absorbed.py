@@ -1,4 +1,4 @@
-"""DeepSeek-V3's attention absorbed by hand, in the plain PyTorch that an expert would write: a rival for mla_fx."""
+"""DeepSeek-V3's attention absorbed by hand, in the plain PyTorch of an expert: a baseline for mla_fx."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 
 
 class HandAbsorbed(nn.Module):
-    """Attention over the cached latents themselves. It uses a DeepseekV3Attention's own weights; kv_b through views."""
+    """Attention over the cached latents. Uses a DeepseekV3Attention's own weights; kv_b through views."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One attention layer of DeepSeek-V3's dimensions and the ways to run it, which the benchmarks race."""
+"""One attention layer of DeepSeek-V3's sizes, and the ways to run it that the benchmarks compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import mla_fx
 from mla_fx.commands import demo
 
 EAGER, STOCK, HAND, OURS = "HF eager", "HF compiled", "by hand", "mla_fx"
-ATTENTION = "mla_fx, fusions alone"  # weights meet rows as in stock Inductor
+ATTENTION = "mla_fx, fusions alone"  # weights and rows are multiplied as in stock Inductor
 PACKED = "mla_fx, packed weights"
 TOLERANCE = 1e-2
 _NUMBERS = itertools.count()
@@ -32,7 +32,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], Tensor]
 
 @dataclass
 class Variant:
-    """One way to compute the layer, with a cache of its own."""
+    """One way to compute the layer, with its own cache."""
 
     name: str
     step: Step
@@ -52,7 +52,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer in bfloat16, and in float32 as the reference: absorbed, which is quick at every context length."""
+    """The layer in bfloat16, and in float32 as the reference: absorbed, which is fast for every context length."""
 
     attention: Any
     exact: HandAbsorbed
@@ -60,7 +60,7 @@ class Layer:
 
     @classmethod
     def build(cls, heads: int = demo.ATTENTION["num_attention_heads"]) -> Layer:
-        """DeepSeek-V3's, but for the number of heads."""
+        """DeepSeek-V3's sizes, except for the number of heads."""
         sizes = {**demo.ATTENTION, "num_attention_heads": heads, "num_key_value_heads": heads}
         config = DeepseekV3Config(**sizes, num_hidden_layers=1)
         config._attn_implementation = "sdpa"
@@ -102,7 +102,7 @@ class Layer:
         return step
 
     def way(self, name: str, **options: Any) -> Step:
-        """One of these ways; options are those of torch.compile."""
+        """A variant compiled by torch.compile with these options."""
         if name == EAGER:
             return self.hugging_face()
         if name == HAND:
@@ -114,15 +114,15 @@ class Layer:
 
 
 def compiled(step: Step, **options: Any) -> Step:
-    """Compiles a copy of a function that shares no code object with any other: Dynamo would hand all of them the code
-    that it compiled first."""
+    """Compile a copy of a function that shares no code object with any other: Dynamo would otherwise use the first
+    compiled code for all."""
     code = step.__code__.replace(co_name=f"step_{next(_NUMBERS)}")
     function = FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
     return torch.compile(function, fullgraph=True, **options)
 
 
 def check(variant: Variant, output: Tensor, exact: Variant, wanted: Tensor, new: int = 1) -> None:
-    """A fast wrong answer is no result."""
+    """Checks the output and the cache."""
     for what, error in (
         ("output", demo.relative_error(output, wanted)),
         ("cache", demo.cache_error(variant.cache, exact.cache, new)),

@@ -1,10 +1,10 @@
-"""Bytes of a decode step in a long context: what it holds at once, and weights that are kept beside the model's.
+"""Memory of a decode step with a long context: what it holds at once, and copies of weights.
 
 python benchmarks/memory.py                    about a minute
 python benchmarks/memory.py --heads 8          to try the script
 
-One DeepseekV3Attention layer of DeepSeek-V3's dimensions, bfloat16, one token, 16384 tokens in its StaticCache.
-Temporaries are read from PyTorch's record of allocations, weights from the report.
+One DeepseekV3Attention layer of DeepSeek-V3's sizes, bfloat16, one token, 16384 tokens in its StaticCache. Temporaries
+are read from PyTorch's record of allocations, weights from the report.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measured(layer: Layer, name: str, **options: Any) -> float:
 
 
 def kept() -> float:
-    """MiB of weights for a layer, of the last compilation."""
+    """MiB of copies of weights per layer, in the last compilation."""
     return sum(memory.weights / memory.layers for memory in mla_fx.last_report().memory) / MIB
 
 

@@ -1,4 +1,4 @@
-"""What a step costs where there is hardly anything to compute: guards, wrappers and the calls of kernels.
+"""The cost of a step with hardly anything to compute: guards, wrappers and kernel calls.
 
 python benchmarks/overhead.py                  about three minutes, on an otherwise idle machine
 

@@ -1,11 +1,11 @@
-"""How fast a prompt is, and what memory it takes.
+"""The speed and memory of a prompt.
 
 python benchmarks/prefill.py                                      about ten minutes, on an otherwise idle machine
 python benchmarks/prefill.py --tokens 128 512 2048 --heads 128    shorter prompts, all heads
 
-One DeepseekV3Attention layer of DeepSeek-V3's dimensions but for the number of heads, bfloat16, without a cache: as it
-is, under stock Inductor, and with mla_fx. Variants take turns in one process; medians of the rounds after one to warm
-up; fresh input in each round. Every output is checked against float32: no further off than twice eager's own error.
+One DeepseekV3Attention layer of DeepSeek-V3's sizes except for the number of heads, bfloat16, without a cache: in eager
+mode, under stock Inductor, and with mla_fx. Variants take turns in one process: medians of the rounds after one to warm
+up, with a new input in each round. Every output is checked against float32: at most twice eager's own error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADS, TOKENS = 32, 4096
 
 
 def variants(layer: Layer) -> list[Variant]:
-    """With nothing fused mla_fx would only be stock Inductor, so that is an error."""
+    """If nothing fused, mla_fx would be stock Inductor, so that is an error."""
     ours = mla_fx.get_backend(target="inductor", expect=("mla_attention",))
     options = {EAGER: {}, STOCK: {"dynamic": False}, OURS: {"dynamic": False, "backend": ours}}
     return [Variant(name, layer.way(name, **given)) for name, given in options.items()]
@@ -44,7 +44,7 @@ def race(layer: Layer, racing: Sequence[Variant], tokens: int, rounds: int) -> N
 
 
 def check(layer: Layer, x: Tensor, outputs: dict[str, Tensor]) -> None:
-    """A fast wrong answer is no result."""
+    """Checks the output."""
     exact = layer.exact.layer(x.float(), rotations(layer, x.shape[1], torch.float32), None)[0]
     errors = {name: demo.relative_error(output, exact) for name, output in outputs.items()}
     if not errors[OURS] <= 2 * errors[EAGER]:

@@ -1,4 +1,4 @@
-"""The numbers of the benchmarks, from their JSON: the tables and the picture of docs/measuring.md.
+"""Writes the numbers of the benchmarks, from their JSON, into docs/measuring.md: tables and the picture.
 
 for name in decode query_tokens prefill memory compile_time graphs overhead; do
     python benchmarks/$name.py --json results/$name.json
@@ -20,7 +20,7 @@ from results import Row
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->\n"
 
-# In the order of the legend; what is forced to one form is no way that a user would take.
+# In the order of the legend, without the variants with a forced form, which users would not run.
 STYLES = {
     "HF eager": {"label": "transformers, eager", "color": "tab:gray"},
     "HF compiled": {"label": "transformers, Inductor", "color": "tab:orange"},
@@ -33,7 +33,7 @@ Found = dict[str, Any]
 
 
 def lines(found: dict[str, Found]) -> Iterator[str]:
-    """Each benchmark's rows, and below them what it said of the machine."""
+    """Each benchmark's rows, with its notes on the machine."""
     for name, results in found.items():
         yield f"**{name.replace('_', ' ')}**: {'; '.join([*results['notes'], results['machine']])}\n"
         yield "| | measured | must | goal | |\n| --- | --- | --- | --- | --- |"
@@ -60,7 +60,7 @@ def draw(axes: Any, times: list[Found], along: str, **titles: str) -> None:
 
 
 def picture(decode: Found, query_tokens: Found) -> None:
-    pyplot.rcParams["svg.hashsalt"] = "mla_fx"  # else names in the file are drawn at random
+    pyplot.rcParams["svg.hashsalt"] = "mla_fx"  # otherwise names in the file are random
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     single = [time for time in decode["times"] if time["batch"] == 1]
     draw(left, single, "context", title="one new token", xlabel="tokens in the cache")

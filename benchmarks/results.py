@@ -1,4 +1,4 @@
-"""Numbers beside their bars: shown as a table, and kept as JSON for the plots."""
+"""Measured numbers and their bars: shown as a table, and saved as JSON for the plots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ console = Console(log_path=False)
 
 @dataclass(frozen=True)
 class Row:
-    """A number, what it has to be, and what would be better still."""
+    """A number, its bar, and its goal."""
 
     what: str
     value: float
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Time:
-    """The median milliseconds of one variant of the layer, of which `tokens` of each sequence are new."""
+    """The median milliseconds of one variant of the layer; `tokens` of each sequence are new."""
 
     variant: str
     milliseconds: float
@@ -62,7 +62,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Results:
-    """What a benchmark found; `notes` are said below the table."""
+    """What a benchmark found; `notes` are printed below the table."""
 
     rows: Sequence[Row]
     times: Sequence[Time] = ()
@@ -87,7 +87,7 @@ def machine() -> str:
 
 
 def _processor() -> str:
-    """Its name, for which Python has none on Linux."""
+    """The name of the processor, which Python does not know on Linux."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
     names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
@@ -95,7 +95,7 @@ def _processor() -> str:
 
 
 def parser(description: str | None, rounds: int = 0) -> argparse.ArgumentParser:
-    """What every benchmark can be told, the number of rounds if it times any."""
+    """The options of every benchmark, with the number of rounds if it times anything."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         made.add_argument("--rounds", type=int, default=rounds, help="how often each is timed (%(default)s)")
@@ -104,7 +104,7 @@ def parser(description: str | None, rounds: int = 0) -> argparse.ArgumentParser:
 
 
 def without_caches() -> None:
-    """Has everything compiled anew."""
+    """Make everything compile anew."""
     torch._inductor.config.force_disable_caches = True
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
 

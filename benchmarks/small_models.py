@@ -1,4 +1,4 @@
-"""Whole models of small sizes, where what counts is the number of layers and not what they compute."""
+"""Small whole models, where the number of layers matters, and not what they compute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def llama(layers: int) -> Any:
 
 @torch.no_grad()
 def prefilled(model: Any, length: int, batch: int = 1) -> Any:
-    """A StaticCache for so many tokens, which holds a prompt of four."""
+    """A StaticCache for this many tokens, with a prompt of four."""
     cache = StaticCache(config=model.config, max_cache_len=length)
     model(input_ids=tokens(4, batch), past_key_values=cache)
     return cache

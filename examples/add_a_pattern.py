@@ -1,6 +1,6 @@
-"""A pattern and the operator that it fuses to, whole: the output side of absorbed attention.
+"""A complete pattern and the operator that it fuses to: the output side of absorbed attention.
 
-    out = (latents weight_uv) weight_o           what attention over latents gives, up to each head's values, and out
+    out = (latents weight_uv) weight_o           from attention over latents to each head's values, and to the output
 
 `python examples/add_a_pattern.py` tries it on its cases. Copied into `patterns/`, this file is part of the compiler: it
 is found there, applied to every graph, and tested on its cases with all others.
@@ -80,7 +80,7 @@ operator = define("latent_output", Arguments, body, returns=("out",), check=chec
 
 
 class _ScaledOutput(Layer):
-    """The values are multiplied by a number for each column before they are projected."""
+    """The values are multiplied by a number per column before they are projected."""
 
     def attend(self, *operands: Tensor) -> Tensor:
         return super().attend(*operands) * torch.arange(1.0, DV + 1)

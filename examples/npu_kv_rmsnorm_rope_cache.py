@@ -1,5 +1,5 @@
-"""torch_npu.npu_kv_rmsnorm_rope_cache as its document calls it: by itself, and in a graph. Results are compared
-with float64.
+"""torch_npu.npu_kv_rmsnorm_rope_cache as its document calls it: directly, and in a graph. Results are compared with
+float64.
 
 On an Ascend NPU this runs the vendor's kernel; without torch_npu it runs `torch.ops.mla_fx.kv_rmsnorm_rope_cache`
 on the CPU, with the same arguments:  python examples/npu_kv_rmsnorm_rope_cache.py"""
@@ -28,7 +28,7 @@ Results = tuple[Tensor, ...]
 
 
 def arguments(cache_mode: str) -> list[Tensor]:
-    """ "Norm": a cache of SLOTS positions for each sequence; "PA": BLOCK_NUM pages for all of them."""
+    """"Norm": a cache of SLOTS positions per sequence; "PA": BLOCK_NUM pages for all of them."""
     torch.manual_seed(0)
     angle = 6 * torch.rand(B, 1, S, ROPE)
     index = torch.randperm(SLOTS)[: B * S]
@@ -45,7 +45,7 @@ def arguments(cache_mode: str) -> list[Tensor]:
 
 
 class Model(torch.nn.Module):
-    """With pages it also returns the new rows; with "Norm" the kernel has only the caches to return."""
+    """With pages it also returns the new rows; with "Norm" the kernel returns only the caches."""
 
     def __init__(self, cache_mode: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Model(torch.nn.Module):
 
 
 def in_a_graph(model: Model) -> Callable[..., Results]:
-    """By torchair on the NPU, elsewhere by mla_fx."""
+    """With torchair on the NPU, with mla_fx elsewhere."""
     if torch_npu is None:
         return torch.compile(model, backend=mla_fx.mla_backend, dynamic=False)
     import torchair  # type: ignore[import-not-found]

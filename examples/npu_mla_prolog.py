@@ -1,4 +1,4 @@
-"""torch_npu.npu_mla_prolog as its document calls it: by itself, and in a graph. Results are compared with float64.
+"""torch_npu.npu_mla_prolog as its document calls it: directly, and in a graph. Results are compared with float64.
 
 On an Ascend NPU this runs the vendor's kernel; without torch_npu it runs `torch.ops.mla_fx.mla_prolog` on the CPU,
 with the same arguments:  python examples/npu_mla_prolog.py"""
@@ -28,7 +28,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def arguments() -> list[Tensor]:
-    """One decode step of B sequences with S tokens each, whose places in the caches are drawn."""
+    """One decode step of B sequences with S tokens each, at random places in the caches."""
     torch.manual_seed(0)
 
     def weight(*shape: int, fan_in: int) -> Tensor:
@@ -52,7 +52,7 @@ def arguments() -> list[Tensor]:
 
 
 def on_device(given: list[Tensor]) -> list[Tensor]:
-    """On the NPU; the three weights that meet the tokens or the compressed query are laid out in FRACTAL_NZ."""
+    """On the NPU; the three weights that multiply the tokens or the compressed query are laid out in FRACTAL_NZ."""
     moved = [tensor.to(DEVICE) for tensor in given]
     if torch_npu is not None:
         for place in (1, 2, 4):
@@ -68,7 +68,7 @@ def prolog(*given: Tensor) -> Results:
 
 
 def in_a_graph() -> Callable[..., Results]:
-    """By torchair on the NPU, elsewhere by mla_fx."""
+    """With torchair on the NPU, with mla_fx elsewhere."""
     if torch_npu is None:
         return torch.compile(prolog, backend=mla_fx.mla_backend, dynamic=False, fullgraph=True)
     import torchair  # type: ignore[import-not-found]
@@ -98,7 +98,7 @@ def rms_norm(x: Tensor, gamma: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Pairs are neighbours in x, and half the width apart in the result."""
+    """Pairs are adjacent in x, and half the width apart in the result."""
     first, second = x[..., 0::2], x[..., 1::2]
     (cos1, cos2), (sin1, sin2) = cos.chunk(2, -1), sin.chunk(2, -1)
     return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), -1)

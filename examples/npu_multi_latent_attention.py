@@ -1,6 +1,5 @@
-"""ATB's MultiLatentAttentionOperation through torch_npu, in the three calculations of its document: one token of
-each sequence, a few speculated ones with the document's mask, and ring attention. Results are compared with
-float64.
+"""ATB's MultiLatentAttentionOperation through torch_npu, in the three calculations of its document: one token per
+sequence, a few speculated ones with the document's mask, and ring attention. Results are compared with float64.
 
 On an Ascend NPU this runs the vendor's kernel; without torch_npu it runs `torch.ops.mla_fx.multi_latent_attention`
 on the CPU, with the same arguments:  python examples/npu_multi_latent_attention.py"""
@@ -26,7 +25,7 @@ BLOCKS = [-(-length // BLOCK_SIZE) for length in CONTEXT_LENS]
 
 
 def attend(*tensors: Tensor, steps: list[int] | None = None, mask: Tensor | None = None, ring: bool = False) -> Any:
-    """The attention; with `ring` also the logarithms of the sums in its softmax. Lengths are lists of the host."""
+    """The attention; with `ring` also the logarithms of the sums in its softmax. Lengths are host lists."""
     options: dict[str, Any] = {"calc_type": "calc_type_ring" if ring else "calc_type_undefined"}
     if mask is not None:
         options = {"calc_type": "calc_type_spec", "mask_type": "mask_type_free", "mask": mask.to(DEVICE)}
@@ -42,7 +41,7 @@ def attend(*tensors: Tensor, steps: list[int] | None = None, mask: Tensor | None
 
 
 def arguments(steps: list[int]) -> list[Tensor]:
-    """q_nope, q_rope, ctkv, k_rope and block_tables, for so many query rows of each sequence."""
+    """q_nope, q_rope, ctkv, k_rope and block_tables, for this many query rows per sequence."""
     torch.manual_seed(0)
     rows = sum(steps)
     order = torch.split(torch.randperm(sum(BLOCKS)).int(), BLOCKS)
@@ -57,7 +56,7 @@ def arguments(steps: list[int]) -> list[Tensor]:
 
 
 def mask_free(steps: int) -> Tensor:
-    """The document's mask for so many query rows: from it the kernel takes what belongs to the end of a context."""
+    """The document's mask for this many query rows; the kernel uses the part for the end of a context."""
     return torch.full((125 + 2 * steps, BLOCK_SIZE), -10000.0).triu(2 - steps).bfloat16()
 
 

@@ -1,5 +1,5 @@
-"""ATB's PagedAttentionOperation through torch_npu, in three scenarios of its document: the base one, one cache of
-MLA for keys and values, and parallel decoding with a mask. Results are compared with float64.
+"""ATB's PagedAttentionOperation through torch_npu, in three scenarios of its document: the basic one, one cache of MLA
+for keys and values, and parallel decoding with a mask. Results are compared with float64.
 
 On an Ascend NPU this runs the vendor's kernels; without torch_npu it runs `torch.ops.mla_fx.paged_attention_` on
 the CPU, with the same arguments:  python examples/npu_paged_attention.py"""
@@ -32,7 +32,7 @@ def base(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, out: Tenso
 
 
 def combined(query: Tensor, keys: Tensor, tables: Tensor, out: Tensor) -> None:
-    """A value is the first columns of its key, as many as `out` has."""
+    """A value is the first columns of its key; `out` has their number."""
     heads, width = query.shape[1], out.shape[2]
     if torch_npu is not None:
         torch_npu._npu_paged_attention_mla(query, keys, 1, heads, SCALE, tables, CONTEXT_LENS, width, out)
@@ -44,7 +44,7 @@ def combined(query: Tensor, keys: Tensor, tables: Tensor, out: Tensor) -> None:
 def parallel(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, mask: Tensor, steps: Tensor, out: Tensor
 ) -> None:
-    """Several tokens of each sequence, one sequence behind another; the mask has a row for each."""
+    """Several tokens of each sequence, sequence by sequence; the mask has a row for each."""
     heads, kv_heads = query.shape[1], keys.shape[2]
     if torch_npu is not None:
         lengths = CONTEXT_LENS, mask, steps

@@ -18,5 +18,5 @@ with demo.progress() as announce:
     ways = {"eager": model, "torch.compile": stock, "mla_fx": fused}
     comparison = demo.compare(model, ways, context=4096, announce=announce)
 
-print(mla_fx.last_report())  # what fused, what nearly did and why not
+print(mla_fx.last_report())  # what fused, what almost did, and why not
 demo.show(comparison)

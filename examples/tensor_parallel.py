@@ -1,4 +1,4 @@
-"""Tensor parallel: a small DeepSeek-V3 whose attention heads lie on two processes, fused on each as on one alone.
+"""Tensor parallel: a small DeepSeek-V3 with its attention heads split over two processes; each fuses like one alone.
 
 pip install 'mla_fx[demo]' && torchrun --nproc-per-node 2 examples/tensor_parallel.py  # or ... transformers
 """
@@ -35,7 +35,7 @@ CONFIG = DeepseekV3Config(
 
 
 def by_torch(model: Any) -> None:
-    """PyTorch's own: each process projects to its heads, and what they project back is summed."""
+    """PyTorch's own plan: each process projects to its heads, and the output projections are summed."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
     for layer in model.model.layers:
@@ -43,7 +43,7 @@ def by_torch(model: Any) -> None:
 
 
 def by_transformers(model: Any) -> None:
-    """The plan of transformers, which for DeepSeek-V3 shards all but the attention, so that is added.
+    """The plan of transformers, which shards everything in DeepSeek-V3 except the attention, so that is added.
 
     A model from a checkpoint is sharded as it is read: `from_pretrained(..., distributed_config=...)`."""
     styles = {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
@@ -53,9 +53,10 @@ def by_transformers(model: Any) -> None:
 
 
 def check(shard: Callable[[Any], None]) -> str:
-    """One step of the whole model, eager, and of the sharded one, compiled: what fused, and how far they are apart."""
+    """One step of the whole model in eager mode, and of the sharded, compiled one: what fused, and how far they
+    differ."""
     torch.manual_seed(0)  # every process makes the same model
-    whole: Any = DeepseekV3ForCausalLM(CONFIG).eval()  # type: ignore[no-untyped-call]  # transformers left it so
+    whole: Any = DeepseekV3ForCausalLM(CONFIG).eval()  # type: ignore[no-untyped-call]  # transformers does not type it
     sharded = copy.deepcopy(whole)
     shard(sharded)
     theirs: Any = StaticCache(config=CONFIG, max_cache_len=128)

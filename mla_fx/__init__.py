@@ -1,7 +1,7 @@
 """A graph-mode compiler plugin that finds Multi-head Latent Attention in plain PyTorch code and fuses it.
 
 torch.compile(model, backend=mla_fx.mla_backend)      or backend="mla"
-mla_fx.explain(model)(*args, **kwargs)                 what fused, what nearly did and why not
+mla_fx.explain(model)(*args, **kwargs)                 what fused, what almost did, and why not
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need the compiler are imported when they are first used: `import mla_fx` stays quick."""
+    """Import a name that needs the compiler when it is first used, so that `import mla_fx` stays fast."""
     if name not in _LAZY:
         raise AttributeError(f"module 'mla_fx' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

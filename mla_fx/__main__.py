@@ -1,5 +1,5 @@
-"""`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` says what fuses in a model, `coverage`
-what fuses in all of them."""
+"""`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` reports what fuses in a model,
+`coverage` what fuses in all of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .errors import FusionError, OptionError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except (CommandError, FusionError, ModuleNotFoundError, OptionError) as error:
-        # What comes through Dynamo has its advice on reporting Dynamo's bugs appended.
+        # Dynamo appends advice on reporting its own bugs to errors that pass through it.
         print("mla_fx:", str(error).partition("\n\nSet TORCHDYNAMO")[0], file=sys.stderr)
         return 2
 
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "model", metavar="MODEL_OR_SCRIPT", help="a transformers model type, or a .py file with a build()"
     )
-    # The passes are the same for every target, and this one compiles in seconds.
+    # Passes are the same for every target; this one compiles in seconds.
     explain.add_argument("--target", default="reference", help="what the graph is compiled for (%(default)s)")
     explain.add_argument(
         "--full", action="store_true", help="the full model on the meta device, not a tiny one"

@@ -1,4 +1,4 @@
-"""The torch.compile entry: a captured graph in, a callable out. What is heavy is imported by the first compilation."""
+"""The torch.compile entry: a captured graph in, a callable out. The first compilation imports the compiler."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def mla_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a Dynamo graph, Multi-head Latent Attention fused: `torch.compile(model, backend=mla_backend)`.
+    """Compile a Dynamo graph and fuse Multi-head Latent Attention: `torch.compile(model, backend=mla_backend)`.
 
-    `options` are those of `mla_fx.options.Options` and of the target; `mode` is handed to the target.
-    Raises OptionError for an option that does not exist, FusionError where `strict` or `expect` is not met."""
+    `options` are those of `mla_fx.options.Options` and of the target; `mode` is passed to the target. Raises
+    OptionError for
+    an unknown option, FusionError if `strict` or `expect` is not met."""
     return _compile(gm, example_inputs, mode, options)
 
 
 def get_backend(**options: Any) -> Backend:
-    """A backend with options bound: `torch.compile(model, backend=get_backend(target="reference"))`.
+    """Return a backend with bound options: `torch.compile(model, backend=get_backend(target="reference"))`.
 
-    Raises OptionError at once for options that no graph could make good."""
+    Raises OptionError at once for options that fit no graph."""
     from .driver.compilation import checked
 
     checked(options)
@@ -40,7 +41,7 @@ def get_backend(**options: Any) -> Backend:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """What `get_backend` returns. A call's own options come before the bound ones."""
+    """The result of `get_backend`. Options of a call override the bound ones."""
 
     bound: Mapping[str, Any]
 
@@ -56,10 +57,12 @@ class Backend:
 
 
 def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Report]:
-    """`explain(model, **options)(*args, **kwargs)` compiles and runs once; returns a Report of what fused and why not.
+    """`explain(model, **options)(*args, **kwargs)` compiles and runs once, and returns a Report of what fused and why
+    the rest did not.
 
-    As with `torch._dynamo.explain`, what was compiled before is forgotten. Of a model on meta tensors one layer of each
-    kind is traced, and counted as often as there are such layers; with `expect`, all are."""
+    Like `torch._dynamo.explain`, this forgets what was compiled before. Of a model on meta tensors, one layer of each
+    kind
+    is traced and counted as often as there are such layers; with `expect`, all are traced."""
 
     @functools.wraps(getattr(function, "forward", function))
     def explained(*args: Any, **kwargs: Any) -> Report:

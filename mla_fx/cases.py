@@ -1,4 +1,4 @@
-"""Cases: the programs from which the tests of a pattern are generated, and a small layer to vary them from."""
+"""Cases: programs from which the tests of a pattern are generated, and a small layer to vary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Build = Callable[[], nn.Module]
 class Case:
     """A program for a rule's tests, called as `module(x, cos, sin, position)`.
 
-    An accept says how often each fused operator appears, a reject a piece of the reason that the rule gives. It is run
-    by a target that takes norms and rotations by themselves, too, if it says `pieces`."""
+    An accepted case gives the number of calls of each fused operator, a rejected one a part of the rule's reason. With
+    `pieces`, the target also takes single norms and rotations."""
 
     name: str
     build: Build
@@ -96,7 +96,7 @@ class Layer(nn.Module):
 
 
 class WeightedQuery(Layer):
-    """Each column of the query is weighted behind its projection, so no prolog takes it. The key side is as ever."""
+    """Each column of the query is weighted after its projection, so no prolog fuses. The key side does."""
 
     def query(self, x: Tensor) -> Tensor:
         return super().query(x) * torch.linspace(0.5, 1.5, N * (D + DR))
@@ -119,7 +119,7 @@ class Appended(Layer):
 
 
 def inputs(tokens: int = S) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a Layer is called with: hidden states, cos, sin [S, Dr], and the positions written [S]."""
+    """The arguments of a Layer: hidden states, cos, sin [S, Dr], and the positions written [S]."""
     generator = torch.Generator().manual_seed(1)
     angle = torch.rand(tokens, DR // 2, generator=generator).repeat(1, 2) * 6
     position = torch.arange(T - tokens - 2, T - 2)

@@ -1,13 +1,13 @@
-"""What can go wrong, and the refusal to fuse, which is not an error."""
+"""Errors, and the refusal to fuse, which is not an error."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 
 
-class NoMatch(Exception):  # noqa: N818  it is a refusal, part of every normal compilation
-    """A refusal: a pattern does not apply, or a target does not take a call. A sentence for the user, and the node that
-    broke the pattern."""
+class NoMatch(Exception):  # noqa: N818  a refusal, part of every normal compilation
+    """A refusal: a pattern does not apply, or a target does not take a call. It has a sentence for the user, and the
+    node that broke the pattern."""
 
     def __init__(self, reason: str, node: Node | None = None) -> None:
         super().__init__(reason)
@@ -20,12 +20,12 @@ class OptionError(ValueError):
 
 
 class FusionError(RuntimeError):
-    """`strict` or `expect` was not met, or a pass failed while `strict` was on."""
+    """`strict` or `expect` was not met, or a pass failed with `strict`."""
 
 
 class VerificationError(RuntimeError):
-    """`verify` found that the fused graph and the unfused one do not agree."""
+    """`verify` found that the fused and the unfused graph differ."""
 
 
 class MlaWarning(UserWarning):
-    """A model that looks like MLA was not fused, or a pass failed and the model runs as it was."""
+    """A model that looks like MLA was not fused, or a pass failed and the model runs unfused."""

@@ -1,4 +1,4 @@
-"""The rewrite as a graph pass for pipelines that users already have: Inductor's hook, and torchair's namesake."""
+"""The rewrite as a graph pass for existing pipelines: Inductor's hook, and torchair's hook of the same name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from .passes.lower import lowered
 class MlaPass(GraphPass):
     """Fuses MLA in an operator graph, in place.
 
-    `torch._inductor.config.post_grad_custom_pre_pass = mla_fx.MlaPass()`, or as torchair's
-    `CompilerConfig().post_grad_custom_pre_pass`, which calls it with `(gm, example_inputs, config)`. Takes the options
-    of `mla_backend`, but not `verify`, and none of a target's own: what compiles the graph is not the pass's. The
-    target says for whom the operators are lowered, Inductor unless named. `report` is that of the last graph."""
+    Use it as `torch._inductor.config.post_grad_custom_pre_pass = mla_fx.MlaPass()`, or as torchair's
+    `CompilerConfig().post_grad_custom_pre_pass`, which calls it with `(gm, example_inputs, config)`. It takes the
+    options
+    of `mla_backend` except `verify` and a target's own options, because the pass does not compile the graph. `target`
+    says
+    for which compiler operators are lowered; Inductor by default. `report` is that of the last graph."""
 
     def __init__(self, **options: Any) -> None:
         self.given = {"target": "inductor", **options}
@@ -54,16 +56,17 @@ class MlaPass(GraphPass):
             raise through_dynamo(error) from error.__cause__
 
     def uuid(self) -> str | None:
-        """Changes with the options and with the source of every rule, operator and lowering.
+        """A hash of the options and of the sources of all rules, operators and lowerings.
 
-        Since `strict` and `expect` are among the options, a graph from the cache has met them. None, which keeps
-        Inductor from its cache, where a graph from there would not be dumped, or not be counted."""
+        `strict` and `expect` are among the options, so a cached graph has met them. None, which disables Inductor's
+        cache, if a
+        cached graph would not be dumped or counted."""
         if self._options.dump or report_log.is_anyone_listening():
             return None
         return cache_key.key(self._options)
 
     def __deepcopy__(self, memo: Any) -> MlaPass:
-        """Itself: Inductor runs copies of its configuration, and the user reads the report of the pass at hand."""
+        """The pass itself: Inductor runs copies of its configuration, and the user reads the report of this object."""
         return self
 
     def __copy__(self) -> MlaPass:
@@ -71,7 +74,8 @@ class MlaPass(GraphPass):
 
 
 def _check_portable(graph: Graph) -> None:
-    """Raises FusionError for what a package of AOTInductor cannot hold, which runs where there is no `mla_fx`."""
+    """Raise FusionError for operators that a package of AOTInductor cannot contain, because it runs without
+    `mla_fx`."""
     entries = {entry.overload: entry for entry in catalogue().values()}
     for node in graph.nodes if is_packaging() else ():
         own = next(filter(_is_own, (node.target, *node.args[:1])), None)
@@ -94,7 +98,7 @@ def _is_own(target: object) -> bool:
 
 
 def _module_of(graph: Graph) -> GraphModule:
-    """The module that owns a graph, or one made around that very graph."""
+    """The module that owns a graph, or a new one around that graph."""
     owner = graph.owning_module
     if isinstance(owner, GraphModule) and owner.graph is graph:
         return owner

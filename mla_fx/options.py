@@ -19,9 +19,9 @@ EXPECTED = "it takes operators, or a mapping of operators to a number of calls o
 
 @dataclass(frozen=True)
 class Expectation:
-    """Operator -> the numbers of calls that will do; None is any number but zero.
+    """Allowed numbers of calls per operator; None allows any number except zero.
 
-    If `is_complete`, no other operator may have been fused."""
+    With `is_complete`, no other operator may have been fused."""
 
     counts: Mapping[str, tuple[int, ...] | None]
     is_complete: bool
@@ -41,18 +41,19 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask of a compilation.
+    """The options of a compilation.
 
-    target   where the graph goes: "auto", or the name of a file in `lowering/`
-    strict   raise FusionError when a layer that looks like MLA stays unfused, or when a pass fails
-    expect   operators that each graph with attention must fuse, or just how often; anything else raises FusionError
-    dump     a folder for the graph before and after each pass; the variable MLA_FX_DUMP does the same
-    verify   run the unfused graph beside the fused one and compare: "off", on the "first" call, or "always". What is
-             compared, and by which bounds, is said in `mla_fx.verify`; VerificationError names rule, layer and call
-    disable  names of patterns not to apply
-    absorb   attention over latents with few query tokens ("auto"), "always", or "never"
-    lay_out  weights that an operator takes in another layout are laid out once and kept beside the model's own
-    extra    the target's own options, and those that `mode` means there: a mode of torch.compile's is an option too
+    - target: what compiles the graph: "auto", or the name of a file in `lowering/`.
+    - strict: raise FusionError if a layer that looks like MLA does not fuse, or if a pass fails.
+    - expect: operators that each graph with attention must fuse, or their numbers of calls; anything else raises
+      FusionError.
+    - dump: a folder for the graph after each pass; the variable MLA_FX_DUMP does the same.
+    - verify: run the unfused graph next to the fused one and compare, "off", at the "first" call, or "always".
+      `mla_fx.debug.verify` documents what is compared; VerificationError names rule, layer and call.
+    - disable: names of patterns not to apply.
+    - absorb: attend over latents for few query tokens ("auto"), "always", or "never".
+    - lay_out: keep copies of weights in the layout that an operator needs.
+    - extra: the target's own options, including those that `mode` sets.
     """
 
     target: str = AUTO
@@ -71,7 +72,7 @@ OWN = frozenset(option.name for option in fields(Options)) - {"extra"} | {MODE}
 
 
 def by_name(given: Any) -> Mapping[str, Any]:
-    """What a user gave as options. Raises OptionError for anything but values by name."""
+    """A user's options by name. Raises OptionError for anything but a mapping of strings."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -83,9 +84,9 @@ def by_name(given: Any) -> Mapping[str, Any]:
 
 
 def parse(given: Mapping[str, Any], targets: Mapping[str, Target], patterns: frozenset[str]) -> Options:
-    """Options from a user's dict. Raises OptionError naming what does not exist or does not fit, and what does.
+    """Parse options from a user's dict. Raises OptionError that names what does not exist or fit, and what does.
 
-    As long as the target is "auto", the mode and the own options of any target will do."""
+    While the target is "auto", the mode and options of any target are accepted."""
     target = given.get("target", AUTO)
     if target not in (AUTO, *targets):
         raise OptionError(f"unknown target {target!r}; known targets are {_listed([AUTO, *targets])}")
@@ -101,7 +102,7 @@ def parse(given: Mapping[str, Any], targets: Mapping[str, Target], patterns: fro
 
 
 def _of_target(theirs: Mapping[str, Any], mode: Any, asked: Mapping[str, Target]) -> Mapping[str, Any]:
-    """A target's own options with those that the mode means, of the first target that takes both."""
+    """A target's own options, including those that the mode sets, of the first target that accepts both."""
     able = [target for target in asked.values() if target.accepts() >= set(theirs)]
     if not able:
         raise OptionError(f"no target has all of the options {_listed(theirs)}")
@@ -140,7 +141,7 @@ def _will_do(count: int, wanted: tuple[int, ...] | None) -> bool:
 
 
 def expectation(given: Any) -> Expectation:
-    """What `expect` was given as. Raises OptionError for anything but operators and numbers."""
+    """Parse the value of `expect`. Raises OptionError for anything but operators and numbers."""
     if isinstance(given, Mapping):
         counts: dict[str, tuple[int, ...] | None] = {_operator(name): _numbers(given[name]) for name in given}
         return Expectation(counts, is_complete=True)

@@ -1,9 +1,9 @@
-"""What a file in `patterns/` holds: a rule, with its own cases; and the one door to all that it is written with.
+"""The content of a file in `patterns/`: a rule with its cases. This module exports everything that a rule needs.
 
-For each anchor the engine asks for matches, one after the other, and takes the first that gets through: `rewrite` makes
-a plan of it, which says what is called on which operands, and which old values the results replace. It may refuse with
-`NoMatch`, and the next match is tried. The engine refuses too, before it changes anything: if a value that the old
-results are computed from would not enter the operator, or if the program rounds coarser than it on the way.
+For each anchor, the engine goes through the matches and takes the first that works: `rewrite` makes a plan, which says
+which operator is called on which operands, and which old values its results replace. `rewrite` may refuse with
+`NoMatch`; then the next match is tried. The engine refuses, too, before it changes anything: if a value that the old
+results are computed from would not enter the operator, or if the program rounds more coarsely than the operator.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ __all__ = [
 
 
 class Stage(str, enum.Enum):
-    """When rules are tried, in this order; those of one stage by their names, but each behind those in its `after`."""
+    """The stages, in the order in which rules are tried. Rules of one stage are sorted by name, and come after those in
+    `after`."""
 
     ATTENTION = "attention"
     CONTEXT = "context"
@@ -78,21 +79,21 @@ class Root(Protocol):
 
 
 class Rule:
-    """One thing that is recognised: `pattern`, tried at every call of `targets`. It holds nothing about any graph."""
+    """Something to recognise: `pattern`, tried at every call of `targets`. A rule has no state about any graph."""
 
     stage: ClassVar[str]
     after: ClassVar[Sequence[str]] = ()
-    """The rules of the same stage that are tried before this one, by name."""
+    """Names of the rules of the same stage that are tried before this one."""
 
     targets: ClassVar[Sequence[OpOverload]] = ()
     pattern: ClassVar[Root]
     accepts: ClassVar[Sequence[Case]] = ()
     rejects: ClassVar[Sequence[Case]] = ()
     yields_to_target: ClassVar[bool] = False
-    """Whether the rule refuses where the target refuses its operator, so that a smaller fusion gets its turn."""
+    """Whether the rule refuses if the target refuses its operator, so that a smaller fusion can be tried."""
 
     tells_misses: ClassVar[bool] = True
-    """Whether a user may want to know where it nearly applied."""
+    """Whether a user may want to know where it almost applied."""
 
     def __init__(self) -> None:
         if getattr(self, "stage", None) not in tuple(Stage):
@@ -104,17 +105,18 @@ class Rule:
         return type(self).__module__.rsplit(".", 1)[-1]
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        """The nodes at which the pattern may apply."""
+        """Yield the nodes at which the pattern may apply."""
         return (node for target in self.targets for node in graph.find_nodes(op="call_function", target=target))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        """Every way in which the pattern matches at `anchor`."""
+        """Yield every way in which the pattern matches at `anchor`."""
         return self.pattern.at(anchor, nearest)
 
     def rewrite(self, match: Match) -> Plan:
-        """What replaces the values that matched. Raises NoMatch with the reason if they must not be replaced."""
+        """Return the plan that replaces the matched values. Raises NoMatch with the reason if they must not be
+        replaced."""
         raise NotImplementedError
 
     def looks_like_mla(self, anchor: Node) -> bool:
-        """True if what failed to match at `anchor` is near enough for the user to be told without asking."""
+        """Whether a failed match at `anchor` is close enough to MLA to warn the user."""
         return False

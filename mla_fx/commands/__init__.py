@@ -1,1 +1,1 @@
-"""What `python -m mla_fx` does. The library needs none of it."""
+"""The commands of `python -m mla_fx`. The library does not need them."""

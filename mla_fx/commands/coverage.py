@@ -15,7 +15,7 @@ PROGRAM = "coverage_table"
 
 
 def run_coverage(only: str) -> int:
-    """Runs the program that lies beside the zoo, in the tests, and returns its exit status. `only` names one line."""
+    """Run the program next to the zoo, in the tests, and return its exit status. `only` names one line."""
     require("transformers")
     require("rich")
     tests = Path(mla_fx.__file__).parents[1] / "tests"

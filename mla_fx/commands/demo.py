@@ -1,4 +1,4 @@
-"""One decode step of a DeepSeek-V3-shaped model, taken several ways and compared: the core of demo and quickstart."""
+"""One decode step of a DeepSeek-V3-shaped model, run in several ways and compared: the core of demo and quickstart."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ ATTENTION = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-"""The attention of DeepSeek-V3 as it is; what surrounds it is made small, to fit into a laptop's memory."""
+"""DeepSeek-V3's attention; everything around it is small, to fit into a laptop's memory."""
 SURROUNDINGS = {"vocab_size": 256, "intermediate_size": 512, "max_position_embeddings": 163840}
 WARM_UPS = 2
 CAPTION = "temporaries: peak in PyTorch's allocator; error: against float32"
 
 Way = Callable[..., Any]
-"""A model, compiled or not: called with `input_ids` and `past_key_values`, it returns something with `logits`."""
+"""A model, compiled or not: called with `input_ids` and `past_key_values`, it returns an object with `logits`."""
 Latents = list[tuple[Tensor, Tensor]]
 Announce = Callable[[str], None]
 
 
 def require(*modules: str) -> None:
-    """Raises ModuleNotFoundError with what to install when an optional dependency is not there."""
+    """Raise ModuleNotFoundError that says what to install if an optional dependency is missing."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"this needs {' and '.join(missing)}; pip install 'mla_fx[demo]' brings them.")
 
 
 def deepseek_v3(layers: int = 1, dtype: torch.dtype = torch.bfloat16, **dimensions: int) -> Any:
-    """Hugging Face's DeepseekV3ForCausalLM with random dense weights; DeepSeek-V3's attention unless told otherwise."""
+    """Hugging Face's DeepseekV3ForCausalLM with random dense weights; DeepSeek-V3's attention by default."""
     require("transformers")
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
@@ -62,7 +62,7 @@ def deepseek_v3(layers: int = 1, dtype: torch.dtype = torch.bfloat16, **dimensio
 def randomise(module: torch.nn.Module) -> None:
     """Dense weights: matrices of scale 1/sqrt(fan_in), norms around one.
 
-    Embeddings are drawn like any matrix, so they are small, and what attention adds to them decides the answer."""
+    Embeddings are drawn like any matrix, so they are small, and attention decides the result."""
     for weight in module.parameters():
         if weight.dim() > 1:
             weight.normal_(std=weight.shape[-1] ** -0.5)
@@ -80,7 +80,7 @@ def random_latents(config: Any, context: int, dtype: torch.dtype = torch.bfloat1
 
 
 def filled_cache(config: Any, latents: Latents, dtype: torch.dtype) -> Any:
-    """A StaticCache that holds these latents, one token short of full."""
+    """A StaticCache with these latents, one token short of full."""
     from transformers import StaticCache
 
     cache: Any = StaticCache(config=config, max_cache_len=latents[0][0].shape[2])
@@ -93,14 +93,14 @@ def filled_cache(config: Any, latents: Latents, dtype: torch.dtype) -> Any:
 
 
 def rewind(cache: Any, new: int = 1) -> None:
-    """Sets a StaticCache back to where the next `new` tokens fill its last rows."""
+    """Reset a StaticCache so that the next `new` tokens fill its last rows."""
     for layer in cache.layers:
         layer.cumulative_length.fill_(layer.max_cache_len - new)
 
 
 @dataclass
 class Run:
-    """One way to take the step, with a cache of its own, and what was measured about it."""
+    """One way to run the step, with its own cache and its measurements."""
 
     name: str
     way: Way
@@ -127,13 +127,13 @@ class Run:
         return statistics.median(self.milliseconds)
 
     def agrees_with(self, eager: Run) -> bool:
-        """As close to the float32 answer as eager execution is, within a factor of two, in logits and in cache."""
+        """Whether logits and cache are as close to the float32 result as eager mode, within a factor of two."""
         return self.output_error <= 2 * eager.output_error and self.cache_error <= 2 * eager.cache_error
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs, the unmodified one first; all are held against it."""
+    """The runs; all are compared with the first, the unmodified model."""
 
     runs: tuple[Run, ...]
 
@@ -146,7 +146,7 @@ class Comparison:
 def compare(
     model: Any, ways: Mapping[str, Way], context: int = 4096, repeats: int = 7, announce: Announce = lambda stage: None
 ) -> Comparison:
-    """Takes one decode step in every way and checks each against the model in float32; the first is the yardstick."""
+    """Run one decode step in every way and check each against the model in float32; the first is the baseline."""
     announce("float32 reference")
     latents = random_latents(model.config, context)
     token = torch.randint(model.config.vocab_size, (1, 1))
@@ -159,7 +159,7 @@ def compare(
         run.cache_error = cache_error(run.cache, exact.cache)
         run.temporaries = temporaries(run.step)
     announce("timing")
-    # Taken in turns, so that whatever else the machine does falls on all alike.
+    # In turns, so that other load on the machine affects all alike.
     for turn in range(WARM_UPS + repeats):
         for run in runs:
             elapsed = run.timed_step()
@@ -177,7 +177,7 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def cache_error(cache: Any, exact: Any, new: int = 1) -> float:
-    """The largest relative error of the last `new` rows, just written; infinite if any other row was touched."""
+    """The largest relative error of the last `new` rows, just written; infinite if any other row changed."""
     worst = 0.0
     for layer, wanted in zip(cache.layers, exact.layers, strict=True):
         for rows, exact_rows in ((layer.keys, wanted.keys), (layer.values, wanted.values)):
@@ -189,11 +189,12 @@ def cache_error(cache: Any, exact: Any, new: int = 1) -> float:
 
 
 def temporaries(step: Callable[[], object]) -> int:
-    """The most bytes that a step holds at once in PyTorch's CPU allocator, beyond what was held when it began.
+    """The most bytes that a step holds at once in PyTorch's CPU allocator, in addition to those at its start.
 
-    Read from the profiler's record of every allocation and release, in order. Scratch space that a math library takes
-    from the system by itself is not in it, for any of the ways alike."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its own start and stop
+    Read from the profiler's record of every allocation and release. Scratch memory that a math library gets from the
+    system
+    itself is not included, for any of the ways."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs its own start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -205,7 +206,7 @@ def temporaries(step: Callable[[], object]) -> int:
 
 
 def show(comparison: Comparison) -> None:
-    """Prints a table of a comparison."""
+    """Print a table of a comparison."""
     require("rich")
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -231,7 +232,7 @@ def show(comparison: Comparison) -> None:
 
 @contextmanager
 def progress() -> Iterator[Announce]:
-    """A line on the terminal that says what is being done."""
+    """A line on the terminal that says what is running."""
     require("rich")
     from rich.console import Console
 
@@ -240,7 +241,7 @@ def progress() -> Iterator[Announce]:
 
 
 def run_demo(context: int = 4096, layers: int = 1) -> Comparison:
-    """Builds the model, compiles it as it is and with `mla_backend`, compares the two, and prints what happened."""
+    """Build the model, compile it with and without `mla_backend`, compare the two, and print the result."""
     import mla_fx
 
     with progress() as announce:

@@ -1,4 +1,4 @@
-"""What fuses in a model of transformers, or in one of the user's own."""
+"""Reports what fuses in a model of transformers, or in a user's own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class CommandError(Exception):
-    """The command line asks for something that does not work; the message is a sentence."""
+    """An invalid command line; the message is a sentence."""
 
 
 def run_explain(model: str, target: str, *, is_full: bool = False, as_json: bool = False) -> None:
-    """Prints what fuses in a transformers model type, or in what a script builds."""
+    """Print what fuses in a transformers model type, or in what a script builds."""
     is_script = model.endswith(".py")
     with progress() as announce, warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaWarning)  # the report says the same
@@ -38,7 +38,7 @@ def run_explain(model: str, target: str, *, is_full: bool = False, as_json: bool
 
 
 def script_call(script: Path) -> Call:
-    """What a script's `build()` returns: a callable, its arguments, and perhaps its keyword arguments."""
+    """What a script's `build()` returns: a callable, its arguments, and optionally its keyword arguments."""
     if not script.is_file():
         raise CommandError(f"{script} is not a file.")
     build = runpy.run_path(str(script)).get("build")
@@ -51,8 +51,8 @@ def script_call(script: Path) -> Call:
 
 
 def decode_call(model_type: str, *, is_full: bool = False) -> Call:
-    """One decode step on a StaticCache of a transformers model type: of a tiny random model, or of one with all its
-    layers and sizes, which has no values."""
+    """One decode step on a StaticCache of a transformers model type: of a tiny random model, or of the full model on
+    the meta device."""
     require("transformers")
     import torch
     from transformers import StaticCache
@@ -69,7 +69,7 @@ def decode_call(model_type: str, *, is_full: bool = False) -> Call:
             cache = StaticCache(config=config, max_cache_len=CONTEXT)
             model(torch.zeros(1, PROMPT, dtype=torch.long) + 3, past_key_values=cache)
             token = torch.tensor([[5]])
-    except Exception as error:  # hundreds of model types fail in ways of their own
+    except Exception as error:  # hundreds of model types fail in their own ways
         size = "full" if is_full else "tiny"
         raise CommandError(
             f"a {size} {model_type} cannot be built and prefilled ({type(error).__name__}: {error}); "

@@ -32,9 +32,9 @@ TINY = {
     "n_group": 1,
     "topk_group": 1,
 }
-"""Sizes under every name that transformers has for them; a model type takes those it knows."""
+"""Sizes under every name that transformers uses; a model type takes those that it has."""
 TINY_IF_USED = {"q_lora_rank": 48, "qk_rope_head_dim": 8}
-"""Sizes that a model type may do without, and then must."""
+"""Optional sizes, left out if a model type does not need them."""
 MOST_LAYERS = 8
 
 
@@ -46,7 +46,7 @@ def mla_families() -> list[str]:
 
 
 def tiny_config(config_class: Any) -> Any:
-    """A small configuration with two layers, or as many as it takes until a hybrid has one with softmax attention."""
+    """A small configuration with two layers, or as many as a hybrid needs to have one with softmax attention."""
     sizes = {name: size for name, size in TINY.items() if hasattr(config_class, name)}
     sizes |= {name: size for name, size in TINY_IF_USED.items() if getattr(config_class, name, None)}
     count = "num_layers" if hasattr(config_class, "num_layers") else "num_hidden_layers"

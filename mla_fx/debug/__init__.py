@@ -1,1 +1,1 @@
-"""Seeing what the compiler did: report and dumps."""
+"""Reports, dumps and verification."""

@@ -1,4 +1,4 @@
-"""Graphs as text that reads like the program, and a folder with one file for each pass."""
+"""Graphs as readable text, and a folder with one file per pass."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 
 
 def graph_text(graph: Graph) -> str:
-    """`graph` as Python source, to be read and never run.
+    """`graph` as Python source, for reading only.
 
-    Dtypes and shapes stand in comments, and before each fused operator what it replaced. No tensor's values are shown.
+    Comments give dtypes and shapes and, above each fused operator, what it replaced. No tensor's values are shown.
     """
     arguments: list[str] = []
     body: list[str] = []
@@ -49,7 +49,7 @@ def _commented(line: str, node: Node) -> str:
 
 
 def _described(value: Any) -> str:
-    """Dtype and shape of a value; an empty string where nothing is known."""
+    """Dtype and shape of a value; an empty string if unknown."""
     if isinstance(value, torch.Tensor):
         dtype = dtype_abbrs.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{', '.join(map(str, value.shape))}]"
@@ -80,7 +80,7 @@ def _target_name(target: Any) -> str:
 
 
 def _literal(value: Any) -> str:
-    """An argument as source text; of anything but nodes and plain values only the type."""
+    """An argument as source text; for anything but nodes and plain values only its type."""
     if isinstance(value, Node):
         return value.name
     if isinstance(value, _SYMBOLS):
@@ -98,7 +98,7 @@ def _literal(value: Any) -> str:
 
 
 def _origin(node: Node) -> list[str]:
-    """What a fused operator stands for: the calls it replaced, gathered by the line of code they came from."""
+    """What a fused operator replaced: the calls, grouped by the line of code that made them."""
     if fused_name(node) is None:
         return []
     rule, replaced = node.meta.get(RULE), node.meta.get(REPLACED, ())
@@ -125,20 +125,20 @@ def _tally(counts: Mapping[str, int]) -> str:
 
 
 class Dump:
-    """The stages of one graph, in the next free `graph_NNN` under a folder that the user named."""
+    """The stages of one graph, in the next free `graph_NNN` in the user's folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = _next_free(Path(folder))
         self._stages: list[tuple[str, str, int]] = []
 
     def stage(self, name: str, graph: Graph) -> None:
-        """Writes the graph as it is after the pass `name`."""
+        """Write the graph after the pass `name`."""
         file = f"{len(self._stages):02d}_{_file_name(name)}.py"
         self._write(file, f"# {_one_line(name)}: {len(graph.nodes)} nodes\n\n{graph_text(graph)}")
         self._stages.append((name, file, len(graph.nodes)))
 
     def finish(self, report: Report) -> None:
-        """Writes `index.md`: the passes with links to their graphs, what fused, and what nearly did."""
+        """Write `index.md`: the passes with links to their graphs, what fused, and what almost did."""
         self._write("index.md", _index(report, self._stages))
 
     def _write(self, file: str, text: str) -> None:

@@ -1,5 +1,5 @@
-"""Running an operator graph beside the one that was compiled: in its own precision, or in one in which it hardly
-rounds. Nothing is written, so nothing need be copied first."""
+"""Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. Nothing is
+written, so nothing has to be copied first."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ aten = torch.ops.aten
 
 COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# What reads a tensor as it lies in memory: wider numbers are other bytes.
+# Operators that read raw memory: wider numbers have other bytes.
 BYTES = frozenset({aten.view.dtype})
-# What only moves or picks numbers, of tensors that may be large: the result is widened, when something is computed.
+# Operators that only move or select numbers, of tensors that may be large: the result is widened when it is used.
 KEEPS = MOVERS.keys() | GATHERS
 FILLS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
-DRAWS = 16  # of scores within their errors, by which a choice is held for open
+DRAWS = 16  # of scores within their errors, for which a choice counts as open
 
 
 @dataclass
 class Results:
-    """What a graph returns, what it would write to which input, and values that were asked for, by their nodes."""
+    """What a graph returns, what it would write to which input, and requested values, by their nodes."""
 
     outputs: list[Any]
     written: dict[int, Any]
@@ -57,7 +57,7 @@ class Dry(Interpreter):
         memories = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
 
         def copied(value: Any) -> Any:
-            """What lies in the memory of an input is about to be written."""
+            """Called before the memory of an input is written."""
             value = self.as_compared(value)
             is_shared = isinstance(value, Tensor) and memory_of(value) in memories
             return value.clone() if is_shared else value
@@ -66,7 +66,7 @@ class Dry(Interpreter):
         return Results([copied(value) for value in outputs], written, self.values)
 
     def as_compared(self, value: Any) -> Any:
-        """A value as it is compared."""
+        """A value in the form in which it is compared."""
         return value
 
     def run_node(self, n: Node) -> Any:
@@ -87,11 +87,11 @@ class Dry(Interpreter):
 
 
 class Wide(Dry):
-    """Runs a graph in a wide type: every floating value, cast and sum.
+    """Runs a graph in a wide dtype: every floating value, cast and sum.
 
-    Numbers that are written in the graph, and what it makes of them alone, keep their precision, for so rules read
-    them; so does what only moves weights, until something is computed of them. An operator that takes no wide numbers
-    gets its own."""
+    Numbers in the graph, and values computed from them alone, keep their precision, because rules read them like that.
+    Moved weights keep it until something is computed from them. An operator that supports no wide numbers gets its
+    own."""
 
     def __init__(self, gm: GraphModule, dtype: torch.dtype, wanted: Collection[str] = ()) -> None:
         super().__init__(gm, wanted)
@@ -119,7 +119,7 @@ class Wide(Dry):
         return _as(self.dtype, value)
 
     def _moves_own(self, node: Node) -> bool:
-        """All operands are still in their own precision, and so is then what is moved."""
+        """Whether all operands still have their own precision, so moving them keeps it."""
         operands = [one for one in node.all_input_nodes if isinstance(self.env[one], Tensor)]
         dtypes = {one.meta["val"].dtype for one in operands if one.meta["val"].is_floating_point()}
         is_own = all(self.env[one].dtype == one.meta["val"].dtype for one in operands)
@@ -127,7 +127,7 @@ class Wide(Dry):
 
 
 def _is_number(node: Node) -> bool:
-    """A tensor that is one number, everywhere the same."""
+    """A tensor with the same number everywhere."""
     if node.op == "get_attr":
         value = node.meta.get("val")
         return isinstance(value, Tensor) and value.numel() == 1
@@ -135,7 +135,7 @@ def _is_number(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """An operator that draws random numbers; not one that might, for a dropout that is 0."""
+    """Whether an operator draws random numbers; not one that merely might, for a dropout of 0."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
@@ -144,7 +144,7 @@ def is_random(node: Node) -> bool:
 
 
 def _as(dtype: torch.dtype, value: Any) -> Any:
-    """Floating tensors, and names of floating types, in a wide type."""
+    """Floating tensors, and floating dtypes, in a wide dtype."""
     kinds = {**dict.fromkeys(FLOATS, dtype), torch.complex64: COMPLEX[dtype], torch.complex128: COMPLEX[dtype]}
 
     def widened(leaf: Any) -> Any:
@@ -156,7 +156,7 @@ def _as(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _own(node: Node, value: Any) -> Any:
-    """A value in the type that it has in the graph."""
+    """A value in its dtype in the graph."""
     fake = node.meta.get("val")
     return value.to(fake.dtype) if isinstance(value, Tensor) and isinstance(fake, Tensor) else value
 
@@ -165,7 +165,7 @@ def _own(node: Node, value: Any) -> Any:
 
 
 def choices(graph: Graph) -> list[Node]:
-    """Calls that make whole numbers or flags of floating ones: the best experts, a token, which is larger."""
+    """Calls that compute integers or flags from floating values: the best experts, a token, a comparison."""
     calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))
     return [node for node in calls if _is_choice(node) and not {math.inf, -math.inf} & {*map(_number, node.args)}]
 
@@ -182,8 +182,8 @@ def _number(value: Any) -> float | None:
 
 
 def undecided(graph: Graph, plain: Mapping[str, Any], exact: Mapping[str, Any]) -> set[Node]:
-    """What depends on random numbers, or on a choice that errors of rounding may turn over: those of `plain` values
-    against `exact` ones, four times as large."""
+    """What depends on random numbers, or on a choice that rounding may flip: errors of `plain` values against `exact`
+    ones, times four."""
     found: set[Node] = set()
     chosen, generator = set(choices(graph)), torch.Generator().manual_seed(0)
     for node in graph.nodes:

@@ -1,5 +1,5 @@
-"""Models of many layers, for `explain`: of layers that are alike, the first is computed, and the others pass their
-input on. On meta tensors alone, where no result is lost by that."""
+"""Models of many layers, for `explain`: of equal layers, the first is computed, and the others pass their input on.
+Only for meta tensors, where no result is lost."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from mla_fx.graph.torch_private import memory_of, tree_map
 
 PLAIN = (bool, int, float, str, bytes, set, torch.dtype, torch.device)
-LayerCounts = Mapping[str, int]  # for how many layers the one at this path stands
+LayerCounts = Mapping[str, int]  # how many layers the one at this path represents
 
 
 @dataclass
 class Kind:
-    """Layers that are alike: the first and where it stands, the others, and what the first returned last."""
+    """Equal layers: the first and its path, the others, and what the first returned last."""
 
     first: nn.Module
     place: int
@@ -28,14 +28,14 @@ class Kind:
     returned: Any = None
 
     def holds(self, layer: nn.Module, place: int) -> bool:
-        is_own = "forward" in vars(layer)  # of which it would be robbed
+        is_own = "forward" in vars(layer)  # which would lose it
         return not is_own and _are_alike(self.first, layer, (self.place, place), {})
 
     def remember(self, module: nn.Module, args: Any, returned: Any) -> None:
         self.returned = returned
 
     def pass_on(self, *args: Any, **kwargs: Any) -> Any:
-        """What a layer of this kind returns, with its own arguments in the place of what they become."""
+        """What a layer of this kind returns, with its own arguments in place of their new values."""
         given = [value for value in chain(args, kwargs.values()) if isinstance(value, Tensor)]
 
         def passed(result: Any) -> Any:
@@ -49,9 +49,9 @@ class Kind:
 
 @contextlib.contextmanager
 def one_of_each_kind(function: Callable[..., Any]) -> Iterator[LayerCounts]:
-    """Within it, of the layers of a model on meta tensors only the first of each kind computes anything.
+    """Compute only the first layer of each kind in a model on meta tensors.
 
-    Yields for how many layers each of those stands; nothing where there is nothing to leave out."""
+    Yields the number of layers that each of those represents; empty if no layer is skipped."""
     path, layers = _layers(function) if isinstance(function, nn.Module) else ("", nn.ModuleList())
     kinds = [kind for kind in _kinds(layers) if kind.others]
     with contextlib.ExitStack() as restored:
@@ -75,7 +75,7 @@ def _kinds(layers: nn.ModuleList) -> list[Kind]:
 
 
 def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of modules in which most parameters lie, and its path, if all of the model is on meta."""
+    """The list of modules with most of the parameters, and its path, if the whole model is on meta."""
     lists = [(path, found) for path, found in model.named_modules() if isinstance(found, nn.ModuleList)]
     is_on_meta = all(parameter.is_meta for parameter in model.parameters())
     if not lists or not is_on_meta:
@@ -86,8 +86,8 @@ def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _are_alike(one: Any, other: Any, places: tuple[int, int], met: dict[Any, Any]) -> bool:
-    """Whether two layers do the same with weights of their own: in all that they hold, types, numbers, and the sizes of
-    tensors are equal, or say in both at which place the layer stands; and what is one in the first is one in the
+    """Whether two layers do the same with their own weights. Everything they hold, dtypes, numbers and sizes of
+    tensors, is equal, or is the layer's own number in both; and what is one object in the first is one in the
     second."""
     if type(one) is not type(other):
         return False
@@ -108,7 +108,7 @@ def _are_alike(one: Any, other: Any, places: tuple[int, int], met: dict[Any, Any
 
 
 def _are_partners(one: Any, other: Any, met: dict[Any, Any]) -> bool:
-    """Neither of the two was met beside another. Takes note of both."""
+    """Whether neither was paired with another before; records both."""
     return bool(met.setdefault(one, other) == other and met.setdefault(("of the other", other), one) == one)
 
 

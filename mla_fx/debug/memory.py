@@ -1,4 +1,4 @@
-"""Bytes: what a graph holds at once, and what a compilation tells of memory."""
+"""Memory: what a graph holds at once, and what a report says about it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention"})
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one graph; None where a size is a symbol.
+    """Bytes of one graph; None if a size is a symbol.
 
     Temporaries are estimated: the values that the graph computes, each for as long as it is read, in the order of the
-    graph. `unfused` are those of the graph as it came. `calls` counts the operators whose insides are not seen."""
+    graph. `unfused` are those of the original graph. `calls` counts the operators whose own temporaries are unknown."""
 
     layers: int
     caches: int | None
@@ -50,9 +50,10 @@ class Memory:
 
 
 def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
-    """The most bytes that live at once beside the graph's inputs; a view lives as long as what it is a view of.
+    """The most bytes that live at once, without the graph's inputs; a view lives as long as its base.
 
-    With `is_fused`, what a compiler of loops computes where it is read, or writes in place, is not counted."""
+    With `is_fused`, values that a compiler of loops computes where they are read, or writes in place, are not
+    counted."""
     owners = owners_in(graph)
     unstored = _computed_where_read(owners) | _written_in_place(graph, owners) if is_fused else set()
     last = _last_reads(owners, unstored)
@@ -72,7 +73,7 @@ def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
 
 
 def _last_reads(owners: Mapping[Node, Node], unstored: Set[Node]) -> dict[Node, int]:
-    """The place at which a value is last read, by the readers of its reader where that one is not stored."""
+    """The position at which a value is last read; by the readers of its reader, if that is not stored."""
     last: dict[Node, int] = {}
     for place, node in reversed([*enumerate(owners)]):
         until = last.get(owners[node], place) if owners[node] in unstored else place
@@ -82,7 +83,7 @@ def _last_reads(owners: Mapping[Node, Node], unstored: Set[Node]) -> dict[Node, 
 
 
 def _computed_where_read(owners: Mapping[Node, Node]) -> set[Node]:
-    """What is computed element by element, and read so or summed up, and nothing else."""
+    """Values that are computed elementwise and only read elementwise or summed up."""
     loops, stored = set[Node](), set[Node]()
     for node in (node for node, base in owners.items() if base is node):
         if not LOOPS.isdisjoint(_kinds(node)):
@@ -93,7 +94,7 @@ def _computed_where_read(owners: Mapping[Node, Node]) -> set[Node]:
 
 
 def _sums(node: Node) -> bool:
-    """Whether a loop sums something up; on a CPU, a product of single rows or columns is one."""
+    """Whether a loop sums something up; on a CPU, that includes a product of single rows or columns."""
     if node.target is not aten.bmm.default:
         return "reduction" in _kinds(node)
     product = node.meta["val"]
@@ -111,7 +112,7 @@ def _kinds_of(target: OpOverload) -> frozenset[str]:
 
 
 def _written_in_place(graph: Graph, owners: Mapping[Node, Node]) -> set[Node]:
-    """What is made of a graph input, and copied into it, where nobody reads the old one any more."""
+    """What is computed from a graph input and copied into it, if nothing reads the old value after that."""
     found = set[Node]()
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
         operands: Any = copy.args[:2]
@@ -128,7 +129,7 @@ def _size(value: Any) -> Any:
 
 
 def bytes_of_caches(graph: Graph) -> int | None:
-    """What the fused attentions of a graph read of caches, at most: all of them, or all pages in their tables."""
+    """The most that the fused attentions of a graph read of caches: whole caches, or all pages in their tables."""
     sizes = [size for node in graph.nodes for size in _sizes_of_caches(node)]
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
 

@@ -1,4 +1,4 @@
-"""The graph after each pass, kept as text for whoever asked: in the report, in a folder, or in both."""
+"""The graph after each pass as text, in the report, in a folder, or in both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .report import Report
 
 
 class Recorder:
-    """Writes the stages of one graph. What fails here is told once and then left be: no compilation depends on it."""
+    """Writes the stages of one graph. A failure is reported once and then ignored: no compilation depends on it."""
 
     def __init__(self, report: Report, folder: str | None, *, keep_text: bool) -> None:
         self._report = report

@@ -36,13 +36,13 @@ class Miss:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What equal layers have in common: pattern, line, and the reason but for the numbers of layers and nodes."""
+        """What equal layers have in common: pattern, line, and the reason without numbers of layers and nodes."""
         return self.pattern, _NUMBERED.sub("#", self.reason), self.source
 
 
 @dataclass
 class PassRecord:
-    """One pass over the graph: what it took, and what fired."""
+    """One pass over the graph: its time, its sizes, and what fired."""
 
     name: str
     milliseconds: float = 0.0
@@ -53,13 +53,14 @@ class PassRecord:
 
 @dataclass(repr=False)
 class Report:
-    """What happened to a graph, or to several: `parts` are then the reports of each, and all else is their sum.
+    """What happened to a graph, or to several; then `parts` holds the report of each, and everything else is their sum.
 
-    `fused` counts the operators of latent attention, `pieces` the norms and rotations that were left beside them and
-    became operators by themselves, for targets that want that. `modules` are the paths of the modules that call the
-    fused ones, as `model.layers.3.self_attn`, one for each call. `notes` say what was looked at and what was not;
-    `hindrances` are those that kept a graph that may hold MLA from being looked at. `verified` has a line for each call
-    that the option verify has compared."""
+    `fused` counts the operators of latent attention; `pieces` the norms and rotations that no larger operator took and
+    that
+    became operators, for targets that want them. `modules` has the path of the module that calls each fused operator,
+    such
+    as `model.layers.3.self_attn`. `notes` says what was read and what was not; `hindrances` are those notes that kept a
+    graph with possible MLA from being read. `verified` has a line for each call that the option verify compared."""
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Report:
 
     @classmethod
     def merged(cls, reports: Sequence[Report]) -> Report:
-        """One report of several graphs, as graph breaks, several shapes or several regions make them."""
+        """One report for several graphs: those of graph breaks, several shapes or several regions."""
         whole = cls(target=", ".join(dict.fromkeys(report.target for report in reports)))
         if len(reports) > 1:
             whole.parts = [part for report in reports for part in report.parts or [report]]
@@ -104,7 +105,7 @@ class Report:
         return whole
 
     def standing_for(self, layers: Mapping[str, int]) -> Report:
-        """The same for a model of which only some layers were looked at, by path, each in the place of so many."""
+        """The same for a model with only some layers traced: by path, how many layers each represents."""
         if not layers:
             return self
         counts = {name: sum(_first_of(layers, path) for path in paths) for name, paths in self.modules.items()}
@@ -113,7 +114,7 @@ class Report:
         return replace(self, fused=counts, notes=[note, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in values that JSON has, under the names of its fields: all but `graphs`, the texts of stages."""
+        """The report as JSON values, under the names of its fields; without `graphs`, the texts of stages."""
         values = {part.name: _plain(getattr(self, part.name)) for part in fields(self) if part.name != "graphs"}
         return {**values, "parts": [part.to_dict() for part in self.parts]}
 
@@ -140,7 +141,7 @@ class Report:
         return f"fused {fused or 'nothing'}" + (f", and also {pieces}" if pieces else "")
 
     def _of_parts(self) -> Iterator[str]:
-        """A line for what came of each graph, shared by those of which the same did."""
+        """A line for each outcome, with the numbers of its graphs."""
         alike: dict[str, list[int]] = {}
         for number, part in enumerate(self.parts):
             without = "" if part.fused or part.has_attention else ", no attention"
@@ -149,13 +150,13 @@ class Report:
             yield f"graph{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {outcome}"
 
     def _notes(self) -> Iterator[str]:
-        """The notes, those of several graphs once."""
+        """The notes; those of several graphs once."""
         for note, count in Counter(self.notes).items():
             yield note if count == 1 else f"{note} ({count} times)"
 
 
 def _plain(value: Any) -> Any:
-    """A part of a report in values that JSON has."""
+    """A part of a report as JSON values."""
     if is_dataclass(value) and not isinstance(value, type):
         return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
     if isinstance(value, dict):
@@ -164,8 +165,8 @@ def _plain(value: Any) -> Any:
 
 
 def _counted(misses: Sequence[Miss]) -> Iterator[str]:
-    """A line for each kind of miss: the first, how often, and in which module last. Patterns that failed alike at the
-    same places share one."""
+    """A line for each kind of miss: the first, how often, and the last module. Patterns that failed alike at the same
+    places share a line."""
     alike: dict[tuple[str, str, str], list[Miss]] = {}
     for miss in misses:
         alike.setdefault(miss.kind, []).append(miss)
@@ -181,5 +182,5 @@ def _counted(misses: Sequence[Miss]) -> Iterator[str]:
 
 
 def _first_of(layers: Mapping[str, int], path: str) -> int:
-    """For how many modules one stands that lies in such a layer, or in none."""
+    """How many modules one represents that is in such a layer, or in none."""
     return next((count for layer, count in layers.items() if f"{path}.".startswith(f"{layer}.")), 1)

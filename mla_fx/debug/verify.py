@@ -1,15 +1,16 @@
-"""Holding what was fused and compiled against the graph as it came.
+"""Compares the fused graph and the compiled one with the original graph.
 
-The rules are held in float64, in which hardly anything rounds: there the graph as it came and the fused one return
-and write the same numbers but for `SAME`. So a wrong factor, sign, epsilon or slot shows, however small its effect is
-beside the rounding of 16 bits, and the first value that differs names the rule and the layer.
+The rules are checked in float64, which hardly rounds: there the original and the fused graph return and write the same
+numbers, up to `SAME`. So a wrong factor, sign, epsilon or slot shows, however small its effect is next to 16-bit
+rounding, and the first value that differs names the rule and the layer.
 
-What was compiled is then held against the exact numbers so found. It may be no further from them than `TIMES` the error
-that the graph makes as it came, in its own precision, and `ULPS` of the dtype and `SAME` on top: the largest error,
-beside the largest element, as the root of the mean square, beside that of all elements. NaN and infinity are where they
-were, but for rows that attend to nothing, which fused attention makes zeros; whole numbers and flags are the same. What
-hangs on a random number, or on a choice that rounding may turn over, such as of an expert by scores that are almost
-equal, is held by the first comparison alone."""
+The compiled graph is then compared with these exact numbers. Its error may be at most `TIMES` the error of the original
+graph in its own precision, plus `ULPS` of the dtype and `SAME`. Both the largest error, relative to the largest
+element,
+and the root mean square, relative to that of all elements, must be within that. NaN and infinity must be in the same
+places, except in rows that attend to nothing, which are zeros in fused attention; integers and flags must be equal.
+Values that depend on a random number, or on a choice that rounding may flip, such as an expert chosen by almost equal
+scores, are checked by the first comparison only."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ MOST_NAMED = 4
 
 
 class Closeness(NamedTuple):
-    """One output or written input, and how far it and the unfused one are from the exact one."""
+    """One output or written input, and the distance of its compiled and its unfused value from the exact one."""
 
     what: str
     error: float
     unfused: float
     share: float
-    """Of what is allowed."""
+    """As a share of the allowed error."""
 
     def __str__(self) -> str:
         return f"{self.what} error {self.error:.1e} (unfused {self.unfused:.1e})"
@@ -52,8 +53,8 @@ class Closeness(NamedTuple):
 
 @dataclass
 class Verification:
-    """What is compared at each call of one compiled graph, or at the first: `unfused` is the graph as it came, `fused`
-    what the rules made of it, before anything was lowered or written in place. The report gets a line for each call."""
+    """The comparison at each call of one compiled graph, or at the first. `unfused` is the original graph, `fused` the
+    rewritten one before anything was lowered or written in place. The report gets a line for each call."""
 
     unfused: GraphModule
     fused: GraphModule
@@ -62,7 +63,8 @@ class Verification:
     calls: int = field(default=0, init=False)
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, whose results are compared. Raises VerificationError, for a wrong rule before anything is run."""
+        """Run `compiled` and compare its results. Raises VerificationError; for a wrong rule, before anything is
+        run."""
         takes_list = is_boxed(compiled)
 
         def checked(*given: Any) -> Any:
@@ -100,7 +102,7 @@ class Verification:
         return theirs, f"rules agree in {name} to {error:.1e}{but}"
 
     def _culprit(self, inputs: Sequence[Any], dtype: torch.dtype) -> str:
-        """The first value that was put in the place of another and is not the same, and what computes it."""
+        """The first replaced value that differs, and what computes it."""
         names = {node.name for node in self.unfused.graph.nodes}
         marked = [(node, node.meta.get(STANDS_FOR)) for node in self.fused.graph.nodes]
         stand_ins = {node: old for node, old in marked if old in names}
@@ -122,7 +124,7 @@ class Verification:
     # --- what was compiled -------------------------------------------------------------------------------------------
 
     def _check_rounding(self, inputs: Sequence[Any], exact: Results) -> tuple[Results, set[Node]]:
-        """What the graph returns as it came, and what of it its own precision does not decide."""
+        """What the original graph returns, and the values that its own precision does not decide."""
         graph = self.unfused.graph
         plain = _run(Dry(self.unfused, _choosing(graph)), inputs)
         return plain, undecided(graph, plain.values, exact.values)
@@ -151,7 +153,7 @@ class Verification:
     def _compared(
         self, outputs: Sequence[Any], inputs: Sequence[Any], plain: Results, exact: Results
     ) -> Iterator[tuple[str, str, Node | None, Any, Any, Any]]:
-        """Outputs and written inputs: their kind, name and node, and what is compared."""
+        """Outputs and written inputs: their kind, name and node, and the values to compare."""
         nodes = self.unfused.graph.output_node().args[0]
         assert isinstance(nodes, (list, tuple)), "an operator graph returns several values"
         for place, (node, *values) in enumerate(zip(nodes, outputs, plain.outputs, exact.outputs, strict=True)):
@@ -164,7 +166,7 @@ class Verification:
 
 
 def _behind(node: Node, agreeing: Set[Node]) -> list[Node]:
-    """A value and what it is computed from, in the same module, but for what lies behind values that agree."""
+    """A value and what it is computed from, in the same module, except for what is behind agreeing values."""
     module, pending, found = module_of(node), [node], dict[Node, None]()
     while pending:
         one = pending.pop()
@@ -175,7 +177,7 @@ def _behind(node: Node, agreeing: Set[Node]) -> list[Node]:
 
 
 def _listed(nodes: Iterable[Node]) -> str:
-    """The fused operators among some nodes, and in which modules they are."""
+    """The fused operators among some nodes, and their modules."""
     calls = [(name, module_of(node)) for node in nodes if (name := fused_name(node))]
     listed = [f"{name} in {module}" if module else name for name, module in calls]
     more = [f"{len(listed) - MOST_NAMED} more"] if len(listed) > MOST_NAMED else []
@@ -192,7 +194,7 @@ def _wide(inputs: Sequence[Any]) -> torch.dtype:
 
 
 def _run(graph: Dry, inputs: Sequence[Any]) -> Results:
-    """All runs, and then the compiled graph, draw the same random numbers."""
+    """Let all runs and the compiled graph draw the same random numbers."""
     found = {value.device for value in inputs if isinstance(value, Tensor)}
     devices = [device for device in found if device.type not in ("cpu", "meta")]
     kind = next((device.type for device in devices), "cuda")
@@ -218,7 +220,7 @@ def _closeness(what: str, mine: Any, plain: Any, exact: Any) -> Closeness:
 
 
 def _distance(mine: Any, theirs: Any) -> float:
-    """How far two wide values are apart, relative to the largest element."""
+    """The distance of two wide values, relative to the largest element."""
     if not isinstance(theirs, Tensor):
         return 0.0
     if not _is_alike(mine, theirs):
@@ -231,7 +233,7 @@ def _distance(mine: Any, theirs: Any) -> float:
 
 
 def _is_alike(mine: Tensor, theirs: Tensor) -> bool:
-    """The same in kind, and the same values where they are no finite floating numbers."""
+    """Whether both are of the same kind, with equal values wherever they are not finite floating numbers."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     mine, theirs = _real(mine), _real(theirs)
@@ -252,7 +254,7 @@ def _real(value: Tensor) -> Tensor:
 
 
 def _errors(difference: Tensor) -> tuple[float, float]:
-    """The largest, and the root of the mean square."""
+    """The largest value, and the root mean square."""
     if difference.numel() == 0:
         return 0.0, 0.0
     return float(difference.abs().max()), float(difference.abs().square().mean().sqrt())

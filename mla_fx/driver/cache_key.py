@@ -18,35 +18,35 @@ from . import discovery
 
 
 def key(options: Options, inputs: Sequence[Any] = ()) -> str:
-    """Changes with the options, with the source of every rule, operator and lowering, and with which of a graph's
-    inputs lie in one memory, of which PyTorch's own key knows nothing.
+    """A key that changes with the options, the sources of all rules, operators and lowerings, and which of a graph's
+    inputs share memory, which PyTorch's own key does not contain.
 
-    A target's own options are not among them: what compiles the graph keys its cache by those itself."""
+    A target's own options are not part of it: the compiler has them in the key of its own cache."""
     decides = source_hash(), dataclasses.replace(options, extra={}), _memories(inputs)
     return hashlib.sha256(repr(decides).encode()).hexdigest()
 
 
 def _memories(inputs: Sequence[Any]) -> list[int]:
-    """For each input that is a tensor, the number of the first that lies in the same memory."""
+    """For each tensor input, the number of the first input that shares its memory."""
     first: dict[int, int] = {}
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     return [first.setdefault(memory_of(value), place) for place, value in enumerate(tensors)]
 
 
 def are_plain(inputs: Sequence[Any]) -> bool:
-    """Whether it can be told of all tensors in which memory they lie."""
+    """Whether it is known for all tensors which memory they use."""
     tensors = (value for value in inputs if isinstance(value, Tensor))
     return all(value.layout is torch.strided and not is_traceable_wrapper_subclass(value) for value in tensors)
 
 
 def source_hash() -> str:
-    """A hash of the sources that decide what a graph is rewritten to; not of what these import from elsewhere."""
+    """A hash of the sources that decide how a graph is rewritten; not of their imports from elsewhere."""
     return _hash_of(discovery.found_rules())
 
 
 @functools.lru_cache(maxsize=1)
 def _hash_of(rules: discovery.Found) -> str:
-    """The hash as long as these are the rules; one that cannot be used is none, whatever its source says."""
+    """The hash while these are the rules; a rule that cannot be used does not count, whatever its source is."""
     digest = hashlib.sha256(repr([str(fault) for fault in rules.faults]).encode())
     for package in ("mla_fx", discovery.LOWERING, *discovery.packages()):
         for name, path in discovery.sources(package):

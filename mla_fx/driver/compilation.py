@@ -1,4 +1,4 @@
-"""The driver of one compilation: options, target, passes, judgement, and the fence around all that is ours."""
+"""The driver of one compilation: options, target, passes, judgement, and the fence around all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .dynamo_inputs import input_names, name_inputs, recover_floats
 
 
 def checked(given: Mapping[str, Any]) -> Options:
-    """Options as far as they can be known before there is a graph. Raises OptionError."""
+    """Check options as far as possible before there is a graph. Raises OptionError."""
     for fault in discovery.found_targets().faults:
         if fault.name == given.get("target"):
             raise OptionError(str(fault)) from fault.error
@@ -41,7 +41,7 @@ def checked(given: Mapping[str, Any]) -> Options:
 
 @dataclass
 class Compilation:
-    """What is known about one call of the backend; nothing of it outlives the call but the report."""
+    """What is known about one call of the backend; only the report outlives it."""
 
     options: Options
     target: Target
@@ -58,7 +58,7 @@ class Compilation:
     def prepare(
         cls, example_inputs: Sequence[Any], given: Mapping[str, Any], *, keep_text: bool = False
     ) -> Compilation:
-        """Checks the options and chooses the target. Raises OptionError."""
+        """Check the options and choose the target. Raises OptionError."""
         targets, given = discovery.targets(), dict(given)
         if given.get("target", AUTO) == AUTO:
             given["target"] = automatic_target(targets, example_inputs).name
@@ -80,7 +80,8 @@ class Compilation:
         return self.target.compile(gm, example_inputs, self, self.options.extra)
 
     def __call__(self, compiler: Compiler) -> Compiler:
-        """`compiler` with every graph fused on its way in; one that it then cannot compile it gets again as it came."""
+        """Return `compiler` with every graph fused first. If it cannot compile a fused graph, it gets the original
+        one."""
 
         def compile_fused(gm: GraphModule, inputs: Sequence[Any], *, is_inference: bool, **given: Any) -> Compiled:
             compile_graph = functools.partial(compiler, gm, is_inference=is_inference, **given)
@@ -103,9 +104,9 @@ class Compilation:
         return compile_fused
 
     def rewrite(self, gm: GraphModule, *, weights: Set[Node] | None = None) -> Run:
-        """Runs the passes over an operator graph. Whatever fails in them, the user gets a graph that runs.
+        """Run the passes over an operator graph. Whatever fails in them, the user gets a graph that runs.
 
-        With `weights`, the graph may want other inputs than it came with: those of `Run.hoisted`."""
+        With `weights`, the graph may need other inputs than it came with: those of `Run.hoisted`."""
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
         run = Run(gm.graph, self.options, self.rules, self.report, self.target, weights, on_stage=recorder.stage)
         try:
@@ -116,7 +117,7 @@ class Compilation:
             run.restore(gm)
             self._fail(f"pass {run.step!r}", error)
         if not run.fused:
-            run.restore(gm)  # nothing that is used was fused, so the graph leaves as it came
+            run.restore(gm)  # nothing that is used was fused, so the graph is returned unchanged
             tell_undecomposed(gm.graph, self.report)
         if run.is_changed:
             gm.recompile()
@@ -130,7 +131,7 @@ class Compilation:
         return Verification(unfused, fused, self.report, once=self.options.verify == "first")
 
     def leave_alone(self, graph: Graph) -> None:
-        """What is said of a forward graph that needs gradients."""
+        """Report on a forward graph that needs gradients."""
         self.report.is_training = True
         try:
             triage(graph, self.report, is_inference=False)
@@ -142,7 +143,7 @@ class Compilation:
         self.report.memory = [replace(entry, weights=entry.weights + size) for entry in self.report.memory]
 
     def _check_saved(self) -> None:
-        """Raises OptionError where `aot_compile` asks for what cannot be saved."""
+        """Raise OptionError if `aot_compile` asks for something that cannot be saved."""
         if is_saving() and not self.target.is_saved:
             raise OptionError(f"what target {self.target.name!r} compiles cannot be saved by aot_compile")
         if is_saving() and self.options.verify != "off":

@@ -1,7 +1,8 @@
-"""Finds patterns and targets by walking their folders; a file dropped there is used, and nothing else names it.
+"""Finds patterns and targets by walking their folders; a file dropped there is used, and no list names it.
 
-Patterns of one's own lie elsewhere: in a module or package that an entry point of the group `mla_fx.patterns` names, or
-in a folder that `register_patterns` was given."""
+A user's own patterns are elsewhere: in a module or package named by an entry point of the group `mla_fx.patterns`, or
+in
+a folder passed to `register_patterns`."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ from mla_fx.target import Target
 PATTERNS, LOWERING = "mla_fx.patterns", "mla_fx.lowering"
 ENTRY_POINTS = "mla_fx.patterns"
 
-_registered: list[str] = []  # the packages of registered folders; they are the process's, as its modules are
+_registered: list[str] = []  # the packages of registered folders; global like the process's modules
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A file that cannot be used, by the name that its rule or target would have, and why."""
+    """A file that cannot be used, by the name of its rule or target, and the reason."""
 
     name: str
     place: str
@@ -44,14 +45,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Found:
-    """One instance of each class, and the files that hold none because they cannot be used."""
+    """One instance of each class, and the files that cannot be used."""
 
     values: tuple[Any, ...]
     faults: tuple[Fault, ...]
 
 
 def rules() -> tuple[Rule, ...]:
-    """One instance of every rule, by name, but each behind those that it says to come after."""
+    """One instance of every rule, by name, each after the rules in its `after`."""
     return found_rules().values
 
 
@@ -91,17 +92,18 @@ def _in_order(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 @functools.cache
 def packages() -> tuple[str, ...]:
-    """The modules and packages that hold rules: the project's own, those of entry points, and registered folders."""
+    """The modules and packages with rules: the project's own, those of entry points, and registered folders."""
     named = sorted(entry.module for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
     return tuple(dict.fromkeys((PATTERNS, *named, *_registered)))
 
 
 def register_patterns(folder: str | Path) -> None:
-    """Has the rules in a folder's files applied from now on, in this process, beside those in `patterns/`.
+    """Apply the rules in a folder's files from now on, in this process, in addition to those in `patterns/`.
 
-    Each file is imported as a module of a package that stands for the folder, so that one may import another by
-    `from .other import ...`. A rule is called by its file's name, also in the option `disable`. A folder that is given
-    again is read again for new files. Raises OptionError for a folder that does not exist."""
+    Each file is imported as a module of a package for the folder, so files may import each other with
+    `from .other import ...`. A rule has its file's name, also in the option `disable`. Registering a folder again reads
+    it
+    again for new files. Raises OptionError for a folder that does not exist."""
     path = Path(folder).resolve()
     if not path.is_dir():
         raise OptionError(f"there is no folder {str(path)!r} to register patterns from")
@@ -115,14 +117,14 @@ def register_patterns(folder: str | Path) -> None:
 
 
 def _make_package(name: str, folder: Path) -> None:
-    """Has the files of a folder imported as modules of a package."""
+    """Make a folder's files importable as modules of a package."""
     spec = ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
     sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
 def _find_beside(package: str) -> None:
-    """In a clone that is not installed, or that hides an installed one, the folder lies beside that of `mla_fx`."""
+    """In a clone that is not installed, or that hides an installed one, the folder is next to that of `mla_fx`."""
     folder = Path(__file__).parents[2] / package.rpartition(".")[2]
     if importlib.util.find_spec(package) is None and folder.is_dir():
         _make_package(package, folder)
@@ -152,13 +154,13 @@ def _own_classes(module: ModuleType, base: type) -> Iterator[type]:
 
 
 def _files(package: str) -> Iterator[tuple[str, str, Callable[[], ModuleType]]]:
-    """For a module, and for each in it if it is a package: its last name, its file, and what imports it."""
+    """For a module, and for each module of a package: its last name, its file, and a function that imports it."""
     load = functools.partial(importlib.import_module, package)
     yield package.rpartition(".")[2], f"module {package!r}", load
     try:
         root = load()
     except Exception:
-        return  # which is told when it is imported for what is in it
+        return  # found when the package is imported
     for found in sorted(pkgutil.iter_modules(getattr(root, "__path__", ())), key=lambda module: module.name):
         name = f"{package}.{found.name}"
         spec = found.module_finder.find_spec(name, None)
@@ -167,7 +169,7 @@ def _files(package: str) -> Iterator[tuple[str, str, Callable[[], ModuleType]]]:
 
 
 def sources(package: str) -> Iterator[tuple[str, Path]]:
-    """The files of a module or package by name, also in an editable install, and where else its user has it look."""
+    """The files of a module or package by name, also in an editable install, and in other places on its path."""
     try:
         root = importlib.import_module(package)
     except Exception:

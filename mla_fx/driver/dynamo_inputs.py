@@ -1,5 +1,5 @@
-"""What must be done on Dynamo's graph, before AOTAutograd: floats that `dynamic=True` turned into inputs are made
-numbers again, and the names of inputs are kept, which AOTAutograd only counts."""
+"""Changes to Dynamo's graph before AOTAutograd: floats that `dynamic=True` turned into inputs become numbers again, and
+the names of inputs, which AOTAutograd only numbers, are kept."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ FROM_BEFORE = "from before a graph break"
 
 
 def recover_floats(gm: GraphModule) -> None:
-    """Makes epsilons and softmax scales numbers again where Dynamo lifted them to 0-d inputs, under a guard.
+    """Turn epsilons and softmax scales that Dynamo lifted to 0-d inputs into numbers again, under a guard.
 
-    Only where the graph may hold MLA: a piece cut out of one product that enters another. A shape change then
-    recompiles nothing, a changed number exactly once. If anything fails, the graph is as it was."""
+    Only if the graph may contain MLA: a part of one product that enters another. Then a new shape recompiles nothing,
+    and a
+    new number recompiles once. If anything fails, the graph is unchanged."""
     items = [node for node in gm.graph.nodes if _is_lifted_float(node)]
     if not items or not joins_cut_products(gm.graph):
         return
@@ -34,13 +35,13 @@ def _is_lifted_float(node: Node) -> bool:
 
 
 def input_names(graph: Graph) -> tuple[str, ...]:
-    """The names of Dynamo's inputs as the user writes them, `layers.3.self_attn.o_proj.weight`; empty where unknown."""
+    """The names of Dynamo's inputs as the user writes them, `layers.3.self_attn.o_proj.weight`; empty if unknown."""
     paths = (plain_path(input_path(node)) for node in graph.find_nodes(op="placeholder"))
     return tuple(FROM_BEFORE if path.startswith("___stack") else path for path in paths)
 
 
 def name_inputs(graph: Graph, names: tuple[str, ...]) -> None:
-    """Has messages call the inputs of an operator graph by those names, if there is one for each of them."""
+    """Let messages call the inputs of an operator graph by these names, if each input has one."""
     inputs = graph.find_nodes(op="placeholder")
     if len(inputs) != len(names):
         return

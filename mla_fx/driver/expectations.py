@@ -1,4 +1,4 @@
-"""What a user expects to fuse in the graphs that a block of code compiles."""
+"""Expectations about what fuses in the graphs that a block of code compiles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .report_log import listening
 
 @contextlib.contextmanager
 def expecting(**counts: int | tuple[int, ...]) -> Iterator[None]:
-    """Raises FusionError at its end if what was compiled within it, in this thread, did not fuse just these operators.
+    """Raise FusionError at the end of the block if what it compiled, in this thread, did not fuse exactly these
+    operators.
 
     `with expecting(mla_prolog=61, latent_attention=61): model(...)` counts over all graphs of the model, whether they
-    come from graph breaks or from several models. What was compiled before and is only run counts nothing."""
+    come from graph breaks or from several models. Graphs that were compiled before and only run do not count."""
     wanted = expectation(counts)
     with listening() as reports:
         yield

@@ -1,4 +1,4 @@
-"""Reports of graphs that PyTorch's caches keep, each in a file of its own beside those caches."""
+"""Reports of cached graphs, each in its own file next to PyTorch's caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FROM_CACHE = "taken from PyTorch's cache: this is the report of the first compil
 
 
 def save(report: Report, *key: str) -> None:
-    """Writes the report of one graph. Where the folder cannot be written, later processes compile the graph anew."""
+    """Write the report of one graph. If the folder is not writable, later processes compile the graph anew."""
     path = _path(key)
     unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     with contextlib.suppress(OSError):
@@ -28,7 +28,7 @@ def save(report: Report, *key: str) -> None:
 
 
 def load(*key: str) -> Report | None:
-    """The report that was saved under this key, None if there is none that can be read."""
+    """The report that was saved under this key; None if there is none or it cannot be read."""
     try:
         return from_text(_path(key).read_text())
     except (OSError, ValueError, LookupError, TypeError):
@@ -45,7 +45,7 @@ def as_text(report: Report) -> str:
 
 
 def from_text(text: str) -> Report:
-    """The report that was saved, with a note that says so. Raises ValueError, LookupError or TypeError for others."""
+    """The saved report, with a note that says so. Raises ValueError, LookupError or TypeError for other text."""
     parts = json.loads(text)
     parts["misses"] = [Miss(**miss) for miss in parts["misses"]]
     parts["passes"] = [PassRecord(**{**record, "fired": Counter(record["fired"])}) for record in parts["passes"]]

@@ -1,4 +1,4 @@
-"""Who hears of a compilation: whoever asks for the last report, and whoever counts what is compiled meanwhile."""
+"""Reports of compilations, for the last report and for those who count what is compiled meanwhile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _listeners: ContextVar[tuple[list[Report], ...]] = ContextVar("listeners", defau
 
 
 class _Run:
-    """The graphs that Dynamo compiled since the last report was asked for, or since it was reset; one that was compiled
-    without Dynamo is alone."""
+    """The graphs that Dynamo compiled since the last report was read, or since a reset; a graph compiled without Dynamo
+    is alone."""
 
     def __init__(self, most: int = 256) -> None:
         self._lock = threading.Lock()
@@ -45,18 +45,19 @@ _run = _Run()
 
 
 def remember(report: Report) -> None:
-    """Makes a report known as soon as its compilation begins."""
+    """Publish a report as soon as its compilation begins."""
     _run.add(report)
     for reports in _listeners.get():
         reports.append(report)
 
 
 def last_report() -> Report | None:
-    """What was compiled last in this process, in all of its threads; None before the first compilation.
+    """Return the report of what this process compiled last, in all threads; None before the first compilation.
 
-    That is one graph or several, as `generate`, graph breaks, several shapes or compiled regions make them: all since
-    the last report was asked for, or since `torch.compiler.reset()`, and at most the last 256. The report of several is
-    their sum, with that of each in `parts`. Asked for again, it is the same until something more is compiled."""
+    That is all graphs since the last report was read, or since `torch.compiler.reset()`, at most 256: `generate`, graph
+    breaks, several shapes or compiled regions make several. The report of several graphs is their sum, with that of
+    each in
+    `parts`. Reading it again returns the same until something more is compiled."""
     reports = _run.reports()
     if len(reports) < 2:
         return reports[0] if reports else None
@@ -67,7 +68,7 @@ def last_report() -> Report | None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[Report]]:
-    """The reports of what this thread compiles from now on."""
+    """Yield the reports of what this thread compiles from now on."""
     reports: list[Report] = []
     token = _listeners.set((*_listeners.get(), reports))
     try:

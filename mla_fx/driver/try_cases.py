@@ -1,4 +1,4 @@
-"""Trying a rule on its cases: what the tests of every pattern are generated from."""
+"""Tries a rule on its cases; the tests of every pattern are generated from this."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .compilation import Compilation
 
 
 def run_case(case: Case, *more: Rule) -> Report:
-    """Runs a case as it is and fused, by the rules in `patterns/` and `more`, and reports what happened.
+    """Run a case unfused and fused, with the rules in `patterns/` and `more`, and report what happened.
 
     Raises AssertionError if an output or a buffer differs."""
     eager = case.build().eval()
@@ -41,13 +41,13 @@ def run_case(case: Case, *more: Rule) -> Report:
 
 
 def check_accepted(case: Case, *more: Rule) -> None:
-    """The case fuses just as often as it says, and answers as before. Raises AssertionError."""
+    """Check that the case fuses exactly as it says, with the same results. Raises AssertionError."""
     report = run_case(case, *more)
     assert {**report.fused, **report.pieces} == case.fused, f"{case.name}: expected {dict(case.fused)}, {report}"
 
 
 def check_refused(rule: Rule, case: Case, *more: Rule) -> None:
-    """The rule refuses the case for the reason that it gives, and does not fire. Raises AssertionError."""
+    """Check that the rule refuses the case for its reason, and does not fire. Raises AssertionError."""
     report = run_case(case, *more)
     reasons = [miss.reason for miss in report.misses if miss.pattern == rule.name]
     assert any(case.because in reason for reason in reasons), f"{case.name}: expected {case.because!r} in {reasons}"
