@@ -72,7 +72,7 @@ def picture(decode: Found, query_tokens: Found) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the JSON files are, whatever there is of them")
+    parser.add_argument("folder", type=Path, help="the folder of the JSON files; some may be missing")
     files = sorted(parser.parse_args().folder.glob("*.json"))
     found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
     write("\n".join(lines(found)))

@@ -142,7 +142,7 @@ class Verification:
                 raise VerificationError(
                     f"call {self.calls}: {what} of the compiled graph is {one.error:.3g} away from the exact one, "
                     f"relative to its largest element, which is {one.share:.3g} times what is allowed; the unfused "
-                    f"graph is {one.unfused:.3g} away. The rules agree, so it lies in what their operators were "
+                    f"graph is {one.unfused:.3g} away. The rules agree, so the error is in what their operators were "
                     f"lowered or compiled to: {_listed(self.fused.graph.nodes)}"
                 )
             worst[kind] = max(one, worst.get(kind, one), key=lambda one: one.share)

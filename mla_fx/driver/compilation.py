@@ -153,20 +153,20 @@ class Compilation:
     # --- graphs that are kept for later processes --------------------------------------------------------------------
 
     def _key(self, inputs: Sequence[Any]) -> str | None:
-        """None too where the passes are to be seen at work, or are not those that the sources say."""
+        """The cache key. None when dumping, explaining or verifying, and when passes or rules were replaced."""
         is_usual = self.passes is PIPELINE and self.rules is discovery.rules() and not self.is_broken
         is_watched = self.keep_text or self.options.dump is not None or self.options.verify != "off"
         is_keepable = is_usual and not is_watched and cache_key.are_plain(inputs)
         return cache_key.key(self.options, inputs) if is_keepable else None
 
     def save_report(self, graph_key: str | None) -> bool:
-        """Where something failed, nothing is kept: that may go well the next time."""
+        """Save the report. If something failed, nothing is cached: it may succeed the next time."""
         if self.key is not None and graph_key is not None and not self.is_broken:
             report_cache.save(self.report, self.key, self.source, graph_key)
         return not self.is_broken
 
     def load_report(self, graph_key: str | None) -> bool:
-        """The report that was saved becomes that of this compilation, and is judged as it was then."""
+        """Use the saved report for this compilation, and judge it like the original."""
         found = report_cache.load(self.key, self.source, graph_key) if self.key and graph_key else None
         if found is not None:
             vars(self.report).update(vars(found))
@@ -176,7 +176,7 @@ class Compilation:
     # --- the fence ---------------------------------------------------------------------------------------------------
 
     def _tell_faults(self) -> None:
-        """One warning for each file that cannot be used, unless it is disabled; the others go on."""
+        """Warn once for each file that cannot be used, unless it is disabled; the others are used."""
         for fault in (*discovery.found_rules().faults, *discovery.found_targets().faults):
             if fault.name in self.options.disable:
                 continue
@@ -186,7 +186,7 @@ class Compilation:
             self._warn(f"mla_fx: {fault}")
 
     def _fail(self, what: str, error: Exception) -> None:
-        """Something of ours failed: one warning, and nothing more is tried."""
+        """Handle a failure in this project: one warning, and nothing more is tried."""
         cause = f"{type(error).__name__}: {error}"
         self.is_broken = True
         for entries in (self.report.fused, self.report.pieces, self.report.modules, self.report.memory):
@@ -202,7 +202,7 @@ class Compilation:
     # --- judgement ---------------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Holds the result against `expect` and `strict`, and tells the user of what stands in the way."""
+        """Compare the result with `expect` and `strict`, and warn the user about what was not fused."""
         expected = self.options.expect
         if expected is not None and self.report.has_attention and not expected.is_met(self.report.fused):
             raise FusionError(f"expected {expected}, fused {self.report.fused}\n{self.report}")
@@ -210,15 +210,15 @@ class Compilation:
         if reason and self.options.strict:
             raise FusionError(f"attention that looks like MLA was not fused: {reason}")
         if self.is_broken:
-            return  # the failure itself was already warned of
+            return  # the failure itself was already reported
         if self.report.is_training:
             self._warn("mla_fx fuses inference only; a graph that needs gradients is left unchanged")
         elif reason:
             self._warn(f"mla_fx: attention that looks like MLA was not fused: {reason}")
 
     def _looks_unfused(self) -> str:
-        """Why a layer that looks like MLA stays unfused, or an empty string. What kept a graph from being looked at
-        comes first: where it did not, the nearest miss is but a symptom."""
+        """Why a layer that looks like MLA was not fused, or an empty string. What kept a graph from being read comes
+        first, because the nearest miss is then only a symptom."""
         near = [miss for miss in self.report.misses if miss.looks_like_mla]
         if self.report.hindrances or not near:
             return "; ".join(self.report.hindrances)
@@ -226,7 +226,7 @@ class Compilation:
 
 
 def automatic_target(targets: Mapping[str, Target], example_inputs: Sequence[Any]) -> Target:
-    """The target that serves such inputs; one that serves any only where there is no other."""
+    """The target that serves these inputs; a target of last resort only if there is no other."""
     able = [target for target in targets.values() if target.serves(example_inputs) and target.missing() is None]
     if not able:
         raise OptionError(f"no target serves these inputs; known targets are {', '.join(map(repr, targets))}")
@@ -240,7 +240,7 @@ def _require(target: Target) -> None:
 
 
 def through_dynamo(error: Exception) -> Exception:
-    """Our own errors reach the user as what they are, not wrapped in BackendCompilerFailed."""
+    """Let our own errors reach the user without a BackendCompilerFailed around them."""
     is_ours = isinstance(error, (OptionError, FusionError, VerificationError))
     return passing_dynamo(error) if is_ours else error
 

@@ -14,7 +14,7 @@ rope(value, name=.., along=..)   a rotation along the axis that `along` finds in
 stored(row, name=..)             rows that enter a cache, or rows that are used directly; with `beside`, the same rows
                                  as those of another cache, token for token
 either("tag", a=.., b=..)        alternatives; the one that matched is kept under the tag
-having(pattern)                  a tensor joined from several, one of which satisfies a pattern
+having(pattern)                  a tensor joined from several; one of them satisfies a pattern
 refused(pattern, because)        a near miss, refused for a reason that comes before all others
 
 A match starts from a root, which gives the words their first elements:

@@ -247,7 +247,7 @@ def digit_of(index: Index, digit: Digit) -> Index | None:
 def cuts(indices: Iterable[Index]) -> dict[Axis, Index] | None:
     """Replace every axis with digits by a composite of new axes, so that no index reads a digit of one.
 
-    None if two indices cut an axis at positions of which neither divides the other."""
+    None if two indices cut an axis at two positions and neither divides the other."""
     cut_at = _where_cut(indices)
     return None if cut_at is None else {axis: _parted(axis, found) for axis, found in cut_at.items()}
 

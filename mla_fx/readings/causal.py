@@ -1,7 +1,7 @@
 """Causal masks. By position: row s of a sequence attends to the keys up to `position + s`, and to no others. By length:
 the last row attends to that many keys, and each row before it to one less.
 
-The masks of an attention are split into comparisons of whole numbers, all of which hold where a key is seen. Those that
+The masks of an attention are split into comparisons of integers. All of them hold where a key is seen. Those that
 hold everywhere are dropped. Exactly one comparison may remain, of a key's number with a position and a row's number.
 Anything else is refused, and stays a mask.
 """

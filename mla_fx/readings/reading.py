@@ -74,7 +74,7 @@ def _collect(value: Any, found: list[Element | Index]) -> None:
 
 def renamed(value: Value, replacements: Mapping[Axis, Index]) -> Value:
     """A reading, an element or an index with some axes replaced by others."""
-    return _renamed(value, replacements)  # type: ignore[no-any-return]  # what is not renamed is returned as it came
+    return _renamed(value, replacements)  # type: ignore[no-any-return]  # unchanged if nothing is renamed
 
 
 def _renamed(value: Any, replacements: Mapping[Axis, Index]) -> Any:
