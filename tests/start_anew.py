@@ -1,4 +1,4 @@
-"""A process that compiles one step of a tiny model, for `test_keeping.py`: `python start_anew.py SEED [FOLDER]`.
+"""A process that compiles one step of a tiny model, for `test_compile_caches.py`: `python start_anew.py SEED [FOLDER]`.
 
 SEED draws the weights; a FOLDER holds rules of the user's own. It prints as JSON what was fused, what PyTorch's caches
 counted, and what the report says."""
@@ -10,8 +10,8 @@ import sys
 
 import mla_fx.patterns
 import torch
+from comparing import check_same
 from families import randomise
-from stepping import check_same
 from torch._dynamo.utils import counters
 from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from stepping import ALL
+from comparing import ALL
 
 import mla_fx
 from mla_fx import cases

@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
+from comparing import ALL, EXACT, check_same, compiled, mla_warnings
 from families import Recorder
 from functorch.compile import make_boxed_func
-from stepping import ALL, EXACT, check_same, compiled, mla_warnings
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from stepping import ALL, EXACT, check_same, mla_warnings, with_backend
+from comparing import ALL, EXACT, check_same, mla_warnings, with_backend
 from torch import nn
 from zoo.entries import DEFAULT, Entry
 from zoo.sizes import PREFILL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from stepping import check_runs_as_it_came, check_same, compiled, mla_warnings
+from comparing import check_runs_unfused, check_same, compiled, mla_warnings
 
 import mla_fx
 from mla_fx.driver import compilation
@@ -32,7 +32,7 @@ def test_failing_pass_breaks_no_model(decode):
     module, arguments = decode
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_runs_as_it_came(module, arguments, compiled(module))
+        check_runs_unfused(module, arguments, compiled(module))
     (message,) = mla_warnings(caught)
     assert "pass 'planted' failed with ZeroDivisionError: a bug; the model runs unfused" in message
     assert "planted" in str(mla_fx.last_report())
@@ -54,7 +54,7 @@ def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, 
     module, arguments = decode
     monkeypatch.setattr(f"mla_fx.patterns.mla_prolog.{step}", fail)
     with pytest.warns(mla_fx.MlaWarning, match="pass 'recognise prolog' failed with ZeroDivisionError: a bug"):
-        check_runs_as_it_came(module, arguments, compiled(module))
+        check_runs_unfused(module, arguments, compiled(module))
 
 
 def test_refusal_in_the_midst_of_a_rewrite_adds_nothing(decode, monkeypatch):

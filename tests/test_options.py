@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stepping import ALL, with_backend
+from comparing import ALL, with_backend
 from torch import nn
 from zoo.entries import DEFAULT, Entry
 from zoo.negatives import expanded_cache

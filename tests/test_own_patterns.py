@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stepping import ALL, with_backend
+from comparing import ALL, with_backend
 from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from comparing import check_same
 from layers import FUSED, QUIET, Absorbed, Layer, arguments, check
 from zoo.entries import DEFAULT, Entry
 from zoo.mla import Spelling
@@ -28,11 +28,6 @@ def forget_compilations():
         yield
 
 
-def compared(run, module, given):
-    ours = copy.deepcopy(given)
-    torch.testing.assert_close((run(*ours), ours), (module(*given), given), rtol=1e-4, atol=1e-5)
-
-
 def gathered(graph, size):
     """The lines of a graph that gather values of as many rows as a context has."""
     lines = [line for line in graph.splitlines() if any(name in line for name in GATHERS)]
@@ -44,7 +39,7 @@ def gathered(graph, size):
 def test_no_context_is_gathered(spelling, target, tmp_path):
     entry = Entry(spelling)
     run = torch.compile(entry.build(), backend=mla_fx.get_backend(target=target, dump=str(tmp_path)))
-    compared(run, entry.build(), entry.arguments(DECODE))
+    check_same(entry.build(), entry.arguments(DECODE), run)
     report, (folder,) = mla_fx.last_report(), tmp_path.iterdir()
     assert report.fused == FUSED, str(report)
     captured, lowered = (next(folder.glob(f"*{stage}.py")).read_text() for stage in ("captured", "lower"))
@@ -63,11 +58,11 @@ def test_one_graph_for_all_sizes():
         Entry(replace(spelling, sizes=replace(spelling.sizes, context=context))).arguments(Step("", tokens, 6, batch))
         for batch, tokens, context in shapes
     ]
-    compared(run, module, given[0])
+    check_same(module, given[0], run)
     report = mla_fx.last_report()
     with torch.compiler.set_stance("fail_on_recompile"):
         for one in given[1:]:
-            compared(run, module, one)
+            check_same(module, one, run)
     assert report.fused == {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}, str(report)
     assert "paged_context" in {rule for record in report.passes for rule in record.fired}
     assert not any("in place" in note for note in report.notes), report.notes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from comparing import check_same
 from layers import QUIET
 from torch import nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
@@ -102,10 +103,9 @@ def arguments(sizes, dtype=torch.float64):
 
 
 def compared(run, module, given, close):
-    ours, theirs = copy.deepcopy(given), copy.deepcopy(given)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", mla_fx.MlaWarning)
-        torch.testing.assert_close((run(*ours), ours), (module(*theirs), theirs), **close)
+        check_same(module, given, run, **close)
 
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}  # of float64

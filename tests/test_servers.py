@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from comparing import check_same
 from layers import QUIET, Reporting
 from zoo import servers
 from zoo.entries import DEFAULT, Entry
@@ -55,8 +55,7 @@ def compared(module, given, dynamic, **options):
     backend = Reporting(**options)
     run = torch.compile(module, backend=backend, dynamic=dynamic)
     for one in given:
-        theirs, ours = copy.deepcopy(one), copy.deepcopy(one)
-        torch.testing.assert_close((run(*ours), ours), (module(*theirs), theirs), **CLOSE)
+        check_same(module, one, run)
     return backend.reports[-1]
 
 

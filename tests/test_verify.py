@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
+from comparing import check_same, compiled
 from plants import FAULTS, plant
-from stepping import check_same, compiled
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map

@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import replace
 
+import comparing
 import pytest
 import torch
 from mla_fx.patterns.mla_attention import CACHED_EXPANDED
@@ -45,10 +46,7 @@ def compiled(module, *, dynamic=None, **options):
 
 def check_same(module, arguments, *, dynamic=None, **options):
     """Runs eagerly and compiled on copies of the arguments; compares what is returned and what became of the caches."""
-    theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    expected = module(*theirs)
-    found = compiled(module, dynamic=dynamic, **options)(*ours)
-    torch.testing.assert_close((found, ours), (expected, theirs), **FLOAT32)
+    comparing.check_same(module, arguments, compiled(module, dynamic=dynamic, **options))
     return mla_fx.last_report()
 
 

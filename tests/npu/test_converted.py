@@ -1,18 +1,13 @@
 """The rig itself: what torchair converts runs and returns what eager PyTorch does, inputs that it writes included."""
 
-import copy
 
 import pytest
 import torch
 import torchair
+from comparing import check_same
 from families import cache_tensors, empty_cache, tiny_model, tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-
-
-def check_same(function, arguments, run):
-    theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    torch.testing.assert_close((run(*ours), ours), (function(*theirs), theirs))
 
 
 def test_operators_of_atb_are_declared_too():

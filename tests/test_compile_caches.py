@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparing import ALL, check_same
 from start_anew import counted
-from stepping import ALL, check_same
 from torch._functorch import config as functorch_config
 from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE

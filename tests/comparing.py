@@ -1,4 +1,4 @@
-"""What tests of the backend share: a module compiled for the reference target, and comparisons with it as it came."""
+"""Modules compiled for the reference target, and comparisons of compiled code with eager mode."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def compiled(module, **options):
 
 
 def with_backend(module, **options):
-    """The same by a backend from `get_backend`, which checks its options when it is made."""
+    """The same with a backend from `get_backend`, which checks its options at once."""
     return torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference", **options}))
 
 
-def check_same(module, arguments, run):
-    """What `run` returns, and what it leaves in the caches, is what the module does."""
+def check_same(module, arguments, run, **close):
+    """`run` returns what the module does, and leaves the same in its arguments: the caches."""
     theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
     expected = module(*theirs)
-    torch.testing.assert_close((run(*ours), ours), (expected, theirs), **EXACT)
+    torch.testing.assert_close((run(*ours), ours), (expected, theirs), **{**EXACT, **close})
 
 
-def check_runs_as_it_came(module, arguments, run):
-    """Not only the same answer: bit for bit, with no fused operator."""
+def check_runs_unfused(module, arguments, run):
+    """The same bits as AOTAutograd without any pass, and no fused operator."""
     theirs, ours = copy.deepcopy(arguments), copy.deepcopy(arguments)
     expected = torch.compile(module, backend="aot_eager")(*theirs)
     torch._dynamo.reset()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from comparing import check_same
 from layers import CLOSE, Layer, Sizes
 from mla_fx.lowering.reference import Reference
 
@@ -112,19 +112,13 @@ def arguments(seed, sizes=SIZES):
     )
 
 
-def check(layer, run, given):
-    theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
-    expected = layer(*theirs)
-    torch.testing.assert_close((run(*ours), ours), (expected, theirs), **CLOSE)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic, tokens", [(False, 3), (True, 1)])
 def test_weights_are_laid_out_once_and_caches_viewed(dynamic, tokens):
     layer = Layer(sizes := replace(SIZES, tokens=tokens))
     compiled = Compiled(layer, dynamic=dynamic)
     for seed in range(3):
-        check(layer, compiled.run, arguments(seed, sizes))
+        check_same(layer, arguments(seed, sizes), compiled.run, **CLOSE)
     assert len(made) == 6  # those of the prolog; the seventh is that of the values, which is not told of
     (notes,) = compiled.notes
     assert "2 caches passed as views" in notes[-1] and notes[-1].startswith("7 weights laid out once, ")
@@ -135,29 +129,29 @@ def test_weights_are_laid_out_at_each_call_where_nothing_is_to_be_kept():
     layer = Layer(SIZES)
     compiled = Compiled(layer, lay_out=False)
     for seed in range(2):
-        check(layer, compiled.run, arguments(seed))
+        check_same(layer, arguments(seed), compiled.run, **CLOSE)
     assert len(made) == 12 and compiled.kept == [0]
 
 
 def test_a_weight_that_is_written_is_laid_out_again_alone():
     layer = Layer(SIZES)
     compiled = Compiled(layer)
-    check(layer, compiled.run, arguments(0))
+    check_same(layer, arguments(0), compiled.run, **CLOSE)
     layer.q_a.mul_(0.5)
-    check(layer, compiled.run, arguments(1))
+    check_same(layer, arguments(1), compiled.run, **CLOSE)
     assert len(made) == 7
     layer.load_state_dict({name: weight * 0.7 for name, weight in layer.state_dict().items()})
-    check(layer, compiled.run, arguments(2))
+    check_same(layer, arguments(2), compiled.run, **CLOSE)
     assert len(made) == 13 and len(compiled.compilations) == 1
 
 
 def test_a_weight_that_is_another_tensor_is_laid_out_again():
     layer = Layer(SIZES)
     compiled = Compiled(layer)
-    check(layer, compiled.run, arguments(0))
+    check_same(layer, arguments(0), compiled.run, **CLOSE)
     for _ in range(3):  # memory that was freed may come back under its old address
         layer.kv_a.data = torch.randn_like(layer.kv_a)
-        check(layer, compiled.run, arguments(1))
+        check_same(layer, arguments(1), compiled.run, **CLOSE)
     assert len(made) == 9 and len(compiled.compilations) == 1
 
 
@@ -188,11 +182,11 @@ def test_a_write_that_nobody_counts_is_noticed(write):
     compiled = Compiled(layer)
     weights = layer.q_a, layer.q_b, layer.kv_a
     for weight in weights:
-        check(layer, compiled.run, arguments(0))
+        check_same(layer, arguments(0), compiled.run, **CLOSE)
         kept = compiled.compilations[0].laid_out
         before = [value.made.data_ptr() for value in kept]
         write(weight)
-        check(layer, compiled.run, arguments(1))
+        check_same(layer, arguments(1), compiled.run, **CLOSE)
         assert [value.made.data_ptr() for value in kept] == before  # to which a captured graph may point
         assert len(compiled.compilations) == 1
     assert len(made) == 6 + len(weights)  # and only what was written is laid out again
@@ -206,22 +200,22 @@ def element(weight):
 def test_a_single_element_is_left_to_refresh(given):
     layer = Layer(replace(SIZES, hidden=64))
     compiled = Compiled(layer)
-    check(layer, compiled.run, arguments(0, layer.sizes))
+    check_same(layer, arguments(0, layer.sizes), compiled.run, **CLOSE)
     element(layer.q_a)
     mla_fx.refresh(given(layer, layer.q_a))
-    check(layer, compiled.run, arguments(1, layer.sizes))
+    check_same(layer, arguments(1, layer.sizes), compiled.run, **CLOSE)
     assert len(compiled.compilations) == 1
 
 
 def test_refresh_is_of_the_models_it_is_given():
     layer, other = Layer(SIZES), Layer(SIZES)
     compiled = Compiled(layer)
-    check(layer, compiled.run, arguments(0))
+    check_same(layer, arguments(0), compiled.run, **CLOSE)
     mla_fx.refresh(other)
-    check(layer, compiled.run, arguments(0))
+    check_same(layer, arguments(0), compiled.run, **CLOSE)
     assert len(made) == 6
     mla_fx.refresh(torch.compile(layer), other)
-    check(layer, compiled.run, arguments(0))
+    check_same(layer, arguments(0), compiled.run, **CLOSE)
     assert len(made) == 12
     with torch.inference_mode():
         mla_fx.refresh(Layer(SIZES))  # whose weights nobody counts: nothing is kept of them
@@ -267,7 +261,7 @@ def test_weights_whose_writes_nobody_counts_are_laid_out_at_each_call():
         layer = Layer(SIZES)
     compiled = Compiled(layer)
     for seed in range(2):
-        check(layer, compiled.run, arguments(seed))
+        check_same(layer, arguments(seed), compiled.run, **CLOSE)
     assert len(made) == 12
 
 
