@@ -1,4 +1,4 @@
-"""Calls of the operators that the vendor's kernels take, of fake tensors, and what becomes of them."""
+"""Calls of operators with vendor kernels, on fake tensors, and their lowerings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B, S, HE, HCQ, N, D, HCKV, DR, T = 2, 3, 7168, 1536, 32, 128, 512, 64, 256
 
 
 def fakes():
-    """Tensors that are made within are fake: nothing is computed."""
+    """Tensors made within are fake: nothing is computed."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
@@ -51,7 +51,7 @@ def index(*shape):
 
 
 def calls():
-    """A call of each operator that its kernel takes."""
+    """A call of each operator that its kernel supports."""
     lengths = [5, 200]
     tables = make(B, 3, dtype=torch.int32)
     return {
@@ -105,7 +105,7 @@ def calls():
 
 
 def arguments_of(operator):
-    """The record of an operator's arguments, which lies in its file or, where it is long, in a file of its folder."""
+    """The record of an operator's arguments, in its file or in a file of its folder."""
     for room, file in itertools.product(("vendor", "emitted"), (f"{operator}.arguments", operator)):
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(f"mla_fx.ops.{room}.{file}").Arguments

@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, nothing compiled before it, caches of its own; slower tiers on request."""
+"""Setup of every test: one thread, nothing compiled before, its own caches; slower tiers on request."""
 
 import os
 
@@ -38,10 +38,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def inductor_cache(tmp_path_factory):
-    """A cache folder for each process of this session: nothing compiled earlier by other code can be found in it."""
+    """A cache folder per process: nothing compiled earlier by other code is found in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        # its key is made of sources, and does not change where a test plants something in the compiler
+        # its key is a hash of sources, and does not change when a test patches the compiler
         patch.setattr(torch._functorch.config, "enable_autograd_cache", False)
         yield
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 import mla_fx
 from mla_fx.driver.report_log import listening
 
-# Small values for the fields that decide a model's size; a family takes those it knows.
+# Small values for the fields that decide a model's size; a family takes those that it has.
 SIZES = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -54,8 +54,8 @@ SIZES = {
     "eos_token_id": 2,
 }
 
-# What a family needs beyond that; where real models have values as wide as queries, which is another attention in
-# PyTorch, tiny ones have them too.
+# What a family needs in addition. If real models have values as wide as queries, which is another attention in PyTorch,
+# tiny ones do, too.
 WIDE = {"v_head_dim": 24}
 EXTRA = {
     "mistral4": WIDE,
@@ -97,14 +97,15 @@ FAMILIES = (
     "dots3_note",
 )
 
-# Their indexers count flags, which cuts a graph in two unless Dynamo captures operators whose sizes data decides.
+# Their indexers count flags, which breaks the graph unless Dynamo captures operators with data-dependent sizes.
 COUNTS_FLAGS = ("glm5_next",)
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A causal language model of the family with dense random weights, in eval mode.
 
-    A family whose language model comes only inside a vision one gives its text model, which ends in hidden states."""
+    A family whose language model exists only inside a vision model gives its text model, which returns hidden
+    states."""
     default = AutoConfig.for_model(family).get_text_config()
     wanted = {**SIZES, **EXTRA.get(family, {}), **overrides}
     known = {name: value for name, value in wanted.items() if _takes(default, name) or name in EXTRA.get(family, {})}
@@ -120,19 +121,19 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any
 
 
 def _takes(config: Any, name: str) -> bool:
-    """Whether a configuration class knows a field; asking an instance fails where layers differ."""
+    """Whether a configuration class has a field; asking an instance fails if layers differ."""
     return hasattr(type(config), name) or name in config.attribute_map
 
 
 def _language_model(family: str) -> type:
-    """The family's language model class; some families keep it out of the auto classes."""
+    """The family's language model class; some families are not in the auto classes."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     kinds = ("ForCausalLM", "TextModel")
     return next(value for kind in kinds for name, value in vars(module).items() if name.endswith(kind))
 
 
 def _layer_types(kinds: list[str], count: int) -> list[str]:
-    """A short list that still has every kind of layer, the attention ones first."""
+    """A short list with every kind of layer, the attention ones first."""
     unique = list(dict.fromkeys(sorted(kinds, key=lambda kind: "linear" in kind)))
     return (unique * count)[: max(count, 1)]
 
@@ -171,7 +172,7 @@ def tokens(*shape: int) -> torch.Tensor:
 
 
 class Recorder(TorchDispatchMode):
-    """A backend that keeps the report of every graph it compiles, and the operators that its last call ran."""
+    """A backend that keeps the report of every graph, and the operators that its last call ran."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

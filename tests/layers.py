@@ -1,4 +1,4 @@
-"""A layer of latent attention whose pieces a test writes otherwise, and its comparison with itself compiled."""
+"""A layer of latent attention whose pieces tests override, and its comparison with itself compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_fx.driver.report_log import listening
 FUSED = {"mla_prolog": 1, "latent_attention": 1}
 CLOSE = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}  # of float64: a value that went through bfloat16 is not
 QUIET = ("ignore::mla_fx.MlaWarning", "error:.*failed:mla_fx.MlaWarning")
-"""Marks for tests in which nothing may be lost to a failing pass; a layer that is refused may be said so."""
+"""Marks for tests in which no pass may fail; a refused layer may warn."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sizes:
 
 
 class Layer(nn.Module):
-    """Multi-head Latent Attention with caches [B,1,T,width] that it is given, written in place."""
+    """Multi-head Latent Attention with caches [B,1,T,width] as arguments, written in place."""
 
     def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def arguments_of(layer: Layer) -> tuple[Any, ...]:
 
 
 class Reporting:
-    """A backend that keeps the report of each graph that it compiles."""
+    """A backend that keeps the report of each graph."""
 
     def __init__(self, **options: Any) -> None:
         self.backend = mla_fx.get_backend(**{"target": "reference", **options})
@@ -190,7 +190,7 @@ class Reporting:
 
 
 def check(module: nn.Module, given: Any = None, *, dynamic: bool | None = None, **options: Any) -> mla_fx.Report:
-    """Compares outputs and all that was written with eager; returns what happened. Sees to nothing else."""
+    """Compare outputs and everything that was written with eager mode; return the report. Does not check what fused."""
     given = arguments_of(module) if given is None else given
     theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
     backend = Reporting(**options)
@@ -202,7 +202,7 @@ def check(module: nn.Module, given: Any = None, *, dynamic: bool | None = None, 
 
 
 def in_type(value: Any, dtype: torch.dtype) -> Any:
-    """Arguments with their floating tensors in another type."""
+    """Arguments with their floating tensors in another dtype."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
@@ -211,7 +211,7 @@ def in_type(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_no_further(module: nn.Module, given: Any, **options: Any) -> mla_fx.Report:
-    """Results and caches are at most twice as far from a float64 run as eager's are."""
+    """Check that results and caches are at most twice as far from a float64 run as eager's."""
     exact, theirs, ours = in_type(given, torch.float64), copy.deepcopy(given), copy.deepcopy(given)
     backend = Reporting(**options)
     with torch.no_grad():

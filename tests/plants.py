@@ -17,7 +17,7 @@ def _times(name, factor):
 
 
 def _operand(target, name, change):
-    """Another value in the place of an operand."""
+    """Another value in place of an operand."""
     place = [argument.name for argument in target._schema.arguments].index(name)
 
     def changed(emit, target, args, options):
@@ -48,7 +48,7 @@ FAULTS = {
 
 
 def plant(patch, fault):
-    """Has the rules make one fault."""
+    """Make the rules emit one fault."""
     wrong, change = FAULTS[fault]
     drafted = Emitter.drafted
 

@@ -1,7 +1,8 @@
 """A process that compiles one step of a tiny model, for `test_compile_caches.py`: `python start_anew.py SEED [FOLDER]`.
 
-SEED draws the weights; a FOLDER holds rules of the user's own. It prints as JSON what was fused, what PyTorch's caches
-counted, and what the report says."""
+SEED draws the weights; a FOLDER holds the user's own rules. It prints as JSON what fused, what PyTorch's caches
+counted,
+and what the report says."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ COUNTED = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass",
 
 
 def counted():
-    """How often each cache was asked with which answer, since the last time."""
+    """The hits and misses of each cache since the last call."""
     together = counters["aot_autograd"] + counters["inductor"]
     counters.clear()
     return {name: together[name] for name in COUNTED if together[name]}

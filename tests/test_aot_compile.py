@@ -1,4 +1,4 @@
-"""`torch.compile(...).aot_compile`: what Inductor compiled is saved and runs in a process of its own, fused."""
+"""`torch.compile(...).aot_compile`: what Inductor compiled is saved, and runs in another process, fused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What becomes ATB's operator is called by its schema, and means what `mla_fx.multi_latent_attention` means.
+"""Lowerings to ATB's operator follow its schema, and compute the same as `mla_fx.multi_latent_attention`.
 
-In the place of ATB stands the operator itself, under ATB's name and with ATB's arguments."""
+The operator itself replaces ATB's, under ATB's name and with ATB's arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def atb():
 
 
 def with_lists(sample):
-    """A sample's arguments with lengths as lists, and no sequence without a context."""
+    """A sample's arguments with lengths as lists, and without sequences that have no context."""
     names = [argument.name for argument in OPERATOR.host._schema.arguments]
     given = dict(zip(names, sample.args, strict=False))
     given["context_lens"] = [max(length, 1) for length in given["context_lens"].tolist()]

@@ -1,4 +1,4 @@
-"""What the vendor's kernels of paged attention cannot do is said in sentences, each limit in one of its own."""
+"""The limits of the vendor's paged attention kernels: a sentence for each."""
 
 from __future__ import annotations
 

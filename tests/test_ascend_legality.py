@@ -1,4 +1,4 @@
-"""What the vendor's kernels cannot do is said in sentences, each limit in one of its own, without torch_npu."""
+"""The limits of the vendor's kernels: a sentence for each, without torch_npu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import unset_fake_temporarily
 
-# Where each kernel exists.
+# The chips with each kernel.
 CHIPS = {
     "mla_prolog": "MlaPrologV3 exists on Ascend910B, Ascend910_93 or Ascend950",
     "mla_prolog_v3": "MlaPrologV3 exists on Ascend910B, Ascend910_93 or Ascend950",

@@ -1,4 +1,4 @@
-"""The backend as users meet it: options and their errors, what happens when something fails, what is left alone."""
+"""The backend as users see it: options and their errors, failures, and what is left unchanged."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_was_compiled_without_dynamo_is_alone_in_its_report():
 
 
 def test_the_last_report_is_of_so_many_graphs(monkeypatch):
-    """A process that nobody asks does not hold the reports of all that it ever compiled."""
+    """A process that never reads reports does not keep them all."""
     monkeypatch.setattr(report_log, "_run", report_log._Run(most=3))
     for size in range(1, 6):
         torch.compile(nn.ReLU(), backend=mla_fx.get_backend(target="reference"), dynamic=False)(torch.ones(size))
@@ -188,8 +188,8 @@ def test_reference_has_no_modes(decode):
 
 @pytest.fixture
 def patches(monkeypatch):
-    """The configuration with which Inductor is called; it compiles nothing. So nothing is known of what it returns, and
-    it is called once more, without its caches."""
+    """The configuration that Inductor is called with. Nothing is compiled, so nothing is known about the result, and
+    Inductor is called once more without its caches."""
     seen = []
 
     def compile_fx(gm, example_inputs, inner_compile, config_patches=None):
@@ -338,7 +338,7 @@ def test_other_models_cost_no_warning(name):
 
 
 def test_graph_in_which_nothing_fuses_comes_out_node_for_node():
-    """Also one that looks like MLA, at which rules were tried and took back what they had added."""
+    """Also one that looks like MLA, where rules were tried and took back what they had added."""
     module, arguments = expanded_cache(DECODE)
     gm = captured(module, arguments)
     before = as_it_is(gm.graph)

@@ -1,6 +1,6 @@
 """Spellings whose terms double with each level are read in bounded work, counted in calls of the compiler's functions.
 
-They fuse or are refused, as it comes; what matters is that a graph as deep as these is done with."""
+They may fuse or be refused; the compiler just has to finish with a graph this deep."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ INF = torch.inf
 
 
 class EndlessError(BaseException):
-    """More calls than allowed; no fence of the compiler may take it for a failing pass."""
+    """More calls than allowed; no fence of the compiler may mistake it for a failing pass."""
 
 
 def calls_of(function, *args):
-    """How many of the compiler's own functions are called. Raises EndlessError beyond what is allowed."""
+    """Count calls of the compiler's own functions. Raises EndlessError if there are more than allowed."""
     calls = 0
 
     def watch(frame, event, _):
@@ -158,7 +158,7 @@ def test_deep_graphs_are_read_in_bounded_work(name):
 
 @pytest.mark.parametrize("depth, times", [(3, 8), (30, 2**30), (31, 1), (64, 4)])
 def test_what_leaves_64_bits_is_not_counted(depth, times):
-    """Doubled 64 times a whole number is zero, and no multiple of what it was."""
+    """Doubled 64 times, an integer is zero, and not a multiple of what it was."""
 
     def doubled(position):
         for _ in range(depth):

@@ -1,4 +1,4 @@
-"""One cache for latents and rotary keys: one write, no copy of the cache, and near twins that are what they say."""
+"""One cache for latents and rotary keys: one write, no copy of the cache, and near twins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTENTION = {"latent_attention": 1}
 
 
 class Combined(Layer):
-    """A cache [B, 1, T, R + Dr + `spare`], in place of both that a layer is given."""
+    """A cache [B, 1, T, R + Dr + `spare`], in place of a layer's two caches."""
 
     spare, fused = 0, FUSED
 
@@ -73,7 +73,7 @@ class TwoPositions(InTwo):
 
 
 class Overlapping(InTwo):
-    """The keys are written over the last two columns of the latents, too."""
+    """The keys also overwrite the last two columns of the latents."""
 
     fused = ATTENTION
 
@@ -84,7 +84,7 @@ class Overlapping(InTwo):
 
 
 class Spare(InTwo):
-    """Columns that neither is written to."""
+    """Columns that nothing is written to."""
 
     spare, fused = 3, {"latent_attention": 1}
 
@@ -95,7 +95,7 @@ class Spare(InTwo):
 
 
 class SpareInOne(Combined):
-    """Rows of zeros behind, written in one."""
+    """Rows with zeros at the end, written at once."""
 
     spare = 3
 
@@ -104,7 +104,7 @@ class SpareInOne(Combined):
 
 
 class ReadBetween(InTwo):
-    """What was in the cache between the two writes is returned."""
+    """The content of the cache between the two writes is returned."""
 
     def write(self, cache, latent, k_rope, position):
         cache[..., : self.sizes.rank].index_copy_(2, position, latent)

@@ -1,4 +1,4 @@
-"""Compiled graphs in PyTorch's caches: a later process finds them, with the report, and only where nothing changed."""
+"""Compiled graphs in PyTorch's caches: a later process finds them, with the report, if nothing changed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def start(cache, *arguments):
 
 @pytest.mark.slow
 def test_a_second_process_finds_what_the_first_compiled(tmp_path):
-    """With other weights; and no longer once the source of a rule has changed, here one of the user's own. Inductor
-    then compiles nothing all the same, because what it is given did not change."""
+    """With other weights; and no longer after the source of a rule has changed, here one of the user's own. Inductor
+    still compiles nothing, because its input did not change."""
     cache, rule = tmp_path / "cache", tmp_path / "rules" / "add_a_pattern.py"
     rule.parent.mkdir()
     shutil.copy(ROOT / "examples" / "add_a_pattern.py", rule)
@@ -67,12 +67,12 @@ def kept():
 
 @pytest.fixture(scope="module")
 def layer():
-    """One for all, so that it is compiled once."""
+    """One for all tests, so that it is compiled once."""
     return Entry(DEFAULT).build(), Entry(DEFAULT).arguments(DECODE)
 
 
 def anew(layer, *, dynamic=False, **options):
-    """What the caches counted while a layer was compiled again, and ran as it does in eager."""
+    """What the caches counted while a layer was compiled again and gave eager's results."""
     module, arguments = layer
     torch._dynamo.reset()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_options_that_decide_are_part_of_the_key(layer):
 
 @pytest.mark.usefixtures("kept")
 def test_who_watches_sees_it_compiled(layer, tmp_path):
-    """A dump, or the texts of `explain`, are made by the passes."""
+    """Only the passes can write a dump, or the texts of `explain`."""
     anew(layer)
     assert anew(layer, dump=str(tmp_path)) == {"fxgraph_cache_hit": 1}
     assert list(tmp_path.rglob("*_hoist.py"))
@@ -115,7 +115,7 @@ def test_who_watches_sees_it_compiled(layer, tmp_path):
 
 @pytest.mark.usefixtures("kept")
 def test_what_is_verified_is_fused_anew(layer):
-    """Both graphs are there to be compared; Inductor's own cache still has what it made of the fused one."""
+    """Both graphs are needed for the comparison; Inductor's own cache still has the fused one."""
     anew(layer)
     assert anew(layer, verify="first") == {"fxgraph_cache_hit": 1}
     assert len(mla_fx.last_report().verified) == 1
@@ -189,7 +189,7 @@ def test_a_training_graph_is_warned_of_again(layer):
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
 def test_inputs_in_one_memory(order):
-    """PyTorch's own key does not tell these apart, and answers wrongly."""
+    """PyTorch's own key does not distinguish these, and returns the wrong graph."""
 
     def step(written, read):
         written.add_(1)

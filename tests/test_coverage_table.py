@@ -15,6 +15,6 @@ def test_every_line_is_there():
     "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.campaign)) for name in PLAIN.names]
 )
 def test_line_is_what_the_code_gives(name):
-    """If it is not, `python -m mla_fx coverage` makes the table anew."""
+    """If not, `python -m mla_fx coverage` regenerates the table."""
     lines, notes = committed(PLAIN)
     assert made(PLAIN, name, notes) == lines[name]

@@ -1,4 +1,4 @@
-"""The source distribution: it holds what a clone holds, its version is the package's, and its tests run in it."""
+"""The source distribution holds what a clone holds, has the package's version, and its tests run in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILD = "import setuptools.build_meta as build; build.build_sdist('made')"
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """A source distribution, made of a copy and unpacked elsewhere."""
+    """A source distribution, made from a copy and unpacked elsewhere."""
     copied, unpacked = tmp_path_factory.mktemp("copied"), tmp_path_factory.mktemp("unpacked")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, copied / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -52,7 +52,7 @@ def test_it_has_the_version_of_the_package(unpacked):
 
 @pytest.mark.slow
 def test_its_tests_run_in_it(unpacked):
-    """Without what is installed of the project: `-S` leaves out what an editable install adds to the path."""
+    """Without the installed project: `-S` leaves out what an editable install adds to the path."""
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*packages, str(Path(torch.__file__).parents[1])])}
     command = [sys.executable, "-S", "-m", "pytest", "-p", "no:cacheprovider", "tests/test_report.py"]

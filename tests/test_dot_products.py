@@ -1,4 +1,4 @@
-"""Few rows times weights, which Inductor's target computes in loops of its own on a CPU: an option, with lines in the
+"""A few rows times weights, which Inductor's target computes in its own loops on a CPU: an option, with lines in the
 report."""
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def test_extreme_numbers_meet_as_in_a_product(compute, dtype):
 
 
 def decoded(batch, *, is_traced=True, **options):
-    """Checks logits and caches of one step, by the graph that Inductor would be given if only traced; returns what the
-    report says of products."""
+    """Check logits and caches of one step with the graph that Inductor gets, only traced; return what the report says
+    about products."""
     model = tiny_model("deepseek_v3", torch.bfloat16, num_hidden_layers=1)
     cache, token = empty_cache(model, "static"), tokens(batch, 1)
     model(tokens(batch, 12), past_key_values=cache)

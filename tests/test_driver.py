@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def told(module, arguments, run):
-    """The warnings of a run that must give what the module does."""
+    """The warnings of a run that must give what the module gives."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_same(module, arguments, run)
@@ -55,7 +55,7 @@ def test_floats_that_cannot_be_recovered_are_an_error_when_strict(decode, monkey
 
 @pytest.fixture
 def moody_inductor(monkeypatch):
-    """Inductor that spoils the first graph it is given, and then fails."""
+    """An Inductor that spoils its first graph and then fails."""
     import torch._inductor.compile_fx as inductor
 
     compile_graph, seen = inductor.compile_fx_inner, []
@@ -200,14 +200,14 @@ PRODUCTS = {
 
 
 class Spelled(cases.Layer):
-    """Projections in one spelling, and an epsilon that Dynamo takes for an input."""
+    """Projections in one spelling, and an epsilon that Dynamo turns into an input."""
 
     def __init__(self, product):
         super().__init__()
         self.product, self.epsilon = product, 1e-6
 
     def query(self, x):
-        torch._check(x.shape[1] <= cases.T)  # no more tokens than are worth absorbing
+        torch._check(x.shape[1] <= cases.T)  # few enough tokens to absorb
         return self.product(self.norm(self.product(x, self.q_a), self.q_gamma), self.q_b)
 
     def rows(self, x):

@@ -24,7 +24,7 @@ def traced(function, *inputs, dynamic=False):
 
 
 def fused_graph():
-    """One latent_attention, as the rewriter leaves it."""
+    """One latent_attention, as the rewriter emits it."""
 
     def function(q, q_rope, kv, k_rope):
         return torch.ops.mla_fx.latent_attention(q, q_rope, kv, k_rope, None, scale=0.5)
@@ -71,7 +71,7 @@ def graph(
 
     def test_symbolic_sizes_by_name(self):
         text = graph_text(traced(lambda x: x.reshape(-1, 2, 4).sum(0), torch.randn(3, 5, 8), dynamic=True))
-        # Which numbers the symbols get is PyTorch's business.
+        # PyTorch decides the numbers of symbols.
         names = {symbol: f"s{position}" for position, symbol in enumerate(dict.fromkeys(re.findall(r"\bs\d+", text)))}
         self.assertExpectedInline(
             re.sub(r"\bs\d+", lambda found: names[found[0]], text),

@@ -1,4 +1,4 @@
-"""Caches of symbolic sizes: what the sizes of one run have in common is not taken for what the program says."""
+"""Caches of symbolic sizes: sizes that happen to be equal in one run are not equal in the program."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Overlapping(SlotsOfTable):
 
 
 class WhereTrue(Written):
-    """The cache is written where a condition holds: as many rows as that has, and not as the cache is long."""
+    """The cache is written by a boolean mask: the number of rows is that of the mask, not the length of the cache."""
 
     def place(self, sizes, step):
         return torch.arange(sizes.context).expand(step.batch, -1) < step.tokens

@@ -1,4 +1,4 @@
-"""The examples run, and the one that is to be copied into `patterns/` is found there."""
+"""The examples run, and the one to copy into `patterns/` is found there."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
 
-# As if the folder were `patterns/` itself: what lies in it is found, and named after its file.
+# As if the folder were `patterns/` itself: its files are found, and named after the file.
 COPIED = """
 import sys
 import mla_fx.patterns

@@ -1,4 +1,4 @@
-"""A decode step of every MLA family in transformers: what fuses, and that no answer and no cache ever changes."""
+"""A decode step of every MLA family in transformers: what fuses, and that results and caches never change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = 12
 
 @dataclass(frozen=True)
 class Expected:
-    """What fuses in the two layers of a tiny model, and a piece of the reason for each thing that does not."""
+    """What fuses in the two layers of a tiny model, and part of the reason for everything that does not."""
 
     static: dict[str, int]
     dynamic: dict[str, int]
@@ -29,7 +29,7 @@ def whole(layers: int, *reasons: str) -> Expected:
 
 
 def attention_and_cache(layers: int, *reasons: str) -> Expected:
-    """No prolog: what makes the query is not what an MLA prolog computes."""
+    """No prolog: the query is not computed as in an MLA prolog."""
     fused = {"kv_rmsnorm_rope_cache": layers, "latent_attention": layers}
     return Expected(fused, fused, reasons)
 

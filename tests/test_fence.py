@@ -1,4 +1,4 @@
-"""Whatever fails or refuses in the passes: the model runs as it came, with one warning, or an error when strict."""
+"""If a pass fails or refuses, the model runs unfused, with one warning, or an error when strict."""
 
 from __future__ import annotations
 

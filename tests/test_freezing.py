@@ -1,4 +1,4 @@
-"""Inductor's freezing, which packs weights before the inner compiler is asked: the graph is fused ahead of that."""
+"""Inductor's freezing packs weights before it calls the inner compiler: the graph is fused before that."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ def test_frozen_models_fuse_and_answer_as_before(freezing, batch):
     report = mla_fx.last_report()
     assert report.fused == {"mla_prolog": 1, "latent_attention": 1}
     (memory,) = report.memory
-    assert memory.weights > 0  # buffers of a library, which may be larger than weights as small as these
+    assert memory.weights > 0  # buffers of a library, which may be larger than weights this small

@@ -1,4 +1,4 @@
-"""Mutated layers give the same answers and leave the same caches, fused or not (see fuzz/__init__.py)."""
+"""Mutated layers give the same results and leave the same caches, fused or not (see fuzz/__init__.py)."""
 
 import ast
 from random import Random
@@ -17,7 +17,7 @@ from fuzz.reduce import Mutant
 from fuzz.scenes import SCENES
 
 FAST = len(LAYERS)  # mutants of an ordinary test run: one of each layer, in one of its captures
-QUICK = 8  # one of so many is in the first tier
+QUICK = 8  # one in this many is in the first tier
 
 
 def pytest_generate_tests(metafunc):
@@ -96,7 +96,7 @@ def test_a_scene_is_made_again_from_its_line(scene):
 
 
 def test_a_program_that_raises_is_expected_to():
-    """And to write no other row than those that are in range."""
+    """And no row is written except those in range."""
     program = mutate(captured("plain"), [("position", "arg9_1", 1, 8)])
     seen = plainly(program)
     assert "out of bounds" in seen.error

@@ -1,4 +1,4 @@
-"""One layer in and out, as text: what the compiler is given and what it makes of it. EXPECTTEST_ACCEPT=1 regenerates."""
+"""One layer in and out, as text: the graph before and after the passes. EXPECTTEST_ACCEPT=1 regenerates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MlaPass: the rewrite in a pipeline that is there already, and what its uuid depends on."""
+"""MlaPass: the rewrite in an existing pipeline, and what its uuid depends on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 @pytest.mark.slow
 def test_pass_in_inductor():
-    """A plain `torch.compile(model)`; nothing of this project stands before the pass."""
+    """A plain `torch.compile(model)`; nothing of this project runs before the pass."""
     model = tiny_model("deepseek_v3", num_hidden_layers=1)
     theirs = empty_cache(model, "static")
     model(tokens(2, 6), past_key_values=theirs)
@@ -47,7 +47,7 @@ assert "mla_fx" not in sys.modules
 
 @pytest.mark.campaign
 def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
-    """On numbers of query tokens for which it takes either form."""
+    """For numbers of query tokens that use either form."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
     layer, count = cases.Layer().eval(), torch.export.Dim("count", min=2, max=14)
     shapes = ({1: count}, {0: count}, {0: count}, {0: count})
@@ -60,7 +60,7 @@ def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
 
 
 class Whole(cases.Layer):
-    """As PyTorch's own functions write it, which torch.export keeps whole."""
+    """As PyTorch's own functions write it; torch.export keeps them whole."""
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):
         key, value = self.keys(latent, k_rope)
@@ -79,7 +79,7 @@ def test_an_exported_program_is_to_be_decomposed(layer):
 
 @pytest.mark.slow
 def test_shapes_of_an_exported_program_stay_symbols(monkeypatch):
-    """Outside of any compiler C++ would be asked for the shape of a pad, and make a number of the symbol."""
+    """Outside a compiler, C++ would compute the shape of a pad, and turn the symbol into a number."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
     count = torch.export.Dim("count", min=2, max=14)
     shapes = ({1: count}, {0: count}, {0: count}, {0: count})

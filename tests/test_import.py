@@ -1,4 +1,4 @@
-"""`import mla_fx`: what it brings along, and what it has."""
+"""`import mla_fx`: what it imports, and what it has."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ print(json.dumps([sorted(brought), str(torch.ops.mla_fx.mla_prolog.default._sche
 
 
 def test_importing_brings_nothing_but_itself_and_the_operators_are_there():
-    """Neither sympy, which takes longer to import than all of ours, nor Dynamo."""
+    """Neither sympy, which takes longer to import than this whole package, nor Dynamo."""
     told = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True).stdout
     brought, schema = json.loads(told)
     assert brought == ["mla_fx"]

@@ -1,4 +1,4 @@
-"""The user's own calls of in-place twins: in graphs they become the functional operators, with the same effect."""
+"""A user's own calls of in-place operators: in graphs they become the functional ones, with the same effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compiled(function, graphs):
 
 
 def check(function, arguments, functional):
-    """The same results and the same writes as eagerly, by the functional operator alone."""
+    """Check for eager's results and writes, with the functional operator alone."""
     torch._dynamo.reset()
     graphs, eager, given = [], copy.deepcopy(arguments), copy.deepcopy(arguments)
     wanted = function(*eager)

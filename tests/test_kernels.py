@@ -1,4 +1,4 @@
-"""What a decode step is compiled to: half as many kernels and calls as stock Inductor makes of the model as it is."""
+"""A decode step compiles to half as many kernels and calls as the model under stock Inductor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def compiled_to(backend):
-    """How many kernels of Inductor's, and how many library calls."""
+    """The number of Inductor's kernels and of library calls."""
     model = tiny_model("deepseek_v3", torch.bfloat16, num_hidden_layers=1)
     cache = empty_cache(model, "static")
     model(tokens(1, 12), past_key_values=cache)

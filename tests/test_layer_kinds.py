@@ -1,4 +1,4 @@
-"""Of a model on meta tensors `explain` looks at one layer of each kind, and counts what it finds for all of them."""
+"""Of a model on meta tensors, `explain` traces one layer of each kind, and counts it for all of them."""
 
 import pytest
 import torch

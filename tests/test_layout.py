@@ -1,4 +1,4 @@
-"""The arrows between the folders, the size of files, and what `import mla_fx` brings with it."""
+"""The imports between the folders, the size of files, and what `import mla_fx` imports."""
 
 import ast
 import subprocess
@@ -21,7 +21,7 @@ def name_of(path):
 
 
 def imports(path):
-    """The modules that a file imports anywhere, relative ones by their full names."""
+    """The modules that a file imports anywhere; relative ones by their full names."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -48,7 +48,7 @@ def test_operators_import_torch_and_nothing_else_of_ours_but_errors(path):
 
 @pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
 def test_nothing_imports_a_pattern_or_a_target_by_name(path):
-    """A large pattern has a folder of its own, and targets of one vendor may share one."""
+    """A large pattern has its own folder, and targets of one vendor may share one."""
     plugged = ("mla_fx.patterns", "mla_fx.lowering", "patterns", "lowering")
     folder = ".".join(path.relative_to(ROOT).parts[:2])
     shared = "lowering.ascend" if path.is_relative_to(ROOT / "lowering") else folder
@@ -56,7 +56,7 @@ def test_nothing_imports_a_pattern_or_a_target_by_name(path):
     assert [module for module in found if not is_within(module, shared)] == []
 
 
-# From the bottom to the top: each room imports those before it.
+# From the bottom to the top: each folder imports those before it.
 ROOMS = (
     "mla_fx.errors", "mla_fx.ops", "mla_fx.graph", "mla_fx.readings", "mla_fx.matching", "mla_fx.rewriting",
     "mla_fx.cases", "mla_fx.rule", "mla_fx.target", "mla_fx.options", "mla_fx.debug", "mla_fx.passes", "mla_fx.driver",
@@ -70,7 +70,7 @@ def room_of(module):
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_no_arrow_points_up(path):
-    """Also where a name is imported for its type alone."""
+    """Also if a name is imported only for its type."""
     own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     ours = [module for module in imports(path) if is_within(module, "mla_fx")]
     above = ROOMS[ROOMS.index(room_of(own)) + 1 :]
@@ -99,7 +99,7 @@ def test_a_file_can_be_read_in_one_sitting(path):
 @pytest.mark.parametrize("rule", discovery.rules(), ids=lambda rule: rule.name)
 def test_a_rule_brings_its_cases(rule):
     assert rule.accepts, "a rule says what it must fuse"
-    # one that tells of no misses has no reasons to be read: what it leaves alone stands in its tests
+    # a rule without misses has no reasons to show; its own tests check what it leaves unchanged
     assert rule.rejects or not rule.tells_misses, "a rule says what it must leave alone"
     assert all(case.fused for case in rule.accepts)
     assert all(case.because for case in rule.rejects)

@@ -38,7 +38,7 @@ def trace(function, *shapes):
 
 
 def match(pattern, function, *shapes):
-    """Every match of the value that `function` returns, and the nearest of what failed."""
+    """Every match of the value that `function` returns, and the nearest miss."""
     return match_all({"out": pattern}, function, *shapes)
 
 

@@ -1,4 +1,4 @@
-"""What a compilation tells of memory: temporaries, caches read, and weights beside the model's own."""
+"""What a report says about memory: temporaries, caches read, and copies of weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 class StoppedError(Exception):
-    """There is a report, and nothing is to be run."""
+    """Only the report is needed; nothing runs."""
 
 
 class Traced(Inductor):
@@ -39,7 +39,7 @@ class Traced(Inductor):
 
 @torch.no_grad()
 def report_of_a_step(context):
-    """One layer of DeepSeek-V3's dimensions in bfloat16, whose memory nobody touches."""
+    """One layer of DeepSeek-V3's sizes in bfloat16, whose memory is never touched."""
     config = DeepseekV3Config(**demo.ATTENTION, num_hidden_layers=1)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -70,7 +70,7 @@ def graph_of(function, *shapes):
 
 
 def test_values_live_until_their_last_use():
-    """A product of 16 bytes, and of that one of 80 and one of 16; the view keeps it."""
+    """A product of 16 bytes, then one of 80 and one of 16; the view keeps the first alive."""
 
     def function(x, wide, narrow):
         y = x @ x
@@ -81,7 +81,7 @@ def test_values_live_until_their_last_use():
 
 
 def test_what_loops_compute_where_it_is_read_is_not_stored():
-    """A sum reads it so; a product wants it in memory."""
+    """A sum reads it in a loop; a product needs it in memory."""
 
     def summed(x):
         return (x * 2 + 1).sum(0)
@@ -103,7 +103,7 @@ def test_a_product_of_one_row_is_a_sum_on_a_cpu():
 
 
 def test_what_is_computed_where_it_is_read_keeps_what_it_is_computed_from():
-    """The first product of 64 bytes lives until the sum reads twice of it, beside the second and its sum."""
+    """The first product, 64 bytes, lives until the sum reads twice of it, together with the second and its sum."""
 
     def function(x):
         product = x @ x

@@ -1,4 +1,4 @@
-"""The files of `tests/npu/`, each in a process of its own that can import torch_npu: see `tests/npu/environment.py`."""
+"""The files of `tests/npu/`, each in its own process that can import torch_npu: see `tests/npu/environment.py`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The vendor's documents as examples: each runs here too, where it checks its results against float64."""
+"""The vendor's documents as examples: each runs here, too, and checks its results against float64."""
 
 import subprocess
 import sys

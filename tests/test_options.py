@@ -1,4 +1,4 @@
-"""Options: what is taken, what is refused and in which words, at every door; strict, expect and expecting."""
+"""Options: what is accepted, what is refused and in which words, at every entry; strict, expect and expecting."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_unknown_mode_is_refused(mode):
 
 
 def test_a_mode_is_an_option_too():
-    """Of the target that is named, or, as long as none is, of any; what is given by itself comes before it."""
+    """Of the named target or, without one, of any; keyword options come first."""
     mla_fx.get_backend(mode="max-autotune")
     options = checked({"target": "inductor", "mode": "max-autotune", "max_autotune": False})
     assert options.extra == {**torch._inductor.list_mode_options("max-autotune"), "max_autotune": False}
@@ -105,7 +105,7 @@ def test_a_mode_is_an_option_too():
 
 
 def test_what_inductor_has_by_default_it_takes():
-    """All but what it holds none of, where a type cannot be told."""
+    """All except those with a value whose type is unknown."""
     defaults = torch._inductor.config.get_config_copy()
     discovery.targets()["inductor"].check({name: defaults[name] for name in inductor_options()})
 

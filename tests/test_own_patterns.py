@@ -1,4 +1,5 @@
-"""Patterns of one's own: registered folders, entry points, a clone that is not installed; and files at fault."""
+"""A user's own patterns: registered folders, entry points, a clone that is not installed; and files that cannot be
+used."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_files_that_are_added_are_found_when_the_folder_is_registered_again(tmp_
 
 
 def test_two_folders_may_each_have_a_file_of_that_name_to_share(tmp_path):
-    """Each rule takes the stage that lies beside it."""
+    """Each rule gets the stage from the file next to it."""
     for stage in ("cache", "prolog"):
         rule = {f"own_{stage}": RULE}
         mla_fx.register_patterns(folder_of(tmp_path / stage, stages=f"STAGE = {stage!r}", **rule))
@@ -125,7 +126,7 @@ def test_two_folders_may_each_have_a_file_of_that_name_to_share(tmp_path):
 
 
 def test_a_rule_comes_behind_those_that_it_names(tmp_path):
-    """A name that no rule has, as of one that cannot be used, and a circle keep no rule from its turn."""
+    """Names of missing rules, and a circle, keep no rule from being tried."""
     after = {"own_a": ("own_c", "nothing"), "own_b": ("own_b",), "own_c": ("own_d",), "own_d": ("own_a",)}
     rules = {name: f"{RULE}    after = {names}" for name, names in after.items()}
     mla_fx.register_patterns(folder_of(tmp_path / "mine", stages="STAGE = 'cache'", **rules))
@@ -158,7 +159,7 @@ def installed(path, value):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["own_rules", "own_rules.own_entry"])
 def test_an_entry_point_names_a_package_or_a_module(tmp_path, value):
-    """In a process of its own, where the package is installed."""
+    """In its own process, with the package installed."""
     installed(tmp_path, value)
     folder_of(tmp_path / "own_rules", __init__="", stages="STAGE = 'cache'", own_entry=RULE)
     code = "from mla_fx.driver import discovery; print([rule.name for rule in discovery.rules()])"
@@ -234,7 +235,7 @@ def test_a_target_at_fault_is_named(tmp_path, monkeypatch):
 
 
 def test_what_is_kept_is_not_what_was_compiled_with_a_file_at_fault(tmp_path):
-    """The file is the same; what it wants is there the next time."""
+    """The file is the same; what it imports exists the next time."""
     folder = folder_of(tmp_path / "mine", stages="STAGE = 'cache'", own_rule=f"import own_dependency\n{RULE}")
     mla_fx.register_patterns(folder)
     before = cache_key.source_hash()
@@ -272,8 +273,8 @@ def build():
 
 @pytest.mark.slow
 def test_a_clone_that_is_not_installed_compiles(tmp_path):
-    """As where a wheel is installed and the clone hides it: `-m` looks in the clone's root first, `-S` leaves out what
-    an editable install adds to the path, and so the folders of all that is needed are given by hand."""
+    """As with an installed wheel that the clone hides: `-m` looks in the clone's root first. `-S` leaves out what an
+    editable install adds to the path, so the folders of all dependencies are passed explicitly."""
     script = folder_of(tmp_path, script=BUILD) / "script.py"
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*packages, str(Path(torch.__file__).parents[1])])}

@@ -1,5 +1,5 @@
-"""Packages of AOTInductor run where there is no mla_fx: nothing of it is left in their graphs, and what cannot be taken
-apart is an error when they are made."""
+"""Packages of AOTInductor run without mla_fx: their graphs contain none of its operators, and an operator that cannot
+be decomposed is an error when they are made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK, BLOCKS, PAGES = 4, 4, 37
 
 
 class Paged(cases.Layer):
-    """Latents in pages, which a table names; batch, tokens and blocks may be symbols."""
+    """Latents in pages, read through a table; batch, tokens and blocks may be symbols."""
 
     def forward(self, x, cos, sin, position, table, latents, keys):
         batch, tokens, _ = x.shape

@@ -1,4 +1,4 @@
-"""Contexts gathered through a block table: no copy of one is left, and near twins are what the program says."""
+"""Contexts gathered through a block table: none is copied, and near twins give the program's results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def forget_compilations():
 
 
 def gathered(graph, size):
-    """The lines of a graph that gather values of as many rows as a context has."""
+    """The lines of a graph that gather a whole context."""
     lines = [line for line in graph.splitlines() if any(name in line for name in GATHERS)]
     return [line for line in lines if f"[2, {size // 16}, 16, " in line or f"[{2 * size // 16}, 16, " in line]
 
@@ -49,7 +49,7 @@ def test_no_context_is_gathered(spelling, target, tmp_path):
 
 @pytest.mark.slow
 def test_one_graph_for_all_sizes():
-    """Batch, tokens and blocks are symbols; the write is seen by what reads the pages, and made in place."""
+    """Batch, tokens and blocks are symbols; readers of the pages see the write, which is in place."""
     spelling = replace(DEFAULT, cache="paged")
     module = Entry(spelling).build()
     run = torch.compile(module, backend=mla_fx.get_backend(target="reference"), dynamic=True, fullgraph=True)
@@ -72,7 +72,7 @@ def test_one_graph_for_all_sizes():
 
 
 class Pages(Layer):
-    """Caches [B, 1, T, width] as pages of 4 rows, read through a table that a test may write otherwise."""
+    """Caches [B, 1, T, width] as pages of 4 rows, read through a table that tests override."""
 
     size, fires = 4, True
 
@@ -111,7 +111,7 @@ class FromTheEnd(Pages):
 
 
 class OldPages(Pages):
-    """What is read was there before the write."""
+    """The rows that are read were there before the write."""
 
     def chosen(self, caches, written):
         return self.old
@@ -122,7 +122,7 @@ class OldPages(Pages):
 
 
 class ByRow(Pages):
-    """Rows are looked up one by one, in slots that are counted from the table."""
+    """Rows are looked up one by one, in slots computed from the table."""
 
     def where(self):
         return self.table.unsqueeze(-1) * 4 + torch.arange(4)
@@ -132,35 +132,35 @@ class ByRow(Pages):
 
 
 class RowsTwice(ByRow):
-    """Of each page the first two rows, each of them twice."""
+    """The first two rows of each page, each of them twice."""
 
     def where(self):
         return self.table.unsqueeze(-1) * 4 + torch.arange(4) // 2
 
 
 class OtherSize(ByRow):
-    """Slots of pages of another size than their rows are counted in."""
+    """Slots that count pages of another size than the cache's."""
 
     def where(self):
         return self.table.unsqueeze(-1) * 3 + torch.arange(4)
 
 
 class LargerSize(ByRow):
-    """Slots of pages of twice the size, of which the first halves are read."""
+    """Slots of pages of twice the size; their first halves are read."""
 
     def where(self):
         return (self.table // 2).unsqueeze(-1) * 8 + torch.arange(4)
 
 
 class BeforeThePage(ByRow):
-    """Rows that begin one before the page, which for the first one is the last of all."""
+    """Rows that begin one before the page; for the first page, that is the last row of all."""
 
     def where(self):
         return self.table.unsqueeze(-1) * 4 + torch.arange(-1, 3)
 
 
 class RowsFirst(Pages):
-    """A context goes through all first rows of its blocks, then through all second ones."""
+    """A context reads all first rows of its blocks, then all second rows."""
 
     fires = False
 
@@ -176,14 +176,14 @@ class TablesOfTheirOwn(Pages):
 
 
 class Scaled(Pages):
-    """Multiplied once they were gathered: attention has factors for that."""
+    """Multiplied after they were gathered: attention has factors for that."""
 
     def read(self, pages, where):
         return pages[where] * 1.5
 
 
 class Rounded(Pages):
-    """Rounded once they were gathered: pages are not."""
+    """Rounded after they were gathered: pages are not."""
 
     fires = False
 
@@ -192,7 +192,7 @@ class Rounded(Pages):
 
 
 class WrittenBehind(Pages):
-    """The cache is written again once attention has read it."""
+    """The cache is written again after attention has read it."""
 
     def forward(self, x, tables, position, caches):
         out = super().forward(x, tables, position, caches)

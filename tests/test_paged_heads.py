@@ -1,4 +1,5 @@
-"""Attention over keys and values of each head in pages: spellings, sizes and types, and near twins, against eager."""
+"""Attention over paged keys and values per head: spellings, sizes and dtypes, and near twins, compared with eager
+mode."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ class Sizes:
 
 
 class Engine(nn.Module):
-    """A layer of a serving engine: rows are written by slot, contexts gathered through a table; all of it in pieces
-    that a test writes otherwise."""
+    """A layer of a serving engine in pieces that tests override: rows are written by slot, contexts gathered through a
+    table."""
 
     def __init__(self, sizes=None):
         super().__init__()
         z = self.sizes = sizes or Sizes()
-        self.kv_heads, self.width, self.columns = z.kv_heads, z.width, z.columns  # numbers, whatever is a symbol
+        self.kv_heads, self.width, self.columns = z.kv_heads, z.width, z.columns  # numbers, even if sizes are symbols
         generator = torch.Generator().manual_seed(0)
         widths = HEADS * z.width, z.kv_heads * z.width, z.kv_heads * z.columns
         self.qkv = nn.ParameterList(
@@ -92,7 +93,7 @@ class Engine(nn.Module):
 
 
 def arguments(sizes, dtype=torch.float64):
-    """Pages more than are named, whose tables are of any order."""
+    """More pages than are named, with tables in any order."""
     z, generator = sizes, torch.Generator().manual_seed(sizes.batch)
     blocks = z.batch * z.blocks + 1
     table = torch.randperm(blocks, generator=generator)[: z.batch * z.blocks].view(z.batch, z.blocks)
@@ -113,7 +114,7 @@ FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def check(module, *, close=CLOSE, given=None, **options):
-    """Answers and caches are eager's, in float64; returns the report."""
+    """Check that results and caches are eager's, in float64; return the report."""
     torch._dynamo.reset()
     run = torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference"} | options))
     compared(run, module, arguments(module.sizes) if given is None else given, close)
@@ -210,7 +211,7 @@ class SlotOfEachToken(Engine):
 
 
 class HeadsFirst(Engine):
-    """Caches [BlockNum, Hkv, BlockSize, columns], of which these are views."""
+    """Caches [BlockNum, Hkv, BlockSize, columns], with these as views."""
 
     def context(self, cache, table):
         return cache.transpose(1, 2)[table].transpose(2, 3).flatten(1, 2)
@@ -240,7 +241,7 @@ class ByLength(Engine):
 
 
 class OneFurther(Engine):
-    """No length says this: it stays a mask, which is the operator's too."""
+    """No length describes this: it stays a mask, also of the operator."""
 
     def seen(self, keys, positions):
         return keys <= positions + 1
@@ -278,7 +279,7 @@ class Unmasked(Engine):
 
 
 class Upcast(Eager):
-    """Everything in a wider type than the caches."""
+    """Everything in a wider dtype than the caches."""
 
     def attend(self, query, key, value, positions):
         return super().attend(query.double(), key.double(), value.double(), positions)
@@ -352,7 +353,7 @@ def test_one_graph_for_all_sizes(kind, target):
 
 
 def fixed(module):
-    """What an engine's config says of its caches."""
+    """What an engine's config says about its caches."""
 
     def run(x, table, starts, *caches):
         for cache, columns in zip(caches, (module.width, module.columns), strict=True):
@@ -459,7 +460,7 @@ def test_near_twins_are_refused_with_a_reason(kind):
 
 
 def test_a_cache_that_would_have_to_be_copied_is_gathered():
-    """Columns of a row lie apart, [BlockNum, Hkv, columns / 4, BlockSize, 4]."""
+    """The columns of a row are not adjacent, [BlockNum, Hkv, columns / 4, BlockSize, 4]."""
 
     class Columned(Engine):
         def forward(self, query, table, *caches):
@@ -501,7 +502,7 @@ def test_a_graph_in_which_nothing_is_gathered_is_left_alone():
 
 
 def test_a_refusing_target_keeps_the_graph(monkeypatch):
-    """As an NPU's, which has no kernel for it yet."""
+    """Like an NPU, which has no kernel for it yet."""
     from mla_fx.lowering.ascend.paged_attention_batched import NOT_LOWERED
     from mla_fx.lowering.reference import Reference
 

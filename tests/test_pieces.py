@@ -1,4 +1,4 @@
-"""Norms and rotations by themselves: near twins of them, and targets that want none."""
+"""Single norms and rotations: their near twins, and targets that do not want them."""
 
 import dataclasses
 
@@ -67,7 +67,7 @@ def refusal(rule, graph):
 
 
 class Written(WeightedQuery):
-    """Neighbours read, neighbours written."""
+    """Read interleaved, written interleaved."""
 
     def rotate(self, x, cos, sin):
         first, second = x[..., 0::2], x[..., 1::2]
@@ -76,21 +76,21 @@ class Written(WeightedQuery):
 
 
 class OwnTables(WeightedQuery):
-    """Other tables for the second elements of pairs than for the first."""
+    """Different tables for the first and the second elements of pairs."""
 
     def rotate(self, x, cos, sin):
         return super().rotate(x, cos * torch.linspace(0.5, 1.5, DR), sin * torch.linspace(2, 1, DR))
 
 
 class QueryRotated(WeightedQuery):
-    """The query is rotated in another way than the key."""
+    """The query is rotated differently from the key."""
 
     def rotate_key(self, x, cos, sin):
         return WeightedQuery.rotate(self, x, cos, sin)
 
 
 class ByHead(QueryRotated):
-    """Each head has tables of its own."""
+    """Each head has its own tables."""
 
     def rotate(self, x, cos, sin):
         angle = torch.arange(1.0, N + 1).view(N, 1, 1)
@@ -98,7 +98,7 @@ class ByHead(QueryRotated):
 
 
 class AlongTokens(QueryRotated):
-    """What is turned are the tokens of a pair, not its columns."""
+    """The tokens of a pair are rotated, not its columns."""
 
     def rotate(self, x, cos, sin):
         return x * cos + torch.cat((-x[:, :, 1:], x[:, :, :1]), dim=2) * sin
@@ -122,7 +122,7 @@ ROTATIONS = {Written: 1, OwnTables: 1, ByHead: 0, AlongTokens: 0, Mirrored: 0, S
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ROTATIONS)
 def test_near_twins_of_a_rotation(kind):
-    """Whatever becomes of them, the answers and the caches stay."""
+    """Fused or not, results and caches stay the same."""
     report = run_case(Case(kind.__name__, kind, pieces=True))
     assert report.pieces.get("rope", 0) == ROTATIONS[kind]
     assert report.fused["kv_rmsnorm_rope_cache"] == 1

@@ -1,4 +1,4 @@
-"""Plans by themselves: what a rule makes of a match that was written by hand, and what the engine makes of a plan."""
+"""Plans without a graph: what a rule makes of a hand-written match, and what the engine makes of a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS, WIDTH = Axis(3), Axis(4)
 
 
 def value(name, *sizes, dtype=torch.float32):
-    """A value that belongs to no program: an input of a graph of its own."""
+    """A value without a program: an input of a graph of its own."""
     node = Graph().placeholder(name)
     node.meta["val"] = torch.empty(*sizes, dtype=dtype, device="meta")
     return node
@@ -40,7 +40,7 @@ def norm_of(x, gamma, out, *, over=WIDTH, factor=1.0):
 
 
 def test_a_rule_is_tried_without_a_program():
-    """The value is stored the other way around, so that it is permuted first."""
+    """The value is stored transposed, so it is permuted first."""
     x, gamma, out = value("x", 4, 3), value("gamma", 4), value("out", 3, 4)
     plan = RmsNormAlone().rewrite(norm_of(read(x, WIDTH, TOKENS), read(gamma, WIDTH), out))
     (one,) = plan.replaced
@@ -120,7 +120,7 @@ def test_what_must_be_a_view_and_is_none_is_refused():
 
 
 def test_an_equal_fused_call_is_checked_for_itself():
-    """Two places that call the same: neither takes over what was found of the other."""
+    """Two places with the same call: neither reuses what was found about the other."""
     graph, x, y, out = traced()
     emit = Emitter(graph)
     norm = Call(torch.ops.mla_fx.rms_norm.default, x, Call(aten.select.int, y, 0, 0), epsilon=1e-6)

@@ -22,7 +22,7 @@ T = Sizes().context
 
 
 class Refused:
-    """Stands for the results of a call that raises."""
+    """The results of a call that raises."""
 
 
 def outcome(run: Callable[..., Any], given: Any) -> tuple[Any, Any]:
@@ -43,9 +43,9 @@ def compare(
     target: str = "reference",
     leaves_caches: bool = True,
 ) -> mla_fx.Report:
-    """Each call raises where eager does, and has its results and caches where that does not. Returns the report.
+    """Check that each call raises if eager does, and otherwise has its results and caches. Return the report.
 
-    With `leaves_caches` a call that raises has written nothing, also of the rows that have a place."""
+    With `leaves_caches`, a call that raises has written nothing, not even rows in range."""
     backend = Reporting(target=target)
     run = torch.compile(module, backend=backend, dynamic=dynamic)
     refused = []
@@ -89,7 +89,7 @@ def with_last(place: Any, value: int) -> Any:
 
 
 def slots(name: str, cache: Tensor) -> int:
-    """How many positions the spelling counts."""
+    """The number of positions in this spelling."""
     is_flat = any(word in name for word in ("slots", "blocks", "paged"))
     return cache.shape[0] * cache.shape[1] if is_flat else cache.shape[-2]
 
@@ -117,7 +117,7 @@ def test_positions_at_the_edges_by_inductor(name):
 
 
 class Blocks(Layer):
-    """Block and offset of each row are given. The context is read whole."""
+    """Block and offset of each row are arguments. The whole context is read."""
 
     def store(self, latent, k_rope, position, kv_cache, kr_cache):
         for cache, rows in ((kv_cache, latent), (kr_cache, k_rope)):
@@ -132,7 +132,7 @@ class Blocks(Layer):
 
 
 class BlocksSideBySide(Blocks):
-    """Latents and rotary keys are columns of one cache, written in two."""
+    """Latents and rotary keys are columns of one cache, written in two parts."""
 
     def attended(self, x, tables, position, caches):
         (cache,) = caches
@@ -218,7 +218,7 @@ def put(cache, start, rows):
 
 
 OWN = (5, 6, T - 2, T, -1, -T - 1, 0)
-# The rest are refused while they are traced, and each refusal is traced anew.
+# The others are refused during tracing, and each refusal traces anew.
 NUMBERED = {
     (counted, 3): OWN,
     (put, 3): OWN,
@@ -244,7 +244,7 @@ READ = ["paged", "blocks_selected", "blocks_embedded", "slots_of_table", "offset
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_tables_at_the_edges(name):
-    """An embedding and index_select count nothing from the end; an index does. Rows are written before that."""
+    """An embedding and index_select do not count from the end; an index does. Rows are written before that."""
     entry = Entry(Spelling(cache=name))
     *given, caches, (place, table) = entry.arguments(entry.steps[-1])
     blocks = slots(name, caches[0]) if name == "slots_given" else caches[0].shape[0]

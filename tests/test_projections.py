@@ -1,4 +1,4 @@
-"""Projections of every kind: what of a layer fuses, and why the rest does not."""
+"""Projections of every kind: which parts of a layer fuse, and why the rest does not."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ REASONS = {Bias: "has a bias", AddedBias: "has a bias", Lora: r"a second product
 @pytest.mark.parametrize("changed", PROJECTIONS)
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
 def test_something_added_to_a_projection(kind, changed):
-    """The prolog has no place for it, the key side needs none; keys and values that have it are no latent attention."""
+    """The prolog has no operand for it, the key side needs none; with it, keys and values are not latent attention."""
     report = check(kind(changed))
     assert report.fused == ({} if changed == "kv_b" else KEY_SIDE), str(report)
     assert re.search(REASONS[kind], str(report)), str(report)
 
 
 class TwoKeyWeights(Layer):
-    """Latent and rotary key have parameters of their own."""
+    """Latent and rotary key have separate parameters."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Quantised projections: the prolog refuses and names the cause, the key side and attention fuse all the same."""
+"""Quantised projections: the prolog refuses and names the cause; the key side and attention still fuse."""
 
 import copy
 
@@ -18,7 +18,7 @@ SCALES = "a matrix product is multiplied by a parameter, as by the scales of a q
 
 
 def of_columns(x, weight, scales):
-    """As torchao does: the product of what is stored, and then its scales."""
+    """Like torchao: the product of the stored weight, then its scales."""
     return nn.functional.linear(x, weight.to(x.dtype)) * scales
 
 
@@ -27,7 +27,7 @@ def before(x, weight, scales):
 
 
 def in_blocks(x, weight, scales):
-    """As DeepSeek's weights in 8 bits: one scale for a block of columns."""
+    """Like DeepSeek's 8-bit weights: one scale per block of columns."""
     blocks = weight.view(weight.shape[0], -1, 4).to(x.dtype) * scales.view(-1, 1, 1)
     return nn.functional.linear(x, blocks.view(weight.shape))
 
@@ -93,7 +93,7 @@ def test_projections_to_latents(multiply, reason):
 
 
 def of_whole_numbers(x, weight, scales):
-    """As torchao quantises tokens while they come: what is stored is multiplied, whole numbers by whole numbers."""
+    """Like torchao's dynamic quantisation of tokens: integers are multiplied by stored integers."""
     flat = x.reshape(-1, x.shape[-1])
     low, high = (flat.amin(-1, keepdim=True).clamp(max=0), flat.amax(-1, keepdim=True).clamp(min=0))
     step = ((high - low) / 255).clamp(min=1e-7)
@@ -104,7 +104,7 @@ def of_whole_numbers(x, weight, scales):
 
 
 class Stored(Quantised):
-    """The weights in the type that goes with how they are multiplied."""
+    """The weights in the dtype that goes with how they are multiplied."""
 
     def __init__(self, multiply, *names):
         super().__init__(multiply, *names)
@@ -131,7 +131,7 @@ MULTIPLIES = {
 @pytest.mark.parametrize("names", [ALL, ("kv_b",)], ids=["all", "up alone"])
 @pytest.mark.parametrize("multiply", MULTIPLIES)
 def test_the_projection_from_latents_names_the_cause_and_the_remedy(multiply, names):
-    """And it is said without being asked for."""
+    """And the warning says so without being asked."""
     with pytest.warns(mla_fx.MlaWarning, match="leave kv_b_proj in bf16"):
         report = report_of(Stored(multiply, *names))
     assert report.fused == {}, str(report)

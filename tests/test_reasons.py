@@ -1,4 +1,4 @@
-"""The reason why a layer fused less: the cause in words, as its author would say it, and not the symptom."""
+"""The reason why a layer fused less: the cause in its author's words, not the symptom."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SoftCap(Layer):
 
 
 class Temperature(Layer):
-    """Each head has a scale of its own, which it learnt."""
+    """Each head has its own learnt scale."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class GatedLatent(Layer):
 
 
 class WrittenWhere(Layer):
-    """The cache is written without positions, as accelerators that have no scatter want it."""
+    """The cache is written without positions, for accelerators without scatter."""
 
     def store(self, latent, k_rope, position, kv_cache, kr_cache):
         is_here = torch.arange(self.sizes.context)[:, None] == position
@@ -105,7 +105,7 @@ def test_the_cause_is_named(kind):
 
 
 class Float8Latents(Layer):
-    """Latents are rounded when they are cached, and multiplied as they were."""
+    """Latents are rounded in the cache, and multiplied unrounded."""
 
     def store(self, latent, k_rope, position, kv_cache, kr_cache):
         kr_cache.index_copy_(2, position, k_rope)
@@ -114,7 +114,7 @@ class Float8Latents(Layer):
 
 
 def test_latents_that_went_through_eight_bits():
-    """Types that torch promotes to no common one are compared all the same."""
+    """Dtypes without a common promotion are compared, too."""
     report = check(Float8Latents())
     assert "the program rounds to torch.float8_e4m3fn, the operator only to torch.float64" in str(report)
     assert not report.notes

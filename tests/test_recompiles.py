@@ -1,6 +1,6 @@
-"""DeepSeek-V3 of transformers, unmodified, at sizes that change: no more graphs than with PyTorch's own backend.
+"""DeepSeek-V3 of transformers, unmodified, at changing sizes: no more graphs than with PyTorch's own backend.
 
-`error_on_recompile` raises what `TORCH_LOGS=recompiles` would tell."""
+`error_on_recompile` raises what `TORCH_LOGS=recompiles` would log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prefilled(kind, batch, prompt=12, length=160):
 
 
 class Asking:
-    """A backend that keeps what was asked of sizes until each graph was compiled, which is what recompiles it."""
+    """A backend that records the size guards of each graph up to its compilation; these recompile it."""
 
     def __init__(self, backend):
         self.backend, self.asked = backend, []
@@ -50,7 +50,7 @@ def drawn(calls, run):
 
 
 def check(calls):
-    """`calls(run)` gives the same as with the model as it is, and takes no more graphs or guards than with PyTorch."""
+    """`calls(run)` gives the same as with the unmodified model, with no more graphs or guards than with PyTorch."""
     recorder = Recorder()
     ours, stock = Asking(recorder), Asking(lookup_backend("aot_eager"))
     found = drawn(calls, torch.compile(tiny(), backend=ours, fullgraph=True))
@@ -86,7 +86,7 @@ def test_batches_of_a_static_cache():
 
 @pytest.mark.slow
 def test_a_dynamic_cache_grows_from_prompts_of_any_length():
-    """One graph for prompts, since their length is marked, and one for steps."""
+    """One graph for prompts, because their length is marked, and one for steps."""
 
     def calls(run):
         found = []
@@ -103,8 +103,8 @@ def test_a_dynamic_cache_grows_from_prompts_of_any_length():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.campaign), "dynamic"])
 def test_chunks_and_drafts_share_a_decode_graph(kind):
-    """Sixteen tokens at most are surely absorbed, so one graph, with the prolog, takes any number of them but one: a
-    single token has a graph of its own with any backend."""
+    """At most sixteen tokens are surely absorbed, so one graph, with the prolog, takes any number of them except one: a
+    single token has its own graph in any backend."""
 
     def calls(run):
         found, held = [], prefilled(kind, 2)

@@ -1,4 +1,4 @@
-"""Near twins of what is read: each would be read wrong but for one refusal, and says why it is refused."""
+"""Near twins of what is read. Without one refusal, each would be read wrongly; each says why it is refused."""
 
 import math
 import operator
@@ -109,7 +109,7 @@ def in_every_second(x):
     return x.slice_scatter(x[..., ::2] + 100, -1, 0, D, 2)
 
 
-VALUES = {  # what resolves no further than this, since the next step would read something else
+VALUES = {  # elements that resolve no further, because the next step would read something else
     "whole numbers": ("_to_copy", lambda x: (x * 0.7).to(torch.int64).to(torch.float32)),
     "whole numbers copied": ("copy", lambda x: aten.copy.default(x, (x * 0.7).to(torch.int64))),
     "bytes that wrap": ("mul", lambda x: x.abs().to(torch.uint8).mul(200)),
@@ -128,7 +128,7 @@ def test_what_an_element_is_not_followed_through(name):
     assert element.origin.target._opname == origin
 
 
-UNKNOWN = {  # of x [s0, s1], where s0 is 3 or more: what is not known to count from the start
+UNKNOWN = {  # of x [s0, s1], where s0 is 3 or more: positions that may count from the end
     "window": lambda x: rows(x)[:, x.shape[0] - 3 :],
     "part": lambda x: rows(x)[:, x.shape[0] - 3 : x.shape[0] - 1],
     "token": lambda x: rows(x).select(1, x.shape[0] - 3),
@@ -481,7 +481,7 @@ def test_one_row_at_a_position_that_may_be_negative():
 
 
 def joined(function, *shapes):
-    """Two updates, the second read beside the first."""
+    """Two updates, the second read together with the first."""
     traced = Traced(function, *(dense(*shape) for shape in shapes))
     first, second = (cache_update(element_of(value)) for value in traced.out)
     return second.beside(first)
@@ -555,7 +555,7 @@ def test_a_cache_that_is_written_in_an_unknown_way_is_no_row():
 # --- from elements to tensors ----------------------------------------------------------------------------------------
 
 SIZES = [sympy.Symbol(name, integer=True, positive=True) for name in "mn"]
-TENSORS = {  # an element, and the dimensions it is wanted along
+TENSORS = {  # an element, and the dimensions to lay it out along
     "would be rounded to torch.bfloat16 by the operator": (line(0, (A4, 6)), [[A4]], {"dtype": torch.bfloat16}),
     "run over one axis": (line(0, (A4, 6)), [[A4], [A4]], {}),
     "in incompatible parts": (
@@ -614,7 +614,7 @@ class ScaledStates(Layer):
 
 
 class CrossedQuery(Layer):
-    """The rotary columns of a head come before its others."""
+    """The rotary columns of a head come before the others."""
 
     def query(self, x):
         q = super().query(x)
@@ -654,7 +654,7 @@ class KeyInPairs(Layer):
 
 
 class TurnedCaches(Layer):
-    """Caches that lie [B,1,width,T]."""
+    """Caches in the layout [B,1,width,T]."""
 
     def __init__(self):
         super().__init__(Sizes(rank=6))
@@ -711,7 +711,7 @@ class TurnedRows(Layer):
 
 
 class NarrowAttention(Layer):
-    """Without caches, and in single precision behind the projections."""
+    """Without caches, and in single precision after the projections."""
 
     def __init__(self):
         super().__init__(Sizes(context=3))
@@ -733,14 +733,14 @@ class NarrowAttention(Layer):
 
 
 class OneContext(Layer):
-    """All that is attended to is the latent of one token."""
+    """Attention sees only the latent of one token."""
 
     def keys(self, latent, k_rope):
         return super().keys(latent[:, :, 3:4].expand_as(latent), k_rope)
 
 
 class OneColumn(Layer):
-    """A rotary part of one column, which nothing can rotate."""
+    """A rotary part of one column, which cannot be rotated."""
 
     def __init__(self):
         super().__init__(Sizes(rope=1))
@@ -750,7 +750,7 @@ class OneColumn(Layer):
 
 
 class KeyByQuery(Layer):
-    """Each query token has rotary keys of its own."""
+    """Each query token has its own rotary keys."""
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):
         key, value = self.keys(latent, k_rope)
@@ -803,7 +803,7 @@ def test_single_precision_behind_the_projections():
 
 
 class NormsApart(Layer):
-    """The norm of the query rounds before its weight is multiplied in, that of the latent behind it."""
+    """The query's norm rounds before its weight is multiplied, the latent's after it."""
 
     def norm(self, x, gamma):
         wide = x.float()
@@ -894,7 +894,7 @@ IN_PLACE = {
 
 
 def reinplaced(function, width=20, room=T):
-    """What is said when the caches of a traced call are to be written in place."""
+    """The notes about writing the caches of a traced call in place."""
     given = dense(B, 1, S, 26), dense(20), dense(B, 1, S, 6), dense(B, 1, S, 6), torch.arange(S).expand(B, S)
     caches = dense(B, 1, room, 6)[:, :, :T], dense(B, 1, T, width)
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*given, *caches).graph

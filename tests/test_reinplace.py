@@ -1,4 +1,4 @@
-"""Caches written in place, and left alone wherever somebody still needs what they held."""
+"""Caches written in place, and left unchanged if something still reads the old content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def no_gradients():
 
 
 class Functional(Layer):
-    """Caches updated out of place and copied back at the end; `late` is made of old and new ones."""
+    """Caches updated out of place and copied back at the end; `late` reads old and new ones."""
 
     def late(self, new):
         return ()
@@ -157,7 +157,7 @@ class WrittenTwice(Layer):
 
 
 class Gaps(Layer):
-    """Caches that are slices of longer ones, so that the memory of one has gaps."""
+    """Caches that are slices of longer ones, so the memory of one has gaps."""
 
     def __init__(self):
         super().__init__()
@@ -172,8 +172,8 @@ class Gaps(Layer):
 
 
 class Roomy(Layer):
-    """DeepSeek's inference code: a slice of the batch rows, and in it a slice of the tokens. What lies beside is read
-    as well."""
+    """DeepSeek's inference code: a slice of the batch rows, and in it a slice of the tokens. The rest is read as
+    well."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ class Roomy(Layer):
 
 
 class RoomyRestored(Roomy):
-    """One row of the batch is put back."""
+    """One row of the batch is restored."""
 
     def store(self, latent, k_rope, position):
         old = self.kv_cache[:1].clone()
@@ -199,7 +199,7 @@ class RoomyRestored(Roomy):
 
 
 class RoomyHalf(Roomy):
-    """A functional update, of which only a part is kept."""
+    """A functional update; only part of it is kept."""
 
     def store(self, latent, k_rope, position):
         new = self.kv_cache[:B].index_copy(2, position, latent), self.kr_cache[:B].index_copy(2, position, k_rope)
@@ -214,7 +214,7 @@ class RoomyReturned(Roomy):
 
 
 class Transposed(Layer):
-    """Caches that lie [B, 1, width, T] in memory."""
+    """Caches stored as [B, 1, width, T]."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +242,7 @@ REFUSED = {
 
 
 def run_both(module, target="reference"):
-    """The report of a module whose outputs and buffers are those of the eager one."""
+    """The report of a module whose outputs and buffers are eager's."""
     eager = module.eval()
     fused = copy.deepcopy(eager)
     inputs = cases.inputs()
@@ -266,7 +266,7 @@ def stages(module):
     return mla_fx.explain(module.eval(), target="reference")(*cases.inputs()).graphs
 
 
-# Inductor reinplaces by itself, and takes seconds for each.
+# Inductor reinplaces itself, and takes seconds for each.
 TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 
 
@@ -324,7 +324,7 @@ def test_one_refusal_does_not_keep_the_other_layers_from_it():
 
 
 def test_a_bug_is_no_refusal(monkeypatch):
-    """It reaches the fence around all passes, which strict turns into an error."""
+    """It reaches the fence around all passes, which is an error when strict."""
 
     def fail(*_):
         raise ZeroDivisionError("a bug")
@@ -413,7 +413,7 @@ def test_what_may_copy_is_no_sure_view():
 
 
 def chain():
-    """x, its copy back, a view and something that reads it late: as a graph, by name."""
+    """x, its copy back, a view and a late reader of the view: as a graph, by name."""
     graph = torch.fx.Graph()
     nodes = {"x": graph.placeholder("x")}
     nodes["parts"] = graph.call_function(aten.unbind.int, (nodes["x"],))

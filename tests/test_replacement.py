@@ -1,4 +1,4 @@
-"""Values for values: all of a rewrite or none, in an order that runs, and nothing that the operator knows not of."""
+"""Replacing values: all of a rewrite or none, in an order that runs, and no lost input."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_others_still_read_stays():
 
 
 def test_an_operand_that_stands_later_comes_first():
-    """`neg` is computed behind the first value that is replaced, and does not need it."""
+    """`neg` is computed after the first replaced value, and does not need it."""
     graph = Rewritten(lambda x, y: (x.sin() + 1, y.neg().exp()))
     with graph.emit.at(graph.anchor, "test"):
         graph.replace("add", Call(aten.cos.default, graph["exp"]))
@@ -87,7 +87,7 @@ def test_an_operator_that_would_need_its_own_result_is_refused_and_not_added():
 
 
 def in_place_of(function, lay_out=lambda x: x.T.contiguous().T):
-    """`function` reads the sine of x, which is replaced by one that lies elsewhere in memory."""
+    """`function` reads the sine of x, which is replaced by one in another layout."""
     graph = Rewritten(lambda x: function(x.sin()))
     with graph.emit.at(graph.anchor, "test"):
         graph.replace("sin", Inlined(lambda x: lay_out(x.sin()), (graph["x"],)))
@@ -117,7 +117,7 @@ def test_who_takes_any_layout_is_handed_what_there_is():
 
 
 def test_who_reads_more_memory_than_the_value_has_none_other():
-    """What lies beside the columns is read, too."""
+    """The other columns are read, too."""
     graph = Rewritten(lambda x: (columns := x.sin()[:, :2], columns.as_strided((3, 4), (4, 1))))
     with pytest.raises(NoMatch, match="reads slice_1 by its strides"), graph.emit.at(graph.anchor, "test"):
         graph.replace("slice_1", Inlined(lambda x: x.sin()[:, :2].contiguous(), (graph["x"],)))

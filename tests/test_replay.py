@@ -1,4 +1,4 @@
-"""A rewrite is done again in layers that are the same, and in no other."""
+"""A rewrite is repeated in layers that are equal, and in no other."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings(mark) for mark in QUIET]
 
 
 class Stack(nn.Module):
-    """Layers one on top of the other, each with caches of its own unless `shared`."""
+    """Layers one after the other, each with its own caches unless `shared`."""
 
     def __init__(self, *layers, shared=False):
         super().__init__()
@@ -40,7 +40,7 @@ def given(count, sizes=None):
 
 
 def drawn_anew(layer):
-    """Other weights: a layer that stood for another by mistake would show."""
+    """Other weights, so that a layer used in place of another would show."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in layer.parameters():
@@ -100,7 +100,7 @@ class TurnedBack(Layer):
 
 
 class OtherPlaces(Layer):
-    """Latents and rotary keys are written at positions of their own."""
+    """Latents and rotary keys are written at different positions."""
 
     def store(self, latent, k_rope, position, kv_cache, kr_cache):
         kv_cache.index_copy_(2, position, latent)
@@ -116,7 +116,7 @@ class FromTheEnd(Layer):
 
 
 class OldRotaryKeys(Layer):
-    """The rotary key is written, and what was there before is read."""
+    """The rotary key is written, and the old content is read."""
 
     def store(self, latent, k_rope, position, kv_cache, kr_cache):
         before = kr_cache.clone()
@@ -125,7 +125,7 @@ class OldRotaryKeys(Layer):
 
 
 class TransposedKeys(Layer):
-    """As many tokens as heads: exchanged, they look the same."""
+    """As many tokens as heads: swapped, they look the same."""
 
     def query(self, x):
         return super().query(x).transpose(1, 2)
@@ -174,7 +174,7 @@ def test_layers_over_one_cache():
 
 
 class Mixed(Stack):
-    """The second layer's rotary keys are made from what the first was given."""
+    """The second layer's rotary keys are computed from the first one's input."""
 
     def forward(self, x, tables, position, caches):
         first, second = self.layers
@@ -210,7 +210,7 @@ def sines(function, *inputs):
 
 
 def recorded(graph, anchor, old=None, reads=None, looked_into=None, checked=()):
-    """The recipe that replaces `old` by the cosine of the first graph input behind it, or of what `reads` says."""
+    """The recipe that replaces `old` by the cosine of the next graph input after it, or of what `reads` returns."""
     emit = Emitter(graph)
     source = anchor
     while source.op != "placeholder":
@@ -258,7 +258,7 @@ def test_what_is_not_the_same_is_not_taken_for_it(name):
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_what_was_looked_into_is_compared_though_it_is_an_operand(looks):
-    """A rule that knows what a factor is made from may rely on it; one that does not takes any."""
+    """A rule that reads what a factor is computed from may rely on it; one that does not takes any."""
     graph, (first, second) = sines(lambda x, y: ((x * x.relu()).sin(), (y * y.abs()).sin()), X, Y)
     (product,) = first.all_input_nodes
     looked_into = {first, product, *(product.all_input_nodes if looks else ())}
@@ -285,7 +285,7 @@ def test_what_nobody_looked_into_is_not_replaced_elsewhere():
 
 
 def test_a_result_of_another_kind_is_not_the_same():
-    """Each call is compared with what it gives: as many numbers as are not zero, which nothing says beforehand."""
+    """Each call is compared with its result, whose size depends on data."""
     graph, (first, second) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
     emit, found = recorded(graph, first)
     relu = second.all_input_nodes[0]

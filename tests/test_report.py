@@ -1,4 +1,4 @@
-"""The wording of reports and misses: what people read when something did not fuse."""
+"""The wording of reports and misses: what users read when something did not fuse."""
 
 import json
 from collections import Counter

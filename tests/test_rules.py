@@ -1,4 +1,5 @@
-"""Generated from the patterns: every accept fires as often as it says and agrees; every reject refuses as it says."""
+"""Generated from the patterns: every accepted case fuses as often as it says and agrees; every rejected one is refused
+for its reason."""
 
 import pytest
 
@@ -27,6 +28,6 @@ ATTENTION = next(rule for rule in RULES if rule.name == "mla_attention")
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 @pytest.mark.parametrize("case", ATTENTION.rejects, ids=lambda case: case.name)
 def test_reject_leaves_the_graph_alone(case):
-    """Where attention is not recognised nothing is, and the graph that leaves is the one that came."""
+    """If attention is not recognised, nothing is, and the graph is unchanged."""
     graphs = run_case(case).graphs
     assert graphs["captured"] == graphs["clean up"]

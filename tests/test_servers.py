@@ -1,4 +1,4 @@
-"""Layers of servers with sizes that are symbols: what fuses, and which symbol is to blame where something does not."""
+"""Layers of servers with symbolic sizes: what fuses, and which symbol is the reason if something does not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def forget_compilations():
 
 
 def compared(module, given, dynamic, **options):
-    """The report of the last graph; all have answered, and left the caches, as eager does."""
+    """The report of the last graph; all calls gave eager's results and caches."""
     backend = Reporting(**options)
     run = torch.compile(module, backend=backend, dynamic=dynamic)
     for one in given:
@@ -78,7 +78,7 @@ def test_one_graph_for_all_sizes(kind):
     ],
 )
 def test_sizes_that_become_symbols(kind, target):
-    """With the second call Dynamo takes the lengths for symbols, each of them for one of its own."""
+    """At the second call Dynamo turns the lengths into symbols, each a different one."""
     given, fused = SPELLINGS[kind]
     report = compared(kind(), given, None, target=target)
     assert report.fused == fused, str(report)
@@ -95,7 +95,8 @@ class Checked(servers.PagedDraftsBatched):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, is_known", [(servers.PagedDraftsBatched, False), (Checked, True)])
 def test_a_refusal_names_its_symbols_and_the_remedy(kind, is_known):
-    """Two caches of as many pages, which are two symbols once they have changed: until the model says otherwise."""
+    """Two caches with equal numbers of pages become two symbols once they have changed, until the model says
+    otherwise."""
     report = compared(kind(), SPELLINGS[servers.PagedDraftsBatched][0], None)
     assert (report.fused == ALL) == is_known, str(report)
     remedy = "torch._check(caches[0].size()[0] == caches[1].size()[0]) in the model says so"
@@ -104,7 +105,7 @@ def test_a_refusal_names_its_symbols_and_the_remedy(kind, is_known):
 
 @pytest.mark.campaign
 def test_several_tokens_appended_on_inductor():
-    """The context is as long as old and new tokens together, and no tensor is as long as the old ones alone."""
+    """The context has old and new tokens, and no tensor has the length of the old ones alone."""
     entry = Entry(replace(DEFAULT, cache="appended"))
     given = [entry.arguments(Step("", tokens, past, batch)) for tokens, past, batch in ((5, 6, 3), (4, 7, 4))]
     report = compared(entry.build(), given, True, target="inductor")

@@ -1,4 +1,4 @@
-"""Caches that are written from a position that a Python number says: it grows with every step, and becomes a symbol."""
+"""Caches written from a position that is a Python number: it grows with every step and becomes a symbol."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def no_gradients():
 
 
 class Inference(nn.Module):
-    """deepseek-ai/DeepSeek-V3 inference/model.py around its attention: caches for more sequences than there are, and
-    frequencies cut from a table."""
+    """deepseek-ai/DeepSeek-V3's inference/model.py around its attention: caches for more sequences than there are, and
+    frequencies sliced from a table."""
 
     def __init__(self, layer):
         super().__init__()
@@ -49,7 +49,7 @@ class Inference(nn.Module):
 
 
 def compilations(module, steps):
-    """How often `aot_eager` compiles, of which nothing is recompiled that need not be."""
+    """How often `aot_eager` compiles, which recompiles nothing without need."""
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(module, backend=counter)
     for tokens, start in steps:
@@ -59,7 +59,7 @@ def compilations(module, steps):
 
 
 def run_steps(module, steps):
-    """The reports of a module that gave, and left in its caches, what the eager one does at every step."""
+    """The reports of a module that gave eager's results and caches at every step."""
     allowed = compilations(copy.deepcopy(module), steps)
     recorder, fused = Recorder(), copy.deepcopy(module)
     run = torch.compile(fused, backend=recorder)
@@ -82,8 +82,8 @@ def test_growing_position(layer):
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [DeepSeekNaive, pytest.param(DeepSeekAbsorb, marks=pytest.mark.campaign)])
 def test_growing_position_and_number_of_tokens(layer):
-    """A prompt in chunks: where it begins and how long it is are two symbols, and the cache is so short that any chunk
-    is absorbed."""
+    """A prompt in chunks: their start and length are two symbols, and the cache is so short that any chunk is
+    absorbed."""
     reports = run_steps(Inference(layer), [(5, 0), (3, 5), (4, 8), (2, 12), (6, 14), (1, 20), (1, 21)])
     assert [report.fused for report in reports] == [ALL] * 3
     assert not any(report.notes for report in reports[1:])
@@ -110,7 +110,7 @@ def test_other_ways_to_write(cache):
 
 
 class Behind(Inference):
-    """Rotary keys are written one row behind the latents."""
+    """Rotary keys are written one row after the latents."""
 
     def __init__(self):
         super().__init__(BehindLayer)

@@ -1,4 +1,4 @@
-"""Near twins of latent attention: other axes of equal size, a factor, a sign, a cast more. The answer stays eager's."""
+"""Near twins of latent attention: other axes of equal size, a factor, a sign, one more cast. Results stay eager's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GROUPS = [((2, 4),), ((4, 2),), ((2, 2, 2),), ((2, 4), (4, 2)), ((4, 2), (2, 4))
 
 
 class Regrouped(Layer):
-    """Heads, or tokens, of the queries; then once more in other groups."""
+    """Heads, or tokens, of the queries; then again in other groups."""
 
     def __init__(self, dim, groupings):
         super().__init__(EIGHT)
@@ -59,7 +59,7 @@ class RegroupedResult(Regrouped):
 
 
 class RegroupedValues(Regrouped):
-    """The last grouping is on the values: queries and values read one axis in different parts."""
+    """The last grouping is on the values: queries and values read different parts of one axis."""
 
     def query(self, x):
         return regrouped(Layer.query(self, x), 1, *self.groupings[0])
@@ -82,7 +82,7 @@ def test_identity_views_of_values(groupings):
 
 
 class HeldByGroups(Layer):
-    """The columns of the query's weight lie group by group; the views that read them put heads in order."""
+    """The columns of the query's weight are in groups; the views that read them put heads in order."""
 
     def query(self, x):
         z = self.sizes
@@ -103,7 +103,7 @@ def test_heads_in_another_order(kind):
 
 @pytest.mark.parametrize("reads", [((2, 4), (4, 2)), ((4, 2), (2, 4))], ids=str)
 def test_order_of_reading_does_not_matter(reads):
-    """Two groupings of the same heads, that of the queries read first or last: one answer, one fusion."""
+    """Two groupings of the same heads, that of the queries read first or last: one result, one fusion."""
     assert check(RegroupedValues(1, reads)).fused == FUSED
 
 
@@ -113,7 +113,7 @@ SQUARE = Sizes(batch=3, tokens=3)
 
 
 class ProbabilitiesExchanged(Layer):
-    """Batch and tokens of the probabilities change places before the product."""
+    """Batch and tokens of the probabilities are swapped before the product."""
 
     def combine(self, scores, value):
         return scores.softmax(-1).transpose(0, 2) @ value
@@ -137,7 +137,7 @@ class LatentExchanged(Layer):
 
 
 class KeyExchanged(Layer):
-    """Batch and tokens of the rotary key are exchanged as it is written."""
+    """Batch and tokens of the rotary key are swapped when it is written."""
 
     def rows(self, x):
         latent, k_rope = super().rows(x)
@@ -155,7 +155,7 @@ class BothExchanged(Layer):
 
 
 class KeyTurnedBySequence(Layer):
-    """The query is turned by its token's angle, the key by that of its number in the batch."""
+    """The query is rotated by its token's angle, the key by that of its number in the batch."""
 
     def rotate_key(self, x, cos, sin):
         return super().rotate_key(x, cos[:, None, None], sin[:, None, None])
@@ -198,7 +198,7 @@ def test_heads_and_tokens_exchanged(kind, outcome):
 
 
 class ScoresTurned(Layer):
-    """Tokens and context exchanged in the scores, which are then no product of queries with all keys."""
+    """Tokens and context are swapped in the scores, which are then not a product of queries with all keys."""
 
     def scores(self, query, key):
         return super().scores(query, key).transpose(-1, -2)
@@ -247,7 +247,7 @@ def flipped(x):
 
 
 class ColumnsApart(Layer):
-    """Keys and values are projected from the latents one by one, each from columns in an order of its own."""
+    """Keys and values are projected from the latents separately, each from columns in its own order."""
 
     def __init__(self, sizes, *orders):
         super().__init__(sizes)

@@ -1,4 +1,4 @@
-"""Near twins of cache writes: what is in a cache afterwards, and what reads of it see, is what the program says."""
+"""Near twins of cache writes: the content of a cache, and what its readers see, is what the program says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Put(Unmasked):
 
 
 class PutBySequence(Unmasked):
-    """Each sequence is written at positions of its own."""
+    """Each sequence is written at its own positions."""
 
     def store(self, latent, k_rope, position, kv_cache, kr_cache):
         where = self.sequences()[:, None], 0, position - 2 * torch.arange(self.sizes.batch)[:, None]
@@ -39,7 +39,7 @@ class PutBySequence(Unmasked):
 
 
 class PutFlat(Unmasked):
-    """Rows of all sequences go to slots of one flat cache."""
+    """Rows of all sequences are written to slots of one flat cache."""
 
     def store(self, latent, k_rope, position, kv_cache, kr_cache):
         slots = (position + self.sizes.context * torch.arange(self.sizes.batch)[:, None]).flatten()
@@ -68,7 +68,8 @@ class AssignedToTheEnd(Layer):
 @pytest.mark.parametrize("first", [-3, -1, -5, 4, 13])
 @pytest.mark.parametrize("kind", [Put, PutBySequence, PutFlat])
 def test_positions_from_the_end(kind, first):
-    """PyTorch's assignment counts negative positions from the end; a fused write that skips them may not stand in."""
+    """PyTorch's assignment counts negative positions from the end; a fused write that skips them must not replace
+    it."""
     report = check(kind(), arguments(first=first))
     assert first < 0 or report.fused.get(ATTENTION)
 
@@ -79,7 +80,7 @@ def test_slices_from_the_end(kind):
 
 
 class PositionsTurned(Put):
-    """Positions are a factor of what the program is given."""
+    """Positions are a multiple of the program's argument."""
 
     def __init__(self, change):
         super().__init__(Sizes(tokens=3))
@@ -195,7 +196,7 @@ class CopiedBackReadBefore(CopiedBack):
 
 
 class NotCopiedBack(CopiedBack):
-    """The caches that were given stay as they were."""
+    """The caches that were passed stay unchanged."""
 
     def store(self, latent, k_rope, position, *caches):
         return Layer.store(self, latent, k_rope, position, *(cache.clone() for cache in caches))

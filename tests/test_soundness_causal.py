@@ -1,4 +1,4 @@
-"""Causal attention by PyTorch's option: row and key are counted as the program counts them."""
+"""Causal attention by PyTorch's option: rows and keys are counted as the program counts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Causal(Absorbed):
 
 
 class CausalNarrow(Causal):
-    """Values narrower than keys: PyTorch takes this attention apart."""
+    """Values narrower than keys: PyTorch decomposes this attention."""
 
     def over_latents(self, query, key, latent, mask):
         return self.causal(query, key, latent)
@@ -81,7 +81,7 @@ def test_causal_over_shared_keys(kind, context, outcome):
 
 @pytest.mark.parametrize("kind", [Causal, CausalExpanded, CausalRows])
 def test_causal_in_single_precision(kind, outcome):
-    """The type in which PyTorch's fused kernels run."""
+    """The dtype in which PyTorch's fused kernels run."""
     sizes = Sizes(tokens=6)
     outcome(check_no_further(kind(sizes).float(), in_type(arguments(sizes, first=0), torch.float32)))
 
@@ -122,7 +122,7 @@ class OneContextNarrow(OneContext, CausalNarrow):
 
 
 class CausalKeys(Layer):
-    """Keys and values of every head, as wide as each other."""
+    """Keys and values of every head, with equal widths."""
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):
         key, value = self.keys(latent, k_rope)
@@ -153,7 +153,7 @@ SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def exported(module, given):
-    """The graph of a module in which scaled_dot_product_attention still stands, with all its options."""
+    """The graph of a module that still contains scaled_dot_product_attention, with all its options."""
     table = torch.export.default_decompositions()
     table.pop(SDPA)
     graph = torch.export.export(module.eval(), copy.deepcopy(given)).run_decompositions(table).module()

@@ -1,4 +1,4 @@
-"""Which numbers are known at compile time: literals, which nothing can change, as their type holds them."""
+"""Which numbers are compile-time constants: literals, which nothing can change, as their dtype stores them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALE = (D + DR) ** -0.5
 
 
 class Scaled(Layer):
-    """Scores are scaled by a value of one element, and the model may write it behind that."""
+    """Scores are scaled by a value of one element, and the model may write it afterwards."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Copied(Scaled):
 
 
 class TwoNames(Rewritten):
-    """The buffer is read by a name of its own, under which it is none, and an export takes it for a constant."""
+    """The buffer is read under another name, under which it is not registered, so an export treats it as a constant."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Named(Scaled):
 
 
 class Lifted(Scaled):
-    """The same of the name that an export gives to them."""
+    """The same for the name that an export gives to literals."""
 
     def keep(self):
         self.register_buffer("lifted_tensor_0", torch.tensor(SCALE))
@@ -121,11 +121,11 @@ class Lifted(Scaled):
 
 
 class SeenError(Exception):
-    """Nothing need be compiled once the pass has seen the graph."""
+    """Nothing has to be compiled after the pass has seen the graph."""
 
 
 class Seen(mla_fx.MlaPass):
-    """The pass at work in Inductor, which stops behind it."""
+    """The pass inside Inductor, which stops after it."""
 
     module = None
 
@@ -252,7 +252,7 @@ SPELLINGS = {
 
 
 def known_and_held(spelling, number, dtype):
-    """What is read of a graph that only fills a tensor, and what the tensor holds by PyTorch."""
+    """What is read from a graph that only fills a tensor, and what PyTorch puts into the tensor."""
     try:
         graph = make_fx(lambda: SPELLINGS[spelling](number, dtype))()
     except (RuntimeError, OverflowError, ValueError):  # out of the range of the type

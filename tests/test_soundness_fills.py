@@ -51,7 +51,7 @@ class Enlarged(Parts):
 
 
 class ThereAndBack(Parts):
-    """One factor takes the other back, but not what has become minus infinity between them."""
+    """One factor cancels the other, but not what became minus infinity in between."""
 
     def logits(self, nope, rope, mask):
         return (nope + rope).masked_fill(mask, self.fill) * 2 / 2

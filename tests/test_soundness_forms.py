@@ -75,7 +75,7 @@ def test_sink(name):
 
 
 def test_sink_of_rows_that_see_nothing():
-    """Not a limit here: all goes to the sink, and zeros are right."""
+    """Not a limit here: everything goes to the sink, and zeros are right."""
 
     class Twin(Sink):
         def mask(self, position):
@@ -155,14 +155,14 @@ def test_no_rotary_part(kind, prologs):
 
 
 class HiddenStates(Unrotated):
-    """Multi-head attention, which caches what keys and values are made of."""
+    """Multi-head attention that caches what keys and values are computed from."""
 
     def rows(self, x):
         return self.norm(x, self.kv_gamma).unsqueeze(1), super().rows(x)[1]
 
 
 class QueryOfLatents(Unrotated):
-    """Multi-head attention over hidden states that were made narrow."""
+    """Multi-head attention over hidden states that were projected down."""
 
     def query(self, x):
         z = self.sizes
@@ -202,7 +202,7 @@ def test_near_twin_without_a_rotary_part(name):
 
 
 class OneKey(Absorbed):
-    """The query is one tensor too; values are columns of the keys from `first` on."""
+    """The query is one tensor, too; values are columns of the keys from `first` on."""
 
     def __init__(self, first=0):
         super().__init__()
@@ -218,7 +218,7 @@ class OneKey(Absorbed):
 
 
 class KeysOfHeads(OneKey):
-    """Values are columns of the keys, but every head has keys of its own."""
+    """Values are columns of the keys, but every head has its own keys."""
 
     def over_latents(self, query, key, latent, mask):
         return super().over_latents(query, key * self.kv_b[:4, :1].view(1, 4, 1, 1), latent, mask)

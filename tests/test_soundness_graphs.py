@@ -1,4 +1,4 @@
-"""Graphs of several layers, caches and kinds of shapes: one odd thing in them costs nothing else its fusion."""
+"""Graphs of several layers, caches and kinds of shapes: one odd part keeps nothing else from fusing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTENTION = "latent_attention"
 
 
 class Beside(nn.Module):
-    """A layer and an ordinary one in one graph: whatever becomes of the first, the second fuses."""
+    """A layer and an ordinary one in one graph: whatever happens to the first, the second fuses."""
 
     def __init__(self, odd):
         super().__init__()
@@ -62,7 +62,7 @@ class OneBuffer(Layer):
 
 
 class OneBufferByTokens(Layer):
-    """Latents lie before rotary keys in one flat buffer."""
+    """Latents come before rotary keys in one flat buffer."""
 
     def forward(self, x, tables, position, buffer):
         z = self.sizes
@@ -72,7 +72,7 @@ class OneBufferByTokens(Layer):
 
 
 class SharedByLayers(Layer):
-    """The caches are one layer of those of all layers."""
+    """The caches are one layer of a tensor for all layers."""
 
     def forward(self, x, tables, position, caches):
         return super().forward(x, tables, position, [cache[1] for cache in caches])
@@ -139,7 +139,7 @@ def test_caches_of_all_layers_in_one():
 
 
 class Combined(Layer):
-    """One cache, [B,1,T,R+Dr], whose two parts are written one by one."""
+    """One cache, [B,1,T,R+Dr]; its two parts are written separately."""
 
     def forward(self, x, tables, position, cache):
         return super().forward(x, tables, position, [cache])
@@ -203,7 +203,7 @@ def test_combined_cache(kind):
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Fails after so long, out of whatever is running: a failing test is no exception that a compiler catches."""
+    """Fail after this many seconds, from inside any function: a compiler would catch an exception of a test."""
 
     def stop(*_):
         pytest.fail(f"took more than {seconds} s")
@@ -301,6 +301,6 @@ class Linear(AnySize):
 
 @pytest.mark.parametrize("kind", [AnySize, Linear])
 def test_everything_dynamic(kind):
-    """Projections by `@`: all that depends on no number of tokens fuses, or the report says why not."""
+    """Projections by `@`: everything that does not depend on the number of tokens fuses, or the report says why not."""
     report = check(kind(), dynamic_arguments(2, 3, 16), dynamic=True)
     assert report.fused == {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}, str(report)

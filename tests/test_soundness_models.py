@@ -1,4 +1,4 @@
-"""Whole models whose caches grow from nothing: attention fuses in every graph on the way, every token is eager's."""
+"""Whole models whose caches grow from empty: attention fuses in every graph, and every token is eager's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_gradients():
 
 
 def pair(family="deepseek_v3", dynamic=None):
-    """A model, the same one with its forward pass compiled, and what was reported of it."""
+    """A model, the same one with its forward pass compiled, and its reports."""
     model = tiny_model(family, num_hidden_layers=LAYERS, first_k_dense_replace=LAYERS)
     other, backend = copy.deepcopy(model), Reporting()
     other.forward = torch.compile(other.forward, backend=backend, dynamic=dynamic)
@@ -39,7 +39,7 @@ def step(models, ids, caches, **options):
 
 
 def check_all_fused(backend):
-    """Attention fused in each graph that has any."""
+    """Check that attention fused in each graph that has any."""
     looked_at = [report for report in backend.reports if report.has_attention]
     assert looked_at
     for report in looked_at:
@@ -98,7 +98,7 @@ ASSISTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("lookup", marks=pytest.mark.campaign), "assistant"])
 def test_assisted_generation(name):
-    """Candidates are judged several at a time, on a cache that is cropped where they are refused."""
+    """Several candidates are verified at a time, with a cache that is cropped if they are rejected."""
     model, other, _ = pair()
     for prompt in (tokens(1, 4).repeat(1, 3), tokens(1, 5).repeat(1, 2)):
         expected, found = (generated(run, prompt, **ASSISTED[name]()) for run in (model, other))

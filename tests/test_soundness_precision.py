@@ -1,4 +1,4 @@
-"""Near twins of norms, roundings that the program asks for, and models of several precisions."""
+"""Near twins of norms, roundings in the program, and models of several precisions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ NORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name):
-    """Tokens, sequences and latent columns are equally many."""
+    """Tokens, sequences and latent columns have equal numbers."""
     sizes = Sizes(batch=6, tokens=6, rank=6)
     assert check(Normed(NORMS[name], sizes), arguments(sizes)).fused.get(ATTENTION)
 
@@ -180,7 +180,7 @@ NARROW = [
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NARROW)
 def test_roundings_the_program_asks_for(kind, outcome):
-    """Whatever fuses around a rounding, it is done."""
+    """Whatever fuses around a rounding, the rounding stays."""
     outcome(check(kind()))
 
 
@@ -209,7 +209,7 @@ def wide(dtype):
 
 
 class WideNorms(Layer):
-    """Norms in float32, with weights of float32, in a model of less."""
+    """Norms in float32, with float32 weights, in a narrower model."""
 
     def norm(self, x, gamma):
         return super().norm(x.to(wide(x.dtype)), gamma).to(x.dtype)
@@ -251,7 +251,7 @@ def with_caches(given, dtype):
 
 
 def test_narrow_caches():
-    """A prolog that does not fit is refused late; attention fuses all the same."""
+    """A prolog that does not fit is refused late; attention still fuses."""
     given = with_caches(in_type(arguments(), torch.float32), torch.bfloat16)
     assert check_no_further(NarrowCaches().float(), given).fused.get(ATTENTION)
 
@@ -269,7 +269,7 @@ def test_wide_parts_of_a_narrow_model(kind):
 
 
 class Autocast(nn.Module):
-    """A float32 model run in bfloat16 where PyTorch thinks that right; in float64 as it is."""
+    """A float32 model run in bfloat16 where PyTorch's autocast does that; a float64 model unchanged."""
 
     def __init__(self, layer):
         super().__init__()
@@ -282,7 +282,7 @@ class Autocast(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(dtype):
-    """In caches of the model's type, and in those of autocast's."""
+    """In caches of the model's dtype, and in those of autocast's."""
     given = with_caches(in_type(arguments(), torch.float32), dtype)
     assert check_no_further(Autocast(NarrowCaches().float()), given).fused.get(ATTENTION)
 
@@ -301,7 +301,7 @@ def test_one_precision_fuses():
 
 
 class RoundedTables(Layer):
-    """Tables that are computed wide and rounded once, as MiniCPM3 does; their halves are read apart."""
+    """Tables that are computed wide and rounded once, as in MiniCPM3; their halves are read separately."""
 
     def attended(self, x, tables, *rest):
         cos, sin = tables
@@ -315,7 +315,7 @@ def test_tables_that_are_rounded_to_the_type_of_the_model_fuse():
 
 
 def test_what_is_widened_and_rounded_back_is_read_itself():
-    """Attention in float32 of a bfloat16 model, whose result the program rounds after it was moved."""
+    """float32 attention in a bfloat16 model, whose result the program rounds after moving it."""
     given = in_type(arguments(), torch.bfloat16)
     report = check_no_further(WideSoftmax().bfloat16(), given, target="reference")
     assert report.fused.get(ATTENTION)

@@ -1,4 +1,4 @@
-"""Values at the edge of a type's range, seen and hidden: where eager answers with numbers, so does what is compiled."""
+"""Values at the edge of a dtype's range, seen and hidden: if eager gives numbers, so does the compiled code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 
 
 def check_range(module, given, target="reference"):
-    """Finite where eager is, and no further from a float64 run than twice as far as eager, or a rounding of it."""
+    """Check that results are finite where eager's are, and at most twice as far from a float64 run as eager, plus
+    rounding."""
     exact, theirs, ours = in_type(given, torch.float64), copy.deepcopy(given), copy.deepcopy(given)
     backend = Reporting(target=target)
     with torch.no_grad():
@@ -53,7 +54,7 @@ class FilledAndBiased(Filled):
 
 
 class FilledByAnyMask(Filled):
-    """Not known as causal."""
+    """Not provably causal."""
 
     def mask(self, position):
         return super().mask(position) | (torch.arange(self.sizes.context) == 3)
@@ -64,7 +65,7 @@ class FilledByAnyMask(Filled):
 @pytest.mark.parametrize("kind", [Filled, FilledAndBiased, FilledByAnyMask])
 @pytest.mark.parametrize("target", TARGETS)
 def test_hidden_slots_may_hold_anything(kind, garbage, target):
-    """A cache made by torch.empty; values are read of every slot, so that only rotary keys may be no numbers."""
+    """A cache made by torch.empty; values of every slot are read, so only rotary keys may be NaN."""
     x, tables, position, caches = in_type(arguments(), torch.float32)
     caches[1][:, :, int(position[-1]) + 1 :] = garbage
     report = check_range(kind().float(), (x, tables, position, caches), target)
@@ -88,7 +89,7 @@ def test_hidden_latents_may_be_huge(target):
 
 
 class ScaledFirst(Layer):
-    """The query is scaled before the product, in which it would leave float16 otherwise."""
+    """The query is scaled before the product, which would leave float16 otherwise."""
 
     def scores(self, query, key):
         return (query * 1e-3) @ key.transpose(-1, -2)
@@ -104,7 +105,7 @@ def test_query_that_is_scaled_before_the_product(target):
 
 
 class FactorsApart(Layer):
-    """Nope and rotary scores with factors of their own."""
+    """Nope and rotary scores have different factors."""
 
     def __init__(self, nope, rope):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Near twins of masks, softmax, norms and roundings: what enters the scores is what the program says, and no more."""
+"""Near twins of masks, softmax, norms and roundings: exactly what the program says enters the scores."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EXTREMES = {str(dtype)[6:]: torch.finfo(dtype).min for dtype in (torch.float64, 
 @pytest.mark.parametrize("fill", [*FILLS, *EXTREMES])
 @pytest.mark.parametrize("kind", [Filled, Chosen, Added])
 def test_rows_wholly_filled(kind, fill, outcome):
-    """Where a whole row holds one number, or is moved by it, its softmax is still that of the program."""
+    """If a whole row is one number, or is shifted by it, its softmax is still the program's."""
     outcome(check(kind({**FILLS, **EXTREMES}[fill])))
 
 
@@ -89,7 +89,7 @@ class AttendedAdded(Added, Attended):
 
 @pytest.mark.parametrize("kind", [Attended, AttendedAdded])
 def test_rows_that_see_nothing_are_zeros(kind):
-    """As in scaled_dot_product_attention: eager's NaN in such a row is zeros, and no other row is touched."""
+    """As in scaled_dot_product_attention: eager's NaN in such a row is zeros, and no other row changes."""
     module, given = kind(-torch.inf), arguments()
     with torch.no_grad():
         expected = module(*arguments())

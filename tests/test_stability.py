@@ -1,5 +1,4 @@
-"""Sizes of one, equal sizes, sizes known at run time only, and other names for one operation: what fuses stays the
-same."""
+"""Sizes of one, equal sizes, sizes known only at run time, and other names for one operation: the same fuses."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ def test_ones_in_a_prefill(sizes):
 @pytest.mark.parametrize("cache", ["index_copy", "appended", "batched", "slice"])
 @pytest.mark.parametrize("query", ["low", "direct"])
 def test_no_rotary_part(cache, query):
-    """Its columns are none, in a cache of no columns: nothing is projected for them, and nothing is copied."""
+    """It has no columns, in a cache without columns: nothing is projected for them, and nothing is copied."""
     entry = sized({"rope": 0}, rope="none", cache=cache, query=query)
     recorder = check(entry.build(), entry.arguments(FEW), ALL)
     assert recorder.report.notes == []
@@ -140,7 +139,7 @@ def test_a_norm_over_a_dimension_of_one_is_none_of_rows():
 
 
 class AtRunTime(nn.Module):
-    """A number is read from a tensor: the position, or how many sequences or tokens there are."""
+    """A number is read from a tensor: the position, or the number of sequences or tokens."""
 
     def __init__(self, layer, number):
         super().__init__()
@@ -177,8 +176,7 @@ def test_number_known_at_run_time(number, cache, step, given, fused):
 
 
 class Numbers(cases.Layer):
-    """Numbers of the module, which `dynamic=True` takes for inputs: epsilon, factor, softmax scale, and what is filled
-    in."""
+    """Numbers of the module, which `dynamic=True` turns into inputs: epsilon, factor, softmax scale, and fill."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +186,7 @@ class Numbers(cases.Layer):
         return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
 
     def query(self, x):
-        torch._check(x.shape[1] <= cases.T)  # no more tokens than are worth absorbing
+        torch._check(x.shape[1] <= cases.T)  # few enough tokens to absorb
         return super().query(x) * self.factor
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):

@@ -1,6 +1,6 @@
-"""Unmodified models of transformers, drawn by seed: configurations, caches, shapes, steps; all answers are eager's.
+"""Unmodified models of transformers, drawn by seed: configurations, caches, shapes, steps; all results are eager's.
 
-`--sweep N` draws that many; `pytest "tests/test_sweep.py::test_draw[17]" --sweep 18` runs one of them again.
+`--sweep N` draws this many; `pytest "tests/test_sweep.py::test_draw[17]" --sweep 18` runs one of them again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZES = {
     "heads as many as nope": {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4},
     "hidden is the latent row": {"kv_lora_rank": 52},
 }
-# Between two steps, as adapters are merged into weights; all but the first go past what counts writes.
+# Between two steps, as when adapters are merged into weights; all but the first bypass PyTorch's count of writes.
 CHANGES = {
     "in place": lambda weight: weight.mul_(1.25),
     "data": lambda weight: weight.data.mul_(1.25),
@@ -56,7 +56,7 @@ HUGE = 1e30  # in slots that no query sees
 
 @dataclass(frozen=True)
 class Draw:
-    """A configuration and a way to call it; printed, it says all there is to say."""
+    """A configuration and a way to call it; its repr says everything."""
 
     seed: int
     family: str
@@ -86,9 +86,9 @@ class Draw:
 
     @property
     def fuses(self) -> bool:
-        """The spelling for which the compiler was made: what nothing may keep from fusing.
+        """The spelling that the compiler was made for, and that must always fuse.
 
-        In float64 transformers rounds its softmax and its norms to float32, as no fused operator does."""
+        In float64, transformers rounds its softmax and its norms to float32, which no fused operator does."""
         is_plain = self.family.startswith("deepseek") and not self.bias and self.cache != "none"
         return is_plain and self.dtype == "float32"
 
@@ -100,9 +100,9 @@ def drawn(seed: int) -> Draw:
         return rng.random() < chance
 
     rope, dynamic = rng.choice(list(ROPES)), rng.choice([None, None, None, False, False, True])
-    is_quick = rope != "dynamic" and dynamic is not True  # the others take long to trace: decode alone, mostly
+    is_quick = rope != "dynamic" and dynamic is not True  # the others take long to trace: mostly decode alone
     attention, padded = rng.choice(["sdpa", "eager"]), often(0.3)
-    # eager attention takes float64's least number for minus infinity, and where all is masked gives NaN
+    # eager attention uses float64's lowest number for minus infinity, and gives NaN where everything is masked
     dtypes = ["float32"] if padded and attention == "eager" else ["float32", "float64"]
     return Draw(
         seed=seed,
@@ -144,7 +144,7 @@ def model_of(draw: Draw):
     rope_width = sizes.setdefault("qk_rope_head_dim", 8)
     overrides = {
         **sizes,
-        "hidden_size": 60,  # of which 3, 4 and 5 heads are equal parts
+        "hidden_size": 60,  # divisible by 3, 4 and 5 heads
         "head_dim": rope_width,
         "qk_head_dim": sizes.get("qk_nope_head_dim", 16) + rope_width,
         "num_attention_heads": draw.heads,
@@ -189,7 +189,7 @@ class Session:
             torch.testing.assert_close(ours, theirs, **EXACT)
 
     def fill_free_slots(self) -> None:
-        """As memory that was never written, or belonged to another request."""
+        """Memory that was never written, or belonged to another request."""
         for cache in self.caches:
             for held in cache_tensors(cache):
                 if held.dim() == 4:
@@ -202,7 +202,7 @@ class Session:
                     CHANGES[self.draw.change](weight)
 
     def overrun(self) -> None:
-        """More tokens than a static cache has room for are an error, fused or not."""
+        """More tokens than a static cache holds are an error, fused or not."""
         new = tokens(self.draw.batch, LENGTH + 1 - self.seen.shape[1])
         self.seen = torch.cat((self.seen, new), dim=1)
         for run, cache in zip((self.model, self.compiled), self.caches, strict=True):
@@ -219,7 +219,7 @@ class Session:
         return mask
 
     def run(self) -> None:
-        """Prefill, perhaps a chunk, three decode steps."""
+        """Prefill, optionally a chunk, three decode steps."""
         self.step(self.draw.prompt, compiles=self.draw.compiles_prefill)
         if self.draw.chunk:
             self.step(self.draw.chunk)
@@ -269,6 +269,6 @@ def test_scaled_rotation(rope, family, target):
 
 
 def test_draws_are_what_they_were():
-    """A key means one configuration, for ever."""
+    """A key stays the same configuration for ever."""
     assert drawn(3) == drawn(3)
     assert len({str(replace(drawn(seed), seed=0)) for seed in range(100)}) == 100

@@ -1,4 +1,4 @@
-"""Targets: which one "auto" takes, what they are asked, and what lands in the report when a call stays a call."""
+"""Targets: which one "auto" chooses, what they are asked, and what the report says when a call stays a call."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_core_names_no_target(file):
 
 @pytest.mark.slow
 def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
-    """Absorbed up to four tokens, expanded beyond: nothing is compiled for the other form, and no call is left."""
+    """Absorbed up to four tokens, expanded beyond: nothing is compiled for the other form, and no call remains."""
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
     layer, fused, graphs = cases.Layer().eval(), cases.Layer().eval(), torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]

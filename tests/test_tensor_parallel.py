@@ -1,4 +1,4 @@
-"""Heads on two processes: each fuses what one alone does, with its logits and caches, and sums once after attention."""
+"""Heads on two processes: each fuses like one alone, with its logits and caches, and sums once after attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def by_torch(model):
 
 
 def by_transformers(model):
-    """Its plan for DeepSeek-V3 shards all but the attention, so that is added."""
+    """Its plan for DeepSeek-V3 shards everything except the attention, so that is added."""
     styles = {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
     plan = {f"model.layers.*.self_attn.{name}": style for name, style in styles.items()}
     config, _, meshes = model.prepare_distribute_model(DistributedConfig(tp_size=RANKS, tp_plan=plan))
@@ -55,7 +55,8 @@ def on_each_rank(rank, folder, target):
 
 
 def check(whole, shard, target, sums):
-    """A prompt and two steps, sharded and compiled, beside the whole model; in `target` "reference" also what ran."""
+    """A prompt and two steps, sharded and compiled, compared with the whole model; with target "reference" also what
+    ran."""
     sharded, recorder = copy.deepcopy(whole), Recorder(target=target)
     shard(sharded)
     compiled = torch.compile(sharded, backend=recorder, fullgraph=True)

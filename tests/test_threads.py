@@ -1,4 +1,4 @@
-"""Threads and processes: models are compiled and called from several at once, and answer as in one."""
+"""Threads and processes: models are compiled and called from several at once, with the same results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def first_layer_compiled_anew():
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 def test_worker_processes(way):
-    """A worker compiles for itself, forked from a process that has compiled before or not."""
+    """A worker compiles for itself, whether the process that it was forked from has compiled before or not."""
     here = first_layer_compiled_anew()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(way)) as pool:
         assert pool.submit(first_layer_compiled_anew).result(timeout=240) == here == ("", [ALL])

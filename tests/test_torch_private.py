@@ -1,4 +1,4 @@
-"""One try of every private name of torch that the compiler stands on: what a new release moved fails here by name."""
+"""One try of every private name of torch that the compiler needs: what a new release moved fails here by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_private(name):
 
 
 def private_of_torch(path):
-    """The private modules and attributes of torch that a file names; names that it defines itself are its own."""
+    """The private modules and attributes of torch that a file names; names that it defines itself do not count."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in ast.walk(tree):
@@ -233,7 +233,7 @@ def test_inductor_freezes_through_the_callers_compiler():
 
 
 def test_a_cache_keeps_what_it_was_given_a_key_for():
-    """With Inductor's key of it, which is known both times; and not what must not be kept."""
+    """With Inductor's key, which is known both times; and not what must not be kept."""
     fresh, found, calls = [], [], iter([("a", True), ("a", True), ("b", False), ("b", True), ("b", True)])
 
     def backend(gm, example_inputs):

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 of transformers, unmodified: what fuses, right answers, caches in place, few compilations."""
+"""DeepSeek-V2 and V3 of transformers, unmodified: what fuses, right results, caches in place, few compilations."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ V3, V2 = pytest.param("mla", "v3", id="v3"), pytest.param(mla_fx.mla_backend, "v
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, name", [V3, V2])
 def test_inductor(backend, name):
-    """Sixteen steps, and generated code that allocates nothing as long as a cache but the attention scores."""
+    """Sixteen steps, and generated code that allocates nothing as long as a cache except the attention scores."""
     model = tiny(name)
     theirs = prefilled(model)
     ours = copy.deepcopy(theirs)
@@ -160,7 +160,7 @@ def test_low_precision_is_no_further_from_exact_than_eager(dtype, target):
     model = tiny_model("deepseek_v3", dtype, first_k_dense_replace=2)  # routing would turn roundings into jumps
     compiled = torch.compile(model, backend=mla_fx.get_backend(target=target))
     errors = [distances(model, compiled, seed) for seed in range(6)]
-    # the query of float16 is absorbed inside the operator, whose range is wider
+    # the float16 query is absorbed inside the operator, which has a wider range
     names = ("kv_rmsnorm_rope_cache", "mla_attention") if dtype == torch.float16 else tuple(DECODE)
     assert mla_fx.last_report().fused == dict(zip(names, DECODE.values(), strict=True))
     for place, (fused, eager) in enumerate(torch.tensor(errors).square().sum(0).sqrt()):
@@ -169,7 +169,7 @@ def test_low_precision_is_no_further_from_exact_than_eager(dtype, target):
 
 
 def distances(model, compiled, seed):
-    """How far logits and caches of the fused and the eager step are from a double precision one, as pairs."""
+    """The distance of logits and caches of the fused and the eager step from a double precision one, as pairs."""
     torch.manual_seed(seed)
     randomise(model)
     exact = copy.deepcopy(model).double()
@@ -314,7 +314,7 @@ def test_dynamic_context():
 @pytest.mark.parametrize("kind", ["static", "none"])
 @pytest.mark.usefixtures("no_recompile")
 def test_dynamic_tokens(kind):
-    """With the number of query tokens unknown, absorbed or expanded is decided at run time: the prolog is not fused."""
+    """With an unknown number of query tokens, the form is chosen at run time: the prolog does not fuse."""
     model, recorder = tiny(), Recorder()
     compiled = torch.compile(model, backend=recorder, fullgraph=True)
     theirs = empty_cache(model, kind, LENGTH) if kind == "none" else prefilled(model)
@@ -355,7 +355,7 @@ def test_growing_cache_compiles_twice():
 
 
 def compile_config(backend, **options):
-    def kept(*args, **kwargs):  # transformers copies its configuration, but functions stay what they are
+    def kept(*args, **kwargs):  # transformers copies its configuration, but functions stay the same
         return backend(*args, **kwargs)
 
     config = CompileConfig(backend=kept, fullgraph=True, **options)

@@ -1,5 +1,5 @@
-"""Layers that compute the same, and differ only in who else reads a value, how a value lies in memory, or what shares
-memory with what: a rewrite that was found in the first is right in the second too."""
+"""Layers that compute the same, but differ in who else reads a value, in its layout, or in what it shares memory with:
+a rewrite that was found in the first is right in the second, too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Watched(Layer):
 
 
 class InHalves(Watched):
-    """One cache for both, whose columns are written in two."""
+    """One cache for both, whose columns are written in two parts."""
 
     def store(self, latent, k_rope, position, cache, _):
         rank = self.sizes.rank
@@ -68,7 +68,7 @@ class InHalves(Watched):
 
 
 class AbsorbedHere(Watched):
-    """The weights are absorbed by the program, so that the query that enters the operator is a value of its own."""
+    """The program absorbs the weights, so the query that enters the operator is a value of its own."""
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):
         z = self.sizes
@@ -83,7 +83,7 @@ class AbsorbedHere(Watched):
 
 
 class Model(nn.Module):
-    """Layers, each with caches of its own; returns what the watching ones found, too."""
+    """Layers, each with its own caches; returns what the extra readers found, too."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -129,7 +129,7 @@ def given(kinds):
 @pytest.mark.parametrize("order", ["plain first", "odd first"])
 @pytest.mark.parametrize("kind, place", CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_one_more_reader(kind, place, order):
-    """In front of a layer that has none, and behind it."""
+    """Before a layer without one, and after it."""
     one, other = (kind(place, use) for use in USES.values())
     layers = [kind(), one, other] if order == "plain first" else [one, kind(), other]
     check(Model(*layers), given([kind] * len(layers)))
@@ -175,7 +175,7 @@ LAYOUTS = {
     "kind", [Watched, InHalves, lambda: Watched("written latents", USES["strides"])], ids=["plain", "halves", "strides"]
 )
 def test_caches_in_other_layouts(kind, order):
-    """Layers that are alike in all but how their caches lie in memory, and what these share it with."""
+    """Layers that differ only in how their caches are stored, and what shares memory with these."""
     numbers = range(1 + len(LAYOUTS))
     x, tables, position, plain = given([kind for _ in numbers])
     caches = [plain[0], *(lay_out(pair) for lay_out, pair in zip(LAYOUTS.values(), plain[1:], strict=True))]
@@ -208,7 +208,7 @@ def test_weights_in_other_layouts(order):
 
 
 def test_layers_that_share_caches():
-    """The second layer writes over what the first has written; the third has caches of its own."""
+    """The second layer overwrites what the first has written; the third has its own caches."""
     x, tables, position, caches = given([Watched] * 3)
     caches[1] = caches[0]
     check(Model(Watched(), Watched(), Watched()), (x, tables, position, caches))

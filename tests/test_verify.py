@@ -1,4 +1,4 @@
-"""The option verify: which faults it finds and how it names them, what it lets pass, and that it leaves no trace."""
+"""The option verify: which faults it finds and how it names them, what it accepts, and that it leaves no trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_dtype(dtype, value):
 
 
 class Model(nn.Module):
-    """A layer with a path of its own."""
+    """A layer with its own path."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ def test_a_wrong_rule_is_named_with_its_layer(monkeypatch, fault, named):
 
 @pytest.mark.slow
 def test_verify_finds_a_wrong_lowering(monkeypatch):
-    """What the rules made is right, and what the target makes of it is not."""
+    """The rules are right, and what the target makes of them is not."""
 
     def wrong(self, function, *args, **options):
         def slightly(*given, **settings):
@@ -139,7 +139,7 @@ def test_state_in_parameters_is_written_once(verify):
 
 
 class Halves(cases.Layer):
-    """Both caches are views of one memory, and what was written to one is read through the whole."""
+    """Both caches are views of one memory, and what is written to one is read through the whole."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ def graph_of(function, *inputs):
 
 
 def held(function, *inputs, once=False):
-    """`around` of a graph in which nothing is fused, and the report that it writes to."""
+    """`around` of a graph in which nothing fused, and the report that it writes to."""
     report, gm = Report(), graph_of(function, *inputs)
     return Verification(gm, gm, report, once).around, report
 
@@ -251,7 +251,7 @@ def test_whole_numbers_and_flags_must_be_the_same():
 
 @pytest.mark.parametrize("gap, is_held", [(1e-8, False), (0.1, True)])
 def test_a_choice_that_rounding_may_turn_over_is_left_out(gap, is_held):
-    """Two experts; which one is better shows in float64, and in float32 only if it is by far."""
+    """Two experts; which one is better shows in float64, and in float32 only if it is better by far."""
     scores, experts = torch.tensor([[0.7 - gap], [0.7]], dtype=torch.float64), torch.randn(2, 3)
 
     def route(x):

@@ -1,4 +1,5 @@
-"""Rules and readings look into a graph in ways that are noted, so that a replay compares all that a rule has seen."""
+"""Rules and readings access a graph in ways that are recorded, so that a replay compares everything that a rule has
+seen."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ WORDS = [ROOT / "matching" / f"{name}.py" for name in ("match", "pattern")]
 OPERANDS = [ROOT / "rewriting" / f"{name}.py" for name in ("masks", "materialize", "operands")]
 FILES = sorted({*PATTERNS.rglob("*.py"), *READINGS, *WORDS, *OPERANDS})
 
-# Arguments are asked for here, and noted.
+# Arguments are read and recorded here.
 NOTING = {"args_of", "options_of", "operands_of"}
-# Readers are looked for here alone, to find where to begin: what is found is then read as anything else is. Whatever
-# depends on who reads a value is decided where a replacement is applied.
+# Only here readers of values are looked up, to find where to begin; what is found is then read like anything else.
+# Whatever depends on who reads a value is decided where a replacement is applied.
 FINDING = {"anchors", "written_alike", "weighted_sum", "_guards", "_first_result", "products", "_rounded"}
-# A replay asks again whether an attribute is a literal. Names of sizes are for messages.
+# A replay checks again whether an attribute is a literal. Names of sizes are for messages.
 FINDING |= {"_is_literal", "_names"}
-# A call's place in memory is asked for here, where a replacement is applied.
+# A call's layout is read here, where a replacement is applied.
 LAYING_OUT = {"_is_whole", "_strides_and_offset"}
 
 SEEN_IN = {

@@ -1,4 +1,4 @@
-"""Values that were widened by what was put in, and are rounded back by the program."""
+"""Values that a rewrite widened, and that the program rounds back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rounded_elsewhere(x):
 
 
 def with_gaps(x):
-    """Widening closes the gaps, and what follows was traced for that."""
+    """Widening closes the gaps, and later calls were traced for the gaps."""
     return widened(x[:, :4]).view(24).to(torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Sentences are plain: words that gave away a translated one are in no message, docstring, comment or page."""
+"""Sentences are plain: the give-away words of a translated text are in no message, docstring, comment or page."""
 
 from __future__ import annotations
 

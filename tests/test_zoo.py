@@ -1,5 +1,5 @@
-"""Latent attention as people write it (see zoo/__init__.py): what fuses, that the answers and the caches stay the same,
-and what is left alone for which reason."""
+"""Latent attention as people write it (see zoo/__init__.py): what fuses, that results and caches stay the same, and
+what is left unfused for which reason."""
 
 import copy
 import re

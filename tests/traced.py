@@ -1,4 +1,4 @@
-"""A traced function, and the numbers that its graph holds: the oracle that readings are held against."""
+"""A traced function, and the numbers in its graph: the oracle for readings."""
 
 import inspect
 import math
@@ -21,7 +21,7 @@ B, S, N, T, D = 2, 3, 4, 5, 8  # batch, query tokens, heads, context tokens, wid
 
 
 class Traced:
-    """A traced function, and the number that every node of its graph holds for one set of inputs."""
+    """A traced function, and the number of every node of its graph for one set of inputs."""
 
     def __init__(self, function, *inputs, dynamic=False, decompose=True):
         options = {"tracing_mode": "symbolic" if dynamic else "fake", "_allow_non_fake_inputs": True}
@@ -76,7 +76,7 @@ def dense(*shape, dtype=torch.float32):
 
 
 def assert_resolves(traced):
-    """What the output resolves to holds, at every index, what the output holds there."""
+    """Check that what the output resolves to has, at every index, the output's numbers."""
     index = fresh_index(traced.out)
     element = resolve(traced.out, index)
     agree(traced.read(element, *index), traced.values[traced.out])
