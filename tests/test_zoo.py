@@ -45,7 +45,7 @@ def compiled(module, *, dynamic=None, **options):
 
 
 def check_same(module, arguments, *, dynamic=None, **options):
-    """Runs eagerly and compiled on copies of the arguments; compares what is returned and what became of the caches."""
+    """Run on copies of the arguments, eagerly and compiled; compare results and caches, and return the report."""
     comparing.check_same(module, arguments, compiled(module, dynamic=dynamic, **options))
     return mla_fx.last_report()
 
@@ -186,7 +186,7 @@ def flat(value):
 
 
 def check_bfloat16(entry, step, **options):
-    """No further from a float64 run than twice what eager bfloat16 is."""
+    """Check that the error against a float64 run is at most twice that of eager bfloat16."""
     module, arguments = entry.build().bfloat16(), converted(entry.arguments(step), torch.bfloat16)
     exact, eager, ours = converted(arguments, torch.float64), copy.deepcopy(arguments), copy.deepcopy(arguments)
     expected = flat((copy.deepcopy(module).double()(*exact), exact[4]))
@@ -217,7 +217,7 @@ FAST = ("cache=blocks_embedded", "cache=slots_of_table", "DeepSeekAbsorb")
 
 
 def with_symbols(entries):
-    """Each entry at its last step; all but a few are slow."""
+    """Each entry at its last step; most are slow."""
     marks = {entry: () if entry.name in FAST else pytest.mark.campaign for entry in entries}
     return [pytest.param(entry, unequal(entry.steps[-1]), id=entry.name, marks=marks[entry]) for entry in entries]
 
@@ -225,7 +225,7 @@ def with_symbols(entries):
 @pytest.mark.slow
 @pytest.mark.parametrize("entry, step", with_symbols(ENTRIES))
 def test_entry_dynamic(entry, step):
-    """The same fusions where every size is a symbol, but for those of the weights."""
+    """The same fusions with every size a symbol, except those of the weights."""
     report = check_same(entry.build(), entry.arguments(step), dynamic=True)
     check_fused(entry, step, report, dynamic=True)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.coverage_table` in the repository: the packages that it needs lie in tests/."""
+"""`python -m tests.coverage_table` in the repository: its packages are in tests/."""
 
 import sys
 from pathlib import Path

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _on_npus(given: argparse.Namespace) -> int:
-    """The tables of NPUs, in a process of their own that can import torch_npu."""
+    """The tables of NPUs, in a process that can import torch_npu."""
     try:
         variables = environment.variables()
     except environment.UnavailableError as reason:
@@ -105,7 +105,7 @@ def _found(cell: Cell) -> list[Found]:
 
 @functools.cache
 def _settle() -> None:
-    """Once the first cell has loaded all of torch, or each full collection walks it."""
+    """After the first cell has loaded all of torch, or each full collection walks it."""
     gc.collect()
     gc.freeze()
 

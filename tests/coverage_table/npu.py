@@ -1,5 +1,5 @@
-"""The tables of NPUs: the same models and spellings in bfloat16, at sizes that the vendor's kernels take, up to what
-torchair is given. Such cells are found in a process that can import torch_npu."""
+"""The tables of NPUs: the same models and spellings in bfloat16, with sizes that the vendor's kernels take, up to
+torchair's input. These cells run in a process that can import torch_npu."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NpuFamilyCell(FamilyCell):
 
 
 class NpuZooCell(ZooCell):
-    """Masks are arguments there, and the user has given word that they are causal."""
+    """Masks are arguments there, and declared causal."""
 
     def found(self) -> list[Found]:
         entry = replace(self.entry, spelling=replace(self.entry.spelling, sizes=SIZES))
@@ -53,7 +53,7 @@ def _family_line(family: str, steps: Results, notes: Notes) -> str:
 
 
 def _with_bodies(found: Sequence[Found], notes: Notes) -> str:
-    """What fused, and the numbers of what is said of operators that the vendor has not."""
+    """What fused, and the numbers of the footnotes about operators that the vendor does not support."""
     (one,) = found
     numbers = notes.numbers(one.outcome.bodies)
     return f"{one.outcome} ({numbers})" if numbers else str(one.outcome)

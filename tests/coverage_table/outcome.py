@@ -21,15 +21,15 @@ TARGETS = ("reference", "inductor")
 WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"
 NOT_IN_PLACE = "does not write its caches in place"
 NOT_LOWERED = (" becomes its body: ", " stays a call: ")
-# Else Dynamo traces twice, to the same graph, and what is kept of fake tensors with symbols costs more than it saves.
+# Otherwise Dynamo traces twice, to the same graph, and caching fake tensors with symbols costs more than it saves.
 QUICK = {"specialize_float": True, "fake_tensor_cache_enabled": False}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`fused` counts operators, `unfused` the attentions that stayed as they came. `reasons` are the nearest misses,
-    `copies` why a cache is not written in place where the target would do so, and `bodies` why a target with operators
-    of its own has none for a fused one."""
+    """`fused` counts operators, `unfused` the attentions that did not fuse. `reasons` are the nearest misses, `copies`
+    say why a cache is not written in place although the target would, and `bodies` why a target with its own operators
+    has none for a fused one."""
 
     fused: dict[str, int]
     unfused: int
@@ -60,7 +60,7 @@ def outcomes(
     targets: Sequence[str] = TARGETS,
     **options: Any,
 ) -> dict[str, Outcome]:
-    """What each target makes of one call, graph breaks included."""
+    """What each target makes of one call, including graph breaks."""
     probe = _Probe(targets, options)
     torch._dynamo.reset()
     with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(QUICK if dynamic else {}):
@@ -70,7 +70,7 @@ def outcomes(
 
 
 class _Probe:
-    """A backend that has every target rewrite a copy of the same graph, and then runs it as it came."""
+    """A backend that lets every target rewrite a copy of the same graph, and then runs the original."""
 
     def __init__(self, targets: Sequence[str], options: dict[str, Any]) -> None:
         self.reports: dict[str, list[mla_fx.Report]] = {target: [] for target in targets}
@@ -94,7 +94,7 @@ class _Probe:
 
 @contextlib.contextmanager
 def _no_compiler(target: str) -> Iterator[None]:
-    """A target's own compiler is left out: what it is given is what is asked for."""
+    """A target's own compiler is left out: its input is the result."""
     if target == "ge":
         importlib.import_module("torch_npu")  # which makes torchair importable
         with mock.patch("torchair.get_compiler", lambda config: _as_it_is):

@@ -1,4 +1,4 @@
-"""What is run: for each line and column of the tables, one module in several variants."""
+"""What runs: for each line and column of the tables, one module in several variants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fused = dict[str, int]
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one variant on one target, and what it is where all of it fuses, if that is known."""
+    """What one variant gave on one target, and what it is if everything fuses, if that is known."""
 
     variant: str
     target: str
@@ -77,17 +77,16 @@ class FamilyCell:
         cache = self._cache(model, kind)
         model(tokens(2, before or 1), past_key_values=cache)
         if not before:
-            cache.reset()  # made by a first step, which a model would compile into its first graph
+            cache.reset()  # created by a first step; otherwise the model would compile it into its first graph
         return model, (tokens(2, now),), {"past_key_values": cache}
 
 
-# Where layers have latent attention of more than one kind, or two attentions count as two layers.
+# Families whose layers have several kinds of latent attention, or two attentions that count as two layers.
 SEVERAL = {"mistral_large4": 2, "dots3_note": 2, "longcat_flash": 2}
 
 
 def layers(family: str) -> dict[str, Any]:
-    """A layer of each kind of latent attention, and nothing else: neither experts nor linear attention, which are long
-    to trace."""
+    """A layer of each kind of latent attention, and nothing else: experts and linear attention take long to trace."""
     count = SEVERAL.get(family, 1)
     dense = {"first_k_dense_replace": count, "mlp_layer_types": ["dense"] * count}
     return {"num_hidden_layers": count, **dense}
@@ -99,7 +98,7 @@ STEPS = {"prompt": ("static", 0, 12), "static cache": ("static", 12, 1), "growin
 
 @dataclass(frozen=True)
 class ZooCell:
-    """A spelling of the zoo at each of its steps, in another precision each, and at the last with dynamic sizes."""
+    """A spelling of the zoo at each of its steps, each in another precision, and at the last with dynamic sizes."""
 
     line: str
     place: int
@@ -126,7 +125,7 @@ class ZooCell:
         return [Found(name, target, outcome, whole) for target, outcome in found.items()]
 
     def whole(self, step: Step, dtype: torch.dtype, *, dynamic: bool = False) -> Fused:
-        """What all of it is fused to."""
+        """What everything is fused to."""
         entry = replace(self.entry, partial="", partial_with_symbols="", unfused="")
         return entry.fused(step, dtype=dtype, dynamic=dynamic)
 

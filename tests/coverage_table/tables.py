@@ -1,5 +1,5 @@
-"""The tables as Markdown, and their lines. Cells are short: what is the same in several variants is said once, and
-reasons stand as numbered sentences below."""
+"""The tables as Markdown, and their lines. Cells are short: what several variants share is said once, and reasons are
+numbered footnotes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _family_line(family: str, steps: Results, notes: Notes) -> str:
 
 
 def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
-    """Of spellings that fuse less in some variants only, these are named."""
+    """Spellings that fuse less in some variants only are named."""
     lacking = {name: less for name, found in spellings.items() if (less := [one for one in found if not one.is_whole])}
     parts = []
     for name, less in lacking.items():
@@ -91,7 +91,7 @@ def reasons(found: Iterable[Found]) -> list[str]:
 
 
 def _in_place(results: Results, notes: Notes) -> str:
-    """Whether caches that are given are written in place, by the fused operators of targets that leave this to us."""
+    """Whether the given caches are written in place, by the fused operators of targets that leave this to us."""
     if not any(one.outcome.writes_caches for found in results.values() for one in found):
         return "by the model"
     by_notes: dict[str, list[str]] = {}
@@ -102,7 +102,7 @@ def _in_place(results: Results, notes: Notes) -> str:
 
 
 def short(spelling: str) -> str:
-    """A spelling without the axis along which it is the only one."""
+    """A spelling without the axis on which it is the only one."""
     return f"`{spelling.partition('=')[2] if spelling.count('=') == 1 else spelling}`"
 
 

@@ -1,4 +1,4 @@
-"""The layers that mutants start from: the zoo's along its axes, with sizes that coincide, and those of layers/."""
+"""The layers that mutants start from: the zoo's along its axes, with coinciding sizes, and those of layers/."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Base:
-    """A layer and what it is called with, captured as AOTAutograd traces it or as Inductor takes it apart."""
+    """A layer and its arguments, captured as AOTAutograd traces it or as Inductor decomposes it."""
 
     name: str
     build: Callable[[], torch.nn.Module]
@@ -170,7 +170,7 @@ def is_real(name: str) -> bool:
 
 
 PAIRS = tuple((base, base.twin)[:: 1 if place % 2 else -1] for place, base in enumerate(LAYERS))
-# by the name, so that a base keeps its own when others are added
+# by the name, so that a base stays the same when others are added
 ROUNDED = tuple(base.rounded(DTYPES[crc32(base.name.encode()) % len(DTYPES)]) for base in LAYERS if is_real(base.name))
 # every layer once, then in its other capture, then in fewer digits
 ALL = (*(first for first, _ in PAIRS), *(second for _, second in PAIRS), *ROUNDED)
@@ -178,7 +178,7 @@ BASES = {base.name: base for base in ALL}
 assert len(BASES) == len(ALL)
 
 
-# What is fused elsewhere is not tested by a graph in which nothing is: only these may have nothing fused.
+# A graph in which nothing fuses tests nothing: only these bases may have none.
 MAY_STAY_UNFUSED = frozenset(
     {
         *("bool added", "flags written", "bool and flags", "minus ten thousand", "smallest number"),

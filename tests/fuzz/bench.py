@@ -1,4 +1,4 @@
-"""A copy of a captured graph that is edited: nodes put in, operands replaced, fake values kept true."""
+"""A copy of a captured graph to edit: nodes inserted, operands replaced, fake values kept correct."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ALL_USERS = -1
 
 
 class InvalidError(Exception):
-    """A mutation does not apply, or what results is no program."""
+    """A mutation does not apply, or its result is not a program."""
 
 
 class Bench:
-    """`site` is the name of a node and the number of one of its operands, or ALL_USERS for its result."""
+    """`site` is the name of a node and the number of an operand, or ALL_USERS for its result."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
@@ -61,7 +61,7 @@ class Bench:
         return node if operand == ALL_USERS else operands(node)[operand]
 
     def insert(self, name: str, operand: int, emit: Callable[[Node], Node]) -> None:
-        """Whoever reads at this site reads what `emit` makes of the value."""
+        """Let the readers at this site read what `emit` makes of the value."""
         node, value = self.node(name), self.value(name, operand)
         if operand != ALL_USERS:
             self.place = node
@@ -94,7 +94,7 @@ class Bench:
         return node
 
     def view(self, value: Node, shape: list[int]) -> Node:
-        """A view, of a copy where the value does not lie so that it can be one, as tracing a reshape leaves it."""
+        """A view, or a view of a copy if the strides do not allow one, like a traced reshape."""
         try:
             return self.call(aten.view.default, value, shape)
         except (RuntimeError, ValueError):
@@ -107,7 +107,7 @@ class Bench:
         self.changed.add(node)
 
     def given(self, name: str) -> Tensor:
-        """An input of the program, to be replaced and never written: mutants share it."""
+        """An input of the program, which may be replaced but not written, because mutants share it."""
         if not isinstance(self.inputs.get(name), Tensor):
             raise InvalidError(f"no input is called {name}")
         return self.inputs[name]
@@ -121,7 +121,7 @@ class Bench:
         return node
 
     def hold(self, name: str) -> None:
-        """An input becomes a tensor that the graph holds itself."""
+        """An input becomes a tensor in the graph itself."""
         value, old = self.given(name), self.node(name)
         self.held[name] = value
         with self.graph.inserting_before(self.after(old)):
@@ -138,19 +138,19 @@ class Bench:
         self.call(aten.copy_.default, target, value)
 
     def output(self, value: Node) -> None:
-        """Returns a value on top of what is returned."""
+        """Return one more value."""
         end = self.graph.output_node()
         end.args = ((*end.args[0], value),)
 
     def end(self) -> Node:
-        """Where what is read last is read: before the writes back into the inputs."""
+        """The place of the last reads: before the writes back into the inputs."""
         for node in self.graph.nodes:
             if node.op == "output" or node.target is aten.copy_.default:
                 return node
         raise InvalidError("a graph ends with its output")
 
     def settle(self) -> None:
-        """Brings the fake values up to date behind everything that was changed, as far as they differ."""
+        """Update the fake values after everything that was changed, where they differ."""
         stale = set(self.changed)
         for node in list(self.graph.nodes):
             if node.op == "call_function" and (node in stale or any(value in stale for value in node.all_input_nodes)):
@@ -176,7 +176,7 @@ class Bench:
 
 
 def _is_same_memory_of_its_own(node: Node, old: Any) -> bool:
-    """An operator gave a tensor as it did before, and no view: who views it need not be told."""
+    """Whether an operator returned a new tensor of the same kind, and not a view, so that its users need no update."""
     new = node.meta["val"]
     if not isinstance(new, Tensor) or not isinstance(old, Tensor) or new.is_conj() or old.is_conj():
         return False
@@ -187,7 +187,7 @@ def _is_same_memory_of_its_own(node: Node, old: Any) -> bool:
 
 
 def operands(node: Node) -> list[Node]:
-    """The operands of a node in the order of its arguments, one as often as it is used."""
+    """The operands of a node in the order of its arguments, with repetitions."""
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found

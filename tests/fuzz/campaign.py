@@ -1,4 +1,4 @@
-"""Many mutants of one base, or of all, and the counts of what became of them."""
+"""Many mutants of one base, or of all, and the counts of their verdicts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Result:
 
 
 def mutants(base: str, seed: int, numbers: Iterable[int], scene: str | None = None) -> Iterator[tuple[Mutant, bool]]:
-    """Mutants of a base and whether they preserve meaning, all of one scene if that is named. Number by number, each
-    from a sequence of its own."""
+    """Yield mutants of a base and whether they preserve meaning; all of one scene if that is named. Each number has its
+    own random sequence."""
     for number in numbers:
         random = Random(f"{seed}/{base}/{number}")
         if scene or random.random() < SCENE_SHARE:
@@ -60,7 +60,7 @@ def campaign(
 
 
 def judged(base: str, drawn: Iterable[tuple[Mutant, bool]], *, reducing: bool = True) -> Iterator[Result]:
-    """Judges a base and mutants of it. Where the base fails by itself, its mutants would say no more."""
+    """Judge a base and mutants of it. If the base itself fails, its mutants say no more."""
     plain = Mutant(base)
     untouched = plain.judge()
     can_fuse = bool(untouched.fused)
@@ -133,7 +133,7 @@ class Tally:
 
 
 def quiet() -> None:
-    """Warnings about single graphs are what is being provoked here."""
+    """Warnings about single graphs are provoked here on purpose."""
     import logging
 
     warnings.simplefilter("ignore")

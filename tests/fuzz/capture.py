@@ -1,4 +1,4 @@
-"""A layer as the operator graph that a backend gets, mostly in float64, and the tensors it is run on.
+"""A layer as the operator graph of a backend, mostly in float64, and the tensors it runs on.
 
 There are two such graphs: AOTAutograd's own, and the one that Inductor makes of it before it compiles."""
 
@@ -32,7 +32,7 @@ class Captured:
 
 @contextlib.contextmanager
 def reals_of(dtype: torch.dtype) -> Iterator[None]:
-    """Where whole numbers become real ones: float64 in a program of these, float32 in others, as users have it."""
+    """Casts of integers to floats: float64 in such a program, float32 in others, as users have it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
     try:
@@ -48,7 +48,7 @@ def capture(
     decomposed: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Captured:
-    """The inference graph of a layer, mutations of inputs kept in it as copies."""
+    """The inference graph of a layer, with mutations of inputs as copies."""
     graphs: list[GraphModule] = []
     inputs: list[tuple[Any, ...]] = []
 
@@ -83,7 +83,7 @@ def _inductor(inference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widen(captured: Captured) -> None:
-    """Casts to float32 become casts to float64: a narrowing one is a mutation, not part of a spelling."""
+    """Turn casts to float32 into casts to float64: a narrowing cast is a mutation, not part of a spelling."""
     for node in captured.gm.graph.nodes:
         if node.op == "get_attr":
             attribute = getattr(captured.gm, node.target)
@@ -124,8 +124,8 @@ def run(
     instead: dict[Any, Any] | None = None,
     seen: list[Tensor] | None = None,
 ) -> tuple[Any, ...]:
-    """Runs a graph node by node, without compiling it to Python first; other functions `instead` of some operators.
-    What is computed on the way goes to `seen`."""
+    """Run a graph node by node, without compiling it to Python first, with other functions `instead` of some operators.
+    Intermediate values are put into `seen`."""
     values: dict[Node, Any] = {}
     given = iter(inputs)
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --number 2000 --seed 0 --processes 2`: a campaign, and a table of what came of it."""
+"""`python -m tests.fuzz --number 2000 --seed 0 --processes 2`: a campaign, and a table of its verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .judge import FAILURES, SAME
 from .reduce import Mutant
 from .scenes import SCENES
 
-BATCH = 500  # so many at least of one base by one process, which captures it once
+BATCH = 500  # at least this many of one base per process, which captures it once
 SHOWN = 8  # failures of one kind
 
 

@@ -1,4 +1,4 @@
-"""In what one run of a program differs from another, from itself in more digits, or from what an error may leave."""
+"""How one run of a program differs from another, from itself in more digits, or from what an error may leave."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from .program import Seen
 
 TOLERANCE = 1e-9  # of the largest element, where everything runs in float64
-NEAR = 0.03  # of the largest element: so far the graph as it came may be from float64, or its result is not compared
-TIMES = 2.0  # as far away may the fused one be, and
-ROUNDINGS = 8.0  # of the largest element beside it
+NEAR = 0.03  # of the largest element: if the unfused graph is farther from float64, its result is not compared
+TIMES = 2.0  # the fused one may be this many times as far away, plus
+ROUNDINGS = 8.0  # of the largest element
 
 
 def compare(references: list[Seen], found: Seen, *, has_garbage: bool = False) -> str:
-    """In what the rewritten program differs; empty if in nothing. Each value may be that of any reference: one that is
-    not fused keeps the NaN that a fused one has not."""
+    """How the rewritten program differs; empty if it does not. Each value may be that of any reference: an unfused one
+    keeps the NaN that a fused one does not have."""
     expected = references[0]
     if len(expected.outputs) != len(found.outputs):
         return f"{len(found.outputs)} outputs instead of {len(expected.outputs)}"
@@ -56,7 +56,7 @@ def _differ(one: Any, other: Any, has_garbage: bool) -> str:
 
 
 def _shared(seen: Seen) -> list[int]:
-    """For each output the first input or output that lies in the same memory."""
+    """For each output, the first input or output that shares its memory."""
     places = [
         value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else -1 - number
         for number, value in enumerate((*seen.inputs, *seen.outputs))
@@ -68,8 +68,8 @@ def _shared(seen: Seen) -> list[int]:
 
 
 def farther(exact: Seen, eager: Seen, found: Seen) -> str:
-    """Where the rewritten program is farther from float64 than the graph as it came is, twice and a few roundings;
-    empty if nowhere. Where that is not near itself, nothing is said."""
+    """Where the rewritten program is more than twice as far from float64 as the original, plus a few roundings; empty
+    if nowhere. Values that are far off in the original are not compared."""
     if len(eager.outputs) != len(found.outputs):
         return f"{len(found.outputs)} outputs instead of {len(eager.outputs)}"
     outputs = zip(exact.outputs, eager.outputs, found.outputs, strict=True)
@@ -108,7 +108,7 @@ def _farther(exact: Any, eager: Any, found: Any) -> str:
 
 
 def corrupted(before: tuple[Any, ...], states: list[Tensor], found: Seen) -> str:
-    """Which input holds, after an error, what the program on its way to it never wrote there; empty if none does."""
+    """The input that holds, after an error, something that the program never wrote there; empty if none does."""
     for number, (old, new) in enumerate(zip(before, found.inputs, strict=True)):
         if not isinstance(old, Tensor):
             continue

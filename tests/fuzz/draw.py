@@ -1,4 +1,4 @@
-"""Mutants as data: a list of mutations for a captured graph, drawn at random, and the graph that they make of it."""
+"""Mutants as data: a list of mutations for a captured graph, drawn at random, and the graph that they make."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARED, SHARED_SHARE = "one use of a value that has others", 0.25  # what must b
 
 @functools.cache
 def sites(graph: Graph) -> dict[str, list[Site]]:
-    """Where something can be put in, by the operator there: rare operators are to be met as often as views."""
+    """A place to insert something, chosen by operator, so that rare operators are as likely as views."""
     found: dict[str, list[Site]] = defaultdict(list)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "call_function") and tensor(node) is not None and node.users:
@@ -51,14 +51,14 @@ def sites(graph: Graph) -> dict[str, list[Site]]:
 
 
 def draw(random: Random, captured: Captured, *, preserving: bool) -> list[Mutation]:
-    """One to three mutations. A mutant that changes meaning may have identities among them."""
+    """One to three mutations. A mutant that changes meaning may include identities."""
     number = random.choice((1, 1, 1, 2, 2, 3))
     kinds = [PRESERVING if preserving or (place and random.random() < 0.4) else CHANGING for place in range(number)]
     return [_draw_one(random, captured.gm.graph, kind) for kind in kinds]
 
 
 def draw_scene(random: Random, captured: Captured, scene: str | None = None) -> list[Mutation]:
-    """A scene, of this name or any, and perhaps a mutation of another kind ahead of it."""
+    """A scene with this name, or any, and sometimes another mutation before it."""
     for _ in range(SITES_TRIED):
         name = scene or random.choice(list(SCENES))
         found = SCENES[name](random, captured)
@@ -89,7 +89,7 @@ def _draw_insertion(random: Random, graph: Graph, kind: str) -> Mutation | None:
 
 
 def mutate(captured: Captured, mutations: list[Mutation]) -> Program:
-    """The graph with mutations applied one after the other. Raises InvalidError where that gives no program."""
+    """The graph with mutations applied in order. Raises InvalidError if that is not a program."""
     bench = Bench(captured)
     for mutation in mutations:
         try:

@@ -1,7 +1,7 @@
-"""Mutations of another kind than insertions: arguments, operands, outputs, writes.
+"""Mutations other than insertions: arguments, operands, outputs, writes.
 
-Each is `draw(random, sites)`, which gives literal parameters or None, and `apply(bench, *parameters)`. CHANGES may give
-another program, PRESERVING keep its meaning.
+Each is `draw(random, sites)`, which returns literal parameters or None, and `apply(bench, *parameters)`. CHANGES may
+change the meaning of the program, PRESERVING keep it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def named(random: Random, nodes: list[Node]) -> tuple[Any, ...] | None:
 
 
 def leaves(node: Node) -> list[Any]:
-    """What is no operand among the arguments of a node, in their order."""
+    """The arguments of a node that are not operands, in order."""
     found: list[Any] = []
     map_aggregate((node.args, node.kwargs), lambda leaf: found.append(leaf))
     return found
@@ -131,7 +131,7 @@ def _draw_wrapped(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | No
     return (node.name, number) if isinstance(node.args[number], int) and 0 <= node.args[number] < 2**40 else None
 
 
-# Where the dimension stands among the arguments, and positions along it.
+# The number of the dimension among the arguments, and positions along it.
 WRAPPED = {
     aten.slice.Tensor: (1, 2, 3),
     aten.select.int: (1, 2),
@@ -195,7 +195,7 @@ def _draw_exchange(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | N
 
 @edit(CHANGES, _draw_exchange)
 def exchange(bench: Bench, name: str, first: int, second: int) -> None:
-    """Two operands of one node change places."""
+    """Two operands of one node are swapped."""
     node = bench.node(name)
     one, other = operands(node)[first], operands(node)[second]
     bench.replace_operand(node, first, other)
@@ -218,7 +218,7 @@ def _draw_shared(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | Non
 
 @edit(PRESERVING, _draw_shared)
 def duplicate(bench: Bench, name: str) -> None:
-    """The last to read a value reads one computed once more."""
+    """The last reader of a value reads a copy that is computed again."""
     node = bench.node(name)
     user = list(node.users)[-1]
     bench.place = bench.after(node)
@@ -237,7 +237,7 @@ def _draw_result(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | Non
 
 @edit(CHANGES, _draw_result)
 def give_back(bench: Bench, name: str) -> None:
-    """An interior value is returned on top."""
+    """An intermediate value is returned, too."""
     bench.output(bench.node(name))
 
 
@@ -259,7 +259,7 @@ def _draw_late_read(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | 
 
 @edit(CHANGES, _draw_late_read)
 def late_read(bench: Bench, name: str, spelling: str, dim: int, is_viewed_early: bool) -> None:
-    """What a cache held before is read when everything else is done, perhaps through a view made first of all."""
+    """The old content of a cache is read at the end, sometimes through a view taken first."""
     cache = bench.node(name)
     bench.place = bench.after(cache) if is_viewed_early else bench.end()
     view = _read(bench, cache, spelling, dim)
@@ -284,7 +284,7 @@ def _read(bench: Bench, cache: Node, spelling: str, dim: int) -> Node:
 
 @edit(CHANGES, lambda random, graph: named(random, [n for n in calls(graph) if n.target is aten.copy_.default]))
 def forget_write(bench: Bench, name: str) -> None:
-    """A cache is not written after all."""
+    """A cache is not written."""
     bench.graph.erase_node(bench.node(name))
 
 

@@ -1,5 +1,5 @@
-"""What makes a difference say nothing: a mutant that computes with what is no number, at the edge of its type's range,
-or with garbage that it does not hide."""
+"""Differences that say nothing: a mutant that computes with NaN or infinity, at the edge of its dtype's range, or with
+garbage that it does not hide."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .program import Program, Seen, plainly, widened
 
 aten = torch.ops.aten
 
-ROOM = 16.0  # so far below the largest number of a type no order of additions leaves its range
+ROOM = 16.0  # this far below the largest number of a dtype, no order of additions leaves its range
 EDGE = "at the edge of the range the order of additions decides"
 
 OWN_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# A softmax, written as one or by hand, may make NaN of a row that sees nothing; that is judged.
+# A softmax, as one call or by hand, may give NaN for a row that sees nothing; that is judged.
 MAY_BLIND = frozenset({aten._softmax.default, aten._safe_softmax.default, aten.sub.Tensor, aten.div.Tensor})
 
 
 def excuse(captured: Captured, mutations: list[Mutation]) -> str:
-    """Why a difference says nothing of the rewrite; empty if it does."""
+    """Why a difference says nothing about the rewrite; empty if it does."""
     program = mutate(captured, mutations)
     if program.way.has_garbage:
         return "" if _is_hidden(captured, mutations, program) else "the garbage is not hidden"
@@ -42,9 +42,9 @@ def excuse(captured: Captured, mutations: list[Mutation]) -> str:
 
 
 class _Numbers(torch.fx.Interpreter):
-    """Runs a graph, and refuses one that multiplies infinities or makes NaN of numbers: what becomes of these hangs on
-    the order of additions, and on kernels. So does what PyTorch's own attention for CPUs, called by its name, reads of
-    columns that do not lie one behind another, and what comes of numbers that are larger than `at_most`."""
+    """Run a graph, and refuse one that multiplies infinities or makes NaN of numbers: the result depends on the order
+    of additions, and on kernels. The same holds for PyTorch's own CPU attention, called by name, on columns that are
+    not contiguous, and for numbers larger than `at_most`."""
 
     def __init__(self, gm: torch.fx.GraphModule, at_most: float) -> None:
         super().__init__(gm)
@@ -69,7 +69,7 @@ class _Numbers(torch.fx.Interpreter):
 
 
 def _largest(target: Any, result: Tensor, given: list[Tensor]) -> float:
-    """The largest number that a product may come to on its way. Sums are none: a mask may hold the lowest number."""
+    """The largest intermediate number of a product. Sums do not count: a mask may hold the lowest number."""
     if target is aten.mul.Tensor:
         return _most(result)
     if target in (aten.mm.default, aten.bmm.default):

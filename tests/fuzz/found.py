@@ -1,4 +1,4 @@
-"""Failures that were found once: a base and the mutations that made it fail, as data."""
+"""Failures that were found once: a base and its failing mutations, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOUND = (
     Mutant("He=Hcq=R-vector_norm-low_returned", (("scale", "linalg_vector_norm", 0, 3.0, "mul"),)),
     Mutant("exp over sum", (("scale", "sum_1", -1, 3.0, "mul"),)),
     Mutant("exp over sum unsqueezed", (("negate", "sum_1", -1),)),
-    # dimensions that are taken for others of the same size
+    # dimensions that are mistaken for others of the same size
     Mutant("exp over sum", (("exchange_dims", "sum_1", -1, 1, 2),)),
     Mutant("plain even", (("exchange_dims", "_softmax", 0, 0, 2),)),
     Mutant("blind row", (("exchange_dims", "masked_fill", -1, 0, 2),)),
@@ -54,7 +54,7 @@ FOUND = (
     Mutant("blind row (decomposed)", (("run_by", "verified", 2),)),
     # a slice that is overwritten by what has fewer dimensions, which raises
     Mutant("one buffer by layer (decomposed)", (("exchange", "index_put_1", 0, 1),)),
-    # a mask that overflows between two factors of which one takes the other back
+    # a mask that overflows between two factors that cancel
     Mutant("smallest number (decomposed)", (("double_and_halve", "sub", 0),)),
     Mutant("smallest number (decomposed)", (("scale", "exp", 0, 2.0, "mul"),)),
     # more terms than can be counted
@@ -89,7 +89,7 @@ FOUND = (
     ),
     Mutant("absorbed (float32)", (("loud", "arg8_1", -1, True), ("scale", "arg2_1", -1, 0.0, "mul"))),
     Mutant("one head-eager-view_transpose (float16)", (("taken_back", "mm_1", 0, 1e-06),)),
-    # what hangs on the last digit
+    # the last digit decides
     Mutant("tied (float16)", (("shared_out", "mm_1", 0, 1024.0), ("loud", "arg4_1", -0.25, True))),
     Mutant("blind row (bfloat16)", (("loud", "arg10_1", -8, False),)),
     # fills within fills

@@ -1,6 +1,6 @@
-"""Slots of caches that hold no numbers, or huge ones: as memory that was never written does, or an earlier request.
+"""Cache slots with NaN or huge numbers, like memory that was never written, or belonged to an earlier request.
 
-Where the program hides them its answers are finite, and then the fused one's are the same."""
+If the program hides them, its results are finite, and the fused ones are the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 
 
 def draw(random: Random, captured: Captured) -> list[Mutation] | None:
-    """Mostly in slots at the end of a cache that is written, which masks hide; perhaps hidden by one filter more."""
+    """Mostly in slots at the end of a written cache, which masks hide; sometimes hidden by one more filter."""
     graph = captured.gm.graph
     caches = [node for node in _inputs(captured) if any(user.target is aten.copy_.default for user in node.users)]
     others = [node for node in _inputs(captured) if len(shape(node)) > 2]

@@ -1,7 +1,7 @@
-"""Mutations that put something between a value and those who read it.
+"""Mutations that insert something between a value and its readers.
 
-Each is two functions: `draw(random, value)` gives literal parameters, or None where it does not apply, and
-`emit(bench, node, *parameters)` the node that is read instead. IDENTITIES keep every value, CHANGES do not.
+Each is two functions: `draw(random, value)` returns literal parameters, or None if it does not apply, and
+`emit(bench, node, *parameters)` the node to read instead. IDENTITIES keep every value, CHANGES do not.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def of_cut(random: Random, value: Tensor) -> tuple[Any, ...] | None:
 
 
 def of_divisor(random: Random, value: Tensor) -> tuple[Any, ...] | None:
-    """A dimension, and a number of pieces into which it can be cut."""
+    """A dimension, and a number of pieces that divides it."""
     pairs = [(dim, pieces) for dim, size in enumerate(value.shape) for pieces in range(2, size) if size % pieces == 0]
     return random.choice(pairs) if pairs else None
 
@@ -143,7 +143,7 @@ def add_number(bench: Bench, node: Node, number: Any) -> Node:
 
 @change(lambda random, value: (random.choice((1, 2, 3, 24)),) if value.is_floating_point() else None)
 def pile(bench: Bench, node: Node, times: int) -> Node:
-    """A value added to itself, again and again: as many terms as two to the power of `times`."""
+    """A value added to itself again and again: two to the power of `times` terms."""
     for _ in range(times):
         node = bench.call(aten.add.Tensor, node, node)
     return node
@@ -206,7 +206,7 @@ def flip(bench: Bench, node: Node, dim: int) -> Node:
 
 @change(of_cut)
 def rotate(bench: Bench, node: Node, dim: int, cut: int) -> Node:
-    """The first part of a dimension behind the rest."""
+    """The first part of a dimension after the rest."""
     parts = bench.call(aten.slice.Tensor, node, dim, cut), bench.call(aten.slice.Tensor, node, dim, 0, cut)
     return bench.call(aten.cat.default, list(parts), dim)
 
@@ -249,7 +249,7 @@ def patch(bench: Bench, node: Node, dim: int, end: int) -> Node:
 
 @change(lambda random, value: () if value.dim() == 1 else None)
 def column(bench: Bench, node: Node) -> Node:
-    """What ran along the last dimension runs along the one before."""
+    """What was along the last dimension is along the one before."""
     return bench.call(aten.unsqueeze.default, node, 1)
 
 

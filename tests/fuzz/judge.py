@@ -1,4 +1,4 @@
-"""What becomes of a mutant: it is run before and after the rewrite, and everything that can be seen is compared."""
+"""The verdict on a mutant: it runs before and after the rewrite, and everything observable is compared."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Outcome:
 
 
 class Hang(BaseException):
-    """No Exception, so that nothing on the way takes it for an ordinary failure."""
+    """Not an Exception, so that nothing treats it as an ordinary failure."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a mutant should be seen to do. Each value may be that of any reference."""
+    """What a mutant should give. Each value may be that of any reference."""
 
     references: list[Seen]
     exact: Program | None = None  # in float64, where the program is in fewer digits
     states: list[Tensor] = field(default_factory=list)  # what it may leave if it raises
 
     def difference(self, program: Program, found: Seen) -> str:
-        """In what the rewritten program differs; empty if in nothing."""
+        """How the rewritten program differs; empty if it does not."""
         eager = self.references[0]
         if eager.error:
             return corrupted(program.inputs, self.states, found) if found.error else f"raises no {eager.error}"
@@ -64,8 +64,8 @@ class Expected:
 
 
 def _farther(program: Program, eager: Seen, found: Seen) -> str:
-    """Where it is farther from float64 than the graph as it came is, and than float64 is itself where every input is
-    rounded once more: what hangs on the last digit is as good either way. Empty if nowhere."""
+    """Where it is farther from float64 than the original graph, and than float64 itself with every input rounded once
+    more: if the last digit decides, both results are right. Empty if nowhere."""
     exact = plainly(program)
     difference = farther(exact, eager, found)
     if difference and not all(farther(exact, seen, found) for seen in rounded_once(program, eager)):
@@ -129,8 +129,8 @@ def _quotient(left: Tensor, right: Tensor) -> Tensor:
     return torch.where((left == 0) & (right == 0), 0.0, result)
 
 
-# A query that may attend to nothing gives NaN in PyTorch's softmax and zeros in the operators, which is their contract.
-# So a result is right, too, if it is just that of the same graph with softmaxes that give zeros there.
+# A query that may attend to nothing gives NaN in PyTorch's softmax and zeros in the operators, by their contract. So a
+# result is right, too, if it equals that of the same graph with softmaxes that give zeros there.
 BLIND_GIVES_ZEROS = {
     aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim),
     aten.sub.Tensor: _difference,
@@ -138,7 +138,7 @@ BLIND_GIVES_ZEROS = {
 }
 
 def _check_written(program: Program, reference: Seen) -> None:
-    """What is read from memory that nothing wrote is no answer: filled with NaN, it must not show."""
+    """Memory that nothing wrote is not a result: filled with NaN, it must not show."""
     if not any("empty" in str(node.target) for node in program.gm.graph.nodes):
         return
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -186,7 +186,7 @@ def _strides(values: tuple[Any, ...]) -> list[Any]:
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Counts what this process computes, so that others that keep the machine busy do not matter."""
+    """Count what this process computes, so that other processes do not matter."""
 
     def expire(*_: Any) -> None:
         raise Hang

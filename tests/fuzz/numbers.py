@@ -1,4 +1,4 @@
-"""Numbers of whole types, fills within fills, and weights that change between two calls."""
+"""Integers, fills within fills, and weights that change between two calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FACTORS = (0.01, 0.5, 1.0, -0.5)
 
 
 def draw_whole(random: Random, captured: Captured) -> list[Mutation] | None:
-    """Scores, norms, positions: what is read has a number of a whole type multiplied to it, or added."""
+    """Scores, norms, positions: a value is multiplied by an integer, or one is added."""
     found = places(captured.gm.graph)
     number = random.choice(WHOLE)
     if found and random.random() < 0.2:
@@ -70,7 +70,7 @@ def draw_nested(random: Random, captured: Captured) -> list[Mutation] | None:
 
 @mutation
 def nested(bench: Bench, name: str, operand: int, depth: int, factor: float, form: str) -> None:
-    """A value and itself times a number, filled where it is hidden; of that the same again, and again."""
+    """A value and itself times a number, filled where it is hidden; then the same again, and again."""
     value = bench.value(name, operand)
     size, dtype = shape(value)[-1], tensor(value).dtype
     if not tensor(value).is_floating_point():

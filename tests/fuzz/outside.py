@@ -1,4 +1,4 @@
-"""Positions, offsets and blocks that are out of range: the program raises, and leaves its caches as they were."""
+"""Positions, offsets and blocks out of range: the program raises, and leaves its caches unchanged."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def shifted(bench: Bench, name: str, number: int, distance: int) -> None:
 
 
 def states(program: Program) -> list[Tensor]:
-    """What was computed if whatever is out of range is left out: of these a program may have written some."""
+    """What is computed if everything out of range is left out; a program may have written some of it."""
     seen: list[Tensor] = []
     observe(program, lambda *inputs: run(program.gm, inputs, LENIENT, seen))
     return seen
 
 
 def _roomy(cache: Tensor, index: list[Tensor | None], rows: Tensor, accumulate: bool = False) -> Tensor:
-    """`index_put` into a cache with room for rows that are out of range, which is cut off again."""
+    """`index_put` into a cache with room for rows out of range, which is cut off again."""
     room = cache
     inside: list[Tensor | None] = []
     for dim, where in enumerate(index):

@@ -1,6 +1,6 @@
-"""Mutations of what says where: block tables, slots and positions; and of two values that change places.
+"""Mutations of places: block tables, slots and positions; and swaps of two values.
 
-As in edits.py. A value that says where is an operand of whole numbers that something gathers, scatters or writes by.
+As in edits.py. A place is an integer operand by which something gathers, scatters or writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Place = tuple[Node, int, int]
 
 
 def places(graph: torch.fx.Graph) -> list[Place]:
-    """Users, the number of the operand that says where, and the size of the dimension it counts through."""
+    """Users, the number of the operand that is a place, and the size of the dimension it counts through."""
     return [place for node in calls(graph) for place in _places_of(node)]
 
 
@@ -60,7 +60,7 @@ def _draw_other_rows(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] |
 
 @edit(CHANGES, _draw_other_rows)
 def other_rows(bench: Bench, name: str, number: int, shift: int, size: int) -> None:
-    """The rows or blocks that lie so many further on, around the end."""
+    """Rows or blocks shifted by this many, around the end."""
 
     def moved(where: Node) -> Node:
         return bench.call(aten.remainder.Scalar, bench.call(aten.add.Tensor, where, shift), size)
@@ -129,7 +129,7 @@ def _draw_swap(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | None:
 
 @edit(CHANGES, _draw_swap)
 def swap(bench: Bench, one: str, other: str) -> None:
-    """Whoever reads one of two values reads the other, as far as that is there by then. Writes go where they went."""
+    """Swap the readers of two values, where both values exist by then. Writes stay where they are."""
     pair = bench.node(one), bench.node(other)
     users = [
         (user, number, pair[1 - pair.index(value)])
@@ -158,6 +158,6 @@ def _draw_swap_numbers(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...]
 
 @edit(CHANGES, _draw_swap_numbers)
 def swap_numbers(bench: Bench, name: str, place: int, number: float, other: str, there: int, instead: float) -> None:
-    """Two factors, or a factor and an epsilon, change places."""
+    """Two factors, or a factor and an epsilon, are swapped."""
     replace_leaves(bench, bench.node(name), {place: number})
     replace_leaves(bench, bench.node(other), {there: instead})

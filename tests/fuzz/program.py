@@ -1,4 +1,4 @@
-"""A mutant as it is run: a graph, what it is called with, how often, and what is seen of it."""
+"""A mutant as it runs: a graph, its arguments, the number of calls, and what is observed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Way:
     runner: str = "reference"
     calls: int = 1
     changes: tuple[tuple[int, str, float], ...] = ()
-    has_garbage: bool = False  # what is computed with need be no number, and what results from that is not compared
+    has_garbage: bool = False  # inputs may be NaN or infinite, and results computed from that are not compared
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Program:
     inputs: tuple[Any, ...]
     way: Way = Way()
 
-    is_rounded: bool = False  # in fewer digits than float64, which then says what is right
+    is_rounded: bool = False  # in fewer digits than float64, which then decides what is right
 
     def held(self) -> dict[str, Tensor]:
         """The tensors that the graph holds itself, as they are now."""
@@ -49,7 +49,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Seen:
-    """The results of all calls, what is left of inputs and of held tensors, and the error that ended it."""
+    """The results of all calls, the inputs and held tensors afterwards, and the error that ended it."""
 
     outputs: tuple[Any, ...]
     inputs: tuple[Any, ...]
@@ -62,9 +62,9 @@ class Seen:
 
 
 def observe(program: Program, call: Call, *, may_raise: bool = False) -> Seen:
-    """Runs a program as often as it says. Tensors that its graph holds are put back as they were.
+    """Run a program as often as it says. Tensors in its graph are restored.
 
-    What is out of range is an error to be seen, any other only of a program that `may_raise`."""
+    Only a program that `may_raise` may raise anything but an out-of-range error, which is observed."""
     inputs, outputs, error = copies(program.inputs), [], ""
     held = program.held()
     before = {name: copy_of(value) for name, value in held.items()}
@@ -90,7 +90,7 @@ def plainly(program: Program, instead: dict[Any, Any] | None = None) -> Seen:
 
 
 def _change(inputs: tuple[Any, ...], number: int, how: str, factor: float) -> None:
-    """A weight gets other numbers, perhaps in ways that no counter of writes notices."""
+    """A weight gets other numbers, sometimes in ways that no counter of writes notices."""
     if how == "data":
         inputs[number].data.mul_(factor)
     elif how == "numpy":
@@ -121,7 +121,8 @@ def _wide(value: Any) -> Any:
 
 
 def rounded_once(exact: Program, like: Seen) -> Iterator[Seen]:
-    """What a program in float64 makes of inputs that move by up to half a digit of their types in `like`, at random."""
+    """What a program in float64 gives for inputs that move by up to half a digit of their dtypes in `like`, at
+    random."""
     random = torch.Generator().manual_seed(0)
 
     def moved(value: Any, other: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers at the edges of what a type holds: loud and quiet inputs, factors taken back behind a product."""
+"""Numbers at the edges of a dtype: loud and quiet inputs, factors cancelled after a product."""
 
 from __future__ import annotations
 

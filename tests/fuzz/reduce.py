@@ -1,4 +1,4 @@
-"""A failing mutant made small: fewer mutations, and the plainest base on which the same ones still fail."""
+"""Makes a failing mutant small: fewer mutations, and the plainest base on which the same ones still fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN = ("plain", "plain even", "plain level", "absorbed", "complex", "at slice"
 
 @dataclass(frozen=True)
 class Mutant:
-    """All there is to a mutant; `str` gives the line from which it is made again."""
+    """A complete mutant; `str` gives the line that makes it again."""
 
     base: str
     mutations: tuple[Mutation, ...] = ()
@@ -26,7 +26,7 @@ class Mutant:
 
 
 def reduce(mutant: Mutant, verdict: str) -> Mutant:
-    """The same verdict from less. A hang is not waited for on base after base."""
+    """The same verdict with less. Hangs are not waited for on base after base."""
     mutant = _fewer(mutant, verdict)
     plain = [name for base in PLAIN if (name := f"{base}{BASES[mutant.base].ending}") in BASES]
     if not mutant.mutations or verdict == "hang" or mutant.base in plain:

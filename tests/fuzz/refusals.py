@@ -36,12 +36,13 @@ TESTS = (
 )  # fmt: skip
 COPIED = ("mla_fx", "patterns", "lowering", "tests", "pyproject.toml")
 INSIDE = ("patterns", "lowering")  # folders of the repository that are packages inside mla_fx
-SECONDS = 900  # for one file of tests, or for one removal in it
+SECONDS = 900  # per test file, or per removal in one
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """`asks` are what is put into the source, and where, so that it is made only if the switch says so."""
+    """`asks` are what is inserted into the source, and where, so that the refusal only happens if the switch says
+    so."""
 
     path: str
     line: int
@@ -75,11 +76,11 @@ def _refusals_in(file: Path) -> Iterator[Refusal]:
             yield Refusal(str(file.relative_to(ROOT)), part.lineno, text, places)
 
 
-Ask = tuple[int, int, str]  # line, column, what is put there
+Ask = tuple[int, int, str]  # line, column, inserted text
 
 
 def _refusing(node: ast.AST) -> Iterator[tuple[ast.stmt, list[Ask]]]:
-    """The refusals that a statement is. `# ` stands for the number of the refusal."""
+    """The refusals in a statement. `#` in the text is replaced by the number of the refusal."""
     if isinstance(node, ast.Raise) and (node.exc is None or _name(node.exc) == "NoMatch"):
         yield node, [(node.lineno, node.col_offset, "if _is_made(#): ")]
     if isinstance(node, ast.If) and len(node.body) == 1 and isinstance(node.body[0], ast.Return):
@@ -108,8 +109,8 @@ def _name(call: ast.expr) -> str:
 
 
 def copied_to(folder: Path, asked: list[Refusal]) -> None:
-    """A copy of the repository in which every refusal asks first. The two packages that lie outside mla_fx are linked
-    into it, so that an installed mla_fx is not asked for them."""
+    """Make a copy of the repository in which every refusal asks first. The two packages outside mla_fx are linked into
+    it, so that they are not imported from an installed mla_fx."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -132,7 +133,7 @@ def copied_to(folder: Path, asked: list[Refusal]) -> None:
 
 
 def run_tests(folder: Path, tests: list[str], numbers: list[int], patience: float) -> Iterator[dict]:
-    """What removal.py tells of the refusals with these numbers, as it comes."""
+    """Yield removal.py's results for the refusals with these numbers, as they come."""
     told = folder / "told"
     told.touch()
     paths = {name: path for name in tests for path in (folder / "tests").glob(f"{name}*") if path.stem == name}
@@ -185,7 +186,7 @@ def main() -> int:
 
 
 def _reported(told: Iterator[dict], everything: list[Refusal]) -> dict[int, str]:
-    """Prints what happens as it happens; the refusals that nobody noticed, and whether a test comes by at all."""
+    """Print results as they come; return the unnoticed refusals, and whether a test reaches them."""
     reached: dict[int, int] = {}
     unnoticed: list[int] = []
     for line in told:

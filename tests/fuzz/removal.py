@@ -1,8 +1,10 @@
-"""A pytest plugin for `refusals.py`: tests run while one refusal after another is switched off.
+"""A pytest plugin for `refusals.py`: tests run with one refusal after another switched off.
 
-The compiler's source has been rewritten so that every refusal first asks `_is_made(number)`. That says which refusals a
-test reaches at all, and switches one off without a new process: modules are imported and tests collected once, and each
-run is a fork. A refusal is tried with the tests that reach it alone, the quickest first, until one fails.
+The compiler's source has been rewritten so that every refusal first asks `_is_made(number)`. That records which
+refusals a
+test reaches, and switches one off without a new process: modules are imported and tests collected once, and each run is
+a
+fork. A refusal is tried only with the tests that reach it, the fastest first, until one fails.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def pytest_runtestloop(session: Any) -> bool:
 
 
 def _quickest(ran: list[Ran], patience: float) -> list[str]:
-    """The names of as many tests as take so many seconds together, and of one at least."""
+    """The names of as many tests as take this many seconds together, and at least one."""
     names, spent = [], 0.0
     for one in sorted(ran, key=lambda one: one.seconds):
         spent += one.seconds
@@ -112,7 +114,7 @@ def _measured(items: list[Any]) -> list[Ran]:
 
 
 def _noticed(number: int, items: list[Any], seconds: float) -> str | None:
-    """The first test that fails without the refusal, or what else went wrong; None where all is well."""
+    """The first test that fails without the refusal, or what else went wrong; None if all pass."""
 
     def run() -> str:
         SWITCH.removed = number

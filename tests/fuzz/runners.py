@@ -1,4 +1,4 @@
-"""The ways in which a rewritten program is run: by the pass, by the backend, with weights laid out once."""
+"""The ways to run a rewritten program: by the pass, by the backend, with weights laid out once."""
 
 from __future__ import annotations
 

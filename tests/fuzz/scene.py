@@ -1,7 +1,8 @@
-"""Mutations that come in scenes: together with what they need, and with how the mutant is run.
+"""Mutations in scenes: together with what they need, and with how the mutant runs.
 
-A scene is `draw(random, captured)`, which gives a list of mutations or None where it does not apply; what it gives may
-be any kind of mutation. Those that are here alone are functions of a bench and literal parameters."""
+A scene is `draw(random, captured)`, which returns a list of mutations, or None if it does not apply; these may be any
+kind
+of mutation. Those that exist only here are functions of a bench and literal parameters."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def number_kept(bench: Bench, name: str, place: int, factor: float, is_late: boo
 
 @mutation
 def position_counted(bench: Bench, name: str, number: int, step: int) -> None:
-    """Rows or blocks lie so many further on at each call."""
+    """Rows or blocks are shifted by this many at each call."""
     state = bench.new_input("state", torch.tensor(0))
     bench.insert(name, number, lambda where: bench.call(aten.add.Tensor, where, state))
     bench.place = bench.end()
@@ -101,7 +101,7 @@ def counter(bench: Bench, step: int) -> None:
 
 @mutation
 def held(bench: Bench, name: str) -> None:
-    """An input is a tensor that the graph holds itself."""
+    """An input is a tensor in the graph itself."""
     bench.hold(name)
 
 

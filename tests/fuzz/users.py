@@ -1,4 +1,4 @@
-"""Values that one more reads: by their strides, through a view, or as a result; mostly in the second of two layers."""
+"""Values with one more reader: by their strides, through a view, or as a result; mostly in the second of two layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READINGS = ("strides", "strides", "own strides", "view", "result", "alias", "row
 
 
 def draw(random: Random, captured: Captured) -> list[Mutation] | None:
-    """Operators that are rare are met as often as views, and the last of a kind more often than the others."""
+    """Rare operators are as likely as views, and the last of a kind more likely than the others."""
     kinds: dict[str, list[Node]] = defaultdict(list)
     for node in calls(captured.gm.graph):
         value = tensor(node)

@@ -28,7 +28,7 @@ def test_amax(converted, dim):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 def test_index_put(converted, count, dynamic):
-    """Along the first axes, by indices of several shapes, of which one counts from the end."""
+    """Along the first axes, by indices of several shapes; one counts from the end."""
     torch.manual_seed(0)
     x, indices = torch.randn(6, 7, 3), [torch.tensor([[4], [0]]), torch.tensor([2, -1])][:count]
     values = torch.randn(2, *([1, 7, 3] if count == 1 else [1, 3]))

@@ -148,7 +148,7 @@ def test_mla_prolog_v3(converted, modes):
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
 @pytest.mark.parametrize("cache_mode", ["PA_BLK_BSND", "PA_BLK_NZ"])
 def test_mla_prolog_v3_with_blocks_of_sequences_of_any_length(converted, cache_mode, as_tensor):
-    """Three sequences, of which the second fills more than a page, and the first page is skipped."""
+    """Three sequences; the second fills more than a page, and the first page is skipped."""
     lengths, draw = [3, 133, 134], Sampler(BF16, seed=8)
     args = prolog_call("PA_BSND", tokens=(134,))
     args = [*args[:9], *args[10:], draw.slots(4, BLOCKS, skip=1), *[None] * 7]

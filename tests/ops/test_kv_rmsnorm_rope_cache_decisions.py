@@ -46,7 +46,7 @@ def test_offset_is_required_by_the_document_but_optional_with_v():
         stored = plain != old
         unsaturated = stored & (plain < 124) & (plain > -128) & (shifted != old)
         assert unsaturated.sum() > 100
-        # Ties aside, of which random values have none, an integer offset commutes with rounding.
+        # Without ties, and random values have none, an integer offset commutes with rounding.
         assert torch.equal(shifted[unsaturated], plain[unsaturated] + 3)
 
 

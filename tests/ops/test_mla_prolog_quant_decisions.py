@@ -1,7 +1,7 @@
 """mla_prolog_quant bit by bit, and where its source contradicts itself or others.
 
-The emulation computes in numpy's float32. Its inputs are integers of which every sum is exact in float32, whatever its
-order, or of which at most one product enters each sum; so there is one right answer for every bit.
+The emulation computes in numpy's float32. Its inputs are integers. Either every sum is exact in float32, in any
+order, or at most one product enters each sum; so there is one right answer for every bit.
 """
 
 import numpy as np

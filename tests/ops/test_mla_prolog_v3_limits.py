@@ -218,7 +218,7 @@ def test_lengths_as_a_list_or_of_either_dtype(cache_mode):
 # Free sizes
 
 VARYING = ("token_x", "rope_sin", "rope_cos", "cache_index", "dequant_scale_x", "actual_seq_len")
-# Of B, S and BlockNum; the first are those of no other axis, which would then be taken for the same.
+# B, S and BlockNum; the first differ from all other axes, which would otherwise be mistaken for the same.
 SIZES = ((2, 50, 9), (3, 17, 7), (5, 20, 11))
 
 

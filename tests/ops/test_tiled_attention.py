@@ -29,7 +29,7 @@ def normal(*shape, seed=0):
 
 
 def arguments(module, steps=STEPS, context=CONTEXT, batch=2, **given):
-    """Dense operands of an operator, of which some are given."""
+    """Dense operands of an operator; some may be passed."""
     queries = {"query_rope": normal(batch, steps, HEADS, 4)} if module is latent_attention else {}
     if module is latent_attention:
         queries["query"] = normal(batch, steps, HEADS, 16)

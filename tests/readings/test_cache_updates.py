@@ -41,7 +41,7 @@ UPDATES = {  # a cache [B, 1, T, D], rows [B, 1, S, D]
     "per sequence, one token": lambda cache, r: written(cache[:, 0], (torch.arange(B), PLACES[:, 0]), r[:, 0, 0]),
     "new rows first": lambda cache, r: torch.cat([r, cache], 2),
 }
-# a cache [B, T, D] whose first dimension is taken for blocks
+# a cache [B, T, D] whose first dimension is read as blocks
 IN_BLOCKS = {
     "blocks and offsets": lambda cache, r: written(cache[:, 0], (torch.tensor([1, 0, -1]), SLOTS - 2), r[0, 0]),
     "sequences in reverse": lambda cache, r: written(cache[:, 0], (SEQUENCES.flip(0), PLACES), r[:, 0]),

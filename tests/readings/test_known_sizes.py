@@ -17,7 +17,7 @@ from mla_fx.readings.views import shape_of
 
 
 class Environment:
-    """A shape environment of which nothing but its guards is asked, and lower bounds of single symbols."""
+    """A shape environment with only guards, and lower bounds of single symbols."""
 
     def __init__(self, *guards):
         self.given = guards

@@ -226,7 +226,7 @@ def masked_fill(found: Operands, mask: Tensor | None, scale: str, number: float)
 
 
 def filled(found: Operands, mask: Tensor | None, scale: str, number: float) -> Tensor:
-    """A number that 16 bits hold only in part stands for minus infinity."""
+    """A number that does not fit into 16 bits, for minus infinity."""
     scores = logits(found, scale, number).masked_fill(~mask, -10000.0)
     return torch.softmax(scores, dim=-1, dtype=torch.float32).type_as(found.value) @ found.value
 

@@ -287,7 +287,7 @@ def one_sequence(tokens: int) -> tuple[Any, ...]:
 
 
 def _paged(batch: int, tokens: int, blocks: int) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Positions, pages of which two belong to no sequence, and the table of those of each."""
+    """Positions, pages (two belong to no sequence), and the page table of each sequence."""
     order = torch.randperm(batch * blocks + 2, generator=torch.Generator().manual_seed(3))
     return _positions(batch, tokens), _caches(len(order), SMALL.block), order[2:].view(batch, blocks)
 

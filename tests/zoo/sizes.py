@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sizes:
-    """No two sizes are equal, so a dimension taken for another is noticed."""
+    """No two sizes are equal, so a dimension mistaken for another is noticed."""
 
     hidden: int = 24
     heads: int = 4

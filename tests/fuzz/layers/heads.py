@@ -120,7 +120,7 @@ class OneContextCausal(OneContext):
 
 
 class Groups(Layer):
-    """The up projection is held by groups of heads."""
+    """The up projection is stored by groups of heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -146,7 +146,7 @@ class GroupedQueries(Groups):
 
 
 class TwoUps(Layer):
-    """Keys and values come from the latents by a projection each."""
+    """Keys and values have a projection each from the latents."""
 
     def orders(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """The latents as keys are made of them, and as values are."""
@@ -168,7 +168,7 @@ def riffled(value: Tensor, pieces: int) -> Tensor:
 
 
 class OrderOfKeys(TwoUps):
-    """Keys are made of latents in another order of columns than values are."""
+    """Keys are projected from latents in another order of columns than values."""
 
     def orders(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         return riffled(latent, 2), latent
@@ -180,14 +180,14 @@ class TwoOrders(TwoUps):
 
 
 class OrderOfValues(Absorbed):
-    """What is summed up are latents in another order than those that make the scores."""
+    """The latents that are summed up are in another order than those in the scores."""
 
     def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
         return super().over_latents(query, key, riffled(latent, 2), mask)
 
 
 class RiffledQuery(Absorbed):
-    """The scores take query and latents in one other order, so that they stay; values are natural."""
+    """The scores use query and latents in the same other order, so they stay the same; values are in order."""
 
     def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
         rank = self.sizes.rank

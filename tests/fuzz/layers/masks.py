@@ -39,7 +39,7 @@ class BoolAndFlags(BoolAdded):
 
 
 class Filled(BoolAdded):
-    """Scores of what is hidden are replaced, whatever they are."""
+    """Scores of hidden keys are replaced, whatever they are."""
 
     def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
         return scores.masked_fill(~mask, float("-inf")).softmax(-1)
@@ -80,7 +80,7 @@ class BlindAdded(Layer):
 
 
 class ExpOverSum(Layer):
-    """No peak is subtracted before the exponential."""
+    """No maximum is subtracted before the exponential."""
 
     def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
         exponential = torch.exp(scores + mask)

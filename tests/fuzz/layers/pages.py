@@ -1,4 +1,5 @@
-"""Contexts in pages, [BlockNum, BlockSize, width]: a block table says which are whose, for the write and the read."""
+"""Contexts in pages, [BlockNum, BlockSize, width]: a block table assigns them to sequences, for the write and the
+read."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ class CountedTwice(Pages):
 
 
 class TwoTables(Pages):
-    """Rows are written through one table and read through another, which holds the same blocks in another order."""
+    """Rows are written through one table and read through another with the same blocks in another order."""
 
     def place(self) -> Any:
         table, positions = super().place()

@@ -1,4 +1,4 @@
-"""Projections: with something added to them, of weights split, joined or folded beforehand, of weights in 8 bits."""
+"""Projections: with something added, with weights split, joined or folded beforehand, with 8-bit weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .plain import Layer, Sizes
 
 
 class Biased(Layer):
-    """Query and key side have a bias each, which are as wide where the sizes are equal."""
+    """Query and key side have a bias each, with equal widths if the sizes are equal."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -59,7 +59,7 @@ class Tied(Layer):
 
 
 class ScaledApart(Layer):
-    """Both parts of the query are multiplied by numbers for each head and token, behind the rotation."""
+    """Both parts of the query are multiplied by numbers per head and token, after the rotation."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
