@@ -2,8 +2,8 @@
 
 Every refusal of the compiler is removed, one at a time, in a copy of the repository: each `raise NoMatch(...)`, each
 guard that returns None, False or nothing, and each `None if ... else ...` that is returned. Tests run in the copy,
-quick ones first, until one fails (see removal.py). A refusal whose removal no test notices is either not needed or not
-tested.
+quick ones first, until one fails (see removal.py): the first tier, then the slow tests. A refusal whose removal no test
+notices is either not needed or not tested.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ TESTS = (
     "test_match", "readings", "test_refusals", "test_rules", "test_replacement", "test_replay", "test_layout",
     "test_reinplace",
     "test_soundness", "test_soundness_precision", "test_soundness_scores", "test_soundness_causal",
-    "test_soundness_caches", "test_soundness_graphs", "test_soundness_models", "test_fuzz",
+    "test_soundness_caches", "test_soundness_graphs", "test_soundness_models", "test_soundness_forms",
+    "test_soundness_fills", "test_soundness_range", "test_soundness_constants", "test_pieces", "test_projections",
+    "test_combined_caches", "test_paged_contexts", "test_paged_heads", "test_unlike_layers", "test_positions",
+    "test_reasons", "test_plans", "test_slices", "test_servers", "test_stability", "test_zoo", "test_fuzz",
 )  # fmt: skip
-COPIED = ("mla_fx", "patterns", "lowering", "tests", "pyproject.toml")
+COPIED = ("mla_fx", "patterns", "lowering", "tests", "docs", "pyproject.toml")
 INSIDE = ("patterns", "lowering")  # folders of the repository that are packages inside mla_fx
+TIERS = [[], ["--slow", "-m", "slow"]]
 SECONDS = 900  # per test file, or per removal in one
 
 
@@ -132,15 +136,15 @@ def copied_to(folder: Path, asked: list[Refusal]) -> None:
         (folder / path).write_text(source)
 
 
-def run_tests(folder: Path, tests: list[str], numbers: list[int], patience: float) -> Iterator[dict]:
-    """Yield removal.py's results for the refusals with these numbers, as they come."""
+def run_tests(folder: Path, tests: list[str], numbers: list[int], patience: float, tier: list[str]) -> Iterator[dict]:
+    """Yield removal.py's results for the refusals with these numbers, as they come. `tier` are options of pytest."""
     told = folder / "told"
-    told.touch()
+    told.write_text("")
     paths = {name: path for name in tests for path in (folder / "tests").glob(f"{name}*") if path.stem == name}
     given = {"tests": list(paths), "numbers": numbers, "told": str(told), "seconds": SECONDS, "patience": patience}
     command = [
         sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.fuzz.removal",
-        f"--basetemp={folder}/temporary", *map(str, paths.values()),
+        f"--basetemp={folder}/temporary", *tier, *map(str, paths.values()),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "REFUSALS": json.dumps(given)}
     with (folder / "output").open("w") as output:
@@ -167,6 +171,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose file and text contain this")
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="in tests/, quick ones first")
     parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds for one removal in one file")
+    parser.add_argument("--first-tier", action="store_true", help="leave out the slow tests")
     parser.add_argument("--list", action="store_true", help="show what would be removed, and stop")
     given = parser.parse_args()
     everything = refusals()
@@ -179,8 +184,12 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="refusals") as folder:
         copied_to(Path(folder), everything)
-        unnoticed = _reported(run_tests(Path(folder), given.tests, numbers, given.patience), everything)
-    print(f"\n{len(numbers) - len(unnoticed)} of {len(numbers)} removed refusals were noticed ({total} in all)")
+        unnoticed = dict.fromkeys(numbers, "")
+        for tier in TIERS[:1] if given.first_tier else TIERS:
+            run = run_tests(Path(folder), given.tests, list(unnoticed), given.patience, tier)
+            unnoticed = _reported(run, everything)
+            noticed = len(numbers) - len(unnoticed)
+            print(f"\n{noticed} of {len(numbers)} removed refusals were noticed ({total} in all)", flush=True)
     print(*(f"nobody noticed {everything[number]}{how}" for number, how in unnoticed.items()), sep="\n")
     return bool(unnoticed)
 
