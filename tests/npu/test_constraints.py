@@ -136,8 +136,8 @@ CASES = {
     "several prompts": Case(
         KEY_SIDE,
         [
-            "mla_attention becomes its body: the batch is 2; FusedInferAttentionScore finds the keys of one sequence "
-            "only where they fill a part of the cache"
+            "mla_attention becomes its body: the batch is 2; FusedInferAttentionScore takes one sequence where keys "
+            "fill a part of the cache"
         ],
         batch=2,
         tokens=20,
