@@ -30,7 +30,7 @@ with open(path, "rb") as file, torch.no_grad():
 
 @pytest.fixture
 def cached():
-    """As it is by default: what is saved goes the way of what AOTAutograd keeps."""
+    """The default setting: saving uses what AOTAutograd caches."""
     with functorch_config.patch(enable_autograd_cache=True):
         yield
 

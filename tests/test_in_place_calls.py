@@ -141,7 +141,7 @@ ATTENTIONS = {"multi_latent_attention": "atten_out", "paged_attention": "attn_ou
 
 
 def attention_call(name, lengths):
-    """The twin as a function of its output and of its tensors, and these; lengths are a list or a tensor."""
+    """The in-place form as a function of its output and its tensors, and these; lengths are a list or a tensor."""
     entry = catalogue()[name]
     sample = next(entry.samples(torch.bfloat16))
     names = [argument.name for argument in entry.host._schema.arguments]

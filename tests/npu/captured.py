@@ -1,7 +1,8 @@
-"""What torchair would capture of the functions that a test compiles: operator graphs, which run eagerly on the CPU.
+"""What torchair would capture of a test's functions: operator graphs, which run eagerly on the CPU.
 
-Importing this puts an eager run in the place of capture and replay (`NPUGraph`). Everything that torchair does before
-is real: its passes, by which operators write in place, and the source that it makes of the graph.
+Importing this replaces capture and replay (`NPUGraph`) by an eager run. Everything that torchair does before is real:
+its
+passes, the operators that write in place, and the source that it makes of the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from npu import converted, cpu_kernels  # noqa: F401  `converted` is the machine
 
 
 class EagerGraph:
-    """In the place of torchair's `AclGraph`, which is made twice: of a graph, and of the source made of that graph.
+    """Replaces torchair's `AclGraph`, which is made twice: of a graph, and of the source made of that graph.
 
     `module` is the graph, `info` what torchair found out about it, such as what it updates between replays."""
 

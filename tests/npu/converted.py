@@ -1,7 +1,8 @@
-"""What torchair makes of the functions that a test compiles: its GE graphs, which run on the CPU.
+"""What torchair makes of a test's functions: GE graphs, which run on the CPU.
 
-Importing this puts an interpreter of GE graphs in the place of the graph engine. Everything that torchair does before
-it hands its graph to the engine is real, and so is the writing of mutated inputs after it.
+Importing this replaces the graph engine by an interpreter of GE graphs. Everything that torchair does before it passes
+its
+graph to the engine is real, and so is writing mutated inputs afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def types(graph: Any) -> list[str]:
 
 
 class Executor:
-    """In the place of torchair's binding to the graph engine: keeps the graph that is loaded, and interprets it."""
+    """Replaces torchair's binding to the graph engine: keeps the loaded graph, and interprets it."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name

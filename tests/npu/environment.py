@@ -1,7 +1,8 @@
-"""Where torch_npu can be imported without an NPU: its packages, stub CANN libraries, a child process that sees both.
+"""An environment in which torch_npu imports without an NPU: its packages, stub CANN libraries, a child process with
+both.
 
-Everything lies in a cache folder, outside of the environment that runs the tests: beside an installed torch_npu, a
-plain `import torch` fails where there are no CANN libraries.
+Everything is in a cache folder, outside the environment that runs the tests: with torch_npu installed, a plain
+`import torch` fails without CANN libraries.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ IMPORTED_BY_TORCHAIR = {
 
 
 class UnavailableError(Exception):
-    """Why torch_npu cannot be had here, as a sentence."""
+    """Why torch_npu is not available here, as a sentence."""
 
 
 def cache() -> Path:
@@ -48,8 +49,8 @@ def cache() -> Path:
 
 
 def built(name: str, build: Callable[[Path], None]) -> Path:
-    """The cached folder of that name. It appears whole or not at all: it is built aside and then renamed, so neither an
-    interruption nor a second process leaves half of it behind."""
+    """The cached folder with that name. It appears completely or not at all: it is built elsewhere and then renamed, so
+    neither an interruption nor a second process leaves half of it behind."""
     folder = cache() / name
     if folder.exists():
         return folder

@@ -1,7 +1,8 @@
-"""Runs a GE graph on CPU tensors, operator by operator, from nothing but what stands in the graph.
+"""Runs a GE graph on CPU tensors, operator by operator, from nothing but the graph.
 
-Each operator type is a function of that name in a file of `ge_ops/`, with the inputs and attributes of the operator's
-definition as its parameters.
+Each operator type is a function of that name in a file of `ge_ops/`; its parameters are the inputs and attributes of
+the
+operator's definition.
 """
 
 from __future__ import annotations

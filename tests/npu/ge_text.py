@@ -1,11 +1,11 @@
-"""A GE graph as text, the same every time: one line for each operator, with what it reads and how it is set.
+"""A GE graph as deterministic text: one line per operator, with its inputs and attributes.
 
-    MlaPrologV3_0(token_x=Data_0, weight_dq=Data_1, ...) weight_quant_mode=1
-    NetOutput_0(input0=MlaPrologV3_0:4)
+MlaPrologV3_0(token_x=Data_0, weight_dq=Data_1, ...) weight_quant_mode=1
+NetOutput_0(input0=MlaPrologV3_0:4)
 
-An operator is called by its type and a running number, Data by the index of the graph's input, and a constant by its
-values. An output that is not the first has its number behind a colon. What stands after the inputs are attributes that
-are not the default of the operator's definition.
+An operator is named by its type and a running number, Data by the index of the graph's input, and a constant by its
+values. An output other than the first has its number after a colon. After the inputs come attributes that differ from
+the default of the operator's definition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether what operators write in place is defined on a device, where only results and control edges give an order."""
+"""Whether in-place writes of operators are defined on a device, where only results and control edges give an order."""
 
 from __future__ import annotations
 

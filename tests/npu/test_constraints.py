@@ -1,5 +1,5 @@
-"""Layers that a kernel of the vendor's does not take: the report says why, the next smaller fusion comes instead, and
-numbers and caches are no further from a float64 run than eager's."""
+"""Layers that a vendor's kernel does not support: the report says why, the next smaller fusion is used, and results and
+caches are as exact as eager's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vendor's fused operators, called as a user calls them: converted, run, and compared with `mla_fx`' operators."""
+"""The vendor's fused operators, called as a user calls them: converted, run, and compared with those of `mla_fx`."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""The GE graphs of a layer of DeepSeek-V3, to the last operator: one prolog, one attention, no copy of a cache.
+"""The GE graphs of a layer of DeepSeek-V3, operator by operator: one prolog, one attention, no copy of a cache.
 
-`EXPECTTEST_ACCEPT=1 python -m tests.npu tests/npu/test_golden.py` writes the texts anew."""
+`EXPECTTEST_ACCEPT=1 python -m tests.npu tests/npu/test_golden.py` regenerates the texts."""
 
 import expecttest
 import torch

@@ -16,7 +16,7 @@ def compiled(model, graph_pass):
 
 
 def test_key_side_and_attention_fuse(converted):
-    """A pass takes no weights out of a graph, so that the prolog, which reads them in FRACTAL_NZ, stays the model's."""
+    """A pass hoists no weights out of a graph, so the prolog, which reads them in FRACTAL_NZ, does not fuse."""
     model, graph_pass = models.model(layers=2), mla_fx.MlaPass(target="ge")
     prompts = [models.prompt(1, seed=seed) for seed in range(3)]
     models.check_as_exact_as_eager(model, compiled(model, graph_pass), models.static_cache, prompts)

@@ -1,4 +1,4 @@
-"""Hugging Face models on the target "ge": what they convert to, and that the numbers and the caches are theirs."""
+"""Hugging Face models with the target "ge": what they convert to, and that results and caches are right."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ class Given:
 
 @pytest.mark.parametrize("word, is_bool", [(True, True), (True, False), slow(False, True), slow(False, False)])
 def test_a_mask_that_is_given(converted, word, is_bool):
-    """By the user's word it is causal, and its last row says how long the context is."""
+    """Declared causal, its last row gives the length of the context."""
     model = models.model()
     prompts = [models.prompt(tokens, seed=tokens) for tokens in (20, 1, 1, 3)]
     run = compiled(model, causal_masks=word)

@@ -1,4 +1,4 @@
-"""Rows with no place in a cache are skipped. Kernels look at no end, and would write into another sequence."""
+"""Rows without a place in a cache are skipped. Kernels do not check the end, and would write into another sequence."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ def backend(version):
 
 
 class Prolog(torch.nn.Module):
-    """A call, and what its cache was before."""
+    """A call, and the old content of its cache."""
 
     def __init__(self, reads_old):
         super().__init__()

@@ -1,5 +1,5 @@
-"""A user's own calls of the operators, functional ones and twins, compiled whole for the target "ge": outputs and
-caches are those of the operators' own bodies."""
+"""A user's own calls of the operators, functional and in place, compiled whole for the target "ge": outputs and caches
+are those of the operators' bodies."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def weights(quantised=0):
 
 
 def prolog_call(cache_mode, tokens=(B, S)):
-    """Arguments of mla_prolog, whose first token has no place."""
+    """Arguments of mla_prolog; the first token has no place."""
     draw = Sampler(BF16, seed=1)
     index = draw.slots(torch.Size(tokens).numel(), BLOCKS * PAGE, skip=1).view(tokens)
     fresh = cache_mode == "TND"
@@ -87,8 +87,8 @@ def test_mla_prolog_with_int8_weights(converted, int8_caches):
 
 
 def test_weights_for_halves_give_the_same_to_a_kernel_that_reads_neighbours():
-    """Reordered weights with neighbours are the given ones with halves. In float64, since sums are taken otherwise
-    in a matrix that lies otherwise."""
+    """Reordered weights with interleaved columns are the given ones with halves. In float64, because a matrix in
+    another layout sums in another order."""
     heads, args = 4, prolog_call("PA_BSND")
     args[2], args[3] = args[2][:, : heads * (D + DR)], args[3][:heads]
     args = [arg.double() if arg.is_floating_point() else arg for arg in args]
@@ -103,7 +103,7 @@ def test_weights_for_halves_give_the_same_to_a_kernel_that_reads_neighbours():
 
 
 def v3_call(weight_quant_mode, kv_cache_quant_mode, cache_mode="PA_BSND"):
-    """Arguments of mla_prolog_v3 in its modes, whose first token has no place."""
+    """Arguments of mla_prolog_v3 in its modes; the first token has no place."""
     draw, packed = Sampler(BF16, seed=3), kv_cache_quant_mode == 3
     some, full = weight_quant_mode > 0, weight_quant_mode == 2
     token_x, *_, index, kv_cache, kr_cache = prolog_call(cache_mode)
@@ -167,7 +167,7 @@ KV_MODES = ["Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"]
 
 
 def kv_call(cache_mode, int8=False, shared=False):
-    """Arguments of kv_rmsnorm_rope_cache, whose first token, or page, has no place. kv is not contiguous."""
+    """Arguments of kv_rmsnorm_rope_cache; the first token, or page, has no place. kv is not contiguous."""
     draw = Sampler(BF16, seed=4)
     norm, rows = cache_mode == "Norm", 1 if shared else B
     blocked, slots = "BLK" in cache_mode, BLOCKS * PAGE

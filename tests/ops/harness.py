@@ -1,4 +1,4 @@
-"""What the tests of all operators share: refusals, fake kernels with free sizes, one compilation for many sizes."""
+"""Shared by the tests of all operators: refusals, fake kernels with free sizes, one compilation for many sizes."""
 
 import inspect
 
@@ -14,7 +14,7 @@ CATALOGUE = mla_fx.ops.catalogue()
 
 
 def cases(dtypes, operators=tuple(CATALOGUE)):
-    """One pytest parameter (operator, args, kwargs) for each operator, dtype and sample."""
+    """One pytest parameter (operator, args, kwargs) per operator, dtype and sample."""
     return list(_each_case(dtypes, operators))
 
 
@@ -70,9 +70,9 @@ def written_names(overload):
 
 
 def twin_call(operator, args, kwargs):
-    """Run the in-place twin on copies: all results by name, whether returned or written, and the arguments afterwards.
+    """Run the in-place form on copies: all results by name, returned or written, and the arguments afterwards.
 
-    An output that only the twin takes starts as the functional form's result filled with 77.
+    An output that only the in-place form has starts as the functional form's result filled with 77.
     """
     arguments = {name: value.clone() if torch.is_tensor(value) else value
                  for name, value in by_name(operator, args, kwargs).items()}  # fmt: skip
@@ -120,9 +120,9 @@ def refuses(operator, args, kwargs, message):
 
 
 def fake_with_free_sizes(operator, args, kwargs, fixed=()):
-    """The results of the fake kernel when every axis but the last of each tensor is a symbol, and the guards it added.
+    """The results of the fake kernel with every axis except the last of each tensor a symbol, and the guards it added.
 
-    Arguments named in `fixed` keep their sizes. No two axes share a symbol, as in a graph whose inputs are unrelated.
+    Arguments in `fixed` keep their sizes. No two axes share a symbol, as in a graph with unrelated inputs.
     """
     shapes = ShapeEnv(duck_shape=False)
     with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode:
@@ -140,12 +140,12 @@ def _free(tensor):
 
 
 def hints(sizes):
-    """Sizes as the numbers that their symbols stand for."""
+    """Sizes as the numbers of their symbols."""
     return tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes)
 
 
 def compiles_once(layer, inputs):
-    """`layer` with dynamic sizes compiles one graph for all `inputs`, and answers as it does eagerly."""
+    """Check that `layer` with dynamic sizes compiles one graph for all `inputs`, with eager's results."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)

@@ -100,9 +100,9 @@ def close(actual, wanted, dtype, casts):
 
 
 def nearest(actual, wanted, dtype):
-    """The nearest int8 to `wanted`, ties to even; either neighbour where float32 cannot tell the side of a tie.
+    """Check for the nearest int8 to `wanted`, ties to even; either neighbour if float32 cannot tell the side of a tie.
 
-    Values up to 300 carry float32 errors of some 1e-6 of that; such near ties must be rare, 0.2 % on average.
+    Values up to 300 carry float32 errors of about 1e-6 relative; such near ties must be rare, 0.2 % on average.
     """
     unsure = 1e-9 if dtype == torch.float64 else 1e-3
     near = (wanted - wanted.floor() - 0.5).abs() < unsure

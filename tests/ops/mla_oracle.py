@@ -12,7 +12,7 @@ BLOCK = 128
 
 
 class Row(NamedTuple):
-    """A query row: its place in the query, its sequence and place there, that sequence's rows and keys."""
+    """A query row: its number in the query, its sequence and number there, and that sequence's rows and keys."""
 
     token: int
     sequence: int
@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One row and head: result, mean of |values|, what undecided int8 roundings may add or take, logarithm."""
+    """One row and head: the result, the mean of |values|, the tolerance for undecided int8 roundings, the logarithm."""
 
     out: np.ndarray
     spread: np.ndarray
@@ -53,7 +53,7 @@ def cache_row(cache, slot, cache_mode):
 
 
 def visible(a, row):
-    """How many keys a row sees."""
+    """The number of keys that a row sees."""
     causal = a["q_nope"].dtype == torch.int8 or a["q_nope"].shape[1] == 128
     return row.context - row.steps + row.step + 1 if causal and a["mask_type"] == "undefined" else row.context
 
@@ -111,7 +111,7 @@ def answer(scores, values, pv_descale):
 
 
 def int8_answer(scores, values):
-    """The weighted sum with int8 weights, not divided yet, and how far roundings that could go either way move it."""
+    """The weighted sum with int8 weights, not divided yet, and how far undecided roundings may move it."""
     final, largest, out, slack = scores.max(), -math.inf, 0.0, 0.0
     for start in range(0, len(scores), BLOCK):
         tile, held = scores[start : start + BLOCK], values[start : start + BLOCK]
@@ -144,9 +144,10 @@ def answers(a, row, heads):
 def compare(a, out, lse=None, rows=None, heads=None):
     """The results of the operator for arguments `a` by name, of all rows or some.
 
-    A weight is rounded to the dtype before it meets its value, and so is the result: each moves it by a roundoff of
-    what it is, the weights together by one of the mean of |values|. Weights below the normal range of float16 lose up
-    to 2^-25 each. Sums in the accumulation dtype add some more: they are all there is for float32 and float64.
+    A weight is rounded to the dtype before it is multiplied by its value, and so is the result: each moves it by one
+    roundoff, of the mean of |values| for the weights, of itself for the result. Weights below float16's normal range
+    lose up
+    to 2^-25 each. Sums in the accumulation dtype add a little: for float32 and float64 that is all.
     """
     roundoff = torch.finfo(out.dtype).eps / 2
     sums = {torch.float64: 1e-14}.get(out.dtype, 4e-6)

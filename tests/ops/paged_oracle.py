@@ -116,7 +116,7 @@ def attend_int8(a, h, scores, values):
 
 
 def near_tie(exact):
-    """Whether float32 error could change the int8 number: a hair more or less, and it rounds to another one."""
+    """Whether float32 error could change the int8 number: slightly more or less, and it rounds differently."""
     low, high = ((exact * (1 + sign * 1e-5)).astype(np.float16).astype(np.float64) for sign in (-1, 1))
     return np.rint(low) != np.rint(high)
 
@@ -155,7 +155,7 @@ def scores_of(a, keys, row, b, entry, h, t, r, q):
 
 
 def oracle(arguments):
-    """attn_out with NaN in rows that nothing produces, and by how much a correct result may differ."""
+    """attn_out with NaN in rows that are not produced, and the tolerance of a correct result."""
     a = SimpleNamespace(**arguments)
     tokens, heads, _ = a.query.shape
     kv_heads = a.kv_head_num or heads

@@ -11,7 +11,7 @@ from ops.harness import CATALOGUE, by_name, nd_offset, nz_offset
 TILE = 128
 V3 = CATALOGUE["mla_prolog_v3"]
 CACHES = ("kv_cache", "kr_cache")
-# Every combination of quantisations with every cache mode that it has.
+# Every combination of quantisations with every cache mode that supports it.
 PAGED = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ")
 MODES = [
     (weights, caches, cache_mode)
@@ -51,8 +51,9 @@ class Wanted:
 def oracle(a, query_norm=None):
     """What a call of v3 with the arguments `a` by name must give.
 
-    `query_norm` [T, Hcq] is what the operator found, to go on from: a tie that is rounded the other way moves all that
-    follows by more than its own rounding.
+    `query_norm` [T, Hcq] is the operator's own result and the starting point for the rest: a tie that is rounded the
+    other way
+    moves everything after it by more than its own rounding.
     """
     dtype = a["weight_uk"].dtype
     x, sin, cos = (a[name].double().flatten(0, -2) for name in ("token_x", "rope_sin", "rope_cos"))
@@ -144,7 +145,7 @@ def keys(a, wanted, row, sin, cos, dtype):
 
 
 def slots(a):
-    """Of each token its slot, None where it is stored nowhere."""
+    """The slot of each token, None if it is not stored."""
     *tokens, _ = a["token_x"].shape
     if a["cache_index"] is None:
         return list(range(math.prod(tokens)))
@@ -202,11 +203,12 @@ def near(actual, wanted, dtype):
 
 
 def near_integers(actual, wanted, dtype, slack=0.0):
-    """int8 results are the nearest integers, saturated.
+    """Check that int8 results are the nearest integers, saturated.
 
-    Where the values come from sums in another order, they differ by their float32 error, at most 1e-3 of these 127
-    steps. In 16 bits one in a hundred may come from a value that was rounded the other way, one spacing aside.
-    `slack` is what the way of rounding itself adds.
+    Values from sums in another order differ by their float32 error, at most 1e-3 of these 127 steps. In 16 bits, one in
+    a
+    hundred may come from a value that was rounded the other way, one spacing apart. `slack` is what the rounding itself
+    adds.
     """
     wanted = wanted.view(actual.shape).clamp(-128, 127)
     assert actual.dtype == torch.int8
@@ -218,7 +220,7 @@ def near_integers(actual, wanted, dtype, slack=0.0):
 
 
 def expect(a, results):
-    """The seven results of v3 are what the arguments `a` by name demand."""
+    """Check the seven results of v3 for the arguments `a` by name."""
     query, query_rope, query_scale, query_norm, norm_scale, kv_cache, kr_cache = results
     dtype, count = a["weight_uk"].dtype, math.prod(a["token_x"].shape[:-1])
     weights, caches = a["weight_quant_mode"], a["kv_cache_quant_mode"]

@@ -138,7 +138,7 @@ def check_query(a, row, token, results):
         codes, scale, offset = z.symmetric_codes() if a["is_symmetry"] else z.asymmetric_codes()
         codes.check(actual)
         scale.check(results["q_norm_scale_out"][token, 0])
-        # From here on the actual codes count: a tie that went the other way is no error behind it.
+        # From here on the actual codes count: a tie that was rounded the other way is not an error.
         shifted = actual.double() if offset is None else actual.double() - offset.value
         slack = torch.zeros_like(shifted) if offset is None else offset.slack.expand_as(shifted)
         up = Bounded(shifted, slack, row.dtype).matmul(a["w_uq_qr"]).dequantised(scale, a["dequant_scale"][:, 0])

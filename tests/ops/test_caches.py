@@ -1,4 +1,4 @@
-"""Cache writes byte by byte: where each element of a row must lie, and that nothing else changed."""
+"""Cache writes byte by byte: the place of each element of a row, and that nothing else changes."""
 
 import itertools
 import math

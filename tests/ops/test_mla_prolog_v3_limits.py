@@ -223,7 +223,8 @@ SIZES = ((2, 50, 9), (3, 17, 7), (5, 20, 11))
 
 
 def compiled_call(first, names):
-    """A layer of the tensors `names`, all else as in `first` but floats, which Dynamo would make inputs."""
+    """A layer with the tensors `names`; everything else is as in `first`, because Dynamo would turn floats into
+    inputs."""
     rest = {name: value for name, value in first.items() if not isinstance(value, float)}
 
     def layer(*tensors):

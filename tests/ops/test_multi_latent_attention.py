@@ -22,7 +22,7 @@ def drawn(dtype, cache_mode, seed=11, **options):
 
 
 def dtype_of(cache_mode):
-    """One in which the mode computes as exactly as it can."""
+    """The dtype in which the mode computes most exactly."""
     return torch.float16 if cache_mode == "int8_nzcache" else torch.float64
 
 

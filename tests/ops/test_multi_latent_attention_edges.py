@@ -291,7 +291,7 @@ def test_a_score_of_minus_infinity_hides_its_key(cache_mode):
 
 
 def test_a_score_of_minus_infinity_hides_its_key_in_a_merged_cache():
-    """The infinity lies in the rope part, behind the columns that are values too."""
+    """The infinity is in the rope part, after the columns that are also values."""
     a = drawn("kvcache", contexts=(2,), calc_type=RING)
     a["q_nope"].abs_()
     a["ctkv"][a["block_tables"][0, 0], 1, 0, 575] = -math.inf

@@ -28,7 +28,8 @@ def int32(*values):
 @pytest.mark.slow
 @pytest.mark.parametrize(("operator", "args", "kwargs"), cases(DTYPES, ["paged_attention"]))
 def test_sample_against_oracle(operator, args, kwargs):
-    """Both forms; the tensors that are read keep their bytes, and so do rows that the in-place form does not make."""
+    """Both forms; the tensors that are read keep their bytes, and so do rows that the in-place form does not
+    produce."""
     arguments = by_name(operator, args, kwargs)
     before = [value.clone() if torch.is_tensor(value) else value for value in arguments.values()]
     actual = operator.overload(**arguments)

@@ -1,4 +1,4 @@
-"""What the operators' reference page promises of the tests."""
+"""What the operators' reference page says about the tests."""
 
 import importlib
 import re

@@ -1,5 +1,5 @@
-"""Attention in flat memory: PyTorch's own and tiles of query rows answer as the operators' bodies, and what is traced
-for a long prompt holds no scores of all queries and keys."""
+"""Attention in flat memory: PyTorch's own and tiles of query rows give the results of the operators' bodies, and a
+trace for a long prompt contains no scores of all queries and keys."""
 
 import dataclasses
 import math
@@ -79,7 +79,7 @@ def graph_of(function, a, decompositions=None):
 
 
 def calls_own(a):
-    """Wherever a call may take it: behind a mask that is one of two branches."""
+    """Wherever a call may use it: with a mask that is one of two branches."""
     whole = graph_of(mla_attention.kernel, a).owning_module
     graphs = [module.graph for module in whole.modules() if isinstance(module, GraphModule)]
     return any(node.target is OWN for graph in graphs for node in graph.nodes)

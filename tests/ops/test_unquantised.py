@@ -189,7 +189,7 @@ CACHES = {"mla_prolog": {2: 10, 3: 11}, "kv_rmsnorm_rope_cache": {0: 5, 1: 6}}
 
 
 def expect(operator, args, kwargs):
-    """The operator and its twin agree with the oracle; inputs stay, except the twin's caches."""
+    """Both forms agree with the oracle; inputs stay unchanged, except the in-place form's caches."""
     name, dtype = operator.name, args[0].dtype
     wanted = ORACLES[name](*double(args), **kwargs)
     rtol, atol = operator.tolerance[dtype]
@@ -252,7 +252,7 @@ def worst(result, wanted):
 
 
 def test_bfloat16_is_as_exact_as_plain_code():
-    """No further from float64 than twice what code written in the manner of Hugging Face is."""
+    """At most twice as far from float64 as code written like Hugging Face's."""
     args, kwargs = mla_prolog.sample(torch.bfloat16, 3, "BSND", (4, 16))
     x, w_dq, w_uq, w_uk, w_dkv, gamma_cq, gamma_ckv, sin, cos, *_ = args
     up = (plain_norm(x @ w_dq, gamma_cq, 1e-5) @ w_uq).unflatten(-1, (3, -1))

@@ -75,7 +75,7 @@ def Fill(dims: Tensor, value: Tensor) -> Tensor:
 
 
 def Empty(shape: Tensor, dtype: int, init: bool) -> Tensor:
-    """What is not asked to be 0 is something that shows if it is read."""
+    """Elements that need not be 0 are a number that shows if it is read."""
     out = torch.empty(_numbers(shape), dtype=ge_type_to_torch_type(dtype))
     return out.fill_(0 if init or not out.is_floating_point() else torch.nan)
 
@@ -253,7 +253,7 @@ def Select(condition: Tensor, x1: Tensor, x2: Tensor) -> Tensor:
 
 
 def SelectV2(condition: Tensor, then: Tensor, **otherwise: Tensor) -> Tensor:
-    """Its third input is called else, which is no name in Python."""
+    """Its third input is named else, a keyword in Python."""
     return torch.where(condition, then, otherwise["else"])
 
 
