@@ -53,8 +53,10 @@ def _same_call(one: Node, other: Node, left: list[int]) -> bool:
 
 
 def _is_repeatable(target: Any) -> bool:
-    """Whether equal operands always give equal results."""
+    """Whether equal operands always give equal results. Nothing is known about operators that are not PyTorch's."""
     if not isinstance(target, OpOverload):
         return target is operator.getitem
+    if target.namespace not in ("aten", "prims"):
+        return False
     is_empty = "empty" in target._schema.name
     return not is_empty and not target._schema.is_mutable and UNLIKE.isdisjoint(target.tags)

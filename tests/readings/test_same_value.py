@@ -8,6 +8,14 @@ from mla_fx.readings.element import resolve
 from mla_fx.readings.same_value import same_value
 from mla_fx.readings.views import fresh_index
 
+
+@torch.library.custom_op("tests_same_value::drawn", mutates_args=())
+def drawn(table: torch.Tensor) -> torch.Tensor:
+    return table * torch.rand(()).item()
+
+
+drawn.register_fake(torch.empty_like)
+
 TABLE, POSITIONS = dense(8, D), torch.tensor([5, 0, 3])
 
 
@@ -33,6 +41,7 @@ UNLIKE = {
     "another factor": lambda table, p: (table[p].cos(), table[p].cos() * 2),
     "another rounding": lambda table, p: (table[p].cos(), table[p].cos().bfloat16().float()),
     "random": lambda table, p: (torch.rand_like(table), torch.rand_like(table)),
+    "another library's": lambda table, p: (drawn(table), drawn(table)),
     "empty": lambda table, p: (torch.empty_like(table).exp(), torch.empty_like(table).exp()),
 }
 
