@@ -127,7 +127,7 @@ def test_path_exists(path):
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"- {page.name}\n" not in navigation] == []
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in navigation] == []
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
