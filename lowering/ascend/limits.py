@@ -1,6 +1,6 @@
 """Limits of the vendor's kernels. Each function raises NoMatch if its limit is not known to hold.
 
-A symbolic size that meets its limit in the current call gets a guard that it does so. Another size recompiles."""
+A symbolic size that meets its limit in the current call gets a guard for it. Another size recompiles."""
 
 from __future__ import annotations
 

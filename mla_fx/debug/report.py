@@ -182,5 +182,5 @@ def _counted(misses: Sequence[Miss]) -> Iterator[str]:
 
 
 def _first_of(layers: Mapping[str, int], path: str) -> int:
-    """How many modules one represents that is in such a layer, or in none."""
+    """How many modules the module at a path represents: as many as its layer does, or one."""
     return next((count for layer, count in layers.items() if f"{path}.".startswith(f"{layer}.")), 1)

@@ -164,7 +164,7 @@ def _flag(element: Element, is_one: bool = True) -> list[IntegerSum]:
 
 
 def _conjuncts(condition: Element, holds: bool) -> list[IntegerSum]:
-    """The sums that are all not above zero exactly where the condition is `holds`. Raises NoMatch if unknown."""
+    """Sums that are all at most zero exactly where the condition equals `holds`. Raises NoMatch if unknown."""
     pending, found = [(condition, holds)], list[IntegerSum]()
     for _ in range(MOST_CONDITIONS):
         if not pending:
