@@ -108,6 +108,7 @@ OTHERS = {
         NO_NUMBER,
     ),
     "two": (lambda m, s, v: m.beside(m.beside(s)).softmax(-1)[..., :-2] @ v, "only some of the softmax's"),
+    "every other key": (lambda m, s, v: s.softmax(-1)[..., ::2] @ v[:, :, ::2], "only some of the softmax's"),
     "with a value": (
         lambda m, s, v: m.beside(s).softmax(-1) @ torch.cat((v, v[:, :, :1] + 1), 2),
         "go through cat before",
@@ -148,7 +149,25 @@ class WithoutNorm(Unrotated):
         return x * gamma if x.shape[-1] != self.sizes.rank else x
 
 
-@pytest.mark.parametrize("kind, prologs", [(Unrotated, 1), (UnrotatedAbsorbed, 1), (WithoutNorm, 0)])
+class HalfOfTheLatents(UnrotatedAbsorbed):
+    """Values are the first columns of the latents: the others are like rotary columns."""
+
+    def over_latents(self, query, key, latent, mask):
+        key = latent[..., : self.sizes.rank]
+        out = self.combine(self.scores(query[..., : self.sizes.rank], key) + mask, latent[..., : self.sizes.rank // 2])
+        return torch.cat((out, out), -1)
+
+
+class Stored(UnrotatedAbsorbed):
+    """Reads a context that was written elsewhere, so that nothing shows how latents are computed."""
+
+    def store(self, latent, k_rope, position, kv_cache, kr_cache):
+        return kv_cache, kr_cache
+
+
+@pytest.mark.parametrize(
+    "kind, prologs", [(Unrotated, 1), (UnrotatedAbsorbed, 1), (WithoutNorm, 0), (Stored, 0), (HalfOfTheLatents, 0)]
+)
 def test_no_rotary_part(kind, prologs):
     fused = check(kind()).fused
     assert (fused.get("mla_prolog", 0), fused[ATTENTION]) == (prologs, 1)

@@ -44,6 +44,7 @@ from mla_fx.rule import (
     Axes,
     Call,
     Case,
+    Cast,
     Contraction,
     Element,
     Expression,
@@ -181,7 +182,10 @@ class MlaAttention(Rule):
             out = Call(torch.ops.mla_fx.latent_attention.default, *operands, scale=scale, **options)
             if values == "expanded":
                 out = Inlined(expand_output, (out, made("weight_uv", a.n, a.dv, a.hckv)))
-        part = result(times(out, factors.get("out", 1.0)), (a.b, a.s, a.n, a.dv))
+        # the program may multiply in a wider dtype: 1024 times a value may not fit in float16
+        widest = torch.promote_types(dtype, found.node.meta["val"].dtype)
+        out = out if factors["out"] == 1.0 else times(Cast(out, widest), factors["out"])
+        part = result(out, (a.b, a.s, a.n, a.dv))
         return Plan(replaced(found.node, found.index, part, padding=found.padding))
 
     def looks_like_mla(self, anchor: Node) -> bool:
@@ -210,7 +214,8 @@ def _roles(match: Match) -> _Roles:
     n, s = (ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
     dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
     if values == "absorbed":
-        dv = _same_columns(dv, hckv, found.node)
+        assert set(dv) == set(hckv), "keys and values are one LATENT"
+        dv = hckv  # in the order of the latents
     return _Roles(b=b, s=s, n=n, t=t, d=d, dr=dr, hckv=hckv, dv=dv)
 
 
@@ -289,13 +294,6 @@ def _dtype(match: Match) -> torch.dtype:
     if all(query.is_exact_in(dtype) for query in queries):
         return dtype
     return functools.reduce(torch.promote_types, (query.dtype for query in queries), dtype)
-
-
-def _same_columns(out: Axes, latent: Axes, node: Node) -> Axes:
-    """The columns of the result, which are those of the latents, in their order."""
-    if set(out) != set(latent):
-        raise NoMatch("the attention's result and the latents have different columns", node)
-    return latent
 
 
 def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: Axes) -> None:

@@ -89,6 +89,8 @@ FOUND = (
     ),
     Mutant("absorbed (float32)", (("loud", "arg8_1", -1, True), ("scale", "arg2_1", -1, 0.0, "mul"))),
     Mutant("one head-eager-view_transpose (float16)", (("taken_back", "mm_1", 0, 1e-06),)),
+    # computed in float32, where the factor has room
+    Mutant("safe softmax (float16)", (("taken_back", "bmm_1", 1, 1024.0), ("loud", "arg8_1", -0.25, True))),
     # the last digit decides
     Mutant("tied (float16)", (("shared_out", "mm_1", 0, 1024.0), ("loud", "arg4_1", -0.25, True))),
     Mutant("blind row (bfloat16)", (("loud", "arg10_1", -8, False),)),

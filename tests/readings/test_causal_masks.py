@@ -207,6 +207,7 @@ TWINS = {
     "another position for each sequence": lambda keys, rows: keys <= rows + torch.arange(2).view(-1, 1, 1, 1),
     "a position twice": lambda keys, rows: keys <= rows + (rows - ROWS),
     "compared as floats": lambda keys, rows: keys.float() <= rows.float(),
+    "keys counted in float16": lambda keys, rows: torch.arange(16, dtype=torch.float16) <= rows,
     "rows by way of a float": lambda keys, rows: keys <= rows.float().long(),
     "rows added in 32 bits": lambda keys, rows: keys <= (rows - ROWS).int() + ROWS.int(),
     "padding": lambda keys, rows: (keys <= rows) & (keys != 1),

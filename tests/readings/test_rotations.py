@@ -175,6 +175,10 @@ NO_ROPES = {
     "only cosines": (lambda x, y, c, s: torch.cat([x * c, y * c], -1), "expected a rotary embedding"),
     "three terms": (lambda x, y, c, s: torch.cat(pairs(x, y, c, s), -1) + torch.cat([c, c], -1), "expected"),
     "two values": (lambda x, y, c, s: torch.cat(pairs(x, (y * y).sin(), c, s), -1), "expected a rotary"),
+    "divided by cosines": (
+        lambda x, y, c, s: torch.cat([x / c - y * s, y / c + x * s], -1),
+        "expected a rotary embedding, found cat",
+    ),
 }
 
 
