@@ -439,6 +439,13 @@ class OtherHeads(Turned):
         return super().repeated(rows) if turned else Engine.repeated(self, rows)
 
 
+class OneValue(Engine):
+    """All heads share the values of the first."""
+
+    def values(self, value):
+        return super().values(value[:, :, :1].expand_as(value))
+
+
 REFUSED = {
     TableTurned: "block_table is not one tensor",
     TableOfAnotherSequence: "block_table is not one tensor",
@@ -449,6 +456,7 @@ REFUSED = {
     Rounded: "rows are gathered in torch.float64 and cast to torch.",
     Sinks: "paged_attention has no operand for an attention sink",
     OtherHeads: "keys and values do not have the same heads",
+    OneValue: "keys and values do not have the same heads",
 }
 
 
