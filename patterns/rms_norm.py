@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.cases import HCQ
-from mla_fx.readings.element import CASTS, is_coarser
+from mla_fx.readings.calls import CASTS
+from mla_fx.readings.element import is_coarser
 from mla_fx.rewriting.operands import check_norm_of_rows
 from mla_fx.rule import (
     Call,

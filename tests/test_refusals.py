@@ -2,6 +2,7 @@
 
 import math
 import operator
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -23,7 +24,7 @@ from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import NearestMiss, stored, var
 from mla_fx.passes.reinplace import reinplace
 from mla_fx.readings.algebra import as_product, as_sum
-from mla_fx.readings.attention import anchors, attention
+from mla_fx.readings.attention import Causal, anchors, attention
 from mla_fx.readings.axes import (
     Axis,
     Digit,
@@ -39,15 +40,16 @@ from mla_fx.readings.axes import (
     whole,
 )
 from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.causal import causal_by_position
+from mla_fx.readings.causal import CausalByPosition, causal_by_position
+from mla_fx.readings.constant import constant
 from mla_fx.readings.contraction import contraction
-from mla_fx.readings.element import Element, constant, element_of, resolve
+from mla_fx.readings.element import Element, element_of, resolve
 from mla_fx.readings.integers import integer_sum
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.rms_norm import rms_norm
 from mla_fx.readings.sizes import at_most, ratio
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.masks import joined_masks
+from mla_fx.rewriting.masks import check_is_causal, joined_masks, mask_operands
 from mla_fx.rewriting.materialize import axes, tensor
 from mla_fx.rewriting.replacement import check_nothing_is_lost
 
@@ -413,6 +415,25 @@ def test_a_triangle_of_many_numbers_is_no_causal_mask():
     found = read(lambda q, k, v: (q @ k.mT + distance.triu(1)).softmax(-1) @ v, *[(B, T, D)] * 3, decompose=False)
     with refused("more than one number above its diagonal"):
         causal_by_position(found, (), axes_of(found.index[1]))
+
+
+def test_is_causal_together_with_a_mask():
+    masked = read(lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, *[(B, N, S, D)] * 3, (S, S))
+    rows = masked.index[-2]
+    with refused("is_causal is given together with a mask"):
+        check_is_causal(replace(masked, causal=Causal(masked.node, rows)), axes_of(rows))
+
+
+def test_positions_on_another_device_leave_the_mask_a_tensor():
+    masked = read(lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, *[(B, S, D)] * 3, (S, S))
+    positions = masked.node.graph.placeholder("positions")
+    sequences, rows, _ = (axes_of(part) for part in masked.index)
+    dims = sequences, (), rows, axes_of(masked.keys)
+    for device, is_length in (("cpu", True), ("meta", False)):
+        positions.meta["val"] = torch.empty(B, dtype=torch.int64, device=device)
+        counted = CausalByPosition(Element(positions, masked.index[:1]), 0, None)
+        mask, lengths, _ = mask_operands(masked, counted, dims)
+        assert (mask is None, lengths is not None) == (is_length, is_length)
 
 
 FUSED = {

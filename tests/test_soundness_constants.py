@@ -14,7 +14,7 @@ from torch import nn
 import mla_fx
 from mla_fx.cases import DR, D, Layer, inputs
 from mla_fx.graph.torch_private import make_fx
-from mla_fx.readings.element import constant
+from mla_fx.readings.constant import constant
 
 pytestmark = [pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning"), pytest.mark.usefixtures("no_gradients")]
 KEY_SIDE = {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}

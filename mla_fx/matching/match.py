@@ -52,8 +52,7 @@ class Match:
         if before.origin is not element.origin:
             places = f"{label_of(before.origin)} in one place and {label_of(element.origin)} in another"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
-        is_alike = (before.factor, before.roundings) == (element.factor, element.roundings)
-        same = self._unified(before, element) if is_alike else None
+        same = self._as_one(before, element)
         if same is None:
             raise NoMatch(f"{name} is read in two different ways", element.origin)
         return replace(self, same=same)
@@ -90,7 +89,7 @@ class Match:
         for reading in self.readings.values():
             if not _keep_apart(_axes_of(reading.scope), self.same):
                 raise NoMatch("one dimension is used as two", reading.node)
-        elements = (index for element in self.elements.values() for index in (*element.index, *element.seen[1]))
+        elements = (index for element in self.elements.values() for index in element.indices)
         readings = (index for reading in self.readings.values() for index in reading.indices)
         read = dict.fromkeys((*elements, *readings))  # most indices occur more than once
         parted = cuts(index for index in (substitute(part, self.same) for part in read) if index)
@@ -106,6 +105,21 @@ class Match:
         )
 
     # --- one element twice ---------------------------------------------------------------------------------------
+
+    def _as_one(self, one: Element, other: Element) -> Same | None:
+        """The axes that must be the same for two elements of one operation to be equal, with their scales; None if they
+        differ."""
+        if (one.factor, one.roundings) != (other.factor, other.roundings):
+            return None
+        same = self._unified(one, other)
+        if one.scales is None or other.scales is None:
+            return same if one.scales is other.scales else None
+        mine, theirs = one.scales, other.scales
+        if mine.dtype != theirs.dtype or [part.origin for part in mine.by] != [part.origin for part in theirs.by]:
+            return None
+        for left, right in zip(mine.by, theirs.by, strict=True):
+            same = None if same is None else replace(self, same=same)._as_one(left, right)
+        return same
 
     def _unified(self, one: Element, other: Element) -> Same | None:
         """The axes that must be the same for two elements to be one; None if they are not."""

@@ -12,8 +12,9 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .calls import args_of, argument, options_of
-from .element import CASTS, Element, constant, operand
+from .calls import CASTS, args_of, argument, options_of
+from .constant import constant
+from .element import Element, operand
 
 aten = torch.ops.aten
 

@@ -17,9 +17,10 @@ from mla_fx.graph.torch_private import OpOverload
 
 from .algebra import Budget, allowance, as_product, as_sum, spend
 from .axes import Digit, Index, combine, fresh, of_axis, shifted
-from .calls import args_of, argument
+from .calls import CASTS, args_of, argument
+from .constant import constant, rounded
 from .contraction import PRODUCTS, Contraction, contraction, scaled_product
-from .element import CASTS, Element, computed_from, constant, operand, resolve, rounded
+from .element import Element, computed_from, operand, resolve
 from .reading import Reading
 from .sizes import Size, ratio
 from .softmax import SOFTMAX, exponential, softmax

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from mla_fx.graph.torch_private import OpOverload
+
+aten = torch.ops.aten
+CASTS = frozenset(
+    {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout}
+)
 
 _looked_at: ContextVar[set[Node] | None] = ContextVar("nodes whose arguments were asked for", default=None)
 

@@ -22,8 +22,9 @@ from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 from .algebra import complemented
 from .attention import MASKED_FILL, Attention, Mask
 from .axes import Axis, Index, composite, difference, shifted
-from .calls import args_of, argument
-from .element import CASTS, FILLED, FILLS, Element, constant, operand, rounded
+from .calls import CASTS, args_of, argument
+from .constant import FILLED, FILLS, constant, rounded
+from .element import Element, operand
 from .sizes import Size, at_most, plain, product
 from .softmax import NOT
 from .views import integer

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,40 +12,31 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import writers
 from mla_fx.graph.provenance import name_of
-from mla_fx.graph.torch_compilers import is_frozen, is_lifted
-from mla_fx.graph.torch_private import share_storage, unset_fake_temporarily
 from mla_fx.readings.concatenation import rejoined
 
 from .axes import Axis, Index, speaks_of, substitute
-from .calls import args_of, argument, operands_of, options_of
+from .calls import CASTS, args_of, operands_of, options_of
+from .constant import constant
 from .views import Place, broadcast, fresh_index, move
 
 aten = torch.ops.aten
 
 Step = tuple[Place, float]
-CASTS = frozenset(
-    {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout}
-)
 
 
 @dataclass(frozen=True)
 class Element:
-    """`factor * origin[index]`, where `origin` is the operation that computes it.
+    """`factor * scales * origin[index]`, where `origin` is the operation that computes it.
 
     There are only two ways to the operation, so that no factor is lost: `node`, which refuses an element with a factor,
     and `apart()`, which returns the factor, too. (`origin` is for messages, and for asking which operation it is.)
 
     `top` is the same value before casts and constant factors: `top_factor * top[0][top[1]]`. A rewrite reads it, so
-    that no
-    rounding of the user's is lost. `roundings` are the dtypes that the value was rounded to in between, the last one
-    first.
-    `coarsest` is the least precise dtype that it had since it was last multiplied. `peak` is the largest factor that it
-    had
-    on the way; factors may cancel later. Two elements are equal if the same operation computes them and they were
-    rounded
-    alike."""
+    that no rounding of the user's is lost. `roundings` are the dtypes that the value was rounded to in between, the
+    last one first. `coarsest` is the least precise dtype that it had since it was last multiplied. `peak` is the
+    largest factor that it had on the way; factors may cancel later. `scales` belong to the codes of a quantised value.
+    Two elements are equal if the same operation computes them, they were rounded alike, and their scales are equal."""
 
     origin: Node
     index: tuple[Index, ...]
@@ -57,12 +46,15 @@ class Element:
     top_factor: float = field(default=1.0, compare=False, repr=False)
     coarsest: torch.dtype | None = field(default=None, compare=False, repr=False)
     peak: float = field(default=1.0, compare=False, repr=False)
+    scales: Scales | None = None
 
     @property
     def node(self) -> Node:
-        """The operation that computes the element. Raises NoMatch if its result is multiplied by a number."""
+        """The operation that computes the element. Raises NoMatch if its result is multiplied by a number or scales."""
         if self.factor != 1.0:
             raise NoMatch(f"{name_of(self.origin)} is multiplied by a number, {self.factor:.6g}", self.origin)
+        if self.scales is not None:
+            raise NoMatch(f"{name_of(self.origin)} is multiplied by the scales of a quantised value", self.origin)
         return self.origin
 
     def apart(self) -> tuple[float, Element]:
@@ -87,8 +79,8 @@ class Element:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the program reads this value."""
-        return _dtype(*self.seen)
+        """The dtype in which the program reads this value, or the product of its codes and scales."""
+        return _dtype(*self.seen) if self.scales is None else self.scales.dtype
 
     @property
     def as_operand(self) -> tuple[Node, tuple[Index, ...], float]:
@@ -100,6 +92,8 @@ class Element:
 
     def is_exact_in(self, dtype: torch.dtype) -> bool:
         """Whether storing the value in `dtype` rounds it no further than the program does."""
+        if self.scales is not None:
+            return not is_coarser(dtype, self.scales.dtype)
         node, index, _ = self.as_operand
         return not is_coarser(dtype, _dtype(node, index)) or not is_coarser(dtype, self.coarsest or self.dtype)
 
@@ -108,7 +102,8 @@ class Element:
         possible."""
         node, index = self.seen
         moved = _substituted(node, index, replacements)
-        return resolve(node, moved, self.factor if self.top is None else self.top_factor)
+        found = resolve(node, moved, self.factor if self.top is None else self.top_factor)
+        return found if self.scales is None else replace(found, scales=self.scales.at(replacements))
 
     def renamed(self, replacements: Mapping[Axis, Index]) -> Element:
         """The same element with other names for its axes; it is not followed any further."""
@@ -117,7 +112,30 @@ class Element:
         index, top = _substituted(self.origin, self.index, replacements), self.top
         if top is not None:
             top = (top[0], index if top[1] == self.index else _substituted(*top, replacements))
-        return replace(self, index=index, top=top)
+        scales = None if self.scales is None else self.scales.renamed(replacements)
+        return replace(self, index=index, top=top, scales=scales)
+
+    @property
+    def indices(self) -> Iterator[Index]:
+        """Where the value and its scales are read, with and without casts."""
+        yield from (*self.index, *self.seen[1])
+        yield from () if self.scales is None else (part for scale in self.scales.by for part in scale.indices)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The tensors that multiply the codes of a quantised value. Each is the same along some of the value's axes.
+
+    The program may compute only products with the scaled value; `dtype` is the least precise that these have."""
+
+    by: tuple[Element, ...]
+    dtype: torch.dtype
+
+    def at(self, replacements: Mapping[Axis, Index]) -> Scales:
+        return replace(self, by=tuple(scale.at(replacements) for scale in self.by))
+
+    def renamed(self, replacements: Mapping[Axis, Index]) -> Scales:
+        return replace(self, by=tuple(scale.renamed(replacements) for scale in self.by))
 
 
 def _substituted(node: Node, index: tuple[Index, ...], replacements: Mapping[Axis, Index]) -> tuple[Index, ...]:
@@ -257,108 +275,6 @@ TRANSPARENT: dict[Any, Callable[[Node, tuple[Index, ...]], Step | None]] = {
     aten.add.Tensor: _added,
     aten.add.Scalar: _added,
 }
-
-
-def constant(value: Any) -> float | None:
-    """The number that `value` provably holds at compile time, as its dtype stores it, or None."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, (int, float)):
-        return float(value) if isinstance(value, float) or abs(value) <= EXACT else None
-    fake = value.meta.get("val") if isinstance(value, Node) else None
-    number = _filled(value) if isinstance(fake, torch.Tensor) else None
-    return None if fake is None or number is None else _as_stored(number, fake.dtype)
-
-
-def _as_stored(number: float, dtype: torch.dtype) -> float | None:
-    """A number as a tensor of the dtype stores it. None for integers out of its range: some operators wrap them, some
-    raise, and some leave it to the machine."""
-    if dtype.is_floating_point:
-        return rounded(number, dtype)
-    if dtype not in WHOLE or not math.isfinite(number):
-        return None
-    whole, limits = math.trunc(number), torch.iinfo(dtype)
-    return float(whole) if limits.min <= whole <= limits.max and abs(whole) <= EXACT else None
-
-
-WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-EXACT = 2**53  # up to here a float holds every integer
-
-
-def _filled(node: Node) -> float | None:
-    """The number that fills every element of a tensor."""
-    if node.target in FILLED:
-        return FILLED[node.target]
-    if node.target in FILLS:
-        return constant(argument(node, FILLS[node.target]))
-    if node.target in KEEPING:
-        return constant(args_of(node)[0])
-    return _attribute(node)
-
-
-FILLED = {
-    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0.0),
-    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1.0),
-}
-# The position of the number among the arguments of an operator that fills a tensor.
-FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
-# Operators whose result is filled with the same number as their operand.
-KEEPING = CASTS | {aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default}
-
-
-@functools.lru_cache(maxsize=256)
-def rounded(number: float, dtype: torch.dtype) -> float:
-    with unset_fake_temporarily():
-        return float(torch.tensor(number, dtype=torch.float64).to(dtype))
-
-
-# torch's names for a literal such as `torch.tensor(0.1)`, when it traces or exports the program.
-TRACED, LIFTED = re.compile(r"_tensor_constant\d+"), re.compile(r"lifted_tensor_\d+")
-
-
-def _attribute(node: Node) -> float | None:
-    """The value of a 0-d tensor attribute of the graph that is a literal of the program."""
-    if node.op != "get_attr" or node.graph.owning_module is None:
-        return None
-    tensor = _attribute_of(node)
-    if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    if tensor.ndim or tensor.device.type == "meta" or not _is_literal(node, tensor):
-        return None
-    with unset_fake_temporarily():
-        return constant(tensor.item())
-
-
-def _is_literal(node: Node, tensor: torch.Tensor) -> bool:
-    """Whether nothing can change the attribute. It is not a parameter or buffer, which users load, fill and update
-    unless they freeze it, and shares no memory with one, and no operation of the graph writes it."""
-    if not _is_named_as_literal(node) and not is_frozen(tensor):
-        return False
-    return not any(_is_state_of(other, node, tensor) for other in node.graph.find_nodes(op="get_attr"))
-
-
-def _is_named_as_literal(node: Node) -> bool:
-    """Whether the name is one of these. Users may use them, too; an export lists what they register among its inputs,
-    or leaves it registered."""
-    assert node.graph.owning_module is not None, "an attribute is read from a module"
-    path, _, name = str(node.target).rpartition(".")
-    owner = node.graph.owning_module.get_submodule(path)
-    is_registered = name in owner._buffers or name in owner._parameters
-    if TRACED.fullmatch(name):  # tracing registers its own as buffers
-        return not (is_registered and is_lifted(node))
-    return LIFTED.fullmatch(name) is not None and not is_registered
-
-
-def _is_state_of(other: Node, node: Node, tensor: torch.Tensor) -> bool:
-    """Whether a write of the attribute, or a parameter or buffer that shares its memory, shows that it may change."""
-    if other.target == node.target:
-        return next(writers(other), None) is not None
-    own = _attribute_of(other) if is_lifted(other) else None
-    return isinstance(own, torch.Tensor) and own.layout is torch.strided and share_storage(own, tensor)
-
-
-def _attribute_of(node: Node) -> object:
-    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def is_parameter(node: Node) -> bool:

@@ -14,8 +14,9 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
-from .calls import args_of, argument, options_of
-from .element import CASTS, EXACT, Element, constant, operand
+from .calls import CASTS, args_of, argument, options_of
+from .constant import EXACT, constant
+from .element import Element, operand
 from .sizes import Size, at_most, plain
 from .views import Place, integer, number
 

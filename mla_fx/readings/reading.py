@@ -53,7 +53,7 @@ class Reading(Parts):
     def indices(self) -> Iterator[Index]:
         """Every index of the reading, including those of its elements."""
         for part in self._parts:
-            yield from (part,) if isinstance(part, Index) else (*part.index, *part.seen[1])
+            yield from (part,) if isinstance(part, Index) else part.indices
 
     @property
     def scope(self) -> Iterator[Index]:

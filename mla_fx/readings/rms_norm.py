@@ -13,9 +13,9 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
 from .axes import Axis, Digit, Index, combine, difference, digits_of, extent
-from .calls import args_of, argument, operands_of
+from .calls import CASTS, args_of, argument, operands_of
 from .contraction import summed
-from .element import CASTS, Element, resolve
+from .element import Element, resolve
 from .reading import Reading
 from .sizes import product, ratio
 

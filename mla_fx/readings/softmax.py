@@ -13,9 +13,10 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
 from .axes import Axis, Index, fresh, of_axis, shifted
-from .calls import args_of, argument
+from .calls import CASTS, args_of, argument
+from .constant import constant
 from .contraction import reduced, summed
-from .element import CASTS, Element, constant, operand
+from .element import Element, operand
 from .sizes import Size, plain
 from .views import MOVERS, shape_of
 
@@ -56,6 +57,8 @@ def softmax(element: Element) -> Softmax:
     node, index = element.node, element.index
     if node.target in SOFTMAX:
         value, dim = args_of(node)[:2]
+        if not -len(index) <= dim < len(index):  # tracing does not check it
+            raise NoMatch(f"a softmax over dimension {dim} of {len(index)}", node)
         dim %= len(index)
         columns = _columns(index, dim, node)
         return columns.of(operand(value, _along(index, dim, columns.whole)))

@@ -10,7 +10,8 @@ from torch.fx import Graph, Node
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, stand_in
 from mla_fx.graph.torch_private import codegen_of
-from mla_fx.readings.element import CASTS, is_coarser
+from mla_fx.readings.calls import CASTS
+from mla_fx.readings.element import is_coarser
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 

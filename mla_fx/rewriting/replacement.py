@@ -14,7 +14,8 @@ from mla_fx.graph.dead_code import erase_unread, unread_without
 from mla_fx.graph.provenance import fused_name, name_of, stand_in
 from mla_fx.readings.axes import Index
 from mla_fx.readings.calls import args_of
-from mla_fx.readings.element import constant, is_coarser
+from mla_fx.readings.constant import constant
+from mla_fx.readings.element import is_coarser
 from mla_fx.readings.views import MOVERS
 
 from .draft import Draft, in_order
