@@ -30,6 +30,7 @@ from .matching.pattern import (
     either,
     gathered,
     having,
+    quantised,
     refused,
     rms_norm,
     rope,
@@ -56,8 +57,8 @@ __all__ = [
     "Case", "Cast", "Contraction", "Element", "Expression", "Inlined", "Layer", "Match", "NearestMiss", "NoMatch",
     "NoRotaryPart", "Operand", "OperandAxes", "Paged", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope",
     "Rule", "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "bound", "contract", "either", "element_of",
-    "gathered", "having", "is_parameter", "ordered", "refused", "replaced", "result", "rms_norm", "roles", "rope",
-    "scaled", "shape_of", "stored", "tensor", "times", "var",
+    "gathered", "having", "is_parameter", "ordered", "quantised", "refused", "replaced", "result", "rms_norm", "roles",
+    "rope", "scaled", "shape_of", "stored", "tensor", "times", "var",
 ]  # fmt: skip
 
 

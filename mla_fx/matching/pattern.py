@@ -7,6 +7,7 @@ var("x")                         any element, bound to a name; the same name aga
 bound("q", pattern)              the same, for an element that also satisfies a pattern; an element that was bound
                                  before is not read again
 contract(a, b, name="uq")        a matrix product of a and b, in either order
+quantised(a, b, name="up")       the same, also of codes that carry their scales
 rms_norm(value, gamma, name=..)  a weighted RMSNorm
 scaled(value, scale, name=..)    a value multiplied by a smaller tensor
 gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one
@@ -45,6 +46,7 @@ from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction, contraction
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.paged import paged
+from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.reading import Reading
 from mla_fx.readings.rms_norm import rms_norm as read_rms_norm
 from mla_fx.readings.rope import rope as read_rope
@@ -219,6 +221,10 @@ def refused(pattern: Pattern, because: str) -> Pattern:
 
 def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
     return _Reads(name, lambda element, _: _both_ways(contraction(element)), {"left": left, "right": right})
+
+
+def quantised(left: Pattern, right: Pattern, name: str) -> Pattern:
+    return _Reads(name, lambda element, _: _both_ways(quantised_product(element)), {"left": left, "right": right})
 
 
 def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
-from mla_fx.readings.calls import args_of
+from mla_fx.readings.calls import CASTS, args_of
+from mla_fx.readings.views import RESHAPES
 from mla_fx.rewriting.draft import fake_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Lowering
+
+aten = torch.ops.aten
+CODES = (torch.int8, torch.uint8)
+VIEWS = RESHAPES | {aten.permute.default, aten.slice.Tensor, aten.select.int}
 
 
 def lower(
@@ -29,9 +35,10 @@ def lower(
     bodies = {} if keeps_calls else own
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
-            function, refusal = _asked(node, lowering)
+            operands = args_of(node) if operator in own else [_stored(emit, operand) for operand in args_of(node)]
+            function, refusal = _asked(node, lowering, operands)
             if refusal is not None and operator in bodies:
-                function, _ = _asked(node, bodies[operator])
+                function, _ = _asked(node, bodies[operator], operands)
             if refusal is not None and operator in own:
                 outcome = "stays a call" if function is None else "becomes its body"
                 notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
@@ -39,26 +46,43 @@ def lower(
                 continue
             if operator not in own:
                 notes[f"{operator._opname} is computed as {function.__name__}"] += 1
-            _replace(emit, node, function, decompositions)
+            _replace(emit, node, function, operands, decompositions)
     return notes
 
 
-def _asked(node: Node, lowering: Lowering) -> tuple[Compiled | None, NoMatch | None]:
+def _stored(emit: Emitter, operand: Any) -> Any:
+    """The codes that an operand was cast from, if it was, in the same view. A target may multiply integers of 8 bits as
+    they are stored: every dtype that is multiplied holds them."""
+    if not isinstance(operand, Node) or not args_of(operand) or not isinstance(args_of(operand)[0], Node):
+        return operand
+    source = args_of(operand)[0]
+    if operand.target in CASTS:
+        return source if source.meta["val"].dtype in CODES else operand
+    if operand.target not in VIEWS or (codes := _stored(emit, source)) is source:
+        return operand
+    with emit.before(operand):
+        return emit.call(operand.target, codes, *args_of(operand)[1:])
+
+
+def _asked(node: Node, lowering: Lowering, operands: Sequence[Any]) -> tuple[Compiled | None, NoMatch | None]:
     try:
-        return lowered(node, lowering), None
+        return lowered(node, lowering, operands), None
     except NoMatch as refusal:
         return None, refusal
 
 
-def lowered(node: Node, lowering: Lowering) -> Compiled:
-    """The target's function for a call, chosen from the fake values of its arguments. Raises NoMatch if it refuses."""
+def lowered(node: Node, lowering: Lowering, operands: Sequence[Any] | None = None) -> Compiled:
+    """The target's function for a call, chosen from the fake values of its arguments, or of `operands` in their place.
+    Raises NoMatch if it refuses."""
     options = {name: fake_of(value) for name, value in node.kwargs.items()}
-    return lowering(*map(fake_of, args_of(node)), **options)
+    return lowering(*map(fake_of, args_of(node) if operands is None else operands), **options)
 
 
-def _replace(emit: Emitter, node: Node, function: Compiled, decompositions: Any) -> None:
+def _replace(
+    emit: Emitter, node: Node, function: Compiled, operands: Sequence[Any], decompositions: Any
+) -> None:
     with emit.at(node, "lower"):
-        results = emit.inline(function, *args_of(node), decompositions=decompositions, **node.kwargs)
+        results = emit.inline(function, *operands, decompositions=decompositions, **node.kwargs)
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
     else:

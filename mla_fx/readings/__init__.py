@@ -7,12 +7,14 @@ see views, and every spelling looks the same to them:
 sizes.py         sizes, as numbers or symbols, and what can be proved about them without a guard
 axes.py          index arithmetic: axes, and the digits of axes that a dimension reads
 views.py         how each view operation moves an index
+constant.py      the numbers that values hold at compile time
 element.py       an element of a value with its factor, and the walk through views and casts to its operation
 concatenation.py values that were split and joined again, chunked and stacked
 same_value.py    equal calls of equal operands
 reading.py       the parts of every reading: its node, its elements and indices, its constants
 algebra.py       sums and products of elements, with every factor on the way
 contraction.py   matmul in any spelling; split where its operands were concatenated
+quantised_product.py   the same of codes and their scales
 integers.py      sums of positions in whole numbers, and comparisons of two of them
 causal.py        masks that hide exactly the keys after a position
 paged.py         rows that are gathered from pages

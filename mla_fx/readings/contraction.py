@@ -14,7 +14,7 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
-from .calls import args_of, argument
+from .calls import CASTS, args_of, argument
 from .element import Element, is_parameter, operand, resolve
 from .quantised import quantised_projection
 from .reading import Reading
@@ -55,7 +55,7 @@ def contraction(element: Element) -> Contraction:
     node = element.origin
     target = node.target
     if target in PRODUCTS and all(len(shape_of(factor)) >= 2 for factor in args_of(node)[:2]):
-        return _matmul(element, args_of(node)[0], args_of(node)[1])
+        return matmul(element, args_of(node)[0], args_of(node)[1])
     if target in (aten.mv.default, aten.dot.default):
         return _vector(element)
     if target is aten.linear.default and argument(node, 2, "bias") is None:
@@ -64,7 +64,7 @@ def contraction(element: Element) -> Contraction:
         alpha = argument(node, 4, "alpha", 1)
         if not isinstance(alpha, (int, float)):
             raise NoMatch("a matrix product is multiplied by a number known at run time", node)
-        return _matmul(element.times(alpha), *args_of(node)[1:3])
+        return matmul(element.times(alpha), *args_of(node)[1:3])
     if target in ADDED_PRODUCTS or target is aten.linear.default:
         raise NoMatch(BIAS, node)
     if target is aten.add.Tensor:
@@ -77,11 +77,16 @@ def contraction(element: Element) -> Contraction:
 def _why_added(element: Element) -> str:
     """Say what a sum is where one product is expected."""
     terms = [term.origin for term in as_sum(element).terms]
-    products = [term for term in terms if term.target in (*PRODUCTS, aten.linear.default, aten.addmm.default)]
+    products = [term for term in terms if _is_projection(term)]
     if len(products) > 1:
         return "a second product is added to the projection (a LoRA branch?)"
     is_biased = products and all(term in products or is_parameter(term) for term in terms)
     return BIAS if is_biased else f"expected a matrix product, found {name_of(element.origin)}"
+
+
+def _is_projection(node: Node) -> bool:
+    is_scaled = node.target is aten.mul.Tensor and quantised_projection(node) is not None
+    return is_scaled or node.target in (*PRODUCTS, aten.linear.default, aten.addmm.default)
 
 
 def segments(found: Contraction) -> tuple[Contraction, ...]:
@@ -151,7 +156,8 @@ def scaled_product(node: Node, factor: float, left: Element, right: Element, ove
     return Contraction(node, left, right, over, factor)
 
 
-def _matmul(element: Element, left: Node, right: Node) -> Contraction:
+def matmul(element: Element, left: Node, right: Node) -> Contraction:
+    """`left @ right`, where the program reads the product at `element`."""
     *batch, row, column = element.index
     inner = fresh(shape_of(left)[-1])
     rows, columns = operand(left, (*batch, row, inner)), operand(right, (*batch, inner, column))
@@ -191,7 +197,7 @@ def _why_multiplied(element: Element) -> str:
     factors = [factor.origin for factor, _ in as_product(element).factors]
     if not any(factor.target in PRODUCTS for factor in factors):
         stored = quantised_projection(element.origin)
-        if stored is not None:
+        if stored is not None and any(factor.target in CASTS for factor in factors):
             return f"a matrix product with a weight that is stored in {stored} is multiplied by scales"
         return "expected a matrix product, found an elementwise mul"
     if any(is_parameter(factor) for factor in factors):

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Axis, Index, axes_of, cuts, slowest_first, substitute
-from mla_fx.readings.element import Element
+from mla_fx.readings.element import Element, Scales
 from mla_fx.readings.sizes import Size, at_most, product, ratio, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
@@ -45,8 +45,18 @@ def tensor(
     index, wanted = _parted(base, index, dims)
     laid = _arranged(*_spread(base, index, wanted), wanted)
     value = times(_expanded(laid, wanted) if expand else laid.value, factor)
+    if isinstance(element, Element) and element.scales is not None:
+        is_whole = not element.origin.meta["val"].dtype.is_floating_point
+        wide = torch.promote_types(torch.float32, element.scales.dtype)
+        value = scaled_by(element.scales, Cast(value, wide) if is_whole else value, dims)
     wanted_dtype = dtype or (element.dtype if isinstance(element, Element) else None)
     return value if wanted_dtype is None else Cast(value, wanted_dtype)
+
+
+def scaled_by(scales: Scales | None, value: Expression, dims: Dims) -> Expression:
+    """A value with dimensions `dims` times the scales that belong to them."""
+    by = () if scales is None else (tensor(scale, dims) for scale in scales.by)
+    return functools.reduce(lambda *both: Call(aten.mul.Tensor, *both), by, value)
 
 
 class _Sized(NamedTuple):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -35,8 +35,10 @@ from mla_fx.readings.calls import args_of
 from mla_fx.readings.contraction import parted_at, segments
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.quantised import quantised_up_projection
+from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.sizes import at_most, product
 from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
+from mla_fx.rewriting.materialize import scaled_by
 from mla_fx.rewriting.operands import check_weight
 from mla_fx.rule import (
     Attention,
@@ -62,6 +64,7 @@ from mla_fx.rule import (
     either,
     element_of,
     ordered,
+    quantised,
     refused,
     replaced,
     result,
@@ -78,11 +81,11 @@ aten = torch.ops.aten
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv")
 NOPE = either(
     "keys",
-    expanded=contract(var("q_nope"), contract(LATENT, WEIGHT_UK, name="up"), name="nope"),
+    expanded=contract(var("q_nope"), quantised(LATENT, WEIGHT_UK, name="up"), name="nope"),
     normed=contract(
         var("q_nope"),
         refused(
-            rms_norm(contract(LATENT, WEIGHT_UK, name="up"), var("gamma"), name="norm"),
+            rms_norm(quantised(LATENT, WEIGHT_UK, name="up"), var("gamma"), name="norm"),
             because="keys are normalised per head after the up-projection, which therefore cannot be absorbed",
         ),
         name="nope",
@@ -90,7 +93,7 @@ NOPE = either(
     absorbed=contract(bound("query", contract(var("q_nope"), WEIGHT_UK, name="up")), LATENT, name="nope"),
 )
 ROPE = contract(var("q_rope"), var("kr_cache"), name="rope")
-VALUE = either("values", expanded=contract(LATENT, WEIGHT_UV, name="down"), absorbed=LATENT)
+VALUE = either("values", expanded=quantised(LATENT, WEIGHT_UV, name="down"), absorbed=LATENT)
 
 ROTATED = AttentionPattern(scores=(NOPE, ROPE), value=VALUE)
 UNROTATED = AttentionPattern(scores=(NOPE,), value=VALUE)
@@ -111,8 +114,9 @@ class _Roles:
     dv: Axes
 
 
+SCALED_LATER = ("weight_uk", "weight_uv")
+"""The scales of quantised weights multiply the query and the result instead: the codes stay as they are stored."""
 CACHED_EXPANDED = "keys and values are cached expanded, per head: latent attention needs the latents cached"
-QUANTISED = "latents are projected up by a weight that is stored in {}: leave kv_b_proj in bf16"
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
 
@@ -147,9 +151,11 @@ class MlaAttention(Rule):
         yield from (UNROTATED if len(products) == 1 else ROTATED).bindings(found, products, nearest)
         if any(found.value.origin in (part.left.origin, part.right.origin) for part in products):
             yield from OVER_LATENTS.bindings(found, products, nearest)
-        stored = quantised_up_projection(found.value.origin)
-        if stored is not None:  # and nothing was found: everything else that was missed follows from that
-            nearest.fail(Match(), NoMatch(QUANTISED.format(stored), found.value.origin), is_certain=True)
+        if quantised_up_projection(found.value.origin) is not None:
+            try:
+                quantised_product(found.value)
+            except NoMatch as miss:  # everything else that was missed follows from that
+                nearest.fail(Match(), miss, is_certain=True)
 
     def rewrite(self, match: Match) -> Plan:
         found, a = match.reading(Attention, "attention"), _roles(match)
@@ -163,25 +169,32 @@ class MlaAttention(Rule):
             return made(name, *dims) if name in match.elements else None
 
         def made(name: str, *dims: Axes) -> Expression:
-            return times(tensor(match[name], dims, dtype=dtype, expand=True), factors.get(name, 1.0))
+            element = replace(match[name], scales=None) if name in SCALED_LATER else match[name]
+            return times(tensor(element, dims, dtype=dtype, expand=True), factors.get(name, 1.0))
+
+        def scaled(value: Expression, weight: str, columns: Axes) -> Expression:
+            scales = match[weight].scales if weight in match.elements else None
+            return value if scales is None else Cast(scaled_by(scales, value, ((), (), a.n, columns)), dtype)
 
         kv_cache, kr_cache = made("kv_cache", a.b, a.t, a.hckv), operand("kr_cache", a.b, a.t, a.dr)
         context = operand("q_rope", a.b, a.s, a.n, a.dr), kv_cache, kr_cache
         masks, options = _masks(found, a, dtype)
         if keys == values == "expanded":
             weights = made("weight_uk", a.n, a.d, a.hckv), made("weight_uv", a.n, a.dv, a.hckv)
-            operands = made("q_nope", a.b, a.s, a.n, a.d), *context, *weights, *masks
+            q_nope = scaled(made("q_nope", a.b, a.s, a.n, a.d), "weight_uk", a.d)
+            operands = q_nope, *context, *weights, *masks
             out: Expression = Call(torch.ops.mla_fx.mla_attention.default, *operands, scale=scale, **options)
         else:
             if keys == "absorbed":
                 query = made("query", a.b, a.s, a.n, a.hckv)
             else:
-                q_nope, weight_uk = made("q_nope", a.b, a.s, a.n, a.d), made("weight_uk", a.n, a.d, a.hckv)
-                query = Inlined(absorb_query, (q_nope, weight_uk))
+                q_nope = scaled(made("q_nope", a.b, a.s, a.n, a.d), "weight_uk", a.d)
+                query = Inlined(absorb_query, (q_nope, made("weight_uk", a.n, a.d, a.hckv)))
             operands = query, *context, *masks
             out = Call(torch.ops.mla_fx.latent_attention.default, *operands, scale=scale, **options)
             if values == "expanded":
                 out = Inlined(expand_output, (out, made("weight_uv", a.n, a.dv, a.hckv)))
+        out = scaled(out, "weight_uv", a.dv)
         # the program may multiply in a wider dtype: 1024 times a value may not fit in float16
         widest = torch.promote_types(dtype, found.node.meta["val"].dtype)
         out = out if factors["out"] == 1.0 else times(Cast(out, widest), factors["out"])
@@ -222,7 +235,7 @@ def _roles(match: Match) -> _Roles:
 def _check_operands(match: Match, found: Attention, a: _Roles) -> None:
     """Each operand has its own dimensions and no others."""
     if "weight_uk" in match.elements:
-        check_weight(match["weight_uk"], "weight_uk")
+        check_weight(match["weight_uk"], "weight_uk", may_be_dequantised=True)
     _check_shared(match["kv_cache"], "the latent", {*a.b, *a.t, *a.hckv}, a.n, a.t)
     if "kr_cache" in match.elements:
         _check_shared(match["kr_cache"], "k_rope", {*a.b, *a.t, *a.dr}, a.n, a.t)

@@ -208,7 +208,7 @@ def _check_products(match: Match) -> None:
             raise NoMatch(f"a projection of the prolog is multiplied by {found.factor:.6g}", found.node)
     for name in ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr"):
         if name in match.elements:
-            check_weight(match[name], name)
+            check_weight(match[name], name, may_be_dequantised=name == "weight_uk")
 
 
 def _caches(match: Match) -> tuple[CacheRoles | None, CacheRoles | None]:

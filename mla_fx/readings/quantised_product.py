@@ -1,0 +1,169 @@
+"""Products of quantised operands: codes are multiplied, and the result is multiplied by the scales of both.
+
+    y[r,c] = row_scale[r] * column_scale[c] * sum over k of codes[r,k] * codes[c,k]
+
+Weights are stored as 8-bit codes. The other operand may be plain (weight-only quantisation), or codes with a scale per
+row (dynamic quantisation). A product of integers is exact, so every spelling of it is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+from mla_fx.graph.torch_private import OpOverload
+
+from .algebra import SUBTRACTS, as_product
+from .calls import CASTS, args_of, argument, options_of
+from .constant import constant
+from .contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
+from .element import Element, Scales, operand, resolve
+from .sizes import at_most, product
+
+aten = torch.ops.aten
+out_dtype = torch.ops.higher_order.out_dtype
+CODES = (torch.int8, torch.uint8)
+WIDE = (torch.int32, torch.int64)
+LONGEST = 2**16  # terms: so many products of 8-bit codes fit in int32
+
+
+def quantised_product(element: Element) -> Contraction:
+    """Read `element` as a matrix product whose operands may be codes with scales. Raises NoMatch if it is none."""
+    if element.origin.target not in (aten.mul.Tensor, aten.div.Tensor):
+        return contraction(element)
+    whole = as_product(element)
+    products = [factor for factor, power in whole.factors if power == 1.0 and _is_product(factor)]
+    if len(products) != 1:
+        return contraction(element)
+    found = _of_codes(products[0])
+    if not any(_are_codes(side) for side in (found.left, found.right)):
+        return contraction(element)
+    dtype = element.coarsest or element.dtype
+    if torch.float16 in (dtype, products[0].origin.meta["val"].dtype):
+        raise NoMatch("codes are multiplied in torch.float16, whose range they may leave", element.origin)
+    sides = {side: list[Element]() for side in ("left", "right")}
+    for scale, power in whole.factors:
+        if scale is products[0]:
+            continue
+        if power != 1.0:
+            raise NoMatch(f"a product of codes is multiplied by a power of {name_of(scale.origin)}", scale.origin)
+        sides[_scaled_side(found, scale)].append(scale)
+    left, right = (_with_scales(_stored(getattr(found, side)), sides[side], dtype) for side in ("left", "right"))
+    return scaled_product(element.origin, found.factor * whole.number, left, right, found.over)
+
+
+def _stored(side: Element) -> Element:
+    """Codes before the cast to the dtype in which they are multiplied, which holds every integer of 8 bits."""
+    node = side.origin
+    is_cast = node.target in CASTS and args_of(node)[0].meta["val"].dtype in CODES and not side.roundings
+    return resolve(args_of(node)[0], side.index) if is_cast else side
+
+
+def _with_scales(side: Element, scales: list[Element], dtype: torch.dtype) -> Element:
+    """Plain values have no scales. Codes may have none either, but a dtype in which they are multiplied."""
+    is_plain = not scales and side.dtype.is_floating_point
+    return side if is_plain else replace(side, scales=Scales(tuple(scales), dtype))
+
+
+def _scaled_side(found: Contraction, scale: Element) -> str:
+    """The operand along whose outer dimensions a scale runs; for one number, that of the weight."""
+    if not scale.axes.isdisjoint(found.axes):
+        raise NoMatch("the scales run along the dimension that a product sums over", scale.origin)
+    codes = [side for side in ("right", "left") if scale.axes <= getattr(found, side).axes]
+    if not codes:
+        raise NoMatch("the scales of a product belong to neither operand", scale.origin)
+    return next((side for side in codes if _are_codes(getattr(found, side))), codes[0])
+
+
+def _are_codes(value: Element) -> bool:
+    """Whether a value has 8 bits, or had them before the cast to the dtype in which it is multiplied."""
+    node = value.origin
+    dtypes = {part.meta["val"].dtype for part in (node, *(args_of(node)[:1] if node.target in CASTS else ()))}
+    return any(dtype.itemsize == 1 and dtype is not torch.bool for dtype in dtypes)
+
+
+def _is_product(element: Element) -> bool:
+    whole = _integers(element)
+    if whole is None:
+        return element.origin.target in (*PRODUCTS, aten.linear.default)
+    return whole.origin.target in (*PRODUCTS, *SUBTRACTS, aten._int_mm.default, out_dtype)
+
+
+def _of_codes(element: Element) -> Contraction:
+    whole = _integers(element)
+    return contraction(element) if whole is None else _exact(whole)
+
+
+# --- products of integers --------------------------------------------------------------------------------------------
+
+
+def _integers(element: Element) -> Element | None:
+    """The integers that a value was cast from."""
+    node = element.origin
+    if node.target not in CASTS or args_of(node)[0].meta["val"].dtype not in (*CODES, *WIDE):
+        return None
+    return resolve(args_of(node)[0], element.index)
+
+
+def _exact(element: Element) -> Contraction:
+    """Read `element` as a product of 8-bit codes, in a dtype that holds it. Raises NoMatch if it is none."""
+    found = _shifted_back(element) if element.origin.target in SUBTRACTS else _multiplied(element)
+    if not all(_are_codes(side) for side in (found.left, found.right)):
+        raise NoMatch("expected a product of 8-bit integers, found one of others", found.node)
+    if not at_most(product(axis.size for axis in found.axes), LONGEST):
+        raise NoMatch("a product of codes may overflow: it has too many terms", found.node)
+    return found
+
+
+def _multiplied(element: Element) -> Contraction:
+    node = element.node
+    if node.meta["val"].dtype not in WIDE:
+        raise NoMatch(f"a product of integers in {node.meta['val'].dtype} may overflow", node)
+    if node.target is aten._int_mm.default:
+        return matmul(element, *args_of(node)[:2])
+    if node.target is out_dtype and args_of(node)[:2] == (aten.mm.default, torch.int32):
+        return matmul(element, *args_of(node)[2:4])
+    return contraction(element)
+
+
+def _shifted_back(element: Element) -> Contraction:
+    """Read `(codes + 128) @ weight - 128 * weight.sum(0)` as `codes @ weight`. Some kernels take unsigned codes."""
+    node = element.node
+    shifted, correction = (operand(value, element.index) for value in args_of(node)[:2])
+    found = _multiplied(shifted)
+    total = _half_range(correction, aten.mul.Tensor)
+    if total.node.target is not aten.sum.dim_IntList or argument(node, 2, "alpha", 1) != 1:
+        raise NoMatch(f"expected 128 times the sum of a weight, found {name_of(total.node)}", node)
+    column, over = summed(total)
+    if len(over) != 1 or len(found.axes) != 1:
+        raise NoMatch("a product of integers is corrected by a sum over other dimensions", node)
+    weight = found.right.at({found.axes[0]: over[0]})
+    if (column.node, column.index) != (weight.node, weight.index):
+        raise NoMatch("a product of integers is corrected by the sum of another weight", node)
+    return replace(found, node=node, left=_signed(found.left))
+
+
+def _signed(codes: Element) -> Element:
+    """The int8 codes, to which 128 was added to make them uint8."""
+    node = codes.node
+    if node.target not in CASTS or node.meta["val"].dtype != torch.uint8:
+        raise NoMatch(f"expected signed codes plus 128, found {name_of(node)}", node)
+    found = _half_range(resolve(args_of(node)[0], codes.index), aten.add.Tensor)
+    source = args_of(found.node)[0] if found.node.target in CASTS else found.node
+    if source.meta["val"].dtype != torch.int8:
+        raise NoMatch("expected codes in int8 plus 128", node)
+    return found
+
+
+def _half_range(element: Element, operation: OpOverload) -> Element:
+    """What 128 is added to, or what it multiplies, in a dtype that holds the result."""
+    node = element.node
+    if node.target is not operation or constant(args_of(node)[1]) != 128 or options_of(node):
+        raise NoMatch(f"a product of integers is corrected, expected by 128, found {name_of(node)}", node)
+    found = operand(args_of(node)[0], element.index)
+    if found.node.meta["val"].dtype not in WIDE:
+        raise NoMatch("integers of 8 bits are computed with, which may overflow", node)
+    return found
