@@ -33,7 +33,9 @@ from mla_fx.target import Compiled, Fusing, Lowering, Target
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
 HALVES = (torch.bfloat16, torch.float16)
+CODES = (torch.int8, torch.uint8)
 FEW_ROWS = 8  # measured: with more, the library is faster despite its copies
+MOST_STREAMS = 8  # measured, for weights of 16 bits; half as many for 8 bits
 SMALL = 2**12  # multiplications; a loop takes about 40 ms more to compile, and saves about 3 us per call
 
 
@@ -157,30 +159,32 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
 
 
 def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:
-    """Lower a plain product on a CPU in two cases. Raises NoMatch otherwise.
+    """Lower a plain product on a CPU in three cases. Raises NoMatch otherwise.
 
-    One is a product so small that a library call takes longer than its multiplications. The other is one row times a
-    16-bit weight that is transposed in memory, as `nn.Linear` stores it."""
+    One is a product so small that a library call takes longer than its multiplications. The others are one row times a
+    16-bit weight, and a few rows times a weight of 8-bit integers, both transposed in memory, as `nn.Linear` stores
+    them."""
     sizes = *rows.shape, weight.shape[1]
     if weight.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
         raise NoMatch("Inductor's own product is for other devices and symbolic sizes")
     is_float = rows.dtype == weight.dtype and weight.dtype in (*HALVES, torch.float32)
     if is_float and 0 < rows.shape[0] <= FEW_ROWS and math.prod(sizes) <= SMALL:
         return small_products
-    if rows.shape[0] != 1 or weight.stride(0) != 1 or not _are_half(rows, weight):
+    most = FEW_ROWS if weight.dtype in CODES else 1
+    if not 0 < rows.shape[0] <= most or weight.stride(0) != 1 or not _are_narrow(rows, weight):
         raise NoMatch("a library multiplies such rows faster")
     return dot_products
 
 
 def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
-    """Lower a batched product of each head's rows and 16-bit weights on a CPU. Raises NoMatch otherwise.
+    """Lower a batched product of each head's rows and weights of 16 or 8 bits on a CPU. Raises NoMatch otherwise.
 
-    It applies to weights that are not contiguous, like those of keys and values in one projection. The CPU library
-    copies such weights at every call, slowly because it copies across their memory order."""
+    Weights of 16 bits are lowered if they are not contiguous, like those of keys and values in one projection. The CPU
+    library copies such weights at every call, slowly because it copies across their memory order."""
     is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
-    if weights.device.type != "cpu" or not is_fixed or not _are_half(rows, weights):
+    if weights.device.type != "cpu" or not is_fixed or not _are_narrow(rows, weights):
         raise NoMatch("Inductor's own product is for other devices, dtypes and symbolic sizes")
-    if weights.is_contiguous() or weights.mT.is_contiguous():
+    if weights.dtype not in CODES and (weights.is_contiguous() or weights.mT.is_contiguous()):
         raise NoMatch("a library reads such weights in their own layout")
     if isinstance(rows.shape[1], int) and 0 < rows.shape[1] <= FEW_ROWS:
         return sums_for_rows
@@ -189,8 +193,8 @@ def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
     return products_of_copies
 
 
-def _are_half(rows: Tensor, weights: Tensor) -> bool:
-    return weights.dtype in HALVES and rows.dtype == weights.dtype
+def _are_narrow(rows: Tensor, weights: Tensor) -> bool:
+    return rows.dtype in HALVES and weights.dtype in (rows.dtype, *CODES)
 
 
 def small_products(rows: Tensor, weight: Tensor) -> Tensor:
@@ -207,15 +211,18 @@ def sums_for_rows(rows: Tensor, weights: Tensor) -> Tensor:
 
 def products_of_copies(rows: Tensor, weights: Tensor) -> Tensor:
     """[B, Rows, K] @ [B, K, N], with the weights copied in memory order."""
-    return torch.bmm(rows, weights.mT.contiguous().mT)
+    return torch.bmm(rows, weights.to(rows.dtype).mT.contiguous().mT)
 
 
-def dot_products(row: Tensor, weight: Tensor) -> Tensor:
-    """[1, K] @ [K, N] as N dot products along contiguous memory. With one row, reading the weight is the only cost.
+def dot_products(rows: Tensor, weight: Tensor) -> Tensor:
+    """[Rows, K] @ [K, N] as N dot products per row along contiguous memory. Reading the weight is the only cost."""
+    return torch.cat([_dot_products(row, weight) for row in torch.split(rows, 1)])
 
-    A long dot product is summed in several streams at once, so that it is bound by memory and not by its own sum."""
+
+def _dot_products(row: Tensor, weight: Tensor) -> Tensor:
+    """A long dot product is summed in several streams at once, so that it is bound by memory and not by its own sum."""
     inner, columns = weight.shape
-    streams = _streams(inner)
+    streams = _streams(inner, MOST_STREAMS // 2 if weight.dtype in CODES else MOST_STREAMS)
     weight_snk = weight.permute(1, 0).reshape(columns, streams, inner // streams).permute(1, 0, 2)
     row_s1k = _stored(row).reshape(streams, 1, inner // streams)
     products = (weight_snk[stream].float() * row_s1k[stream] for stream in range(streams))
@@ -233,9 +240,8 @@ def _stored(rows: Tensor) -> Tensor:
     return wide.as_strided(wide.shape, wide.stride())
 
 
-def _streams(inner: int) -> int:
-    """The number of streams of a dot product. Measured: they pay from 4096 elements on, up to eight streams of at least
-    1024."""
+def _streams(inner: int, most: int) -> int:
+    """The number of streams of a dot product. Measured: they pay from 4096 elements on, with at least 1024 each."""
     if inner < 4096:
         return 1
-    return max(count for count in range(1, 9) if inner % count == 0 and inner // count >= 1024)
+    return max(count for count in range(1, most + 1) if inner % count == 0 and inner // count >= 1024)
