@@ -57,6 +57,18 @@ def test_small_products_are_as_exact_as_large_ones(dtype, is_transposed):
     assert small_products(rows, weight).dtype == dtype
 
 
+@pytest.mark.parametrize("compute", [dot_products, sums_for_rows, products_of_copies])
+def test_codes_are_multiplied_as_they_are_stored(compute):
+    heads = () if compute is dot_products else (3,)
+    codes = torch.randint(-128, 128, (*heads, 7, 4096), dtype=torch.int8).mT
+    rows = torch.randn(*heads, 5, 4096).bfloat16()
+    exact = rows.double() @ codes.double()
+    products = compute(rows, codes), rows @ codes.bfloat16()
+    error, plain = ((product.double() - exact).abs().max() for product in products)
+    assert error <= 2 * plain
+    assert products[0].dtype == torch.bfloat16
+
+
 PRODUCTS = {
     dot_products: ((1, 4096), (4096, 5)),
     small_products: ((5, 12), (12, 7)),

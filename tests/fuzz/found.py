@@ -94,6 +94,10 @@ FOUND = (
     # the last digit decides
     Mutant("tied (float16)", (("shared_out", "mm_1", 0, 1024.0), ("loud", "arg4_1", -0.25, True))),
     Mutant("blind row (bfloat16)", (("loud", "arg10_1", -8, False),)),
+    # a dimension that there is none of, which tracing does not refuse
+    Mutant("plain", (("argument", "_softmax", 1, -33),)),
+    # whole numbers instead of scaled ones
+    Mutant("quantised tokens", (("operand", "mul_10", 0, "_to_copy_4"),)),
     # fills within fills
     Mutant("plain", (("nested", "_softmax", 0, 24, 0.01, "where"),)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import caches, heads, masks, pages, projections, rotations
+from . import caches, heads, masks, pages, projections, quantised, rotations
 from .plain import Layer, Sizes
 
 S = Sizes()
@@ -100,6 +100,16 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "presplit": (projections.Presplit, S),
     "tied": (projections.Tied, EVEN),
     "scaled apart": (projections.ScaledApart, LEVEL),
-    "quantised": (projections.Quantised, S),
-    "dequantised": (projections.Dequantised, EVEN),
+    "quantised": (quantised.Quantised, S),
+    "dequantised": (quantised.Dequantised, EVEN),
+    "quantised up": (quantised.QuantisedUp, S),
+    "quantised up, even": (quantised.QuantisedUp, EVEN),
+    "quantised up, level": (quantised.QuantisedUp, LEVEL),
+    "quantised tokens": (quantised.QuantisedTokens, S),
+    "quantised tokens, same": (quantised.QuantisedTokens, SAME),
+    "unsigned tokens": (quantised.UnsignedTokens, EVEN),
+    "grouped up": (quantised.GroupedUp, S),
+    "grouped up, even": (quantised.GroupedUp, EVEN),
+    "stored in eight": (quantised.StoredInEight, S),
+    "stored in eight, level": (quantised.StoredInEight, LEVEL),
 }

@@ -1,10 +1,9 @@
-"""Projections: with something added, with weights split, joined or folded beforehand, with 8-bit weights."""
+"""Projections: with something added, with weights split, joined or folded beforehand."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -68,33 +67,3 @@ class ScaledApart(Layer):
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
         scale = (self.by_head[:, None] * self.by_token).unsqueeze(-1)
         return super().attend(q_nope * scale, q_rope * scale, latent, k_rope, mask)
-
-
-class Quantised(Layer):
-    """The key side's weight in 8 bits, with a scale for each column that its product is multiplied by."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        self.kv_a_scales, self.kv_a_stored = self.quantised(self.kv_a)
-
-    def quantised(self, weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
-        scales = weight.detach().abs().amax(1) / 127
-        stored = (weight.detach() / scales.unsqueeze(1)).round().to(torch.int8)
-        return nn.Parameter(scales), nn.Parameter(stored, requires_grad=False)
-
-    def rows(self, x: Tensor) -> Tensor:
-        return (x @ self.kv_a_stored.to(x.dtype).T) * self.kv_a_scales
-
-
-class Dequantised(Quantised):
-    """All down projections in 8 bits, taken to 64 bits before the product."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        self.q_a_scales, self.q_a_stored = self.quantised(self.q_a)
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x @ (self.kv_a_stored.to(x.dtype) * self.kv_a_scales.unsqueeze(1)).T
-
-    def compressed(self, x: Tensor) -> Tensor:
-        return x @ (self.q_a_stored.to(x.dtype) * self.q_a_scales.unsqueeze(1)).T

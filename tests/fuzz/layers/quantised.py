@@ -1,0 +1,113 @@
+"""Weights, tokens and caches in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .plain import Layer, Sizes
+
+
+class Quantised(Layer):
+    """The key side's weight in 8 bits, with a scale for each column that its product is multiplied by."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.kv_a_scales, self.kv_a_stored = self.quantised(self.kv_a)
+
+    def quantised(self, weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+        scales = weight.detach().abs().amax(1) / 127
+        stored = (weight.detach() / scales.unsqueeze(1)).round().to(torch.int8)
+        return nn.Parameter(scales), nn.Parameter(stored, requires_grad=False)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return (x @ self.kv_a_stored.to(x.dtype).T) * self.kv_a_scales
+
+
+class Dequantised(Quantised):
+    """All down projections in 8 bits, taken to 64 bits before the product."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.q_a_scales, self.q_a_stored = self.quantised(self.q_a)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x @ (self.kv_a_stored.to(x.dtype) * self.kv_a_scales.unsqueeze(1)).T
+
+    def compressed(self, x: Tensor) -> Tensor:
+        return x @ (self.q_a_stored.to(x.dtype) * self.q_a_scales.unsqueeze(1)).T
+
+
+class QuantisedUp(Quantised):
+    """The projection from latents in 8 bits, with a scale for each column that its product is multiplied by."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.kv_b_scales, self.kv_b_stored = self.quantised(self.kv_b)
+
+    def up(self, latent: Tensor) -> Tensor:
+        return (latent @ self.kv_b_stored.to(latent.dtype).T) * self.kv_b_scales
+
+    def expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = self.sizes
+        up = self.up(latent.squeeze(1)).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
+        k_nope, value = up.split([sizes.nope, sizes.value], dim=-1)
+        return torch.cat((k_nope, k_rope.expand(-1, sizes.heads, -1, -1)), dim=-1), value
+
+
+class QuantisedTokens(QuantisedUp):
+    """Latents are quantised, too, and integers are multiplied."""
+
+    def tokens(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        scales = latent.abs().amax(-1, keepdim=True) / 127
+        return (latent / scales).round().to(torch.int8), scales
+
+    def up(self, latent: Tensor) -> Tensor:
+        codes, scales = self.tokens(latent)
+        product = codes.to(torch.int32).flatten(0, -2) @ self.kv_b_stored.to(torch.int32).T
+        return product.unflatten(0, codes.shape[:-1]).to(latent.dtype) * scales * self.kv_b_scales
+
+
+class UnsignedTokens(QuantisedTokens):
+    """The same with codes to which 128 is added before, and subtracted after."""
+
+    def up(self, latent: Tensor) -> Tensor:
+        codes, scales = self.tokens(latent)
+        unsigned = (codes.to(torch.int32) + 128).to(torch.uint8).flatten(0, -2)
+        columns = self.kv_b_stored.T
+        product = torch._int_mm(unsigned, columns) - columns.sum(0, keepdim=True, dtype=torch.int32) * 128
+        return product.unflatten(0, codes.shape[:-1]).to(latent.dtype) * scales * self.kv_b_scales
+
+
+class GroupedUp(QuantisedUp):
+    """Two groups of latents, each with its scales and zero points."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.kv_b_groups = nn.Parameter(self.random(len(self.kv_b), 2).abs() * 0.05 + 0.01)
+        zeros = self.random(len(self.kv_b), 2).round().to(torch.int8)
+        self.kv_b_zeros = nn.Parameter(zeros, requires_grad=False)
+
+    def up(self, latent: Tensor) -> Tensor:
+        codes = self.kv_b_stored.unflatten(1, (2, -1)).to(latent.dtype)
+        weight = (codes - self.kv_b_zeros.unsqueeze(-1)) * self.kv_b_groups.unsqueeze(-1)
+        return latent @ weight.flatten(1).T
+
+
+class StoredInEight(Layer):
+    """A cache of codes with a scale for each token beside it."""
+
+    def caches(self) -> tuple[Tensor, ...]:
+        latents, keys = super().caches()
+        scales = latents.abs().amax(-1, keepdim=True) / 127
+        return (latents / scales).round().to(torch.int8), scales, keys
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        codes, scales, keys = caches
+        own = latent.abs().amax(-1, keepdim=True) / 127
+        codes.index_copy_(2, place, (latent / own).round().to(torch.int8))
+        scales.index_copy_(2, place, own)
+        keys.index_copy_(2, place, k_rope)
+        return codes.to(latent.dtype) * scales, keys
