@@ -39,7 +39,7 @@ from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.sizes import at_most, product
 from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
 from mla_fx.rewriting.materialize import scaled_by
-from mla_fx.rewriting.operands import check_weight
+from mla_fx.rewriting.weights import check_weight
 from mla_fx.rule import (
     Attention,
     AttentionPattern,

@@ -25,7 +25,6 @@ from mla_fx.rewriting.operands import (
     cache_roles,
     check_norm_of_rows,
     check_same_write,
-    check_weight,
     joined_weights,
     last_dimension,
     new_cache,
@@ -36,6 +35,7 @@ from mla_fx.rewriting.operands import (
     rotary,
     tables,
 )
+from mla_fx.rewriting.weights import check_weight
 from mla_fx.rule import (
     Appended,
     Axes,
