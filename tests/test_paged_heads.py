@@ -439,11 +439,13 @@ class OtherHeads(Turned):
         return super().repeated(rows) if turned else Engine.repeated(self, rows)
 
 
-class OneValue(Engine):
-    """All heads share the values of the first."""
+class ValuesPerHead(Engine):
+    """Each head of the query has values of its own; two heads share their keys."""
 
-    def values(self, value):
-        return super().values(value[:, :, :1].expand_as(value))
+    def attend(self, query, key, value, positions):
+        value = value.flatten(-2).unflatten(-1, (HEADS, -1))
+        parts = (part.transpose(1, 2) for part in (query, self.repeated(key), value))
+        return scaled_dot_product_attention(*parts, attn_mask=self.mask(key, positions)).transpose(1, 2)
 
 
 REFUSED = {
@@ -456,7 +458,7 @@ REFUSED = {
     Rounded: "rows are gathered in torch.float64 and cast to torch.",
     Sinks: "paged_attention has no operand for an attention sink",
     OtherHeads: "keys and values do not have the same heads",
-    OneValue: "keys and values do not have the same heads",
+    ValuesPerHead: "keys and values do not have the same heads",
 }
 
 
