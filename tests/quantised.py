@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  # registers quantized_decomposed
 from torch.nn.functional import linear
 
 from mla_fx.cases import DR, DV, HCKV, B, D, Layer, N, T
@@ -106,6 +107,13 @@ def of_repeated_scales(x, w):
     return linear(x, w.codes.to(x.dtype) * scales)
 
 
+def of_a_library(x, w):
+    """PT2E: one operator dequantises a weight by rows."""
+    zeros = torch.zeros(len(w.scales), dtype=torch.int64)
+    weight = torch.ops.quantized_decomposed.dequantize_per_channel(w.codes, w.scales, zeros, 0, -128, 127, torch.int8)
+    return linear(x, weight.to(x.dtype))
+
+
 def of_nibbles(x, w):
     low, high = (w.codes & 15).to(torch.int8) - 8, (w.codes >> 4).to(torch.int8) - 8
     codes = torch.stack((low, high), -1).flatten(1)
@@ -154,6 +162,15 @@ def of_tokens_without_scales(x, w):
     return product.to(x.dtype) * (w.scales / 30)
 
 
+def of_float8(x, w):
+    """torchao's dynamic float8: tokens and weights in float8, multiplied by one operator."""
+    flat = x.reshape(-1, x.shape[-1])
+    scales = flat.abs().amax(-1, keepdim=True).float() / 448
+    codes = (flat.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    product = torch._scaled_mm(codes, w.codes.t(), scales, w.scales.view(1, -1).float(), out_dtype=x.dtype)
+    return product.view(*x.shape[:-1], -1)
+
+
 def of_dequantised_tokens(x, w):
     """torchao's dynamic int4: tokens are quantised with a zero point, and dequantised at once."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -171,16 +188,18 @@ SPELLINGS = {
     of_groups: by_groups,
     of_blocks: by_blocks,
     of_repeated_scales: by_blocks,
+    of_a_library: by_rows,
     of_nibbles: in_nibbles,
     of_tokens: by_rows,
     of_integers: by_rows,
     of_unsigned: by_rows,
     of_wide_integers: by_rows,
     of_tokens_without_scales: by_rows,
+    of_float8: by_rows_in_float8,
     of_dequantised_tokens: by_groups,
 }
 OF_TOKENS = (
-    of_tokens, of_integers, of_unsigned, of_wide_integers, of_tokens_without_scales, of_dequantised_tokens
+    of_tokens, of_integers, of_unsigned, of_wide_integers, of_tokens_without_scales, of_float8, of_dequantised_tokens
 )  # fmt: skip
 
 

@@ -228,8 +228,9 @@ def _copied(node: Node, index: tuple[Index, ...]) -> Step | None:
 
 
 def _both_real(node: Node, source: Node) -> bool:
+    """Whether a cast is between floats. One to float8 quantises, which is more than a rounding."""
     kinds = node.meta["val"].dtype, source.meta["val"].dtype
-    return kinds[0] == kinds[1] or all(kind.is_floating_point for kind in kinds)
+    return kinds[0] == kinds[1] or (all(kind.is_floating_point for kind in kinds) and kinds[0].itemsize > 1)
 
 
 def _negated(node: Node, index: tuple[Index, ...]) -> Step | None:

@@ -22,6 +22,7 @@ from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
 from .element import Element, Scales, operand, resolve
 from .sizes import at_most, product
+from .views import shape_of
 
 aten = torch.ops.aten
 out_dtype = torch.ops.higher_order.out_dtype
@@ -32,6 +33,8 @@ LONGEST = 2**16  # terms: so many products of 8-bit codes fit in int32
 
 def quantised_product(element: Element) -> Contraction:
     """Read `element` as a matrix product whose operands may be codes with scales. Raises NoMatch if it is none."""
+    if element.origin.target is aten._scaled_mm.default:
+        return _with_its_scales(element)
     if element.origin.target not in (aten.mul.Tensor, aten.div.Tensor):
         return contraction(element)
     whole = as_product(element)
@@ -41,18 +44,37 @@ def quantised_product(element: Element) -> Contraction:
     found = _of_codes(products[0])
     if not any(_are_codes(side) for side in (found.left, found.right)):
         return contraction(element)
-    dtype = element.coarsest or element.dtype
-    if torch.float16 in (dtype, products[0].origin.meta["val"].dtype):
+    if torch.float16 in (element.coarsest, element.dtype, products[0].origin.meta["val"].dtype):
         raise NoMatch("codes are multiplied in torch.float16, whose range they may leave", element.origin)
-    sides = {side: list[Element]() for side in ("left", "right")}
-    for scale, power in whole.factors:
-        if scale is products[0]:
-            continue
+    scales = [(scale, power) for scale, power in whole.factors if scale is not products[0]]
+    for scale, power in scales:
         if power != 1.0:
             raise NoMatch(f"a product of codes is multiplied by a power of {name_of(scale.origin)}", scale.origin)
+    return _scaled(element, found, whole.number, [scale for scale, _ in scales])
+
+
+def _scaled(element: Element, found: Contraction, number: float, scales: list[Element]) -> Contraction:
+    """A product of codes with its scales, each on the side to which it belongs."""
+    sides = {side: list[Element]() for side in ("left", "right")}
+    for scale in scales:
         sides[_scaled_side(found, scale)].append(scale)
+    dtype = element.coarsest or element.dtype
     left, right = (_with_scales(_stored(getattr(found, side)), sides[side], dtype) for side in ("left", "right"))
-    return scaled_product(element.origin, found.factor * whole.number, left, right, found.over)
+    return scaled_product(element.origin, found.factor * number, left, right, found.over)
+
+
+def _with_its_scales(element: Element) -> Contraction:
+    """Read `_scaled_mm`, a product of float8 codes that takes their scales: one each, or one per row and column."""
+    node = element.origin
+    left, right, *scales = args_of(node)[:4]
+    if argument(node, 4, "bias") is not None or argument(node, 5, "scale_result") is not None:
+        raise NoMatch("a product of codes with a bias, or with a scale for its result", node)
+    wanted = (shape_of(left)[0], 1), (1, shape_of(right)[1])
+    for scale, whole in zip(scales, wanted, strict=True):
+        if product(shape_of(scale)) != 1 and shape_of(scale) != whole:
+            raise NoMatch(f"codes have scales {list(shape_of(scale))}; one or {list(whole)} are read", scale)
+    found = matmul(element, left, right)
+    return _scaled(element, found, 1.0, [operand(scale, element.index) for scale in scales])
 
 
 def _stored(side: Element) -> Element:

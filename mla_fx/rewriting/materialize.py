@@ -46,9 +46,9 @@ def tensor(
     laid = _arranged(*_spread(base, index, wanted), wanted)
     value = times(_expanded(laid, wanted) if expand else laid.value, factor)
     if isinstance(element, Element) and element.scales is not None:
-        is_whole = not element.origin.meta["val"].dtype.is_floating_point
+        is_narrow = base.node.meta["val"].dtype.itemsize == 1
         wide = torch.promote_types(torch.float32, element.scales.dtype)
-        value = scaled_by(element.scales, Cast(value, wide) if is_whole else value, dims)
+        value = scaled_by(element.scales, Cast(value, wide) if is_narrow else value, dims)
     wanted_dtype = dtype or (element.dtype if isinstance(element, Element) else None)
     return value if wanted_dtype is None else Cast(value, wanted_dtype)
 

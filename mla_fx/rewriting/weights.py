@@ -6,8 +6,9 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.aliasing import written
 from mla_fx.graph.torch_private import OpOverload
-from mla_fx.readings.calls import CASTS
+from mla_fx.readings.calls import CASTS, operands_of
 from mla_fx.readings.element import Element, computed_from, is_parameter
 from mla_fx.readings.views import MOVERS
 
@@ -33,11 +34,17 @@ def _packed(value: Node) -> set[torch.dtype]:
 
 
 def _is_dequantised(value: Node) -> bool:
-    """Whether a value is computed from graph inputs of 8 bits by views, casts and elementwise arithmetic alone."""
+    """Whether a value is computed from graph inputs of 8 bits by views, casts, elementwise arithmetic, and operators
+    that say so."""
     nodes = (value, *computed_from(value))
     calls = (node for node in nodes if not is_parameter(node))
     return bool(_packed(value)) and all(node.target in MOVERS or _is_elementwise(node) for node in calls)
 
 
 def _is_elementwise(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and (node.target in CASTS or torch.Tag.pointwise in node.target.tags)
+    if not isinstance(node.target, OpOverload) or written(node):
+        return False
+    if not operands_of(node):  # a tensor of constants, if it is the same at each call
+        return torch.Tag.nondeterministic_seeded not in node.target.tags
+    is_named = node.target._opname.startswith("dequantize_")  # of quantized_decomposed and torchao
+    return is_named or node.target in CASTS or torch.Tag.pointwise in node.target.tags

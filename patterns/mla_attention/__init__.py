@@ -227,7 +227,8 @@ def _roles(match: Match) -> _Roles:
     n, s = (ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
     dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
     if values == "absorbed":
-        assert set(dv) == set(hckv), "keys and values are one LATENT"
+        if set(dv) != set(hckv):  # a column that is repeated
+            raise NoMatch("the attention's result and the latents have different columns", found.node)
         dv = hckv  # in the order of the latents
     return _Roles(b=b, s=s, n=n, t=t, d=d, dr=dr, hckv=hckv, dv=dv)
 

@@ -98,6 +98,8 @@ FOUND = (
     Mutant("plain", (("argument", "_softmax", 1, -33),)),
     # whole numbers instead of scaled ones
     Mutant("quantised tokens", (("operand", "mul_10", 0, "_to_copy_4"),)),
+    # probabilities of one row, repeated for all
+    Mutant("absorbed (decomposed)", (("one_for_all", "div", -1, 1, 2),)),
     # fills within fills
     Mutant("plain", (("nested", "_softmax", 0, 24, 0.01, "where"),)),
 )
