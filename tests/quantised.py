@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  # registers quantized_decomposed
 from torch.nn.functional import linear
 
@@ -155,6 +156,13 @@ def of_wide_integers(x, w):
     return (product.to(x.dtype) * scales * w.scales).view(*x.shape[:-1], -1)
 
 
+def of_wider_results(x, w):
+    """torchao on a GPU: PyTorch's product of int8 with a result in int32."""
+    codes, scales = tokens(x.reshape(-1, x.shape[-1]))
+    product = out_dtype(torch.ops.aten.mm.default, torch.int32, codes.to(torch.int8), w.codes.t())
+    return (product.to(x.dtype) * scales.expand(product.shape) * w.scales).view(*x.shape[:-1], -1)
+
+
 def of_tokens_without_scales(x, w):
     """Whole numbers are multiplied as they are."""
     codes = (x * 30).round().clamp(-128, 127).to(torch.int8)
@@ -194,12 +202,14 @@ SPELLINGS = {
     of_integers: by_rows,
     of_unsigned: by_rows,
     of_wide_integers: by_rows,
+    of_wider_results: by_rows,
     of_tokens_without_scales: by_rows,
     of_float8: by_rows_in_float8,
     of_dequantised_tokens: by_groups,
 }
 OF_TOKENS = (
-    of_tokens, of_integers, of_unsigned, of_wide_integers, of_tokens_without_scales, of_float8, of_dequantised_tokens
+    of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results, of_tokens_without_scales, of_float8,
+    of_dequantised_tokens,
 )  # fmt: skip
 
 

@@ -14,6 +14,9 @@ of the keys: no other attention has that. Without a rotary part (GLM-5 Next, eve
 only their rank distinguishes latents from the hidden states of multi-head attention, for which fusing gains nothing: so
 they must have been projected down. Attention sinks (Hunyuan 4) are one more score per head, without a value.
 
+Weights and latents may be quantised. Scales of a weight's outputs multiply the query and the result, so that its codes
+stay as they are stored; scales of tokens multiply the latents.
+
 Masks that provably hide exactly the keys after a position become `context_lens`; all others stay masks.
 
 Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope dims, c latent rank, v value dims.
