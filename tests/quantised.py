@@ -153,7 +153,7 @@ def of_unsigned(x, w):
 def of_wide_integers(x, w):
     codes, scales = tokens(x.reshape(-1, x.shape[-1]))
     product = codes.to(torch.int8).to(torch.int32) @ w.codes.to(torch.int32).t()
-    return (product.to(x.dtype) * scales * w.scales).view(*x.shape[:-1], -1)
+    return (product * scales * w.scales).view(*x.shape[:-1], -1)
 
 
 def of_wider_results(x, w):

@@ -202,6 +202,12 @@ def corrected_by_the_next_column(x, w):
     return unsigned(x, w, weight=lambda codes: torch.cat((codes[1:], codes[:1])))
 
 
+def corrected_by_a_column(x, w):
+    codes, scales = tokens(x.reshape(-1, x.shape[-1]))
+    product = torch._int_mm((codes.to(torch.int8).to(torch.int32) + 128).to(torch.uint8), w.codes.t())
+    return ((product - w.codes[:, 0].to(torch.int32) * 128) * scales * w.scales).view(*x.shape[:-1], -1)
+
+
 def corrected_in_8_bits(x, w):
     return unsigned(x, w, dtype=torch.int8)
 
@@ -217,6 +223,7 @@ NEAR_TWINS = {
     corrected_by_another_number: "a product of integers is corrected, expected by 128, found mul",
     corrected_by_another_weight: "a product of integers is corrected by the sum of another weight",
     corrected_by_the_next_column: "a product of integers is corrected by the sum of another weight",
+    corrected_by_a_column: "expected 128 times the sum of a weight, found",
     corrected_in_8_bits: "integers of 8 bits are computed with, which may overflow",
 }
 

@@ -43,10 +43,11 @@ from mla_fx.readings.cache_update import cache_update
 from mla_fx.readings.causal import CausalByPosition, causal_by_position
 from mla_fx.readings.constant import constant
 from mla_fx.readings.contraction import contraction
-from mla_fx.readings.element import Element, element_of, resolve
-from mla_fx.readings.integers import integer_sum
+from mla_fx.readings.element import Element, Scales, element_of, resolve
+from mla_fx.readings.integers import integer_sum, whole_number
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.rms_norm import rms_norm
+from mla_fx.readings.rope import _layout_read
 from mla_fx.readings.sizes import at_most, ratio
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.masks import check_is_causal, joined_masks, mask_operands
@@ -229,6 +230,7 @@ NORMS = {
     "every other": (lambda x, g: normed(x[..., ::2], g[:4], x[..., :4]), "is not the value whose mean square"),
     "first instead of every other": (lambda x, g: normed(x[..., :4], g[:4], x[..., ::2]), "is not the value"),
     "rounded": (lambda x, g: normed(x.bfloat16().float(), g, x), "is not the value whose mean square"),
+    "times nothing": (lambda x, g: normed(x, g, x) * 1e-200 * 1e-200, "the norm is multiplied by a number, 0"),
     "repeated": (lambda x, g: g * root_of(x, twice(x).square().mean((1, -1))[..., None]), "is not the value"),
     "the diagonal": (lambda x, g: normed(x, g, x.diagonal(0, 1, 2)[:, None]), "is not the value|expected"),
 }
@@ -521,6 +523,22 @@ def test_two_caches_of_different_numbers_of_rows():
         joined(lambda a, r, p: (torch.cat([a, r], 1), torch.cat([a, p], 1)), (B, T, D), (B, 1, D), (B, 2, D))
 
 
+@pytest.mark.parametrize(("number", "whole"), [(3, 3), (3.0, 3), (2.5, None), (2.0**53, None), (None, None)])
+def test_numbers_that_are_no_whole_ones(number, whole):
+    assert whole_number(number) == whole
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def test_a_product_times_a_number_known_at_run_time():
+    given = dense(S, T), dense(S, D), dense(D, T)
+    traced = Traced(lambda b, x, w: torch.addmm(b, x, w, beta=0), *given, decompose=False)
+    traced.out.kwargs = {"beta": 0, "alpha": traced.out.args[0]}
+    with refused("a matrix product is multiplied by a number known at run time"):
+        contraction(element_of(traced.out))
+
+
 # --- one element twice -----------------------------------------------------------------------------------------------
 
 SQUARE = Traced(lambda x: x.clone(), dense(4, 4)).out.args[0]
@@ -536,6 +554,12 @@ def digit_of_twelve(below, size):
     return Element(LINE, (combine(0, [(Digit(A12, below, size), 1)]),))
 
 
+def scaled_line(scales, row=0, dtype=torch.float32):
+    """An element of LINE with scales: the first numbers of a tensor, from a row on."""
+    index = (combine(row, [(whole(B4), 1)]),) if scales is LINE else (Index(row), of_axis(B4))
+    return replace(line(0, (A4, 4), (B4, 1)), scales=Scales((Element(scales, index),), dtype))
+
+
 TWICE = {  # one element, another, what is known already
     "transposed": (Element(SQUARE, (of_axis(A4), of_axis(B4))), Element(SQUARE, (of_axis(B4), of_axis(A4))), {}),
     "on the diagonal": (Element(SQUARE, (of_axis(A4), of_axis(B4))), Element(SQUARE, (of_axis(C4), of_axis(C4))), {}),
@@ -546,6 +570,10 @@ TWICE = {  # one element, another, what is known already
     "in other steps": (line(0, (A4, 4), (B4, 1)), line(0, (C4, 5), (D4, 1)), {}),
     "another size": (line(0, (A4, 4), (B4, 1)), line(0, (A3, 4), (D4, 1)), {}),
     "fixed": (line(0, (A4, 4), (B4, 1)), line(0, (C4, 4), (D4, 1)), {"fixed": frozenset({A4, C4})}),
+    "with scales and without": (scaled_line(LINE), line(0, (A4, 4), (B4, 1)), {}),
+    "with scales of another tensor": (scaled_line(LINE), scaled_line(SQUARE), {}),
+    "in another dtype": (scaled_line(LINE), scaled_line(LINE, dtype=torch.bfloat16), {}),
+    "with scales of another row": (scaled_line(LINE), scaled_line(LINE, row=1), {}),
 }
 
 
@@ -554,6 +582,18 @@ def test_two_elements_that_are_not_one(name):
     one, other, known = TWICE[name]
     with refused("x is read in two different ways"):
         Match(**known).bind("x", one).bind("x", other)
+
+
+def test_a_pair_along_a_diagonal_has_no_layout():
+    """Pairs of columns 4 apart, but each in a row of its own."""
+    first, second = (Element(LINE, (of_axis(A4), combine(start, [(whole(A4), 1)]))) for start in (0, 4))
+    across = [replace(part, index=(of_axis(B4), part.index[1])) for part in (first, second)]
+    assert _layout_read(*across, A4) == "half"
+    assert _layout_read(first, second, A4) is None
+
+
+def test_scaled_elements_that_are_one():
+    Match().bind("x", scaled_line(LINE)).bind("x", scaled_line(LINE))
 
 
 def test_two_elements_that_are_one():

@@ -92,8 +92,6 @@ def _with_scales(side: Element, scales: list[Element], dtype: torch.dtype) -> El
 
 def _scaled_side(found: Contraction, scale: Element) -> str:
     """The operand along whose outer dimensions a scale runs; for one number, that of the weight."""
-    if not scale.axes.isdisjoint(found.axes):
-        raise NoMatch("the scales run along the dimension that a product sums over", scale.origin)
     codes = [side for side in ("right", "left") if scale.axes <= getattr(found, side).axes]
     if not codes:
         raise NoMatch("the scales of a product belong to neither operand", scale.origin)
@@ -123,8 +121,10 @@ def _of_codes(element: Element) -> Contraction:
 
 
 def _integers(element: Element) -> Element | None:
-    """The integers that a value was cast from."""
+    """The integers that a value is, or was cast from."""
     node = element.origin
+    if node.meta["val"].dtype in (*CODES, *WIDE):
+        return element
     if node.target not in CASTS or args_of(node)[0].meta["val"].dtype not in (*CODES, *WIDE):
         return None
     return resolve(args_of(node)[0], element.index)
