@@ -51,6 +51,8 @@ class Options:
     - verify: run the unfused graph next to the fused one and compare, "off", at the "first" call, or "always".
       `mla_fx.debug.verify` documents what is compared; VerificationError names rule, layer and call.
     - disable: names of patterns not to apply.
+    - quant: fuse quantised layers only if the operator has the program's codes and scales ("exact"), or also if it has
+      the "vendor"'s; the report names each difference.
     - absorb: attend over latents for few query tokens ("auto"), "always", or "never".
     - lay_out: keep copies of weights in the layout that an operator needs.
     - extra: the target's own options, including those that `mode` sets.
@@ -62,6 +64,7 @@ class Options:
     dump: str | None = field(default_factory=lambda: os.environ.get("MLA_FX_DUMP"))
     verify: str = "off"
     disable: tuple[str, ...] = ()
+    quant: str = "exact"
     absorb: str = "auto"
     lay_out: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -198,6 +201,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "dump": _folder,
     "verify": _one_of("verify", "off", "first", "always"),
     "disable": _names,
+    "quant": _one_of("quant", "exact", "vendor"),
     "absorb": _one_of("absorb", "auto", "always", "never"),
     "lay_out": _one_of("lay_out", True, False),
 }

@@ -36,6 +36,7 @@ from .matching.pattern import (
     rope,
     scaled,
     stored,
+    tokens,
     var,
 )
 from .readings.attention import Attention
@@ -58,7 +59,7 @@ __all__ = [
     "NoRotaryPart", "Operand", "OperandAxes", "Paged", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope",
     "Rule", "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "bound", "contract", "either", "element_of",
     "gathered", "having", "is_parameter", "ordered", "quantised", "refused", "replaced", "result", "rms_norm", "roles",
-    "rope", "scaled", "shape_of", "stored", "tensor", "times", "var",
+    "rope", "scaled", "shape_of", "stored", "tensor", "times", "tokens", "var",
 ]  # fmt: skip
 
 

@@ -1,20 +1,25 @@
-"""The tables of docs/coverage.md are what the code gives: one line always, two in CI, all with --campaign."""
+"""The tables of docs/coverage.md are what the code gives: one line always, three in CI, all with --campaign."""
 
 import pytest
 from coverage_table.command import committed, made
+from coverage_table.quantised import QUANTISED
 from coverage_table.tables import PLAIN
 
-MARKS = {"tables": (), "youtu": pytest.mark.slow}
+MARKS = {"tables": (), "youtu": pytest.mark.slow, "int8 weights": pytest.mark.slow}
+LINES = [
+    pytest.param(tables, name, marks=MARKS.get(name, pytest.mark.campaign), id=name)
+    for tables in (PLAIN, QUANTISED)
+    for name in tables.names
+]
 
 
-def test_every_line_is_there():
-    assert set(PLAIN.names) <= set(committed(PLAIN)[0])
+@pytest.mark.parametrize("tables", [PLAIN, QUANTISED], ids=lambda tables: tables.mark)
+def test_every_line_is_there(tables):
+    assert set(tables.names) <= set(committed(tables)[0])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.campaign)) for name in PLAIN.names]
-)
-def test_line_is_what_the_code_gives(name):
+@pytest.mark.parametrize("tables, name", LINES)
+def test_line_is_what_the_code_gives(tables, name):
     """If not, `python -m mla_fx coverage` regenerates the table."""
-    lines, notes = committed(PLAIN)
-    assert made(PLAIN, name, notes) == lines[name]
+    lines, notes = committed(tables)
+    assert made(tables, name, notes) == lines[name]

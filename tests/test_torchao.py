@@ -2,31 +2,16 @@
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
 from families import cache_tensors, empty_cache, tiny_model, tokens
-from torch import nn
+from quantised_models import CONFIGS, OF_TOKENS, quantise
 
 import mla_fx
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torchao import quantization as torchao
-    from torchao.quantization.granularity import PerGroup
-
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 LENGTH, PROMPT = 37, 12
-GROUPS = PerGroup(16)
-CONFIGS = {
-    "int8 weights": torchao.Int8WeightOnlyConfig(),
-    "int8 weights and tokens": torchao.Int8DynamicActivationInt8WeightConfig(),
-    "float8 weights": torchao.Float8WeightOnlyConfig(),
-    "int4 groups": torchao.IntxWeightOnlyConfig(torch.int4, GROUPS),
-    "int4 groups and int8 tokens": torchao.Int8DynamicActivationIntxWeightConfig(torch.int4, GROUPS),
-}
-OF_TOKENS = ("int8 weights and tokens", "int4 groups and int8 tokens")
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +29,7 @@ def quantised(name, dtype=torch.float32):
     again there: one layer, with a plain projection behind its attention."""
     is_of_tokens = name in OF_TOKENS
     model = tiny_model("deepseek_v3", dtype, num_hidden_layers=1 if is_of_tokens else 2)
-    plain = "o_proj" if is_of_tokens else "no projection"
-
-    def is_quantised(module, path):
-        return isinstance(module, nn.Linear) and "self_attn" in path and plain not in path
-
-    torchao.quantize_(model, CONFIGS[name], is_quantised)
+    quantise(model, name, but=("o_proj",) if is_of_tokens else ())
     return model
 
 

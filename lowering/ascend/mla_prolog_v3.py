@@ -27,8 +27,9 @@ HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 RANK, NOPE, ROPE = (512,), (128, 192), (64,)
 PER_TILE = 3  # kv_cache_quant_mode of packed rows, which have no kr_cache
 
+OWN = ("rope_layout", "gamma_after_cast")  # not in the vendor's interface
 # Arguments that torch_npu takes by keyword only.
-OPTIONS = tuple(Arguments.__dataclass_fields__)[11:]
+OPTIONS = tuple(name for name in list(Arguments.__dataclass_fields__)[11:] if name not in OWN)
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:

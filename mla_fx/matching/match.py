@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from mla_fx.graph.provenance import label_of
 from mla_fx.readings.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
 from mla_fx.readings.element import Element
 from mla_fx.readings.reading import Reading, renamed
+from mla_fx.readings.same_value import equal_calls
 from mla_fx.readings.sizes import product
 
 Same = Mapping[Axis, Index]
@@ -24,15 +25,15 @@ class Match:
     """Elements by variable, readings by name, alternatives by tag.
 
     A name that is bound twice is one tensor, read at equal indices. An axis of one reading may equal an axis of
-    another,
-    for example the two that two products are summed over, but no `fixed` axis equals another. `same` maps each axis to
-    what it equals."""
+    another, for example the two that two products are summed over, but no `fixed` axis equals another. `same` maps each
+    axis to what it equals, `alike` each value that the program computed again to the one that is bound."""
 
     elements: Mapping[str, Element] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     same: Same = field(default_factory=dict)
     fixed: frozenset[Axis] = frozenset()
+    alike: Mapping[Node, Node] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -48,20 +49,20 @@ class Match:
     def bind(self, name: str, element: Element) -> Match:
         before = self.elements.get(name)
         if before is None:
-            return Match({**self.elements, name: element}, self.readings, self.choices, self.same, self.fixed)
-        if before.origin is not element.origin:
+            return replace(self, elements={**self.elements, name: element})
+        if not equal_calls(before.origin, element.origin):
             places = f"{label_of(before.origin)} in one place and {label_of(element.origin)} in another"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
         same = self._as_one(before, element)
         if same is None:
             raise NoMatch(f"{name} is read in two different ways", element.origin)
-        return replace(self, same=same)
+        return replace(self, same=same, alike={**self.alike, **dict(_pairs(element, before))})
 
     def read(self, name: str, reading: Reading) -> Match:
         """Keep a reading. If a pattern occurs twice, the first is kept, and the second must agree with it."""
         before = self.readings.get(name)
         if before is None:
-            return Match(self.elements, {**self.readings, name: reading}, self.choices, self.same, self.fixed)
+            return replace(self, readings={**self.readings, name: reading})
         if before.constants != reading.constants:
             raise NoMatch(f"{name} is computed in two different ways", reading.node)
         return self
@@ -115,9 +116,11 @@ class Match:
         if one.scales is None or other.scales is None:
             return same if one.scales is other.scales else None
         mine, theirs = one.scales, other.scales
-        if mine.dtype != theirs.dtype or [part.origin for part in mine.by] != [part.origin for part in theirs.by]:
+        if mine.dtype != theirs.dtype or len(mine.by) != len(theirs.by):
             return None
         for left, right in zip(mine.by, theirs.by, strict=True):
+            if not equal_calls(left.origin, right.origin):
+                return None
             same = None if same is None else replace(self, same=same)._as_one(left, right)
         return same
 
@@ -170,6 +173,14 @@ class Match:
         if axis in self.fixed or axis in index.axes or digits is None:
             return False
         return bool(product(digit.size for digit in digits) == axis.size)
+
+
+def _pairs(again: Element, first: Element) -> Iterator[tuple[Node, Node]]:
+    """What computes an element and its scales again, with what computed them first."""
+    parts = [(again, first)]
+    if again.scales is not None and first.scales is not None:
+        parts += zip(again.scales.by, first.scales.by, strict=True)
+    yield from ((one.origin, other.origin) for one, other in parts if one.origin is not other.origin)
 
 
 def _extended(same: Same, axis: Axis, index: Index) -> Same:

@@ -8,6 +8,7 @@ bound("q", pattern)              the same, for an element that also satisfies a 
                                  before is not read again
 contract(a, b, name="uq")        a matrix product of a and b, in either order
 quantised(a, b, name="up")       the same, also of codes that carry their scales
+tokens(value, name="cq.codes")   the codes of a value that the program quantises, with a scale for each token
 rms_norm(value, gamma, name=..)  a weighted RMSNorm
 scaled(value, scale, name=..)    a value multiplied by a smaller tensor
 gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one
@@ -44,9 +45,10 @@ from mla_fx.readings.axes import Axis, Index, extent, fresh, shifted
 from mla_fx.readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction, contraction
-from mla_fx.readings.element import Element, resolve
+from mla_fx.readings.element import Element, is_parameter, resolve
 from mla_fx.readings.paged import paged
 from mla_fx.readings.quantised_product import quantised_product
+from mla_fx.readings.quantised_tokens import quantised_tokens
 from mla_fx.readings.reading import Reading
 from mla_fx.readings.rms_norm import rms_norm as read_rms_norm
 from mla_fx.readings.rope import rope as read_rope
@@ -171,6 +173,18 @@ class _Reads(Pattern):
         yield from partial
 
 
+class _Tokens(_Reads):
+    """Tokens that the program quantises. If codes carry scales, what is wrong with them comes before all else."""
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        try:
+            reading = quantised_tokens(element)
+        except NoMatch as miss:
+            is_certain = element.scales is not None and not is_parameter(element.origin)
+            return nearest.fail(match, miss, is_certain=is_certain)
+        yield from self.within(reading, match, nearest)
+
+
 def _each(pattern: Pattern, element: Element, before: Iterator[Match], nearest: NearestMiss) -> Iterator[Match]:
     for match in before:
         yield from pattern.bindings(element, match, nearest)
@@ -225,6 +239,10 @@ def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
 
 def quantised(left: Pattern, right: Pattern, name: str) -> Pattern:
     return _Reads(name, lambda element, _: _both_ways(quantised_product(element)), {"left": left, "right": right})
+
+
+def tokens(value: Pattern, name: str) -> Pattern:
+    return _Tokens(name, lambda element, _: (quantised_tokens(element),), {"value": value})
 
 
 def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:

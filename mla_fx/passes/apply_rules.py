@@ -18,6 +18,7 @@ from mla_fx.matching.pattern import NearestMiss
 from mla_fx.readings.calls import noting
 from mla_fx.rewriting.draft import Draft, fake_of
 from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.plan import Plan
 from mla_fx.rewriting.replacement import Drafted, apply, check_nothing_is_lost, drafted
 from mla_fx.rule import Rule
 
@@ -94,17 +95,24 @@ def _rewrite(
     """Draft the rule's plan, check it, and apply it; return whether it was applied."""
     try:
         planned = rule.rewrite(match.settled())
+        _check_quantisation(run, planned)
         with run.emit.at(anchor, rule.name):
-            plan = drafted(run.emit, planned)
+            plan = drafted(run.emit, planned, match.alike)
             checked = _check_loss(plan)
             found = recipe(run.emit, anchor, looked_into, plan, checked)
             _apply(run, rule, plan)
     except NoMatch as miss:
         nearest.fail(match, miss)
         return False
+    run.report.notes += [f"{rule.name}: {difference}" for difference in planned.differences]
     if found is not None:
         recipes.appendleft(found)
     return True
+
+
+def _check_quantisation(run: Run, plan: Plan) -> None:
+    if plan.differences and run.options.quant == "exact":
+        raise NoMatch(f"{'; '.join(plan.differences)}; quant='vendor' takes the operator's codes")
 
 
 def _apply(run: Run, rule: Rule, plan: Drafted) -> None:
@@ -126,7 +134,7 @@ def _check_loss(plan: Drafted) -> set[Node]:
     """Refuse a rewrite that loses an input; return the nodes that the check looked at."""
     checked: set[Node] = set()
     for call in plan.fused:
-        checked |= check_nothing_is_lost(plan.olds, plan.sources, _first_dtype(call.value))
+        checked |= check_nothing_is_lost(plan.olds, plan.sources, _first_dtype(call.value), plan.exact)
     return checked
 
 

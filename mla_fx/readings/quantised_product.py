@@ -37,8 +37,7 @@ def quantised_product(element: Element) -> Contraction:
         return _with_its_scales(element)
     if element.origin.target not in (aten.mul.Tensor, aten.div.Tensor):
         return contraction(element)
-    whole = as_product(element)
-    products = [factor for factor, power in whole.factors if power == 1.0 and _is_product(factor)]
+    number, products, scales = _parts(element)
     if len(products) != 1:
         return contraction(element)
     found = _of_codes(products[0])
@@ -46,18 +45,61 @@ def quantised_product(element: Element) -> Contraction:
         return contraction(element)
     if torch.float16 in (element.coarsest, element.dtype, products[0].origin.meta["val"].dtype):
         raise NoMatch("codes are multiplied in torch.float16, whose range they may leave", element.origin)
-    scales = [(scale, power) for scale, power in whole.factors if scale is not products[0]]
     for scale, power in scales:
         if power != 1.0:
             raise NoMatch(f"a product of codes is multiplied by a power of {name_of(scale.origin)}", scale.origin)
-    return _scaled(element, found, whole.number, [scale for scale, _ in scales])
+    return _scaled(element, found, number, [scale for scale, _ in scales])
+
+
+def _parts(element: Element) -> tuple[float, list[Element], list[tuple[Element, float]]]:
+    """A number, matrix products and powers of scales whose product is the element. A scale that the program computes as
+    a product is one scale, with its roundings."""
+    number, element = element.apart()
+    node = element.node
+    if _is_product(element):
+        return number, [element], []
+    if node.target not in (aten.mul.Tensor, aten.div.Tensor) or options_of(node):
+        return number, [], [(element, 1.0)]
+    products, scales = list[Element](), list[tuple[Element, float]]()
+    sign = -1.0 if node.target is aten.div.Tensor else 1.0
+    for value, power in zip(args_of(node)[:2], (1.0, sign), strict=True):
+        side = operand(value, element.index)
+        if power != 1.0 or not _holds_product(side):
+            scales.append((side, power))
+            continue
+        further, inner, outer = _parts(side)
+        number *= further
+        products += inner
+        scales += outer
+    return number, products, scales
+
+
+def holds_codes(element: Element) -> bool:
+    """Whether an element is a product of codes, multiplied by scales or not."""
+    try:
+        found = quantised_product(element)
+    except NoMatch:
+        return False
+    return any(_are_codes(side) for side in (found.left, found.right))
+
+
+def _holds_product(element: Element) -> bool:
+    return any(_is_product(factor) for factor, _ in as_product(element).factors)
 
 
 def _scaled(element: Element, found: Contraction, number: float, scales: list[Element]) -> Contraction:
     """A product of codes with its scales, each on the side to which it belongs."""
     sides = {side: list[Element]() for side in ("left", "right")}
     for scale in scales:
-        sides[_scaled_side(found, scale)].append(scale)
+        if scale.axes <= found.left.axes or scale.axes <= found.right.axes:
+            sides[_scaled_side(found, scale)].append(scale)
+            continue
+        whole = as_product(scale)  # the scales of both sides, multiplied first
+        number *= whole.number
+        for factor, power in whole.factors:
+            if power != 1.0:
+                raise NoMatch(f"a product of codes is multiplied by a power of {name_of(factor.origin)}", factor.origin)
+            sides[_scaled_side(found, factor)].append(factor)
     dtype = element.coarsest or element.dtype
     left, right = (_with_scales(_stored(getattr(found, side)), sides[side], dtype) for side in ("left", "right"))
     return scaled_product(element.origin, found.factor * number, left, right, found.over)

@@ -12,12 +12,13 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
-from .axes import Axis, Digit, Index, combine, difference, digits_of, extent
+from .axes import Digit, Index, extent
 from .calls import CASTS, args_of, argument, operands_of
 from .contraction import summed
 from .element import Element, resolve
+from .read_along import read_along
 from .reading import Reading
-from .sizes import product, ratio
+from .sizes import product
 
 aten = torch.ops.aten
 LAYER_NORMS = {aten.native_layer_norm.default, aten.layer_norm.default}
@@ -54,7 +55,8 @@ def rms_norm(element: Element) -> RmsNorm:
     root = next(factor for factor in whole.factors if factor == (roots[0], -0.5))
     rest = [factor for factor in whole.factors if factor is not root]
 
-    found = [(factor, over) for factor, power in rest if power == 1.0 and (over := _same_but(factor, mean)) is not None]
+    values = [factor for factor, power in rest if power == 1.0]
+    found = [(value, over) for value in values if (over := read_along(value, mean.value, mean.over)) is not None]
     if not found:
         raise NoMatch("the normalised value is not the value whose mean square is computed", node)
     value, over = found[0]
@@ -134,42 +136,6 @@ def _squared(square: Element) -> Node | None:
     if not is_power and not (node.target is aten.mul.Tensor and args_of(node)[0] is args_of(node)[1]):
         return None
     return resolve(args_of(node)[0], square.index).origin
-
-
-def _same_but(outside: Element, mean: _MeanSquare) -> tuple[Index, ...] | None:
-    """The indices of `outside` where the mean runs, if it otherwise reads the value whose squares are summed; else
-    None."""
-    inside = mean.value
-    if outside.node is not inside.node or outside.roundings != inside.roundings:
-        return None
-    runs = [part.axis for part in mean.over if part.axis is not None]
-    read: dict[Axis, Index] = {}
-    for mine, theirs in zip(outside.index, inside.index, strict=True):
-        here = [axis for axis in runs if axis in theirs.axes]
-        run = _solved(mine, theirs, here[0]) if len(here) == 1 and here[0] not in read else None
-        if run is not None:
-            read[here[0]] = run
-        elif mine != theirs:
-            return None
-    fixed = [digit for part in inside.index for digit in part.digits if digit.axis not in runs]
-    moving = [digit for run in read.values() for digit in run.digits]
-    if len(read) != len(runs) or any(digit.overlaps(other) for digit in moving for other in fixed):
-        return None
-    return tuple(read[axis] for axis in runs)
-
-
-def _solved(mine: Index, theirs: Index, axis: Axis) -> Index | None:
-    """The part of `mine` at the place of `axis` in `theirs`, if it counts in the same way; else None."""
-    terms = [(digit, stride) for digit, stride in theirs.terms if digit.axis is axis]
-    rest = combine(theirs.offset, [term for term in theirs.terms if term not in terms])
-    left = difference(mine, rest)
-    if left is None or len(terms) != 1 or not terms[0][0].is_whole:
-        return None
-    strides = [ratio(stride, terms[0][1]) for _, stride in left.terms]
-    if left.offset != 0 or None in strides:
-        return None
-    run = combine(0, [(digit, stride) for (digit, _), stride in zip(left.terms, strides, strict=True)])
-    return run if digits_of(run) is not None and extent(run) == axis.size else None
 
 
 def _rounds_first(gamma: Element, element: Element) -> bool:

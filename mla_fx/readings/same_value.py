@@ -25,7 +25,12 @@ def same_value(one: Element, other: Element) -> bool:
     """Whether both elements have the same factor, casts and index, and come from one value or from two equal ones."""
     if (one.factor, one.index, one.roundings) != (other.factor, other.index, other.roundings):
         return False
-    return _same(one.origin, other.origin, [MOST_CALLS])
+    return equal_calls(one.origin, other.origin)
+
+
+def equal_calls(one: Node, other: Node) -> bool:
+    """Whether two nodes have equal values: they are one node, or equal calls."""
+    return _same(one, other, [MOST_CALLS])
 
 
 def _same(one: Any, other: Any, left: list[int]) -> bool:

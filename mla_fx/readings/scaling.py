@@ -11,6 +11,7 @@ from mla_fx.graph.provenance import name_of
 
 from .calls import args_of
 from .element import Element, operand
+from .quantised_product import holds_codes
 from .reading import Reading
 
 aten = torch.ops.aten
@@ -33,5 +34,7 @@ def scaling(element: Element) -> Scaling:
     one, other = (operand(value, element.index) for value in args_of(node)[:2])
     for value, scale in ((one, other), (other, one)):
         if scale.axes < value.axes:
+            if holds_codes(value):
+                raise NoMatch("a product of codes is multiplied by their scales", node)
             return Scaling(node, value.times(factor), scale)
     raise NoMatch("expected a value multiplied by a scale, found the product of two values", node)

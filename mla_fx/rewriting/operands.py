@@ -99,13 +99,19 @@ def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
 
 
 def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> tuple[Element, Axes]:
-    """Two weights, given by name, as one, and the columns of both. Raises NoMatch if they are not adjacent."""
+    """Two weights, given by name, as one, without scales, and the columns of both. Raises NoMatch if they are not
+    adjacent."""
     for name, columns in (first, second):
         if len(columns) > 1:
-            raise NoMatch(f"the columns of {name} are not one dimension", match[name].node)
-    whole = joined(match[first[0]], first[1], match[second[0]], second[1])
+            raise NoMatch(f"the columns of {name} are not one dimension", match[name].origin)
+    return joined_parts(match[first[0]], first[1], match[second[0]], second[1], f"the weights of {what}")
+
+
+def joined_parts(one: Element, columns: Axes, other: Element, others: Axes, what: str) -> tuple[Element, Axes]:
+    """Two parts as one, and the columns of both. Raises NoMatch if they are not adjacent."""
+    whole = joined(one, columns, other, others)
     if whole is None:
-        raise NoMatch(f"the weights of {what} are {_apart(match[first[0]], match[second[0]])}", match[second[0]].node)
+        raise NoMatch(f"{what} are {_apart(one, other)}", other.origin)
     return whole.element, (whole.axis,)
 
 
@@ -130,27 +136,29 @@ def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:
         raise NoMatch("the norm is not over the columns of a row", norm.node)
 
 
-def table(found: Table, pair: Index, outer: Dims) -> Expression:
-    """cos or sin with all columns, [*outer, Dr]: those of the pairs' first elements, then those of the second ones."""
+def table(found: Table, pair: Index, outer: Dims, *, expand: bool = False) -> Expression:
+    """cos or sin with all columns, [*outer, Dr]: those of the pairs' first elements, then those of the second ones.
+
+    A dimension in which the table is the same has one element, or all of them with `expand`."""
     pairs = axes(pair, "a rotary table", found.node)
     first, second = found.first, found.second
     if len(pairs) == 1:
         other = Axis(pairs[0].size)
         whole_table = joined(first, pairs, renamed(second, {pairs[0]: of_axis(other)}), (other,))
         if whole_table is not None:
-            return tensor(whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype)
+            return tensor(whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype, expand=expand)
     return Call(aten.cat.default, [tensor(half, [*outer, pairs], expand=True) for half in (first, second)], -1)
 
 
 def tables(
-    rotation: Rope | None, names: Sequence[str], outer: Dims, *, equal: Rope | None = None
+    rotation: Rope | None, names: Sequence[str], outer: Dims, *, equal: Rope | None = None, expand: bool = False
 ) -> list[Expression | None]:
     """The tables with the given names, each None if there is no rotation.
 
     They also replace those of `equal`, a rotation by equal tables."""
     if rotation is None:
         return [None for _ in names]
-    found: list[Expression] = [table(getattr(rotation, name), rotation.pair, outer) for name in names]
+    found: list[Expression] = [table(getattr(rotation, name), rotation.pair, outer, expand=expand) for name in names]
     others: list[Table] = [] if equal is None else [getattr(equal, name) for name in names]
     alike = [(part.first.origin, part.second.origin) for part in others]
     return [*map(Representative, found, alike)] if alike else [*found]

@@ -6,7 +6,7 @@ the target, and only then adds its calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,14 +150,22 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Plan:
-    """The values of the graph to replace, and their replacements. A plan is applied as a whole or not at all."""
+    """The values of the graph to replace, and their replacements. A plan is applied as a whole or not at all.
+
+    `differences` are sentences that say where an operator quantises differently from the program. Such a plan is
+    applied only if the user takes the vendor's quantisation."""
 
     replaced: tuple[Replaced, ...]
+    differences: tuple[str, ...]
+    exact: frozenset[Node]
+    """Calls of the program that round nothing, because they get whole numbers."""
     sources: frozenset[Node] = field(init=False)
     """The operations from which the plan's operands are read."""
 
-    def __init__(self, *replaced: Replaced) -> None:
+    def __init__(self, *replaced: Replaced, differences: Sequence[str] = (), exact: Iterable[Node] = ()) -> None:
         object.__setattr__(self, "replaced", replaced)
+        object.__setattr__(self, "differences", tuple(differences))
+        object.__setattr__(self, "exact", frozenset(exact))
         object.__setattr__(self, "sources", frozenset(_sources([one.new for one in replaced])))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.fx import Node
@@ -49,11 +50,14 @@ class Drafted:
     replaced: tuple[tuple[Node, Draft | Node], ...]
     sources: Set[Node]
     calls: tuple[Draft, ...]
+    exact: Set[Node] = frozenset()
 
     @classmethod
-    def of(cls, replaced: Iterable[tuple[Node, Draft | Node]], sources: Set[Node]) -> Drafted:
+    def of(
+        cls, replaced: Iterable[tuple[Node, Draft | Node]], sources: Set[Node], exact: Set[Node] = frozenset()
+    ) -> Drafted:
         news = tuple(replaced)
-        return cls(news, sources, tuple(in_order(new for _, new in news)))
+        return cls(news, sources, tuple(in_order(new for _, new in news)), exact)
 
     @property
     def olds(self) -> list[Node]:
@@ -65,9 +69,12 @@ class Drafted:
         return [call for call in self.calls if fused_name(call) is not None]
 
 
-def drafted(emit: Emitter, plan: Plan) -> Drafted:
-    """Draft a plan. Raises NoMatch if an operator refuses its operands."""
-    return Drafted.of([(one.old, emit.draft(one.new)) for one in plan.replaced], plan.sources)
+def drafted(emit: Emitter, plan: Plan, alike: Mapping[Node, Node] = MappingProxyType({})) -> Drafted:
+    """Draft a plan. Raises NoMatch if an operator refuses its operands.
+
+    `alike` maps values to equal ones: a plan that reads the one accounts for the other."""
+    again = {node for node, first in alike.items() if first in plan.sources}
+    return Drafted.of([(one.old, emit.draft(one.new)) for one in plan.replaced], plan.sources | again, plan.exact)
 
 
 def replaced(old: Node, index: Sequence[Index], part: Part, *, padding: int = 0) -> Replaced:
@@ -130,20 +137,23 @@ def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[
     return sorted(found)
 
 
-def check_nothing_is_lost(olds: Iterable[Node], sources: Set[Node], dtype: torch.dtype) -> set[Node]:
+def check_nothing_is_lost(
+    olds: Iterable[Node], sources: Set[Node], dtype: torch.dtype, exact: Set[Node] = frozenset()
+) -> set[Node]:
     """Check that every input of the old values enters the new ones, and that the program rounds nothing coarser than
     the operator, which computes in `dtype`. Raises NoMatch; returns the nodes that it looked at.
 
     `sources` are the operations from which the operator's operands are read. Between them and the old values are the
-    nodes that the patterns read. The check does not rely on the patterns having overlooked nothing."""
+    nodes that the patterns read. The check does not rely on the patterns having overlooked nothing. Those in `exact`
+    round nothing."""
     seen = set(sources)
-    lost = _lost(list(olds), seen, dtype)
+    lost = _lost(list(olds), seen, dtype, exact)
     if lost is not None:
         raise NoMatch(f"{name_of(lost)} enters the result but would not enter the operator", lost)
     return seen - sources
 
 
-def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | None:
+def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype, exact: Set[Node]) -> Node | None:
     """The first graph input reached from the pending nodes without passing a `seen` one, or None."""
     while pending:
         node = pending.pop()
@@ -155,11 +165,12 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype) -> Node | No
             if constant(node) is None:
                 return node
             continue
-        if isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and not _keeps(node, value.dtype):
+        is_rounded = isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and node not in exact
+        if is_rounded and not _keeps(node, value.dtype):
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
         if node.target is not aten.cat.default:
             pending += _needed_operands(node)
-        elif all(lost := [_lost([piece], seen, dtype) for piece in node.all_input_nodes]):
+        elif all(lost := [_lost([piece], seen, dtype, exact) for piece in node.all_input_nodes]):
             return lost[0]  # some pieces of a cat may be unread
     return None
 

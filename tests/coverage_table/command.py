@@ -1,4 +1,5 @@
-"""`python -m mla_fx coverage`: what fuses in every family and spelling, shown and written into docs/coverage.md."""
+"""`python -m mla_fx coverage`: what fuses in every family, spelling and quantised model, shown and written into
+docs/coverage.md."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from rich.markdown import Markdown
 from rich.progress import track
 
 from .npu import NPU
+from .quantised import QUANTISED
 from .rows import Cell, Found
 from .tables import PLAIN, Notes, Tables
 
@@ -32,19 +34,28 @@ PAGE = ROOT / "docs" / "coverage.md"
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mla_fx coverage", description=__doc__)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many at once (%(default)s)")
-    parser.add_argument("--only", default="", help="a family or an axis of the zoo: shown, not written")
+    parser.add_argument("--only", default="", help="a line of a table: shown, not written")
+    parser.add_argument("--quantised", action="store_true", help="the table of quantised models alone")
     parser.add_argument("--npu", action="store_true", help="the tables of NPUs alone, where torch_npu can be imported")
     given = parser.parse_args(arguments)
-    tables = NPU if given.npu else PLAIN
-    if given.only not in ("", *tables.names):
-        parser.error(f"{given.only!r} is no line; lines are {', '.join(tables.names)}")
+    wanted = [NPU] if given.npu else [QUANTISED] if given.quantised else [PLAIN, QUANTISED]
+    names = [name for tables in wanted for name in tables.names]
+    if given.only not in ("", *names):
+        parser.error(f"{given.only!r} is no line; lines are {', '.join(names)}")
+    for tables in wanted:
+        _regenerate(tables, given)
+    return _on_npus(given) if PLAIN in wanted and given.only in ("", *NPU.names) else 0
+
+
+def _regenerate(tables: Tables, given: argparse.Namespace) -> None:
     wanted = tables.of_line(given.only)
+    if not wanted:
+        return
     found = dict(track(_results(wanted, given.processes), total=len(wanted), description=tables.mark))
     text = tables.rendered(_by_line({cell: found[cell] for cell in wanted}))
     Console().print(Markdown(text))
     if not given.only:
         write(tables, text)
-    return 0 if given.npu else _on_npus(given)
 
 
 def _on_npus(given: argparse.Namespace) -> int:

@@ -13,8 +13,8 @@ from npu.sizes import CONFIG, CONTEXT, OF_FAMILY, SIZES
 from zoo.sizes import converted
 
 from .outcome import Outcome, outcomes
-from .rows import FamilyCell, Found, ZooCell, cells, layers
-from .tables import FAMILIES_STEPS, Notes, Results, Tables, fixed_and_dynamic, reasons, row, short
+from .rows import FamilyCell, Found, ZooCell, family_cells, layers, zoo_cells
+from .tables import FAMILIES_STEPS, Notes, Results, Table, Tables, fixed_and_dynamic, reasons, row, short
 
 TARGET = {"targets": ("ge",), "soc": "Ascend910B3"}
 
@@ -72,9 +72,8 @@ def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
 
 NPU = Tables(
     "coverage on NPUs",
-    list(cells(NpuFamilyCell, NpuZooCell)),
-    ("family on an NPU", *FAMILIES_STEPS, "notes"),
-    _family_line,
-    ("what is varied", "spellings", "whole", "less"),
-    _zoo_line,
+    (
+        Table(("family on an NPU", *FAMILIES_STEPS, "notes"), family_cells(NpuFamilyCell), _family_line),
+        Table(("what is varied", "spellings", "whole", "less"), zoo_cells(NpuZooCell), _zoo_line),
+    ),
 )

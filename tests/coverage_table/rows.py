@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -149,6 +149,9 @@ AXES = _by_axis()
 Cell = FamilyCell | ZooCell
 
 
-def cells(of_family: type[FamilyCell] = FamilyCell, of_zoo: type[ZooCell] = ZooCell) -> Iterator[Cell]:
-    yield from (of_family(family, column) for family in FAMILIES for column in STEPS)
-    yield from (of_zoo(line, place) for line, entries in AXES.items() for place in range(len(entries)))
+def family_cells(kind: type[FamilyCell] = FamilyCell) -> list[FamilyCell]:
+    return [kind(family, column) for family in FAMILIES for column in STEPS]
+
+
+def zoo_cells(kind: type[ZooCell] = ZooCell) -> list[ZooCell]:
+    return [kind(line, place) for line, entries in AXES.items() for place in range(len(entries))]

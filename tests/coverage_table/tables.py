@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from families import COUNTS_FLAGS, FAMILIES
+from families import COUNTS_FLAGS
 
 from .outcome import TARGETS
-from .rows import STEPS, Cell, Found, cells
+from .rows import STEPS, Cell, Found, family_cells, zoo_cells
 
 FAMILIES_STEPS = tuple(name for step in STEPS for name in (step, "dynamic"))
 FAMILIES_HEAD = ("family", *FAMILIES_STEPS, "in place", "notes")
@@ -33,34 +33,45 @@ class Notes(dict[str, int]):
 
 
 @dataclass(frozen=True)
-class Tables:
-    """Two tables, of families by step and of the zoo by axis: their mark on the page, their cells, and how heads and
-    lines are made. A line adds its notes to those of the tables."""
+class Table:
+    """A table: its head, its cells, and how a line is made. A line adds its notes to those of the other tables."""
 
-    mark: str
+    head: Sequence[str]
     cells: Sequence[Cell]
-    families_head: Sequence[str]
-    family_line: Line
-    zoo_head: Sequence[str]
-    zoo_line: Line
+    line: Line
 
     @property
     def names(self) -> list[str]:
         """Of the lines, in order."""
         return list(dict.fromkeys(cell.line for cell in self.cells))
 
+    def rendered(self, lines: Mapping[str, Results], notes: Notes) -> Iterator[str]:
+        yield from (row(self.head), rule(self.head))
+        yield from (self.line(name, lines[name], notes) for name in self.names if name in lines)
+        yield ""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables that share their notes, and their mark on the page."""
+
+    mark: str
+    tables: Sequence[Table]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for table in self.tables for name in table.names]
+
     def of_line(self, name: str) -> list[Cell]:
-        return [cell for cell in self.cells if name in ("", cell.line)]
+        return [cell for table in self.tables for cell in table.cells if name in ("", cell.line)]
 
     def line(self, name: str, found: Results, notes: Notes) -> str:
-        return (self.family_line if name in FAMILIES else self.zoo_line)(name, found, notes)
+        (table,) = (table for table in self.tables if name in table.names)
+        return table.line(name, found, notes)
 
     def rendered(self, lines: Mapping[str, Results]) -> str:
-        notes, text = Notes(), []
-        for head, is_family in ((self.families_head, True), (self.zoo_head, False)):
-            text += [row(head), rule(head)]
-            text += [self.line(name, found, notes) for name, found in lines.items() if (name in FAMILIES) == is_family]
-            text += [""]
+        notes = Notes()
+        text = [line for table in self.tables for line in table.rendered(lines, notes)]
         return "\n".join([*text, *notes.lines()]) + "\n"
 
 
@@ -68,8 +79,8 @@ def _family_line(family: str, steps: Results, notes: Notes) -> str:
     every = [one for found in steps.values() for one in found]
     said = [EAGER] if all(one.variant != "sdpa" for one in every) else []
     said += [FLAG] if family in COUNTS_FLAGS else []
-    columns = (_alike(part) for found in steps.values() for part in fixed_and_dynamic(found))
-    return row((family, *columns, _in_place(steps, notes), notes.numbers([*said, *reasons(every)])))
+    columns = (alike(part) for found in steps.values() for part in fixed_and_dynamic(found))
+    return row((family, *columns, in_place(steps, notes), notes.numbers([*said, *reasons(every)])))
 
 
 def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
@@ -77,9 +88,9 @@ def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
     lacking = {name: less for name, found in spellings.items() if (less := [one for one in found if not one.is_whole])}
     parts = []
     for name, less in lacking.items():
-        what = _alike(less) if len(less) == len(spellings[name]) else _apart(less)
+        what = alike(less) if len(less) == len(spellings[name]) else _apart(less)
         parts.append(f"{short(name)}: {what} ({notes.numbers(reasons(less))})")
-    return row((axis, len(spellings), len(spellings) - len(lacking), "; ".join(parts), _in_place(spellings, notes)))
+    return row((axis, len(spellings), len(spellings) - len(lacking), "; ".join(parts), in_place(spellings, notes)))
 
 
 def fixed_and_dynamic(found: Sequence[Found]) -> tuple[list[Found], list[Found]]:
@@ -90,7 +101,7 @@ def reasons(found: Iterable[Found]) -> list[str]:
     return [reason for one in found for reason in one.outcome.reasons]
 
 
-def _in_place(results: Results, notes: Notes) -> str:
+def in_place(results: Results, notes: Notes) -> str:
     """Whether the given caches are written in place, by the fused operators of targets that leave this to us."""
     if not any(one.outcome.writes_caches for found in results.values() for one in found):
         return "by the model"
@@ -106,7 +117,7 @@ def short(spelling: str) -> str:
     return f"`{spelling.partition('=')[2] if spelling.count('=') == 1 else spelling}`"
 
 
-def _alike(found: Sequence[Found]) -> str:
+def alike(found: Sequence[Found]) -> str:
     """What fused: once if it is the same in all variants, else with the variants in which it did."""
     texts = {str(one.outcome) for one in found}
     return texts.pop() if len(texts) == 1 else _apart(found)
@@ -134,4 +145,7 @@ def rule(head: Sequence[str]) -> str:
     return row(["---"] * len(head))
 
 
-PLAIN = Tables("coverage", list(cells()), FAMILIES_HEAD, _family_line, ZOO_HEAD, _zoo_line)
+PLAIN = Tables(
+    "coverage",
+    (Table(FAMILIES_HEAD, family_cells(), _family_line), Table(ZOO_HEAD, zoo_cells(), _zoo_line)),
+)

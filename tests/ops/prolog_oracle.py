@@ -60,7 +60,7 @@ def oracle(a, query_norm=None):
     wanted = Wanted()
     for t in range(len(x)):
         c = projected(a, x[t], t, "dq", dtype)
-        n = norm(c, a["rmsnorm_gamma_cq"], a["rmsnorm_epsilon_cq"]) * a["qc_qr_scale"]
+        n = norm(a, c, "cq") * a["qc_qr_scale"]
         if a["weight_quant_mode"] == 0:
             wanted.query_norm.append(n)
             u = rounded(rounded(n, dtype) @ a["weight_uq_qr"].double(), dtype)
@@ -89,17 +89,23 @@ def projected(a, row, t, name, dtype):
     return product * float(a["dequant_scale_x"][t, 0]) * a[f"dequant_scale_w_{name}"][0].double()
 
 
-def norm(row, gamma, epsilon):
-    return row / math.sqrt(sum(float(value) ** 2 for value in row) / len(row) + epsilon) * gamma.double()
+def norm(a, row, name):
+    dtype, gamma, epsilon = a["weight_uk"].dtype, a[f"rmsnorm_gamma_{name}"].double(), a[f"rmsnorm_epsilon_{name}"]
+    if not a["gamma_after_cast"]:
+        return row / math.sqrt(sum(float(value) ** 2 for value in row) / len(row) + epsilon) * gamma
+    row = rounded(row, dtype)
+    normed = row / math.sqrt(sum(float(value) ** 2 for value in row) / len(row) + epsilon)
+    return rounded(rounded(normed, dtype) * gamma, dtype)
 
 
-def rope(row, sin, cos):
-    half = len(row) // 2
-    out = torch.empty_like(row)
+def rope(a, row, sin, cos):
+    half, out = len(row) // 2, torch.empty_like(row)
+    read, written = a["rope_layout"].split("_")
     for i in range(half):
-        first, second = row[2 * i], row[2 * i + 1]
-        out[i] = first * cos[i] - second * sin[i]
-        out[half + i] = second * cos[half + i] + first * sin[half + i]
+        one, other = (2 * i, 2 * i + 1) if read == "interleave" else (i, half + i)
+        here, there = (2 * i, 2 * i + 1) if written == "interleave" else (i, half + i)
+        out[here] = row[one] * cos[i] - row[other] * sin[i]
+        out[there] = row[other] * cos[half + i] + row[one] * sin[half + i]
     return out
 
 
@@ -108,7 +114,7 @@ def heads(a, wanted, u, sin, cos, dtype):
     rows, ropes, scales = [], [], []
     for n, head in enumerate(u.split(len(u) // count)):
         row = rounded(head[:nope], dtype) @ a["weight_uk"][n].double()
-        rotated = rope(head[nope:], sin, cos)
+        rotated = rope(a, head[nope:], sin, cos)
         if a["kv_cache_quant_mode"] == 1:
             row = rounded(row, dtype)
             scales.append(float(row.abs().max()) / 127)
@@ -123,8 +129,8 @@ def heads(a, wanted, u, sin, cos, dtype):
 
 def keys(a, wanted, row, sin, cos, dtype):
     rank = a["weight_uk"].shape[2]
-    latent = norm(row[:rank], a["rmsnorm_gamma_ckv"], a["rmsnorm_epsilon_ckv"]) * a["kc_scale"]
-    key = rope(row[rank:], sin, cos)
+    latent = norm(a, row[:rank], "ckv") * a["kc_scale"]
+    key = rope(a, row[rank:], sin, cos)
     mode = a["kv_cache_quant_mode"]
     if mode == 1:
         latent = latent * float(a["quant_scale_ckv"][0])
@@ -151,6 +157,10 @@ def slots(a):
         return list(range(math.prod(tokens)))
     if a["kv_cache"].shape[0] == 0:
         return [None] * math.prod(tokens)
+    if a["cache_mode"] == "Norm":
+        places = enumerate(a["cache_index"].expand(tokens).tolist())
+        room = a["kv_cache"].shape[2]
+        return [b * room + slot if slot >= 0 else None for b, row in places for slot in row]
     block_size = a["kv_cache"].shape[1]
     if "BLK" not in a["cache_mode"]:
         return [slot if slot >= 0 else None for slot in a["cache_index"].flatten().tolist()]

@@ -43,3 +43,5 @@ class Arguments:
     tile_size: int = TILE
     qc_qr_scale: float = 1.0
     kc_scale: float = 1.0
+    rope_layout: str = "interleave_half"
+    gamma_after_cast: bool = False

@@ -26,6 +26,7 @@ from mla_fx.ops.common.check import (
     known_to_differ,
     readable,
 )
+from mla_fx.ops.common.math import ROPE_LAYOUTS
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import TILE, Arguments
@@ -36,6 +37,7 @@ CACHE_MODES = {
     **dict.fromkeys(("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ"), PAGES),
     "BSND": ("B, S, He", "B, S, 1"),
     "TND": ("T, He", "T, 1"),
+    "Norm": ("B, S, He", "B, 1, T"),
 }
 # Per weight_quant_mode: the kv_cache_quant_modes that go with it.
 QUANT_MODES = {0: (0,), 1: (0, 2, 3), 2: (0, 1, 3)}
@@ -52,6 +54,7 @@ def check(a: Arguments) -> None:
     a = replace(a, **numbers)
     check_modes(a)
     check_cache_mode(a.cache_mode, a.kv_cache_quant_mode)
+    check_choice("rope_layout", a.rope_layout, ROPE_LAYOUTS)
     check_types(a)
     check_devices(vars(a), lengths=("actual_seq_len",))
     sizes = check_shapes(a)
@@ -183,10 +186,15 @@ def check_position(a: Arguments) -> None:
     check_optional("actual_seq_len", a.actual_seq_len, ragged, f"{when} and token_x of rank {len(tokens) + 1}")
     if a.actual_seq_len is not None:
         check_lengths(a.actual_seq_len, tokens[0])
-    check_optional("cache_index", a.cache_index, a.cache_mode.startswith("PA"), when)
+    indexed = a.cache_mode == "Norm" or a.cache_mode.startswith("PA")
+    check_optional("cache_index", a.cache_index, indexed, when)
     if a.cache_index is None:
         return
     check_dtype("cache_index", a.cache_index, (torch.int64,))
+    if a.cache_mode == "Norm":
+        check_shape("cache_index", a.cache_index, "B, S", tokens, broadcast=True)
+        check_slots(a.cache_index, a.kv_cache.shape[2])
+        return
     blocks, block_size = a.kv_cache.shape[:2]
     if a.actual_seq_len is not None:
         count = pages(a.actual_seq_len, block_size)

@@ -9,7 +9,14 @@ from torch import Tensor
 from mla_fx.ops.common.cache import like_store, page_slots, ragged_page_slots, store
 from mla_fx.ops.common.cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
 from mla_fx.ops.common.define import define
-from mla_fx.ops.common.math import accumulation_dtype, rescaled, to_accumulation_dtype, wide_rms_norm, wide_rope
+from mla_fx.ops.common.math import (
+    accumulation_dtype,
+    rescaled,
+    rms_norm,
+    to_accumulation_dtype,
+    wide_rms_norm,
+    wide_rope,
+)
 
 from .arguments import TILE, Arguments
 from .check import check
@@ -36,8 +43,7 @@ def body(a: Arguments) -> Results:
     Dr rope columns; weight_uk [N, D, Hckv]; weight_dkv_kr [He, Hckv+Dr]; rmsnorm_gamma_cq [Hcq]; rmsnorm_gamma_ckv
     [Hckv]; rope_sin and rope_cos [B, S, Dr] or [T, Dr]. Sizes are free. The dtype of weight_uk (bfloat16, float16,
     float32, float64) is that of everything unquantised, 16-bit in kv_cache_quant_mode 3; gammas and tables may have any
-    of these. RoPE reads interleaved pairs and writes halves. Norms, rotations and scales run in float32, or float64
-    for float64.
+    of these. Norms, rotations and scales run in float32, or float64 for float64.
 
     weight_quant_mode, and the scales (float32) that it takes, all factors that turn integers back into values:
 
@@ -75,7 +81,8 @@ def body(a: Arguments) -> Results:
     - "PA_BLK_BSND", "PA_BLK_NZ" the same pages, index [B, ceil(S/BlockSize)] of block ids: each sequence fills its
       blocks from the start of the first. With token_x [T, He] also actual_seq_len [B], a host list or an int32 or int64
       tensor with the sums of lengths up to each sequence, T the last; index [sum of ceil(length/BlockSize)];
-    - "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache.
+    - "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache;
+    - "Norm" [B, 1, T, *], index [B or 1, S] of positions inside the batch row.
 
     BlockSize is a multiple of 16 up to 1024. Only axis 0 of a cache may have gaps. A negative index stores nothing for
     its token or block. Duplicate slots: which row is stored is undefined. A cache without blocks stores nothing.
@@ -84,6 +91,10 @@ def body(a: Arguments) -> Results:
     float32; query_norm [B, S, Hcq] or [T, Hcq], n as it meets weight_uq_qr, and its dequant_scale_q_norm [B*S or T, 1],
     float32, of n after smoothing; kv_cache_out; kr_cache_out. query_norm_flag asks for query_norm. A result that a mode
     does not have is an empty tensor [0]. In place, `mla_prolog_v3_` writes the caches and returns the others.
+
+    Three things are not in the source, for plain code has them: cache_mode "Norm"; rope_layout, (layout read)_(layout
+    written), "interleave_half", "half_half" or "interleave_interleave"; and gamma_after_cast, which rounds a normalised
+    value, multiplies it by gamma and rounds again, before it is quantised, as Hugging Face does.
 
     Source: torch_npu.npu_mla_prolog_v3, the in-place form, and its npu_mla_prolog_v3_functional; the arguments named
     *_dtype, float8 of newer chips, are left out. If sources disagree: query is quantised in kv_cache_quant_mode 1
@@ -121,7 +132,7 @@ def queries(a: Arguments) -> Queries:
     up = product(query_norm, a.weight_uq_qr, norm_scale, a.dequant_scale_w_uq_qr, dtype)
     up = up.view(up.shape[0], heads, a.weight_uq_qr.shape[1] // heads)
     query = torch.bmm(up[..., :nope].to(dtype).transpose(0, 1), a.weight_uk).transpose(0, 1).contiguous()
-    query_rope = wide_rope(up[..., nope:], cos, sin).to(dtype)
+    query_rope = wide_rope(up[..., nope:], cos, sin, a.rope_layout).to(dtype)
     query_scale = None
     if a.query_quant_mode == 1 and a.quant_scale_ckv is not None:
         query, query_rope, query_scale = quantized_query(query, query_rope, a.quant_scale_ckv)
@@ -138,7 +149,7 @@ def normed_query(a: Arguments) -> tuple[Tensor, Tensor | None]:
     """query_norm [B*S or T, Hcq]; in int8 with a scale per row if weight_uq_qr is int8."""
     x, dtype = a.token_x.flatten(0, -2), a.weight_uk.dtype
     compressed = product(x, a.weight_dq, a.dequant_scale_x, a.dequant_scale_w_dq, dtype)
-    normed = rescaled(wide_rms_norm(compressed, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq), a.qc_qr_scale)
+    normed = rescaled(unscaled_norm(a, compressed, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq), a.qc_qr_scale)
     if a.weight_uq_qr.dtype != torch.int8:
         return normed.to(dtype), None
     smoothed = normed if a.smooth_scales_cq is None else normed * a.smooth_scales_cq
@@ -151,8 +162,8 @@ def key_rows(a: Arguments) -> tuple[Tensor, Tensor | None]:
     rank, dtype = a.weight_uk.shape[2], a.weight_uk.dtype
     x, cos, sin = (tensor.flatten(0, -2) for tensor in (a.token_x, a.rope_cos, a.rope_sin))
     keys = product(x, a.weight_dkv_kr, a.dequant_scale_x, a.dequant_scale_w_dkv_kr, dtype)
-    latent = rescaled(wide_rms_norm(keys[:, :rank], a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv), a.kc_scale)
-    key_rope = wide_rope(keys[:, rank:], cos, sin).to(dtype)
+    latent = rescaled(unscaled_norm(a, keys[:, :rank], a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv), a.kc_scale)
+    key_rope = wide_rope(keys[:, rank:], cos, sin, a.rope_layout).to(dtype)
     if a.k_nope_clip_alpha is not None:
         packed = packed_rows(latent, key_rope, a.k_nope_clip_alpha)
         return packed.view(*tokens, packed.shape[1]), None
@@ -160,6 +171,13 @@ def key_rows(a: Arguments) -> tuple[Tensor, Tensor | None]:
     if a.quant_scale_ckr is not None:
         key_rope = i8_trunc(to_accumulation_dtype(key_rope) * a.quant_scale_ckr)
     return kv_rows.view(*tokens, rank), key_rope.view(*tokens, key_rope.shape[1])
+
+
+def unscaled_norm(a: Arguments, x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    """The RMSNorm in the accumulation dtype; rounded twice on the way with gamma_after_cast."""
+    if not a.gamma_after_cast:
+        return wide_rms_norm(x, gamma, epsilon)
+    return to_accumulation_dtype(rms_norm(x.to(a.weight_uk.dtype), gamma, epsilon, True))
 
 
 def product(

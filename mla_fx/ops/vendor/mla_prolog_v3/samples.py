@@ -40,6 +40,9 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         sample(dtype, 2, 1, "PA_BLK_BSND", (2, 20)),
         sample(dtype, 2, 1, "PA_BLK_NZ", (20,), lengths=(16, 4)),
         sample(dtype, 2, 1, "BSND", (2, 3), options=normed),
+        sample(dtype, 0, 0, "Norm", (2, 3), options={"rope_layout": "half_half"}),
+        sample(dtype, 1, 0, "Norm", (2, 3), skip=1, options=normed | {"gamma_after_cast": True}),
+        sample(dtype, 2, 0, "Norm", (2, 3), options={"rope_layout": "interleave_interleave"}),
     ]
     if dtype.itemsize == 2:
         calls += [
@@ -76,8 +79,9 @@ def sample(
         return integers(draw, rows, width) if int8 else draw.weight(rows, width, fan_in=rows)
 
     def cache(name: str, width: int) -> Tensor:
-        lead = (blocks, BLOCK_SIZE) if cache_mode.startswith("PA") else tokens
-        return integers(draw, *lead, 1, width) if name in quantized else draw.normal(*lead, 1, width)
+        paged = (blocks, BLOCK_SIZE, 1) if cache_mode.startswith("PA") else (*tokens, 1)
+        lead = (tokens[0], 1, BLOCK_SIZE) if cache_mode == "Norm" else paged
+        return integers(draw, *lead, width) if name in quantized else draw.normal(*lead, width)
 
     args = (
         integers(draw, *tokens, hidden) if full else draw.normal(*tokens, hidden),
@@ -127,6 +131,8 @@ def slots_of(
     draw: Sampler, blocks: int, cache_mode: str, tokens: tuple[int, ...], skip: int, lengths: Sequence[int] | None
 ) -> Tensor | None:
     """Different slots, or blocks, for all tokens but the first `skip`."""
+    if cache_mode == "Norm":
+        return torch.stack([draw.slots(tokens[1], BLOCK_SIZE, skip) for _ in range(tokens[0])])
     if not cache_mode.startswith("PA"):
         return None
     if "BLK" not in cache_mode:

@@ -1,0 +1,224 @@
+"""Tokens that the program quantises: codes, and a scale for each token.
+
+    m = max |value| over the columns,   codes = round(value * steps / m),   scale = m / steps
+
+Kernels have 127 steps and compute in float32. Codes of a program that does not may differ from theirs by 1; then
+`differences` says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+
+from .algebra import as_product
+from .axes import Index
+from .calls import CASTS, args_of, operands_of
+from .constant import constant
+from .element import Element, is_coarser, operand, resolve
+from .largest import largest
+from .read_along import read_along
+from .reading import Reading
+from .same_value import same_value
+
+aten = torch.ops.aten
+STEPS = 127.0
+NEAR_STEPS = (STEPS, 127.5)
+LARGEST_GUARD = 1.3e-4  # for a maximum; that of a normalised row is smaller only if all of the row is nearly zero
+MOST_CALLS = 20  # between codes and what is rounded, or between a scale and a maximum
+# The arguments that bound a value from below and from above.
+LIMITS = {aten.clamp.default: (1, 2), aten.clamp_min.default: (1, None), aten.clamp_max.default: (None, 1)}
+ARITHMETIC = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.reciprocal.default})
+BOUNDS = {aten.maximum.default: "below", aten.minimum.default: "above"}
+
+
+@dataclass(frozen=True)
+class QuantisedTokens(Reading):
+    """Codes of `value`, along the indices of `over`, with a scale for each token."""
+
+    value: Element
+    over: tuple[Index, ...]
+    differences: tuple[str, ...] = field(default=())
+    whole: tuple[Node, ...] = field(default=())
+    """The calls on the way from the rounded value to the codes. They get whole numbers, so they round nothing."""
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        return self.differences
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """The nearest whole numbers of `value`, which the program rounds at `rounded`, between two bounds."""
+
+    value: Element
+    rounded: Node
+    below: float
+    above: float
+    calls: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """`number * maximum`; `guards` are the bounds that the program gives to the maximum, from below."""
+
+    maximum: Element
+    number: float
+    guards: tuple[float, ...]
+
+
+def quantised_tokens(element: Element) -> QuantisedTokens:
+    """Read codes that carry one scale as quantised tokens. Raises NoMatch if they are not."""
+    scales = () if element.scales is None else element.scales.by
+    if len(scales) != 1:
+        raise NoMatch(f"expected the codes of tokens with one scale, found {len(scales)} scales", element.origin)
+    codes, scale = whole_numbers(element), _scale(scales[0])
+    divisors = [factor for factor, power in as_product(codes.value).factors if power == -1.0]
+    if len(divisors) != 1:
+        raise NoMatch("the codes of tokens are not divided by one scale", element.origin)
+    divisor = _scale(divisors[0])
+    if not same_value(divisor.maximum, scale.maximum):
+        raise NoMatch("the codes of tokens are multiplied by a scale that they were not divided by", element.origin)
+    inside, over = largest(divisor.maximum)
+    whole = as_product(codes.value, kept=inside.origin)
+    values = [factor for factor, power in whole.factors if power == 1.0]
+    is_alone = len(values) == 1 and len(whole.factors) == 2
+    found = read_along(values[0], inside.apart()[1], over) if is_alone else None
+    if found is None:
+        raise NoMatch("the codes of tokens are divided by the largest of other values", element.origin)
+    steps = whole.number / divisor.number / abs(inside.factor)
+    _check_range(codes, steps, element.origin)
+    stops = {values[0].seen[0], divisor.maximum.origin, scale.maximum.origin}
+    differences = (
+        *_other_steps(steps),
+        *_raised((*divisor.guards, *scale.guards)),
+        *_rounded_in("the codes of tokens are computed", codes.rounded, stops),
+        *_rounded_in("the scales of tokens are computed", scales[0].seen[0], stops),
+    )
+    factor = scale.number * abs(inside.factor) * steps
+    factor = 1.0 if math.isclose(factor, 1.0, rel_tol=5e-7) else factor
+    return QuantisedTokens(element.origin, values[0].times(factor), found, differences, codes.calls)
+
+
+def whole_numbers(element: Element) -> _Codes:
+    """What an element is rounded from, to the nearest whole number. Raises NoMatch if it is not rounded so."""
+    below, above = -math.inf, math.inf
+    node, index = element.origin, element.index
+    calls = list[Node]()
+    for _ in range(MOST_CALLS):
+        calls.append(node)
+        if node.target is aten.round.default:
+            break
+        bounded = _bounded(node)
+        if bounded is not None:
+            value, low, high = bounded
+            below, above = max(below, low), min(above, high)
+        elif node.target in CASTS or node.target is aten.trunc.default:  # of whole numbers, if they are rounded before
+            value = args_of(node)[0]
+        else:
+            break
+        found = operand(value, index)
+        if found.factor != 1.0:
+            break
+        node, index = found.origin, found.index
+    if node.target is not aten.round.default:
+        raise NoMatch(f"expected codes rounded to the nearest whole number, found {name_of(node)}", node)
+    rounded = args_of(node)[0]
+    value = resolve(rounded, index)
+    while value.factor == 1.0 and (bounded := _bounded(value.origin)) is not None:
+        inner, low, high = bounded
+        below, above = max(below, low), min(above, high)
+        value = operand(inner, value.index)
+    return _Codes(value, rounded, below, above, tuple(calls))
+
+
+def check_codes(element: Element) -> None:
+    """Raises NoMatch unless an element is a whole number that int8 holds."""
+    if element.origin.meta["val"].dtype == torch.int8:
+        return
+    codes = whole_numbers(element)
+    if codes.below < -128 or codes.above > 127:
+        raise NoMatch("the codes of tokens are not clamped to the range of int8", element.origin)
+
+
+def _scale(element: Element) -> _Scale:
+    """Read a scale as a number times a largest value, which may be bounded from below on the way."""
+    number, bounds = 1.0, list[tuple[float, float]]()
+    for _ in range(MOST_CALLS):
+        whole = as_product(element)
+        if [power for _, power in whole.factors] != [1.0]:
+            break
+        number *= whole.number
+        element = whole.factors[0][0]
+        bounded = _bounded(element.origin)
+        if bounded is None:
+            return _Scale(element, number, tuple(low * before / number for low, before in bounds))
+        value, low, high = bounded
+        if high != math.inf:
+            break
+        bounds.append((low, number))
+        element = operand(value, element.index)
+    raise NoMatch(f"expected the scale of a token, found {name_of(element.origin)}", element.origin)
+
+
+def _check_range(codes: _Codes, steps: float, node: Node) -> None:
+    if not any(math.isclose(steps, near, rel_tol=1e-3) for near in NEAR_STEPS):
+        raise NoMatch(f"the largest code of a token is {steps:.6g}, expected 127", node)
+    if codes.below > -STEPS or codes.above < STEPS:
+        raise NoMatch(f"the codes of tokens are clamped to {codes.below:.6g} and {codes.above:.6g}", node)
+
+
+# --- differences from a kernel ---------------------------------------------------------------------------------------
+
+
+def _other_steps(steps: float) -> Iterator[str]:
+    if not math.isclose(steps, STEPS, rel_tol=1e-6):
+        yield f"the largest code of a token is {steps:.6g}, of a kernel 127"
+
+
+def _raised(guards: tuple[float, ...]) -> Iterator[str]:
+    if any(guard > LARGEST_GUARD for guard in guards):
+        yield f"the largest value of a token counts as {max(guards):.3g} at least, in a kernel as it is"
+
+
+def _rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
+    """Whether a product between a node and `stops` is rounded to 16 bits."""
+    pending, seen = [start], set(stops)
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        pending += operands_of(node)
+        dtype = node.meta["val"].dtype
+        wider = any(is_coarser(dtype, operand.meta["val"].dtype) for operand in operands_of(node))
+        if is_coarser(dtype, torch.float32) and constant(node) is None and (wider or node.target in ARITHMETIC):
+            yield f"{what} in {dtype}, in a kernel in torch.float32"
+            return
+
+
+def _bounded(node: Node) -> tuple[Node, float, float] | None:
+    """What a call bounds, from below and from above, if it does this and nothing else."""
+    if node.target in BOUNDS:
+        values = args_of(node)[:2]
+        numbers = [constant(value) for value in values]
+        if (numbers[0] is None) == (numbers[1] is None):
+            return None
+        (number,) = (number for number in numbers if number is not None)
+        value = values[0] if numbers[0] is None else values[1]
+        return (value, number, math.inf) if BOUNDS[node.target] == "below" else (value, -math.inf, number)
+    if node.target not in LIMITS:
+        return None
+    bounds = []
+    for place, none in zip(LIMITS[node.target], (-math.inf, math.inf), strict=True):
+        given = args_of(node)[place] if place is not None and len(args_of(node)) > place else None
+        bounds.append(none if given is None else constant(given))
+    low, high = bounds
+    return None if low is None or high is None else (args_of(node)[0], low, high)

@@ -1,0 +1,146 @@
+"""The prolog of a layer whose projections are int8, as one call of mla_prolog_v3.
+
+    weight mode 1: weight_uq_qr is int8, and the program quantises the normalised latent of the query
+    weight mode 2: token_x, weight_dq and weight_dkv_kr are int8, too; the program quantises token_x before
+
+The program's own codes of token_x enter the operator, with their scales. Those of the latent are computed inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mla_fx.readings.axes import Axis
+from mla_fx.readings.element import is_coarser
+from mla_fx.readings.quantised_tokens import QuantisedTokens, check_codes
+from mla_fx.readings.sizes import product
+from mla_fx.rewriting.materialize import axes
+from mla_fx.rewriting.operands import joined_parts, new_cache, positions_and_caches, tables
+from mla_fx.rule import Axes, Call, Contraction, Element, Expression, Match, NoMatch, Rope, shape_of, tensor
+
+from .weights import PARTS, Caches, Weights
+
+RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 5, "kr_cache": 6}
+OF_TOKENS = frozenset({"weight_dq", "weight_dkv", "weight_kr"})  # the weights that multiply token_x
+OPERATOR = "mla_prolog_v3"
+
+
+def weight_mode(match: Match) -> int:
+    """0 if no projection is quantised. Raises NoMatch if the operator has no mode for what is."""
+    named = {name for name in PARTS if name in match.elements and name != "weight_uk"}
+    quantised = {name for name in named if match[name].scales is not None}
+    x, latent = match["token_x"], match.get(QuantisedTokens, "cq.codes")
+    if not quantised and x.scales is None and latent is None:
+        return 0
+    for name in sorted(quantised):
+        are_codes = x.scales is not None if name in OF_TOKENS else latent is not None
+        stored = match[name].origin.meta["val"].dtype
+        if not are_codes or stored != torch.int8:
+            multiplied = "quantised" if are_codes else "plain"
+            raise NoMatch(f"{name} is stored in {stored} and multiplied by {multiplied} tokens", match[name].origin)
+    if quantised == named and x.scales is not None and latent is not None:
+        return 2
+    if quantised == named - OF_TOKENS and x.scales is None and latent is not None:
+        return 1
+    plain = ", ".join(sorted(named - quantised))
+    raise NoMatch(f"{OPERATOR} takes int8 weights of q_b or of all projections; {plain} are not int8", x.origin)
+
+
+def call(
+    match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights, caches: Caches, options: dict[str, object]
+) -> Call:
+    """The call whose results are numbered in `RESULTS`. Caches are [B,1,T,width]."""
+    dtype = match.readings["kv_cache.axes"].node.meta["val"].dtype
+    _check(match, mode, dtype)
+    rotation = match.get(Rope, "kr_cache.rope")
+    if rotation is None:
+        raise NoMatch(f"query and key are not rotated; {OPERATOR} always rotates", match["token_x"].origin)
+    codes = replace(match["token_x"], scales=None)
+    cache_index, *given = _caches(match, caches, rows, dtype)
+    operands = (
+        tensor(codes, (*rows, weights.columns["he"]), dtype=dtype if mode == 1 else torch.int8),
+        *weights.operands(dtype),
+        *tables(rotation, ("sin", "cos"), rows, equal=match.get(Rope, "query_rope.rope"), expand=True),
+        *given,
+        cache_index,
+        *_scales(match, mode, rows, weights),
+        *(None, None, _smooth(match, weights)),
+    )
+    target = torch.ops.mla_fx.mla_prolog_v3.default
+    return Call(target, *operands, **options, cache_mode="Norm", weight_quant_mode=mode)
+
+
+def _check(match: Match, mode: int, dtype: torch.dtype) -> None:
+    """Raises NoMatch unless the operator multiplies and rounds as the program does."""
+    if match.choices["query_rank"] == "full" or "weight_qr" not in match.elements:
+        source = match["token_x"].origin
+        raise NoMatch(f"{OPERATOR} computes a query with a rotary part from a normalised latent", source)
+    codes, up = match.reading(QuantisedTokens, "cq.codes"), match.reading(Contraction, "uq")
+    if [axis for part in codes.over for axis in axes(part, "a quantised token", codes.node)] != list(up.axes):
+        raise NoMatch("the scale of the query's latent is not that of one token", codes.node)
+    scales = match["weight_uq"].scales
+    if scales is not None and is_coarser(dtype, scales.dtype):
+        raise NoMatch(f"q_nope is in {scales.dtype}, {OPERATOR} rounds it to {dtype}", up.node)
+    if mode == 2:
+        check_codes(match["token_x"])
+    elif match["token_x"].dtype != dtype:
+        raise NoMatch(f"token_x is {match['token_x'].dtype}, the cache {dtype}", match["token_x"].origin)
+
+
+def _caches(
+    match: Match, caches: Caches, rows: tuple[Axes, Axes], dtype: torch.dtype
+) -> tuple[Expression, Expression, Expression]:
+    """Positions and both caches. Rows that are appended, or used directly, are written into new caches."""
+    latent, keys = caches["kv_cache"], caches["kr_cache"]
+    if latent is not None and not latent.update.is_appended:
+        return positions_and_caches(latent, keys)
+    batch, tokens = (product(axis.size for axis in role) for role in rows)
+    x = match["token_x"].origin
+    new = (
+        new_cache(x, dtype, batch, 1, tokens, shape_of(match.readings[f"{name}.axes"].node)[-1])
+        for name in ("kv_cache", "kr_cache")
+    )
+    options = {"start": 0, "step": 1, "dtype": torch.int64, "device": x.meta["val"].device, "requires_grad": False}
+    counted = Call(torch.ops.prims.iota.default, tokens, **options)
+    return Call(torch.ops.aten.unsqueeze.default, counted, 0), next(new), next(new)
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+
+def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> list[Expression | None]:
+    """dequant_scale_x, and those of weight_dq, weight_uq_qr and weight_dkv_kr, in float32; only the third in mode 1."""
+    uq_qr = _of_columns(match, ("weight_uq", "weight_qr"), weights, weights.columns["heads"])
+    if mode == 1:
+        return [None, None, uq_qr, None]
+    x = tensor(_scale(match["token_x"]), ((*rows[0], *rows[1]), ()), dtype=torch.float32, expand=True)
+    dq, dkv_kr = (_of_columns(match, names, weights, ()) for names in (("weight_dq",), ("weight_dkv", "weight_kr")))
+    return [x, dq, uq_qr, dkv_kr]
+
+
+def _of_columns(match: Match, names: tuple[str, ...], weights: Weights, heads: Axes) -> Expression:
+    """The scales of a weight, or of two adjacent parts of it, [1, Columns]."""
+    found, widths = [_scale(match[name]) for name in names], [weights.columns[name] for name in names]
+    whole, columns = found[0], widths[0]
+    if not whole.axes and all(scale == whole for scale in found):  # one for the whole weight
+        columns = (Axis(sum(product(axis.size for axis in part) for part in widths)),)
+    elif len(names) == 2:
+        what = f"the scales of {' and '.join(names)}"
+        whole, columns = joined_parts(whole, columns, found[1], widths[1], what)
+    return tensor(whole, ((), (*heads, *columns)), dtype=torch.float32, expand=True)
+
+
+def _scale(codes: Element) -> Element:
+    by = () if codes.scales is None else codes.scales.by
+    if len(by) != 1:
+        raise NoMatch(f"codes have {len(by)} scales, {OPERATOR} takes one", codes.origin)
+    return by[0]
+
+
+def _smooth(match: Match, weights: Weights) -> Expression | None:
+    """smooth_scales_cq, [1, Hcq]."""
+    if match.choices["query_rank"] != "smoothed":
+        return None
+    return tensor(match["smooth_scales_cq"], ((), weights.columns["hcq"]), dtype=torch.float32, expand=True)
