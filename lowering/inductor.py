@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Inductor(Target):
     fuses_loops = True
     is_fallback = True
     is_saved = True
+    left_out = MappingProxyType({"mla_prolog_v3": "int8 projections are faster one by one than in mla_prolog_v3"})
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:
         return True

@@ -25,6 +25,7 @@ from .matching.pattern import (
     Operand,
     OperandAxes,
     ValuePattern,
+    behind,
     bound,
     contract,
     either,
@@ -54,10 +55,10 @@ from .rewriting.plan import Call, Cast, Expression, Inlined, Plan, Replaced, Vie
 from .rewriting.replacement import ATTENTION, replaced
 
 __all__ = [
-    "ATTENTION", "Appended", "Attention", "AttentionPattern", "Axes", "CacheUpdate", "Call", "CallPattern",
-    "Case", "Cast", "Contraction", "Element", "Expression", "Inlined", "Layer", "Match", "NearestMiss", "NoMatch",
-    "NoRotaryPart", "Operand", "OperandAxes", "Paged", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope",
-    "Rule", "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "bound", "contract", "either", "element_of",
+    "ATTENTION", "Appended", "Attention", "AttentionPattern", "Axes", "CacheUpdate", "Call", "CallPattern", "Case",
+    "Cast", "Contraction", "Element", "Expression", "Inlined", "Layer", "Match", "NearestMiss", "NoMatch",
+    "NoRotaryPart", "Operand", "OperandAxes", "Paged", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope", "Rule",
+    "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "behind", "bound", "contract", "either", "element_of",
     "gathered", "having", "is_parameter", "ordered", "quantised", "refused", "replaced", "result", "rms_norm", "roles",
     "rope", "scaled", "shape_of", "stored", "tensor", "times", "tokens", "var",
 ]  # fmt: skip

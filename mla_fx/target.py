@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from torch.fx import GraphModule
@@ -61,6 +62,8 @@ class Target:
     """Operators that lay out weights and cannot be in a graph, so all their arguments count as weights."""
     is_saved: ClassVar[bool] = False
     """Whether its result can be saved and run by a later process, as `aot_compile` does."""
+    left_out: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Operators that it runs for users who call them, but that the compiler does not add, each with the reason."""
     max_absorbed_tokens: ClassVar[int | None] = None
     """The most query tokens for which attention is absorbed; None if the device decides."""
 

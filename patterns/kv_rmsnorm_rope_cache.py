@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from mla_fx.cases import HCKV
 from mla_fx.readings.cache_update import WRITES, cache_update
 from mla_fx.readings.calls import named_argument
+from mla_fx.readings.quantised_cache import cache_behind
 from mla_fx.readings.sizes import product
 from mla_fx.rewriting.operands import (
     CacheRoles,
@@ -55,6 +56,7 @@ from mla_fx.rule import (
     Rule,
     WeightedQuery,
     axes,
+    behind,
     either,
     element_of,
     result,
@@ -71,7 +73,8 @@ ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 
 K_ROPE = either("k_rope", normed=normed("k_rope", "kv_rmsnorm_rope_cache"), plain=var("k_rope"))
 # b and t: batch and context of the caches, c latent and r rotary columns
-KV_CACHE = Operand("btc", stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write"))
+WRITTEN = stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write")
+KV_CACHE = Operand("btc", either("kv_cache.read", plain=WRITTEN, quantised=behind(WRITTEN)))
 PATTERN = CallPattern(
     {
         "kv_cache": KV_CACHE,
@@ -172,6 +175,8 @@ class KvRmsnormRopeCache(Rule):
 
 def _is_cached(latents: Element) -> bool:
     """Rows enter a cache, and no operator has computed them already."""
+    written = cache_behind(latents.origin)
+    latents = latents if written is None or latents.origin.target in WRITES else element_of(written)
     try:
         return cache_update(latents).row.origin.target is not operator.getitem
     except NoMatch:

@@ -15,7 +15,7 @@ from mla_fx.target import Compiled
 from . import fused_infer_attention_score as kernel
 from . import limits
 from .fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK
-from .mla_prolog import PAGE_SIZES, page_size
+from .prolog_form import PAGE_SIZES, page_size
 from .surface import Surface
 
 OPERATOR = "latent_attention"

@@ -13,7 +13,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.vendor.mla_prolog_v3.arguments import Arguments
 from mla_fx.target import Compiled
 
-from . import limits
+from . import limits, prolog_form
 from .lengths import as_tensor
 from .surface import A2, A3, A5, Surface
 from .weights import in_fractals
@@ -36,7 +36,12 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     if surface.prolog != "v3":
         chosen = f"{surface.prolog} here, by its version or by option prolog"
         raise NoMatch(f"the prolog of torch_npu is {chosen}; {KERNEL} is v3")
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    a = Arguments(*args, **kwargs)
+    prolog_form.refuse_rotations(surface, a, KERNEL)
+    if a.cache_mode == "Norm":
+        prolog_form.refuse_formats(surface, KERNEL)
+        prolog_form.refuse_unpaged(a, KERNEL)
+    refuse_unsupported(surface, prolog_form.paged(a, prolog_form.page_shapes))
     return plain(surface)
 
 
@@ -76,7 +81,15 @@ def refuse_caches(a: Arguments) -> None:
 
 
 def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
-    """The results of `mla_fx.mla_prolog_v3`."""
+    """The results of `mla_fx.mla_prolog_v3`.
+
+    The kernel multiplies by gamma before it rounds, regardless of `gamma_after_cast`. This is one rounding less."""
+    *others, kv_cache, kr_cache = vendor_call(surface, prolog_form.formed(a))
+    return *others, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
+
+
+def vendor_call(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
+    """The same for a call in the vendor's own form."""
     dense = (a.rmsnorm_gamma_cq, a.rmsnorm_gamma_ckv, a.rope_sin, a.rope_cos)
     ends = None if a.actual_seq_len is None else as_tensor(a.actual_seq_len, torch.int32, a.token_x.device)
     query, query_rope, query_scale, query_norm, norm_scale, kv_cache, kr_cache = (

@@ -15,6 +15,8 @@ gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the p
 rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
 stored(row, name=..)             rows that enter a cache, or rows that are used directly; with `beside`, the same rows
                                  as those of another cache, token for token
+behind(pattern)                  a value computed from one written cache, such as latents that are quantised whenever
+                                 they are read; the cache satisfies a pattern
 either("tag", a=.., b=..)        alternatives; the one that matched is kept under the tag
 having(pattern)                  a tensor joined from several; one of them satisfies a pattern
 refused(pattern, because)        a near miss, refused for a reason that comes before all others
@@ -45,8 +47,9 @@ from mla_fx.readings.axes import Axis, Index, extent, fresh, shifted
 from mla_fx.readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction, contraction
-from mla_fx.readings.element import Element, is_parameter, resolve
+from mla_fx.readings.element import Element, element_of, is_parameter, resolve
 from mla_fx.readings.paged import paged
+from mla_fx.readings.quantised_cache import cache_behind
 from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.quantised_tokens import quantised_tokens
 from mla_fx.readings.reading import Reading
@@ -213,6 +216,16 @@ class _Stored(Pattern):
         yield from self.row.bindings(update.row, written, nearest)
 
 
+@dataclass(frozen=True)
+class _Behind(Pattern):
+    pattern: Pattern
+
+    def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
+        cache = cache_behind(element.origin)
+        if cache is not None:
+            yield from self.pattern.bindings(element_of(cache), match, nearest)
+
+
 def var(name: str) -> Pattern:
     return _Var(name)
 
@@ -263,6 +276,10 @@ def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
 
 def stored(row: Pattern, name: str, beside: str = "") -> Pattern:
     return _Stored(row, name, beside)
+
+
+def behind(pattern: Pattern) -> Pattern:
+    return _Behind(pattern)
 
 
 def _both_ways(found: Contraction) -> Iterator[Contraction]:

@@ -139,6 +139,9 @@ def _check_loss(plan: Drafted) -> set[Node]:
 
 
 def _ask_target(run: Run, call: Draft) -> None:
+    name = fused_name(call)
+    if name is not None and name in run.target.left_out:
+        raise NoMatch(f"target {run.target.name!r}: {run.target.left_out[name]}")
     lowering = run.lowerings.get(call.target)
     if lowering is None or run.target.runs_operators:
         return

@@ -131,12 +131,12 @@ def whole_numbers(element: Element) -> _Codes:
     if node.target is not aten.round.default:
         raise NoMatch(f"expected codes rounded to the nearest whole number, found {name_of(node)}", node)
     rounded = args_of(node)[0]
-    value = resolve(rounded, index)
-    while value.factor == 1.0 and (bounded := _bounded(value.origin)) is not None:
+    quotient = resolve(rounded, index)
+    while quotient.factor == 1.0 and (bounded := _bounded(quotient.origin)) is not None:
         inner, low, high = bounded
         below, above = max(below, low), min(above, high)
-        value = operand(inner, value.index)
-    return _Codes(value, rounded, below, above, tuple(calls))
+        quotient = operand(inner, quotient.index)
+    return _Codes(quotient, rounded, below, above, tuple(calls))
 
 
 def check_codes(element: Element) -> None:

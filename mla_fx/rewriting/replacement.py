@@ -165,14 +165,17 @@ def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype, exact: Set[N
             if constant(node) is None:
                 return node
             continue
-        is_rounded = isinstance(value, torch.Tensor) and is_coarser(value.dtype, dtype) and node not in exact
-        if is_rounded and not _keeps(node, value.dtype):
+        if node not in exact and isinstance(value, torch.Tensor) and _rounds_to_coarser(node, value.dtype, dtype):
             raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
         if node.target is not aten.cat.default:
             pending += _needed_operands(node)
         elif all(lost := [_lost([piece], seen, dtype, exact) for piece in node.all_input_nodes]):
             return lost[0]  # some pieces of a cat may be unread
     return None
+
+
+def _rounds_to_coarser(node: Node, own: torch.dtype, dtype: torch.dtype) -> bool:
+    return is_coarser(own, dtype) and not _keeps(node, own)
 
 
 def _keeps(node: Node, dtype: torch.dtype) -> bool:

@@ -54,6 +54,7 @@ from mla_fx.rule import (
     RmsNorm,
     Rope,
     Rule,
+    behind,
     bound,
     contract,
     either,
@@ -123,7 +124,8 @@ QUERY = Operand(
         name="uk",
     ),
 )
-KV_CACHE = Operand("atk", stored(KV_LATENT, name="kv_cache.write"))
+WRITTEN = stored(KV_LATENT, name="kv_cache.write")
+KV_CACHE = Operand("atk", either("kv_cache.read", plain=WRITTEN, quantised=behind(WRITTEN)))
 PATTERN = CallPattern(
     {
         "kv_cache": KV_CACHE,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mla_fx.lowering.ascend import fused_infer_attention_score as attention
-from mla_fx.lowering.ascend import mla_prolog, mla_prolog_v3
+from mla_fx.lowering.ascend import mla_prolog_v3, prolog_form
 
 import mla_fx
 from npu import models
@@ -27,12 +27,12 @@ def caught_by_numbers():
 
 def change_prolog(monkeypatch, **changes):
     """Has the kernel called with arguments that are functions of the right ones."""
-    whole = mla_prolog_v3.prolog
+    whole = mla_prolog_v3.vendor_call
 
-    def prolog(surface, a):
+    def vendor_call(surface, a):
         return whole(surface, replace(a, **{name: change(a) for name, change in changes.items()}))
 
-    monkeypatch.setattr(mla_prolog_v3, "prolog", prolog)
+    monkeypatch.setattr(mla_prolog_v3, "vendor_call", vendor_call)
 
 
 def change_attention(monkeypatch, **changes):
@@ -68,7 +68,7 @@ def test_a_weight_stays_in_nd(monkeypatch):
 
 
 def test_halves_are_not_reordered(monkeypatch):
-    monkeypatch.setattr(mla_prolog, "halves_interleaved", lambda weight, width: weight)
+    monkeypatch.setattr(prolog_form, "halves_interleaved", lambda weight, width: weight)
     with caught_by_numbers():
         check("minicpm3")
 

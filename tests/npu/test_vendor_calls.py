@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import mla_prolog
+from mla_fx.lowering.ascend import prolog_form
 
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
@@ -94,7 +94,7 @@ def test_weights_for_halves_give_the_same_to_a_kernel_that_reads_neighbours():
     args = [arg.double() if arg.is_floating_point() else arg for arg in args]
     args[4] = args[4].T.contiguous().T  # as nn.Linear keeps it
     wanted = torch.ops.mla_fx.mla_prolog(*args, rope_layout="half_half")
-    reordered = mla_prolog.interleaved(Arguments(*args, rope_layout="half_half"))
+    reordered = prolog_form.interleaved(Arguments(*args, rope_layout="half_half"))
     args[2], args[4] = reordered.weight_uq_qr, reordered.weight_dkv_kr
     torch.testing.assert_close(torch.ops.mla_fx.mla_prolog(*args), wanted, rtol=1e-10, atol=1e-10)
 

@@ -1,0 +1,124 @@
+"""Brings a prolog call into the form that kernels take: pages, adjacent pairs, tables for each token.
+
+Calls of mla_prolog and of mla_prolog_v3 have these arguments in common. Contiguous caches become pages: T positions are
+T/BlockSize of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted.mla_prolog import arguments as emitted
+from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
+
+from . import limits
+from .surface import Surface
+from .weights import halves_interleaved
+
+PAGE_SIZES = (128, 16)  # attention takes these too; the better one first
+A = TypeVar("A", emitted.Arguments, v3.Arguments)
+
+
+def refuse_rotations(surface: Surface, a: emitted.Arguments | v3.Arguments, kernel: str) -> None:
+    if a.rope_layout == "interleave_interleave":
+        raise NoMatch(f"rope_layout is {a.rope_layout!r}; {kernel} writes halves, which reorders kr_cache")
+    if a.rope_layout == "half_half" and not surface.hoists:
+        raise NoMatch(
+            f"rope_layout is {a.rope_layout!r}; {kernel} reads interleaved columns, and this target "
+            "does not reorder the columns of weights"
+        )
+
+
+def refuse_formats(surface: Surface, kernel: str) -> None:
+    """Raises NoMatch unless weights are in FRACTAL_NZ. In the vendor's own cache modes the caller is responsible."""
+    if not surface.hoists:
+        raise NoMatch(
+            f"{kernel} reads weights in FRACTAL_NZ, and these are not laid out so: a graph pass cannot, "
+            "and the backend does with option lay_out"
+        )
+
+
+def refuse_unpaged(a: emitted.Arguments | v3.Arguments, kernel: str) -> None:
+    limits.dense("kv_cache", a.kv_cache, kernel)
+    limits.dense("kr_cache", a.kr_cache, kernel)
+    positions = a.kv_cache.shape[2]
+    if page_size(positions) is None:
+        allowed = f"so T must be a multiple of {PAGE_SIZES[-1]}"
+        raise NoMatch(f"kv_cache has T = {positions}; {kernel} writes pages, {allowed}")
+
+
+def page_size(positions: int | torch.SymInt) -> int | None:
+    """The page size that divides this number of positions, if there is one."""
+    return next((size for size in PAGE_SIZES if limits.holds(positions % size == 0)), None)
+
+
+def formed(a: A) -> A:
+    """The same call with pages, adjacent pairs, and tables for each token."""
+    return replace(
+        interleaved(paged(a)),
+        cache_index=slots(a) if a.cache_mode == "Norm" else a.cache_index,
+        rope_sin=for_each_token(a, a.rope_sin),
+        rope_cos=for_each_token(a, a.rope_cos),
+    )
+
+
+def interleaved(a: A) -> A:
+    """The same call for a kernel that rotates adjacent columns."""
+    if a.rope_layout != "half_half":
+        return a
+    heads, width = a.weight_uk.shape[0], a.weight_dkv_kr.shape[1] - a.weight_uk.shape[2]
+
+    def of_heads(weight: Tensor) -> Tensor:
+        return halves_interleaved(weight.reshape(weight.shape[0], heads, -1), width).flatten(-2)
+
+    scales: dict[str, Any] = {"weight_uq_qr": of_heads(a.weight_uq_qr)}
+    if a.dequant_scale_w_uq_qr is not None:
+        scales["dequant_scale_w_uq_qr"] = of_heads(a.dequant_scale_w_uq_qr)
+    if a.dequant_scale_w_dkv_kr is not None:
+        scales["dequant_scale_w_dkv_kr"] = halves_interleaved(a.dequant_scale_w_dkv_kr, width)
+    return replace(
+        a, **scales, weight_dkv_kr=halves_interleaved(a.weight_dkv_kr, width), rope_layout="interleave_half"
+    )
+
+
+def paged(a: A, pages: Callable[[Tensor, int], Tensor] | None = None) -> A:
+    """The same call with the caches as pages. cache_index still counts within its batch row."""
+    if a.cache_mode != "Norm":
+        return a
+    size = page_size(a.kv_cache.shape[2])
+    assert size is not None, "other caches were refused"
+    kv_cache, kr_cache = ((pages or as_pages)(cache, size) for cache in (a.kv_cache, a.kr_cache))
+    return replace(a, kv_cache=kv_cache, kr_cache=kr_cache, cache_mode="PA_BSND")
+
+
+def as_pages(cache: Tensor, size: int) -> Tensor:
+    """[B, 1, T, D] -> [B*T/size, size, 1, D]."""
+    return cache.view(-1, size, 1, cache.shape[-1])
+
+
+def page_shapes(cache: Tensor, size: int) -> Tensor:
+    """A new tensor with the shape of a cache's pages, to check sizes.
+
+    A view of a symbolic length would give the page size as a quotient."""
+    batch, _, positions, width = cache.shape
+    return cache.new_empty(batch * positions // size, size, 1, width)
+
+
+def slots(a: emitted.Arguments | v3.Arguments) -> Tensor:
+    """cache_index [B, S] of a contiguous cache, counted over all batch rows. A negative one still skips its token."""
+    assert a.cache_index is not None, "contiguous caches have an index"
+    batch, _, positions, _ = a.kv_cache.shape
+    if limits.known_equal(batch, 1):
+        return a.cache_index
+    first = torch.arange(batch, device=a.cache_index.device).unsqueeze(-1) * positions
+    return torch.where(a.cache_index < 0, a.cache_index, a.cache_index + first)
+
+
+def for_each_token(a: emitted.Arguments | v3.Arguments, table: Tensor | None) -> Tensor:
+    assert table is not None, "a call without rotation was refused"
+    return table.expand(*a.token_x.shape[:-1], -1)
