@@ -211,6 +211,7 @@ OF_TOKENS = (
     of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results, of_tokens_without_scales, of_float8,
     of_dequantised_tokens,
 )  # fmt: skip
+INT8_TOKENS = (of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results)
 
 
 # --- a layer ---------------------------------------------------------------------------------------------------------

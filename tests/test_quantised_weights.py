@@ -1,4 +1,4 @@
-"""Layers with quantised weights: attention fuses in every spelling, the query's projections stay as they are written.
+"""Layers with quantised weights: attention and the key side fuse in every spelling, prologs of int8 codes too.
 
 Near twins are refused for their own reasons."""
 
@@ -10,7 +10,7 @@ import torch
 from mla_fx.lowering import inductor
 from quantised import (
     ALL,
-    OF_TOKENS,
+    INT8_TOKENS,
     SPELLINGS,
     Quantised,
     Stored,
@@ -30,7 +30,7 @@ from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings.quantised import quantised_up_projection
 
 pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
-PROLOG, KEY_SIDE, ATTENTION = "mla_prolog", "kv_rmsnorm_rope_cache", "latent_attention"
+PROLOG, KEY_SIDE, ATTENTION, INT8_PROLOG = "mla_prolog", "kv_rmsnorm_rope_cache", "latent_attention", "mla_prolog_v3"
 SCALES = "a matrix product is multiplied by a parameter, as by the scales of a quantised weight"
 
 
@@ -65,10 +65,10 @@ def in_dtype(layer, dtype):
 @pytest.mark.parametrize("multiply", SPELLINGS)
 def test_attention_is_over_latents(multiply):
     """Keys and values are not expanded any more. The prolog takes weights that are dequantised, the key side those that
-    are multiplied as codes, and neither takes latents that are quantised themselves."""
+    are multiplied as codes."""
     layer = Quantised(multiply, SPELLINGS[multiply], "kv_b")
     report = report_of(layer)
-    own = ATTENTION if multiply in OF_TOKENS else PROLOG if PROLOG in report.fused else KEY_SIDE
+    own = PROLOG if PROLOG in report.fused else KEY_SIDE
     assert report.fused == {own: 1, ATTENTION: 1}, str(report)
     compiled = torch.compile(layer, backend="mla", options={"target": "reference"})
     compiled(*inputs())
@@ -83,17 +83,19 @@ def test_attention_is_over_latents(multiply):
 def test_all_projections_are_quantised(multiply):
     names = ("q_b", "kv_b") if SPELLINGS[multiply] is by_blocks else ALL  # others cannot be divided into blocks
     report = report_of(Quantised(multiply, SPELLINGS[multiply], *names))
-    assert report.fused == ({ATTENTION: 1} if multiply in OF_TOKENS else {KEY_SIDE: 1, ATTENTION: 1}), str(report)
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
     assert {miss.pattern for miss in report.misses} == {"mla_prolog"}, str(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("multiply", SPELLINGS)
 def test_the_projection_from_latents_alone_is_plain(multiply):
-    """A quantised projection to latents does not stop their norm, rotation and cache write from being read."""
+    """Only int8 tokens have a prolog. Other quantised projections do not stop the norm, the rotation and the cache write
+    from being read."""
+    own = INT8_PROLOG if multiply in INT8_TOKENS else KEY_SIDE
     names = ("q_b",) if SPELLINGS[multiply] is by_blocks else ALL[:-1]
     report = report_of(Quantised(multiply, SPELLINGS[multiply], *names))
-    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert report.fused == {own: 1, ATTENTION: 1}, str(report)
 
 
 @pytest.mark.slow

@@ -64,7 +64,10 @@ FILLED = {
 # The position of the number among the arguments of an operator that fills a tensor.
 FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
 # Operators whose result is filled with the same number as their operand.
-KEEPING = CASTS | {aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default}
+KEEPING = CASTS | {
+    aten.expand.default, aten.clone.default, aten.lift_fresh_copy.default, aten.view.default, aten._unsafe_view.default,
+    aten.reshape.default, aten.unsqueeze.default,
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)

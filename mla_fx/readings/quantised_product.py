@@ -20,8 +20,9 @@ from .algebra import SUBTRACTS, as_product
 from .calls import CASTS, args_of, argument, options_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
-from .element import Element, Scales, operand, resolve
+from .element import Element, Scales, is_parameter, operand, resolve
 from .sizes import at_most, product
+from .vendor_calls import is_quant_matmul, quant_matmul
 from .views import shape_of
 
 aten = torch.ops.aten
@@ -35,6 +36,8 @@ def quantised_product(element: Element) -> Contraction:
     """Read `element` as a matrix product whose operands may be codes with scales. Raises NoMatch if it is none."""
     if element.origin.target is aten._scaled_mm.default:
         return _with_its_scales(element)
+    if is_quant_matmul(element.origin):
+        return quant_matmul(element)
     if element.origin.target not in (aten.mul.Tensor, aten.div.Tensor):
         return contraction(element)
     number, products, scales = _parts(element)
@@ -133,11 +136,14 @@ def _with_scales(side: Element, scales: list[Element], dtype: torch.dtype) -> El
 
 
 def _scaled_side(found: Contraction, scale: Element) -> str:
-    """The operand along whose outer dimensions a scale runs; for one number, that of the weight."""
-    codes = [side for side in ("right", "left") if scale.axes <= getattr(found, side).axes]
-    if not codes:
+    """The operand along whose outer dimensions a scale runs. One number belongs to a parameter if it is a parameter, and
+    to the operand that the program computes if it is computed."""
+    sides = [side for side in ("right", "left") if scale.axes <= getattr(found, side).axes]
+    if not sides:
         raise NoMatch("the scales of a product belong to neither operand", scale.origin)
-    return next((side for side in codes if _are_codes(getattr(found, side))), codes[0])
+    is_given = is_parameter(scale.origin)
+    alike = [side for side in sides if is_parameter(_stored(getattr(found, side)).origin) == is_given] or sides
+    return next((side for side in alike if _are_codes(getattr(found, side))), alike[0])
 
 
 def _are_codes(value: Element) -> bool:

@@ -27,6 +27,7 @@ from .largest import largest
 from .read_along import read_along
 from .reading import Reading
 from .same_value import same_value
+from .vendor_calls import dynamic_quant, is_dynamic_quant
 
 aten = torch.ops.aten
 STEPS = 127.0
@@ -79,6 +80,8 @@ def quantised_tokens(element: Element) -> QuantisedTokens:
     scales = () if element.scales is None else element.scales.by
     if len(scales) != 1:
         raise NoMatch(f"expected the codes of tokens with one scale, found {len(scales)} scales", element.origin)
+    if is_dynamic_quant(element.origin):
+        return QuantisedTokens(element.origin, *dynamic_quant(element, scales[0]))
     codes, scale = whole_numbers(element), _scale(scales[0])
     divisors = [factor for factor, power in as_product(codes.value).factors if power == -1.0]
     if len(divisors) != 1:

@@ -62,6 +62,11 @@ LogicalNot = _unary(torch.logical_not)
 BitwiseNot = Invert = _unary(torch.bitwise_not)
 
 
+def Round(x: Tensor, decimals: int = 0) -> Tensor:
+    """To the nearest, ties to even."""
+    return torch.round(x, decimals=decimals)
+
+
 @_binary
 def RealDiv(x1: Tensor, x2: Tensor) -> Tensor:
     """Of integers too it is a division of integers."""
