@@ -15,6 +15,8 @@ reading.py       the parts of every reading: its node, its elements and indices,
 algebra.py       sums and products of elements, with every factor on the way
 contraction.py   matmul in any spelling; split where its operands were concatenated
 quantised_product.py   the same of codes and their scales
+vendor_calls.py  Ascend's own operators for quantised values, where a program calls them
+static_codes.py  codes with a scale that is given, in int8
 integers.py      sums of positions in whole numbers, and comparisons of two of them
 causal.py        masks that hide exactly the keys after a position
 paged.py         rows that are gathered from pages

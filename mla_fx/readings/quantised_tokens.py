@@ -161,6 +161,8 @@ def _scale(element: Element) -> _Scale:
         number *= whole.number
         element = whole.factors[0][0]
         bounded = _bounded(element.origin)
+        if number == 0 or not math.isfinite(number):
+            raise NoMatch(f"the scale of a token is multiplied by {number:.6g}", element.origin)
         if bounded is None:
             return _Scale(element, number, tuple(low * before / number for low, before in bounds))
         value, low, high = bounded

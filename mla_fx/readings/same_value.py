@@ -18,6 +18,7 @@ from .calls import args_of, options_of
 from .element import Element
 
 MOST_CALLS = 50  # compared for one pair of values
+REPEATABLE = frozenset({"npu.npu_dynamic_quant.default"})  # of other libraries
 UNLIKE = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise})
 
 
@@ -58,10 +59,10 @@ def _same_call(one: Node, other: Node, left: list[int]) -> bool:
 
 
 def _is_repeatable(target: Any) -> bool:
-    """Whether equal operands always give equal results. Nothing is known about operators that are not PyTorch's."""
+    """Whether equal operands always give equal results. Little is known about operators that are not PyTorch's."""
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     if target.namespace not in ("aten", "prims"):
-        return False
+        return str(target) in REPEATABLE
     is_empty = "empty" in target._schema.name
     return not is_empty and not target._schema.is_mutable and UNLIKE.isdisjoint(target.tags)

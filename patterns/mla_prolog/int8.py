@@ -111,13 +111,18 @@ def _caches(
 
 
 def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> list[Expression | None]:
-    """dequant_scale_x, and those of weight_dq, weight_uq_qr and weight_dkv_kr, in float32; only the third in mode 1."""
+    """dequant_scale_x, and those of weight_dq, weight_uq_qr and weight_dkv_kr; only the third in mode 1."""
     uq_qr = _of_columns(match, ("weight_uq", "weight_qr"), weights, weights.columns["heads"])
     if mode == 1:
         return [None, None, uq_qr, None]
-    x = tensor(_scale(match["token_x"]), ((*rows[0], *rows[1]), ()), dtype=torch.float32, expand=True)
+    x = _wide(_scale(match["token_x"]), (*rows[0], *rows[1]), ())
     dq, dkv_kr = (_of_columns(match, names, weights, ()) for names in (("weight_dq",), ("weight_dkv", "weight_kr")))
     return [x, dq, uq_qr, dkv_kr]
+
+
+def _wide(scale: Element, *dims: Axes) -> Expression:
+    """In float32, or float64 for float64."""
+    return tensor(scale, dims, dtype=torch.promote_types(torch.float32, scale.dtype), expand=True)
 
 
 def _of_columns(match: Match, names: tuple[str, ...], weights: Weights, heads: Axes) -> Expression:
@@ -129,7 +134,7 @@ def _of_columns(match: Match, names: tuple[str, ...], weights: Weights, heads: A
     elif len(names) == 2:
         what = f"the scales of {' and '.join(names)}"
         whole, columns = joined_parts(whole, columns, found[1], widths[1], what)
-    return tensor(whole, ((), (*heads, *columns)), dtype=torch.float32, expand=True)
+    return _wide(whole, (), (*heads, *columns))
 
 
 def _scale(codes: Element) -> Element:
@@ -143,4 +148,4 @@ def _smooth(match: Match, weights: Weights) -> Expression | None:
     """smooth_scales_cq, [1, Hcq]."""
     if match.choices["query_rank"] != "smoothed":
         return None
-    return tensor(match["smooth_scales_cq"], ((), weights.columns["hcq"]), dtype=torch.float32, expand=True)
+    return _wide(match["smooth_scales_cq"], (), weights.columns["hcq"])

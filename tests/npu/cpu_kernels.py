@@ -4,6 +4,7 @@ They are the functions that interpret GE graphs, and so take what a device takes
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ GE_NAMES = {
     "dequant_scale_value": "value_antiquant_scale",
 }
 DEFAULTS = {"num_key_value_heads": 0, "input_layout": "BSH", "scale": 1.0, "softmax_lse_flag": False}
+DTYPES = {6: torch.float32, 15: torch.bfloat16}  # by torch_npu's number
 Results = tuple[Tensor, ...]
 
 
@@ -125,6 +127,36 @@ def npu_multi_head_latent_attention(
     return (out, lse) if return_lse else out
 
 
+def npu_dynamic_quant(x: Tensor, *, smooth_scales: Tensor | None = None, **options: Any) -> Results:
+    """Codes in int8. A token of zeros has codes of zero."""
+    if options not in ({}, {"dst_type": 1}):
+        raise ValueError(f"options are {options}; simulated are tokens in int8")
+    smooth = x.float() if smooth_scales is None else x.float() * smooth_scales
+    largest = smooth.abs().amax(-1, keepdim=True)
+    codes = (smooth * (torch.full_like(largest, 127) / largest)).round().nan_to_num(0)
+    return codes.to(torch.int8), (largest / 127).squeeze(-1)
+
+
+def npu_quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: int,
+) -> Tensor:
+    product = x1.int() @ x2.int()
+    if bias is not None:
+        if bias.dtype != torch.int32:
+            raise ValueError(f"bias is in {bias.dtype}; simulated is torch.int32")
+        product = product + bias
+    scaled = product.float() * scale
+    if pertoken_scale is not None:
+        scaled = scaled * pertoken_scale.unsqueeze(-1)
+    return scaled.to(DTYPES[output_dtype])
+
+
 def _prolog_arguments(*args: Any, **options: Any) -> dict[str, Any]:
     return prolog_arguments(torch.ops.npu.npu_mla_prolog_v3, "MlaPrologV3", args, options)
 
@@ -158,6 +190,8 @@ KERNELS = {
     "npu::npu_rms_norm": npu_rms_norm,
     "npu::npu_interleave_rope": npu_interleave_rope,
     "npu::npu_rotary_mul": npu_rotary_mul,
+    "npu::npu_dynamic_quant": npu_dynamic_quant,
+    "npu::npu_quant_matmul": npu_quant_matmul,
     "npu::npu_fused_infer_attention_score_v2": npu_fused_infer_attention_score_v2,
     "npu::npu_fused_infer_attention_score_v2.out": out,
     "npu::_npu_fused_infer_attention_score_v2_get_max_workspace": get_max_workspace,
@@ -166,6 +200,7 @@ KERNELS = {
 }
 
 
+@functools.cache
 def register() -> None:
     for name, kernel in KERNELS.items():
         torch.library.impl(name, "CPU", kernel)

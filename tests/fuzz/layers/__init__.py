@@ -112,4 +112,11 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "grouped up, even": (quantised.GroupedUp, EVEN),
     "stored in eight": (quantised.StoredInEight, S),
     "stored in eight, level": (quantised.StoredInEight, LEVEL),
+    "int8 query": (quantised.Int8Query, S),
+    "int8 query, even": (quantised.Int8Query, EVEN),
+    "int8 projections": (quantised.Int8Projections, S),
+    "int8 projections, even": (quantised.Int8Projections, EVEN),
+    "int8 projections, level": (quantised.Int8Projections, LEVEL),
+    "smoothed query": (quantised.SmoothedQuery, S),
+    "smoothed query, even": (quantised.SmoothedQuery, EVEN),
 }

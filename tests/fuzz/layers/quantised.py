@@ -96,6 +96,59 @@ class GroupedUp(QuantisedUp):
         return latent @ weight.flatten(1).T
 
 
+class Int8Query(Quantised):
+    """The query's projection in int8, of tokens in int8."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.q_b_scales, self.q_b_stored = self.quantised(self.q_b)
+
+    def tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scales = x.abs().amax(-1, keepdim=True) / 127
+        return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+    def product(self, x: Tensor, stored: Tensor, scales: Tensor) -> Tensor:
+        codes, by = self.tokens(x)
+        integers = codes.to(torch.int32).flatten(0, -2) @ stored.to(torch.int32).T
+        return integers.unflatten(0, codes.shape[:-1]).to(x.dtype) * by * scales
+
+    def query(self, compressed: Tensor) -> Tensor:
+        return self.product(compressed, self.q_b_stored, self.q_b_scales)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x @ self.kv_a.T
+
+
+class Int8Projections(Int8Query):
+    """All projections to latents and of the query in int8. Tokens are quantised for each, by both of their ends."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.q_a_scales, self.q_a_stored = self.quantised(self.q_a)
+
+    def tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scales = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).clamp(min=1e-9) / 127
+        return (x * (1 / scales)).round().to(torch.int8), scales
+
+    def compressed(self, x: Tensor) -> Tensor:
+        return self.product(x, self.q_a_stored, self.q_a_scales)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return self.product(x, self.kv_a_stored, self.kv_a_scales)
+
+
+class SmoothedQuery(Int8Query):
+    """The query's latent is multiplied by a factor per column first; codes are multiplied in floats."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.smooth = self.gamma(sizes.q_rank)
+
+    def query(self, compressed: Tensor) -> Tensor:
+        codes, by = self.tokens(compressed * self.smooth)
+        return (codes.to(by.dtype) @ self.q_b_stored.to(by.dtype).T) * (by * self.q_b_scales)
+
+
 class StoredInEight(Layer):
     """A cache of codes with a scale for each token beside it."""
 

@@ -42,6 +42,7 @@ CACHE_MODES = {
 # Per weight_quant_mode: the kv_cache_quant_modes that go with it.
 QUANT_MODES = {0: (0,), 1: (0, 2, 3), 2: (0, 1, 3)}
 NEWER_MODES = (3, 4, 5)
+WIDE = (torch.float32, torch.float64)
 PER_TENSOR, PER_CHANNEL, PER_TILE = 1, 2, 3
 # Options that follow from kv_cache_quant_mode: 1 in one mode, 0 in the others.
 COUPLED = {"query_quant_mode": PER_TENSOR, "ckvkr_repo_mode": PER_TILE, "quant_scale_repo_mode": PER_TILE}
@@ -122,7 +123,8 @@ def check_shapes(a: Arguments) -> Sizes:
 
 
 def check_scales(a: Arguments, sizes: Sizes) -> None:
-    """Check that each scale is given exactly in the modes that read it, in float32 and in its shape."""
+    """Check that each scale is given exactly in the modes that read it, in float32, or float64 for float64, and in its
+    shape."""
     some, full = a.weight_quant_mode > 0, a.weight_quant_mode == 2
     per_channel = a.kv_cache_quant_mode == PER_CHANNEL
     sizes["B*S"] = math.prod(a.token_x.shape[:-1])
@@ -139,7 +141,7 @@ def check_scales(a: Arguments, sizes: Sizes) -> None:
     when = f"weight_quant_mode {a.weight_quant_mode} and kv_cache_quant_mode {a.kv_cache_quant_mode}"
     for name, (wanted, letters) in scales.items():
         if check_optional(name, getattr(a, name), wanted, when):
-            check_dtype(name, getattr(a, name), (torch.float32,))
+            check_dtype(name, getattr(a, name), WIDE if a.weight_uk.dtype == torch.float64 else WIDE[:1])
             check_letters(a, sizes, **{name: letters})
 
 
