@@ -103,7 +103,7 @@ def test_a_product_is_read(name, dynamic):
 
 
 def option(x=MATRICES[0], w=MATRICES[1], column=None, **options):
-    """Operands of a call, of which one is not read."""
+    """Operands of a call, with one that is not read."""
     return x, w, scales(COLUMNS) if column is None else column, options
 
 
