@@ -17,16 +17,16 @@ from torch.fx import Graph, Node
 from .cases import Appended, Case, Layer, NoRotaryPart, WeightedQuery
 from .errors import NoMatch
 from .graph.torch_private import OpOverload
-from .matching.match import Match
+from .matching.match import Match, NearestMiss
 from .matching.pattern import (
     AttentionPattern,
     CallPattern,
-    NearestMiss,
     Operand,
     OperandAxes,
     ValuePattern,
     behind,
     bound,
+    coded,
     contract,
     either,
     gathered,
@@ -58,9 +58,9 @@ __all__ = [
     "ATTENTION", "Appended", "Attention", "AttentionPattern", "Axes", "CacheUpdate", "Call", "CallPattern", "Case",
     "Cast", "Contraction", "Element", "Expression", "Inlined", "Layer", "Match", "NearestMiss", "NoMatch",
     "NoRotaryPart", "Operand", "OperandAxes", "Paged", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope", "Rule",
-    "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "behind", "bound", "contract", "either", "element_of",
-    "gathered", "having", "is_parameter", "ordered", "quantised", "refused", "replaced", "result", "rms_norm", "roles",
-    "rope", "scaled", "shape_of", "stored", "tensor", "times", "tokens", "var",
+    "Stage", "ValuePattern", "ViewOf", "WeightedQuery", "axes", "behind", "bound", "coded", "contract", "either",
+    "element_of", "gathered", "having", "is_parameter", "ordered", "quantised", "refused", "replaced", "result",
+    "rms_norm", "roles", "rope", "scaled", "shape_of", "stored", "tensor", "times", "tokens", "var",
 ]  # fmt: skip
 
 

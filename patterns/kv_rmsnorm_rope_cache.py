@@ -4,23 +4,32 @@
 
 Applies where the prolog does not: a prefill that stays expanded, a number of query tokens known only at run time, or a
 query that is computed differently. Rows that are appended to a cache are written into a new one that holds just
-them.
+them. A cache may be int8, with scales that are given:
+
+    ckv_cache[index] = clamp(round(rms_norm(kv[:Hckv]) gamma c_kv_scale), -128, 127)
+
+Rows in int8 fuse if operator and program round at the same places. Norms that differ in the last bit of float32, such
+as x * rsqrt(m) and x / sqrt(m), count as equal: about one code in a million is then at a tie, and differs by 1.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import HCKV
+from mla_fx.matching.pattern import Pattern
 from mla_fx.readings.cache_update import WRITES, cache_update
 from mla_fx.readings.calls import named_argument
-from mla_fx.readings.quantised_cache import cache_behind
-from mla_fx.readings.sizes import product
+from mla_fx.readings.constant import rounded
+from mla_fx.readings.quantised_cache import cache_behind, check_int8_cache, int8_cache
+from mla_fx.readings.sizes import Size, product
+from mla_fx.readings.static_codes import StaticCodes, computed_otherwise
 from mla_fx.rewriting.operands import (
     CacheRoles,
     cache_roles,
@@ -38,6 +47,7 @@ from mla_fx.rewriting.operands import (
 from mla_fx.rule import (
     ATTENTION,
     Appended,
+    Axes,
     CacheUpdate,
     Call,
     CallPattern,
@@ -57,6 +67,7 @@ from mla_fx.rule import (
     WeightedQuery,
     axes,
     behind,
+    coded,
     either,
     element_of,
     result,
@@ -72,26 +83,22 @@ aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
 
 K_ROPE = either("k_rope", normed=normed("k_rope", "kv_rmsnorm_rope_cache"), plain=var("k_rope"))
+LATENT = rms_norm(var("latent"), var("gamma"), name="norm")
+KEY = either("rotation", rotated=rope(K_ROPE, name="rope", along=last_dimension("kr_cache")), none=K_ROPE)
+
+
+def _cached(row: Pattern, cache: str, beside: str = "") -> Pattern:
+    """Rows, or their codes, that are written into a cache; it may be read through a computation, such as
+    dequantisation."""
+    rows = either(f"{cache}.rows", coded=coded(row, name=f"{cache}.codes"), plain=row)
+    written = stored(rows, name=f"{cache}.write", beside=beside)
+    return either(f"{cache}.read", plain=written, behind=behind(written))
+
+
 # b and t: batch and context of the caches, c latent and r rotary columns
-WRITTEN = stored(rms_norm(var("latent"), var("gamma"), name="norm"), name="kv_cache.write")
-KV_CACHE = Operand("btc", either("kv_cache.read", plain=WRITTEN, quantised=behind(WRITTEN)))
-PATTERN = CallPattern(
-    {
-        "kv_cache": KV_CACHE,
-        "kr_cache": Operand(
-            "btr",
-            stored(
-                either(
-                    "rotation",
-                    rotated=rope(K_ROPE, name="rope", along=last_dimension("kr_cache")),
-                    none=K_ROPE,
-                ),
-                name="kr_cache.write",
-                beside="kv_cache.write",
-            ),
-        ),
-    }
-)
+KV_CACHE = Operand("btc", _cached(LATENT, "kv_cache"))
+KR_CACHE = Operand("btr", _cached(KEY, "kr_cache", beside="kv_cache.write"))
+PATTERN = CallPattern({"kv_cache": KV_CACHE, "kr_cache": KR_CACHE})
 WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE})
 
 
@@ -138,6 +145,7 @@ class KvRmsnormRopeCache(Rule):
         return (node for node in super().anchors(graph) if _is_cached(element_of(named_argument(node, "kv_cache"))))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        check_int8_cache(element_of(named_argument(anchor, "kv_cache")))
         has_rotary_part = named_argument(anchor, "kr_cache") is not None
         return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
 
@@ -153,50 +161,66 @@ class KvRmsnormRopeCache(Rule):
         check_norm_of_rows(norm, latent.width)
         if keys is not None:
             check_same_write(latent, keys)
+        quantisation = Quantisation.of(match, latent, keys)
         options: dict[str, object] = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
         if norm.factor != 1.0:
             options["kc_scale"] = norm.factor
         if rotation is not None:
             options["rope_layout"] = rotation.layout
+        if quantisation.rounds_first:
+            options["rounds_first"] = True
         if latent.update.is_appended:
             index, replaced_by = None, _replaced_rows
-            ckv_cache, k_cache = _new_cache(latent, latent), _new_cache(latent, keys)
+            ckv_cache, k_cache = _new_cache(latent), _new_cache(latent if keys is None else keys)
             options["cache_mode"] = "BNSD"
         else:
             index, ckv_cache, k_cache = positions_and_caches(latent, keys)
             replaced_by = replaced_cache
-        kv, gamma = _rows(match, latent, keys), tensor(match["gamma"], (latent.width,))
+        if keys is None:
+            k_cache = _without_columns(latent, quantisation.dtype)
+        kv, gamma = _rows(match, latent, keys, quantisation.dtype), tensor(match["gamma"], (latent.width,))
         cos, sin = tables(rotation, ("cos", "sin"), (latent.batch, (), latent.token))
         target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
-        out = Call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
+        out = Call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, *quantisation.scales, **options)
         written = ((cache, Call(operator.getitem, out, place)) for place, cache in ((0, keys), (1, latent)) if cache)
-        return Plan(*(replaced_by(cache, new) for cache, new in written))
+        replaced = (replaced_by(cache, new) for cache, new in written)
+        return Plan(*replaced, differences=quantisation.differences, exact=quantisation.whole)
 
 
 def _is_cached(latents: Element) -> bool:
     """Rows enter a cache, and no operator has computed them already."""
     written = cache_behind(latents.origin)
-    latents = latents if written is None or latents.origin.target in WRITES else element_of(written)
+    cache = latents if written is None or latents.origin.target in WRITES else element_of(written)
     try:
-        return cache_update(latents).row.origin.target is not operator.getitem
-    except NoMatch:
-        return latents.origin.target in WRITES  # with a reason worth reporting
+        return cache_update(cache).row.origin.target is not operator.getitem
+    except NoMatch:  # with a reason worth reporting
+        return latents.origin.target in WRITES or int8_cache(latents) is not None
 
 
-def _new_cache(latent: CacheRoles, cache: CacheRoles | None) -> Expression:
-    """[B,1,S,width]; without a rotary part, the keys have no columns."""
-    rows = latent.update.rows if cache is None else cache.update.rows
-    batch, tokens = (product(axis.size for axis in role) for role in latent.row)
-    return new_cache(rows, rows.meta["val"].dtype, batch, 1, tokens, 0 if cache is None else shape_of(rows)[-1])
+def _new_cache(cache: CacheRoles) -> Expression:
+    """[B,1,S,width]."""
+    rows = cache.update.rows
+    return new_cache(rows, rows.meta["val"].dtype, *_lead(cache.row), shape_of(rows)[-1])
+
+
+def _without_columns(latent: CacheRoles, dtype: torch.dtype) -> Expression:
+    """The cache of keys without a rotary part, [B,1,T,0]."""
+    role = latent.token if latent.update.is_appended else latent.slot
+    return new_cache(latent.update.rows, dtype, *_lead((latent.batch, role)), 0)
+
+
+def _lead(roles: tuple[Axes, Axes]) -> tuple[Size, int, Size]:
+    batch, tokens = (product(axis.size for axis in role) for role in roles)
+    return batch, 1, tokens
 
 
 def _replaced_rows(cache: CacheRoles, out: Expression) -> Replaced:
     return replaced_rows(cache, result(out, (cache.batch, (), cache.token, cache.width)))
 
 
-def _rows(match: Match, latent: CacheRoles, keys: CacheRoles | None) -> Expression:
+def _rows(match: Match, latent: CacheRoles, keys: CacheRoles | None, dtype: torch.dtype) -> Expression:
     """Adjacent latents and rotary keys, [B,1,S,Hckv+Dr]: one value, or joined if they were computed separately."""
-    tokens, dtype = (latent.batch, (), latent.token), latent.update.rows.meta["val"].dtype
+    tokens = (latent.batch, (), latent.token)
     parts = [("latent", latent.width)]
     if keys is not None:
         rotation = match.get(Rope, "rope")  # its columns are those of the rotary key before rotation
@@ -207,3 +231,88 @@ def _rows(match: Match, latent: CacheRoles, keys: CacheRoles | None) -> Expressi
         parts.append(("k_rope", along))
     rows = [tensor(match[name], (*tokens, width), dtype=dtype, expand=True) for name, width in parts]
     return rows[0] if len(rows) == 1 else Call(aten.cat.default, rows, -1)
+
+
+# --- caches in int8 --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """The dtype of kv, the scales of rotary key and latent, and how the operator's codes differ from the program's."""
+
+    dtype: torch.dtype
+    scales: tuple[Expression | None, ...] = ()
+    rounds_first: bool = False
+    differences: tuple[str, ...] = ()
+    whole: tuple[Node, ...] = ()
+
+    @classmethod
+    def of(cls, match: Match, latent: CacheRoles, keys: CacheRoles | None) -> Quantisation:
+        caches = {"kr_cache": keys, "kv_cache": latent}
+        codes = {name: match.get(StaticCodes, f"{name}.codes") for name in caches}
+        dtype = _dtype(match, [cache.update.rows for name, cache in caches.items() if cache and not codes[name]])
+        parts = {name: found for name, found in codes.items() if found is not None}
+        if not parts:
+            return cls(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        scales = (_scale(codes[name], cache, wide) for name, cache in caches.items())
+        roundings, differences = set[bool](), list[str]()
+        for name, found in parts.items():
+            differences += found.differences(wide)
+            try:
+                roundings |= _is_rounded(match, name, found.value, dtype, wide)
+            except NoMatch as miss:
+                differences.append(miss.reason)
+        if len(roundings) == 2:
+            differences.append(f"only one of latent and rotary key is rounded to {dtype}; the operator rounds both")
+        whole = (call for found in parts.values() for call in found.whole)
+        return cls(dtype, tuple(scales), True in roundings, tuple(dict.fromkeys(differences)), tuple(whole))
+
+
+def _dtype(match: Match, plain: list[Node]) -> torch.dtype:
+    """The dtype of kv: that of rows that are stored as they are, or that in which latents are projected."""
+    latent = match["latent"]
+    found: list[torch.dtype] = [rows.meta["val"].dtype for rows in plain]
+    if not plain:
+        return latent.roundings[0] if latent.roundings else latent.origin.meta["val"].dtype
+    if any(dtype.itemsize == 1 for dtype in found):
+        raise NoMatch(f"rows are stored in {found[0]}, expected codes or values of 16 bits or more", plain[0])
+    return found[-1]
+
+
+def _scale(codes: StaticCodes | None, cache: CacheRoles | None, wide: torch.dtype) -> Expression | None:
+    """The numbers that multiply each column, [width] in float32."""
+    if codes is None or cache is None:
+        return None
+    width, number = cache.width, codes.number
+    if codes.scale is None:
+        number = 1 / number if codes.is_divided else number
+        if wide == torch.float64 and rounded(number, torch.float32) != number:
+            raise NoMatch(f"a scale of {number:.6g} would be rounded to torch.float32 by the operator", codes.node)
+        size, device = product(axis.size for axis in width), codes.node.meta["val"].device
+        return Call(aten.full.default, [size], number, dtype=torch.float32, device=device, pin_memory=False)
+    if not codes.scale.axes <= {*width}:
+        raise NoMatch("codes have scales of tokens, expected one scale or one for each column", codes.node)
+    scale = tensor(codes.scale, (width,), dtype=torch.float32, expand=True)
+    return Call(aten.reciprocal.default, scale) if codes.is_divided else scale
+
+
+def _is_rounded(match: Match, name: str, value: Element, dtype: torch.dtype, wide: torch.dtype) -> set[bool]:
+    """Whether rows are rounded to the dtype of kv before they are quantised; empty if that changes nothing.
+
+    Raises NoMatch if the program rounds them elsewhere, or computes them in another dtype than the operator."""
+    norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
+    if name == "kr_cache" and rotation is None:
+        return set()
+    reading, what = (norm, "the latent") if name == "kv_cache" else (rotation, "the rotary key")
+    assert reading is not None, "an unrotated key was left out"
+    stops = {node for element in reading.elements for node in (element.origin, element.seen[0])}
+    calls = computed_otherwise(value.seen[0], stops, wide)
+    dtypes = [call.meta["val"].dtype for call in calls]
+    if name == "kv_cache" and norm.gamma_after_cast and dtypes == [dtype, dtype] and calls[1] is value.origin:
+        return set()
+    if not calls:
+        return set() if dtype == wide else {False}
+    if dtypes == [dtype] == [value.coarsest] and value.roundings == (dtype,):
+        return {True}
+    raise NoMatch(f"{what} is computed in {dtypes[0]}, by the operator in {wide}", calls[0])

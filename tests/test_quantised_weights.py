@@ -30,7 +30,7 @@ from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings.quantised import quantised_up_projection
 
 pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
-PROLOG, KEY_SIDE, ATTENTION, INT8_PROLOG = "mla_prolog", "kv_rmsnorm_rope_cache", "latent_attention", "mla_prolog_v3"
+PROLOG, INT8_PROLOG, KEY_SIDE, ATTENTION = "mla_prolog", "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
 SCALES = "a matrix product is multiplied by a parameter, as by the scales of a quantised weight"
 
 
@@ -90,8 +90,8 @@ def test_all_projections_are_quantised(multiply):
 @pytest.mark.slow
 @pytest.mark.parametrize("multiply", SPELLINGS)
 def test_the_projection_from_latents_alone_is_plain(multiply):
-    """Only int8 tokens have a prolog. Other quantised projections do not stop the norm, the rotation and the cache write
-    from being read."""
+    """Only int8 tokens have a prolog. Other quantised projections do not stop the norm, the rotation and the cache
+    write from being read."""
     own = INT8_PROLOG if multiply in INT8_TOKENS else KEY_SIDE
     names = ("q_b",) if SPELLINGS[multiply] is by_blocks else ALL[:-1]
     report = report_of(Quantised(multiply, SPELLINGS[multiply], *names))

@@ -25,8 +25,8 @@ def no_gradients():
 def quantised(name, dtype=torch.float32):
     """A model with the projections of its attention quantised.
 
-    Where tokens are quantised, the last bit of a value may decide about a code: with 127.5 steps, the largest value of a
-    token lies halfway between two. So what is quantised again is not fused where results are compared closely: one
+    Where tokens are quantised, the last bit of a value may decide about a code: with 127.5 steps, the largest value of
+    a token lies halfway between two. So what is quantised again is not fused where results are compared closely: one
     layer, with a plain projection behind its attention, and no key side (`EXACT`)."""
     is_of_tokens = name in OF_TOKENS
     model = tiny_model("deepseek_v3", dtype, num_hidden_layers=1 if is_of_tokens else 2)

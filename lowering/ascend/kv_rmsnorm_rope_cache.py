@@ -36,6 +36,7 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    refuse_quantisation(a)
     refuse_rotation(a)
     if a.kc_scale != 1.0:
         raise NoMatch(f"kc_scale is {a.kc_scale:.6g}; {KERNEL} stores norms as they are")
@@ -52,6 +53,13 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
         limits.dense(name, getattr(a, name), KERNEL)
     if a.cache_mode not in CONTIGUOUS_MODES:
         refuse_pages(a)
+
+
+def refuse_quantisation(a: Arguments) -> None:
+    if a.rounds_first:
+        raise NoMatch(f"rounds_first is True; {KERNEL} quantises unrounded values")
+    if is_quantised(a) and a.cache_mode in CONTIGUOUS_MODES:
+        raise NoMatch(f"a cache is int8 in cache_mode {a.cache_mode!r}; {KERNEL} takes int8 in pages only")
 
 
 def refuse_rotation(a: Arguments) -> None:

@@ -1,4 +1,4 @@
-"""What a pattern bound, and which axes turned out to be the same."""
+"""What a pattern bound, which axes turned out to be the same, and how far an attempt came."""
 
 from __future__ import annotations
 
@@ -173,6 +173,19 @@ class Match:
         if axis in self.fixed or axis in index.axes or digits is None:
             return False
         return bool(product(digit.size for digit in digits) == axis.size)
+
+
+@dataclass
+class NearestMiss:
+    """The deepest point at which an attempt at a pattern failed, or the deepest whose reason is certain."""
+
+    depth: int = -1
+    miss: NoMatch | None = None
+    is_certain: bool = False
+
+    def fail(self, match: Match, miss: NoMatch, *, is_certain: bool = False) -> None:
+        if (is_certain, match.depth) > (self.is_certain, self.depth):
+            self.depth, self.miss, self.is_certain = match.depth, miss, is_certain
 
 
 def _pairs(again: Element, first: Element) -> Iterator[tuple[Node, Node]]:

@@ -9,6 +9,7 @@ bound("q", pattern)              the same, for an element that also satisfies a 
 contract(a, b, name="uq")        a matrix product of a and b, in either order
 quantised(a, b, name="up")       the same, also of codes that carry their scales
 tokens(value, name="cq.codes")   the codes of a value that the program quantises, with a scale for each token
+coded(value, name="codes")       the codes of a value in int8, with a scale that is given
 rms_norm(value, gamma, name=..)  a weighted RMSNorm
 scaled(value, scale, name=..)    a value multiplied by a smaller tensor
 gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one
@@ -56,23 +57,11 @@ from mla_fx.readings.reading import Reading
 from mla_fx.readings.rms_norm import rms_norm as read_rms_norm
 from mla_fx.readings.rope import rope as read_rope
 from mla_fx.readings.scaling import scaling
+from mla_fx.readings.static_codes import static_codes
 from mla_fx.readings.unproved import EQUAL, unproved
 from mla_fx.readings.views import cuts, fresh_index, shape_of
 
-from .match import Match
-
-
-@dataclass
-class NearestMiss:
-    """The deepest point at which an attempt at a pattern failed, or the deepest whose reason is certain."""
-
-    depth: int = -1
-    miss: NoMatch | None = None
-    is_certain: bool = False
-
-    def fail(self, match: Match, miss: NoMatch, *, is_certain: bool = False) -> None:
-        if (is_certain, match.depth) > (self.is_certain, self.depth):
-            self.depth, self.miss, self.is_certain = match.depth, miss, is_certain
+from .match import Match, NearestMiss
 
 
 class Pattern:
@@ -176,16 +165,19 @@ class _Reads(Pattern):
         yield from partial
 
 
-class _Tokens(_Reads):
-    """Tokens that the program quantises. If codes carry scales, what is wrong with them comes before all else."""
+@dataclass(frozen=True)
+class _Codes(_Reads):
+    """Codes that the program computes. If an element must be codes, what is wrong with them comes before all else."""
+
+    must_be: Callable[[Element], bool]
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         try:
-            reading = quantised_tokens(element)
+            readings = [*self.reader(element, match)]
         except NoMatch as miss:
-            is_certain = element.scales is not None and not is_parameter(element.origin)
-            return nearest.fail(match, miss, is_certain=is_certain)
-        yield from self.within(reading, match, nearest)
+            return nearest.fail(match, miss, is_certain=self.must_be(element))
+        for reading in readings:
+            yield from self.within(reading, match, nearest)
 
 
 def _each(pattern: Pattern, element: Element, before: Iterator[Match], nearest: NearestMiss) -> Iterator[Match]:
@@ -255,7 +247,14 @@ def quantised(left: Pattern, right: Pattern, name: str) -> Pattern:
 
 
 def tokens(value: Pattern, name: str) -> Pattern:
-    return _Tokens(name, lambda element, _: (quantised_tokens(element),), {"value": value})
+    def must_be(element: Element) -> bool:
+        return element.scales is not None and not is_parameter(element.origin)
+
+    return _Codes(name, lambda element, _: (quantised_tokens(element),), {"value": value}, must_be)
+
+
+def coded(value: Pattern, name: str) -> Pattern:
+    return _Codes(name, lambda element, _: static_codes(element), {"value": value}, lambda one: one.dtype.itemsize == 1)
 
 
 def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:

@@ -13,8 +13,7 @@ from torch.fx import Node
 from mla_fx.debug.report import Miss
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import REPLACED, fused_name, module_of, name_of, source_of
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import NearestMiss
+from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.readings.calls import noting
 from mla_fx.rewriting.draft import Draft, fake_of
 from mla_fx.rewriting.emitter import Emitter
@@ -143,12 +142,20 @@ def _ask_target(run: Run, call: Draft) -> None:
     if name is not None and name in run.target.left_out:
         raise NoMatch(f"target {run.target.name!r}: {run.target.left_out[name]}")
     lowering = run.lowerings.get(call.target)
-    if lowering is None or run.target.runs_operators:
+    would_copy = not run.target.writes_in_place and _updates_caches(call)
+    if lowering is None or (run.target.runs_operators and not would_copy):
         return
     try:
         lowering(*fake_of(call.args), **{name: fake_of(value) for name, value in call.kwargs.items()})
     except NoMatch as refusal:
         raise NoMatch(f"target {run.target.name!r}: {refusal.reason}") from refusal
+
+
+def _updates_caches(call: Draft) -> bool:
+    """Whether results are updated arguments, which a functional call copies."""
+    schema = call.target._schema
+    results = {one.name.removesuffix("_out") for one in schema.returns}
+    return not results.isdisjoint(one.name for one in schema.arguments)
 
 
 def _first_dtype(value: Any) -> torch.dtype:

@@ -1,17 +1,29 @@
-"""Latents that a program quantises again whenever it reads its cache: the cache behind them."""
+"""Caches in 8 bits, and latents that a program quantises again whenever it reads its cache: the cache behind them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch.fx import Node
 
-from .cache_update import WRITES
-from .calls import operands_of
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import label_of
 
+from .algebra import as_product
+from .cache_update import WRITES
+from .calls import CASTS, args_of, operands_of
+from .element import Element, element_of, operand
+
+aten = torch.ops.aten
 MOST_CALLS = 60  # between a cache and what is read of it; quantising tokens takes about thirty
 
 
 def cache_behind(value: Node) -> Node | None:
     """The only written cache that a value is computed from; None if there are several, or none is near."""
+    codes = int8_cache(element_of(value))
+    if codes is not None and codes.target is aten.cat.default:
+        return codes
     pending, seen, found = [value], {value}, list[Node]()
     while pending:
         node = pending.pop()
@@ -24,3 +36,36 @@ def cache_behind(value: Node) -> Node | None:
         if len(seen) > MOST_CALLS:
             return None
     return found[0] if len(found) == 1 else None
+
+
+def int8_cache(element: Element) -> Node | None:
+    """The codes in int8 that an element is dequantised from: a written cache, or a graph input; None if there are
+    none."""
+    return next((node for node in _factors(element) if node.meta["val"].dtype == torch.int8), None)
+
+
+def check_int8_cache(element: Element) -> None:
+    """Raises NoMatch if latents are dequantised from a cache as it was before the write, or with scales of tokens."""
+    codes = int8_cache(element)
+    if codes is None:
+        return
+    if codes.op == "placeholder":
+        because = f"attention reads {label_of(codes)} as it is before new rows are written"
+        raise NoMatch(because, codes)
+    scales = next((node for node in _factors(element) if node is not codes and node.target in WRITES), None)
+    if scales is not None:
+        raise NoMatch("the scales of an int8 cache are written with its rows, expected scales that are given", scales)
+
+
+def _factors(element: Element) -> Iterator[Node]:
+    """The caches and graph inputs among the factors of a product, before casts."""
+    try:
+        factors = [factor for factor, _ in as_product(element).factors]
+    except NoMatch:
+        return
+    for factor in factors:
+        node, index = factor.origin, factor.index
+        if node.target in CASTS:
+            node = operand(args_of(node)[0], index).origin
+        if node.op == "placeholder" or node.target in WRITES | {aten.cat.default}:
+            yield node

@@ -136,8 +136,8 @@ def _with_scales(side: Element, scales: list[Element], dtype: torch.dtype) -> El
 
 
 def _scaled_side(found: Contraction, scale: Element) -> str:
-    """The operand along whose outer dimensions a scale runs. One number belongs to a parameter if it is a parameter, and
-    to the operand that the program computes if it is computed."""
+    """The operand along whose outer dimensions a scale runs. One number belongs to the weight if it is a parameter, and
+    else to the operand that the program computes."""
     sides = [side for side in ("right", "left") if scale.axes <= getattr(found, side).axes]
     if not sides:
         raise NoMatch("the scales of a product belong to neither operand", scale.origin)

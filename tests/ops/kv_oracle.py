@@ -57,7 +57,7 @@ def byte_offset(mode, shape, element_size, index, steps, place):
 
 
 def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v, *,
-           epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast, kc_scale):  # fmt: skip
+           epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast, kc_scale, rounds_first):  # fmt: skip
     """The rows k_rope and c_kv in float64, and for each cache the unrounded value to be found at each byte offset."""
     batch, heads, steps, _ = kv.shape
     weights = gamma.tolist()
@@ -83,6 +83,7 @@ def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_sc
             for d, value in enumerate(pair[which]):
                 at = byte_offset(cache_mode, cache.shape, cache.element_size(), index, steps, (b, s, n, d))
                 if at is not None:
+                    value = surely_rounded(value, kv.dtype) if rounds_first and factor is not None else value
                     value = value if factor is None else value * factor[d]
                     stored[which][at] = value if added is None else value + added[d]
     outputs = []
@@ -90,6 +91,13 @@ def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_sc
         values = [pair[which] for pair in rows.values()]
         outputs.append(torch.tensor(values, dtype=torch.float64).view(batch, heads, steps, cache.shape[-1]))
     return outputs, stored
+
+
+def surely_rounded(value, dtype):
+    """`value` rounded to `dtype`; NaN if float32 cannot tell to which of two neighbours."""
+    error = 0 if dtype in (torch.float32, torch.float64) else 2e-6
+    low, high = torch.tensor([value * (1 - error), value * (1 + error)], dtype=torch.float64).to(dtype).tolist()
+    return low if low == high else math.nan
 
 
 def close(actual, wanted, dtype, casts):
@@ -104,10 +112,13 @@ def nearest(actual, wanted, dtype):
 
     Values up to 300 carry float32 errors of about 1e-6 relative; such near ties must be rare, 0.2 % on average.
     """
+    known = ~wanted.isnan()
+    assert (~known).sum() <= max(1, 0.02 * known.numel())
+    actual, wanted = actual[known], wanted[known]
     unsure = 1e-9 if dtype == torch.float64 else 1e-3
     near = (wanted - wanted.floor() - 0.5).abs() < unsure
     exact = wanted.round().clamp(-128, 127)
-    assert near.double().mean() < 0.02
+    assert near.sum() <= max(1, 0.02 * near.numel())
     assert torch.equal(actual.double()[~near], exact[~near])
     assert ((actual.double() - exact).abs()[near] <= 1).all()
 
@@ -181,9 +192,8 @@ def build(mode, *, batch=2, steps=5, heads=0, quantize=(), offset=True, block_si
     return args, {"cache_mode": mode}
 
 
-# What a test takes of each mode: plain, quantised where the mode allows, and with v.
+# What a test takes of each mode: plain, quantised, and with v.
 FORMS = [
     pytest.param(mode, heads, quantize, id=f"{mode}{', v' if heads else ''}{', int8' if quantize else ''}")
     for mode, heads, quantize in itertools.product(MODES, (0, 2), ("", "kc"))
-    if not (mode == "Norm" and quantize)
 ]

@@ -26,7 +26,6 @@ def test_sample_against_oracle(operator, args, kwargs):
 @given(data=st.data())
 @pytest.mark.parametrize("mode", MODES)
 def test_any_sizes_against_oracle(mode, data):
-    quantize = "" if mode == "Norm" else data.draw(st.sampled_from(["", "k", "c", "kc"]))
     args, kwargs = build(
         mode,
         batch=data.draw(st.integers(0, 3)),
@@ -39,15 +38,16 @@ def test_any_sizes_against_oracle(mode, data):
         rotate=data.draw(st.booleans()),
         dtype=data.draw(st.sampled_from(DTYPES)),
         seed=data.draw(st.integers(0, 9)),
-        quantize=quantize,
+        quantize=data.draw(st.sampled_from(["", "k", "c", "kc"])),
     )
-    matches_oracle(args, kwargs)
+    matches_oracle(args, kwargs | {"rounds_first": data.draw(st.booleans())})
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(st.integers(0, 3), st.integers(0, 40), st.sampled_from([0, 0, 1, 2]), st.sampled_from(DTYPES))
-def test_rows_that_are_the_cache(batch, steps, heads, dtype):
-    matches_oracle(*build("BNSD", batch=batch, steps=steps, heads=heads, dtype=dtype))
+@given(st.integers(0, 3), st.integers(0, 40), st.sampled_from([0, 0, 1, 2]), st.sampled_from(DTYPES), st.booleans())
+def test_rows_that_are_the_cache(batch, steps, heads, dtype, is_quantised):
+    quantize = "kc" if is_quantised else ""
+    matches_oracle(*build("BNSD", batch=batch, steps=steps, heads=heads, dtype=dtype, quantize=quantize))
 
 
 def of_many_sizes(mode, **options):
@@ -159,6 +159,24 @@ def test_int8_is_taken_from_unrounded_float32_values():
         actual = rows_of(result, args)
         assert np.array_equal(actual, int8(row * scale))
         assert not np.array_equal(actual, int8(bfloat16(row) * scale))
+
+
+def test_int8_of_rows_that_are_rounded_first():
+    args, kwargs, a = integers(quantize="kc")
+    results = OPERATOR.overload(*args, **kwargs, rounds_first=True)
+    unrounded = OPERATOR.overload(*args, **kwargs)
+    key, normed = emulated_rows(a)
+    rows = (key, a["k_rope_scale"]), (normed * a["gamma"], a["c_kv_scale"])
+    for result, other, (row, scale) in zip(results, unrounded, rows, strict=False):
+        assert np.array_equal(rows_of(result, args), int8(bfloat16(row) * scale))
+        assert not torch.equal(result, other)
+    assert all(map(torch.equal, results[2:], unrounded[2:]))
+
+
+def test_rounding_first_changes_nothing_without_int8():
+    args, kwargs = build("Norm", dtype=torch.bfloat16)
+    results = (OPERATOR.overload(*args, **kwargs, rounds_first=rounds) for rounds in (False, True))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("offset", [False, True])

@@ -270,13 +270,26 @@ def test_refusal_writes_nothing(mode, heads, quantize, spoil, message):
 
 
 @pytest.mark.parametrize("quantize", ["k", "c", "kc"])
-def test_norm_is_not_excluded_from_quantisation_by_the_document_but_refused(quantize):
-    """The document names no mode; the kernel has no quantised store per batch row and rejects it."""
-    args, _ = build("PA", quantize=quantize, batch=1)
-    index = args[INDEX] % 64
-    caches = [cache.view(1, 1, -1, cache.shape[-1]) for cache in args[5:7]]
-    message = r"cache has dtype torch.int8; cache_mode 'Norm' stores rows as they are, in torch.float32"
-    refuses(OPERATOR, (*args[:4], index[None], *caches, *args[7:]), {"cache_mode": "Norm"}, message)
+@pytest.mark.parametrize("mode", ["Norm", "BNSD"])
+def test_norm_takes_int8_though_the_kernel_rejects_it(mode, quantize):
+    """The document names no mode; the kernel has no quantised store per batch row. Codes are those of pages."""
+    args, kwargs = build(mode, quantize=quantize, block_size=7)
+    results = OPERATOR.overload(*args, **kwargs)
+    matches_oracle(args, kwargs, results)
+    place = torch.arange(5).expand(2, -1) if args[INDEX] is None else args[INDEX]
+    slots = (place + torch.tensor([[0], [32]])).flatten()
+    pages = [torch.zeros(2, 32, 1, cache.shape[-1], dtype=cache.dtype) for cache in args[K_CACHE : CKV_CACHE + 1]]
+    paged = OPERATOR.overload(*args[:4], slots, *pages, *args[7:], cache_mode="PA")
+    for mine, theirs in zip(results, paged[:2], strict=False):
+        rows = mine[torch.arange(2).unsqueeze(-1), 0, place]
+        assert torch.equal(rows.flatten(0, 1), theirs.flatten(0, 2)[slots])
+
+
+@pytest.mark.parametrize("mode", ["Norm", "BNSD"])
+def test_int8_beside_tables_of_one_step(mode):
+    args, kwargs = build(mode, quantize="kc")
+    one_step_of_tables(args := list(args), kwargs)
+    matches_oracle(args, kwargs)
 
 
 @pytest.mark.parametrize(("dtype", "lanes"), [(torch.bfloat16, 16), (torch.float32, 8), (torch.float64, 4)])

@@ -26,3 +26,4 @@ class Arguments:
     rope_layout: str = "interleave_half"
     gamma_after_cast: bool = False
     kc_scale: float = 1.0
+    rounds_first: bool = False

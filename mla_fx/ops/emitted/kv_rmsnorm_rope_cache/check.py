@@ -26,13 +26,15 @@ from .arguments import Arguments
 CACHE_MODES = ("Norm", "BNSD", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
 PLAIN_MODES = CACHE_MODES[:4]
 CONTIGUOUS_MODES = CACHE_MODES[:2]
+WIDE = (torch.float32, torch.float64)
 HEADS = (1, 2, 4, 8)
 # Each cache, and the prefix of its scale and offset.
 CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
 
 
 def check(a: Arguments) -> None:
-    scales = {f"{row}_{part}": (torch.float32,) for row in CACHES.values() for part in ("scale", "offset")}
+    wide = WIDE if a.kv.dtype == torch.float64 else WIDE[:1]
+    scales = {f"{row}_{part}": wide for row in CACHES.values() for part in ("scale", "offset")}
     own = {"index": (torch.int64,), **dict.fromkeys(CACHES, (a.kv.dtype, torch.int8)), **scales}
     check_tensors(vars(a), free=("gamma", "cos", "sin"), skip=own)
     check_dtypes(a, own)
@@ -46,7 +48,7 @@ def check(a: Arguments) -> None:
     for name, width in zip(CACHES, widths, strict=True):
         check_quantisation(a, name, width)
     for name, width in zip(CACHES, widths, strict=True):
-        if a.cache_mode not in PLAIN_MODES or is_quantised(a):
+        if has_sized_pages(a):
             check_page(a, name, width)
         if a.cache_mode.endswith("NZ") or a.v is not None:
             check_dense_pages(name, getattr(a, name))
@@ -86,7 +88,7 @@ def check_tables(a: Arguments, width: int) -> None:
     batch, _, steps, _ = a.kv.shape
     table = a.sin if a.cos is None else a.cos
     one = table is not None and table.dim() == 4 and statically_known_true(table.shape[2] == 1)
-    if one and a.cache_mode in PLAIN_MODES and not is_quantised(a):
+    if one and not has_sized_pages(a):
         steps = 1
     check_rope(width, a.rope_layout, "B, 1, S, Dr", (batch, 1, steps, width), cos=a.cos, sin=a.sin)
 
@@ -103,6 +105,12 @@ def is_quantised(a: Arguments) -> bool:
     return torch.int8 in (a.k_cache.dtype, a.ckv_cache.dtype)
 
 
+def has_sized_pages(a: Arguments) -> bool:
+    """Whether BlockSize is limited."""
+    is_plain = a.cache_mode in PLAIN_MODES and not is_quantised(a)
+    return a.cache_mode not in CONTIGUOUS_MODES and not is_plain
+
+
 def check_quantisation(a: Arguments, name: str, width: int) -> None:
     """Check that an int8 cache has a scale and at most an offset, and that any other cache has neither."""
     cache: Tensor = getattr(a, name)
@@ -111,13 +119,9 @@ def check_quantisation(a: Arguments, name: str, width: int) -> None:
         raise ValueError(f"{offset} is given and {scale} is None; an offset needs its scale.")
     if getattr(a, offset) is not None and a.v is None:
         raise ValueError(f"{offset} is given; it must be None without v, where the kernel ignores it.")
-    if not check_optional(scale, getattr(a, scale), cache.dtype == torch.int8, f"{name} of dtype {cache.dtype}"):
-        return
-    if a.cache_mode in CONTIGUOUS_MODES:
-        mode = f"cache_mode {a.cache_mode!r}"
-        raise ValueError(f"{name} has dtype {cache.dtype}; {mode} stores rows as they are, in {a.kv.dtype}.")
-    letters = "D or 1, D" if a.v is None else "N, D"
-    check_letters(a, {"N": a.kv.shape[1], "D": width}, **{scale: letters, offset: letters})
+    if check_optional(scale, getattr(a, scale), cache.dtype == torch.int8, f"{name} of dtype {cache.dtype}"):
+        letters = "D or 1, D" if a.v is None else "N, D"
+        check_letters(a, {"N": a.kv.shape[1], "D": width}, **{scale: letters, offset: letters})
 
 
 def check_page(a: Arguments, name: str, width: int) -> None:

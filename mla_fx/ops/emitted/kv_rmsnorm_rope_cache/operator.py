@@ -37,7 +37,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Tensors share the dtype of kv (bfloat16, float16, float32, float64); gamma and tables may be any of these. RMSNorm
     and RoPE run in float32, or float64 for float64, and are rounded once. cos and sin may also have one step for all
-    S, with unquantised caches and cache_mode "Norm", "BNSD", "PA" or "PA_BNSD".
+    S, with cache_mode "Norm" or "BNSD", and with "PA" or "PA_BNSD" if no cache is int8.
 
     cache_mode defines the caches [..., Dr] and [..., Hckv] and the int64 index:
 
@@ -55,10 +55,12 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     is undefined. BlockSize is a multiple of 16, or of 32 if a cache is int8, except for unquantised "PA" and "PA_BNSD",
     which take any. Only axis 0 of the caches may be strided with NZ or v.
 
-    Each cache may be int8, except in "Norm" and "BNSD"; then its rows are `x * scale (+ offset)`, x being c_kv or
-    k_rope before it was rounded, to the nearest integer, ties to even, saturated. k_rope_scale and k_rope_offset belong
-    to k_cache, c_kv_scale and c_kv_offset to ckv_cache: float32 [D] or [1, D], with v [N, D]. An int8 cache needs its
-    scale, no other cache takes one. An offset needs a scale and v; without v, kernels ignore it, and it is refused.
+    Each cache may be int8; then its rows are `x * scale (+ offset)`, x being c_kv or k_rope before it was rounded, to
+    the nearest integer, ties to even, saturated. rounds_first, which is not an argument of the source either, takes x
+    after it was rounded to the dtype of kv, as plain code in 16 bits does. k_rope_scale and k_rope_offset belong to
+    k_cache, c_kv_scale and c_kv_offset to ckv_cache: float32 (or float64 with float64) [D] or [1, D], with v [N, D].
+    An int8 cache needs its scale, no other cache takes one. An offset needs a scale and v; without v, kernels ignore
+    it, and it is refused.
 
     Returns k_cache, ckv_cache, k_rope [B, 1, S, Dr], c_kv [B, 1, S, Hckv]; the last two, never quantised, are called
     k_embed_out and y_out in the source. In place, `kv_rmsnorm_rope_cache_` writes the caches instead and returns the
@@ -68,9 +70,9 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     unless within `check_values`. Inference only.
 
     If sources disagree: one cache may be quantised without the other, as kernels can, though the document asks for
-    both; offsets are optional with v and refused without, though the document requires them;
-    "Norm" refuses int8, as kernels do, though the document does not say so; BlockNum is bounded by Ceil, not Floor;
-    caches have the shape above in "PA_NZ" too: a last dimension of 32 is how int8 pages are stored, not their shape.
+    both; offsets are optional with v and refused without, though the document requires them; "Norm" takes int8, which
+    the document does not exclude, though kernels reject it; BlockNum is bounded by Ceil, not Floor; caches have the
+    shape above in "PA_NZ" too: a last dimension of 32 is how int8 pages are stored, not their shape.
     """
     new = new_rows(a)
     k_cache = write(a.k_cache, new.slots, new.k_rows, a.cache_mode)

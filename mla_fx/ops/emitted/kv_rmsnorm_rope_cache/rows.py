@@ -32,6 +32,8 @@ def new_rows(a: Arguments) -> NewRows:
         latent = to_accumulation_dtype(a.v)
         key = torch.cat((rotated(whole[..., :width], a), whole[..., width:]), -1)
     k_rope, c_kv = key.to(a.kv.dtype), latent.to(a.kv.dtype)
+    if a.rounds_first:
+        key, latent = to_accumulation_dtype(k_rope), to_accumulation_dtype(c_kv)
     return NewRows(
         token_slots(a),
         k_rope if a.k_rope_scale is None else quantized(key, a.k_rope_scale, a.k_rope_offset),

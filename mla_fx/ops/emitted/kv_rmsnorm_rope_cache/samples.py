@@ -31,11 +31,14 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         "PA_BLK_BNSD, int8", *wide_sample(dtype, 11, "PA_BLK_BNSD", 33, quantize=("k_rope",), gamma_after_cast=True)
     )
     yield Sample("PA_BLK_NZ, int8", *wide_sample(dtype, 12, "PA_BLK_NZ", 40, quantize=("c_kv",), rotate=False, skip=1))
+    yield Sample("Norm, int8", *wide_sample(dtype, 25, "Norm", 5, quantize=("k_rope", "c_kv"), rounds_first=True))
+    yield Sample("BNSD, int8", *wide_sample(dtype, 26, "BNSD", 5, quantize=("c_kv",), gamma_after_cast=True))
     yield Sample("Norm, v", *wide_sample(dtype, 13, "Norm", 5, heads=4, skip=3))
     yield Sample("PA, v", *wide_sample(dtype, 14, "PA", 5, heads=2, skip=1, rope_layout="interleave_interleave"))
     yield Sample("PA_NZ, v", *wide_sample(dtype, 15, "PA_NZ", 5, heads=2))
     yield Sample("PA_BLK_BNSD, v", *wide_sample(dtype, 16, "PA_BLK_BNSD", 33, heads=1, rotate=False))
     yield Sample("PA_BLK_NZ, v", *wide_sample(dtype, 17, "PA_BLK_NZ", 33, heads=8, skip=1, gamma_after_cast=True))
+    yield Sample("Norm, v, int8", *wide_sample(dtype, 27, "Norm", 5, heads=2, quantize=("k_rope",), rounds_first=True))
     yield Sample("PA, v, int8", *wide_sample(dtype, 18, "PA", 5, heads=2, quantize=("k_rope",), offset=True))
     yield Sample(
         "PA_NZ, v, int8", *wide_sample(dtype, 19, "PA_NZ", 5, heads=2, quantize=("k_rope", "c_kv"), offset=True)
@@ -95,7 +98,8 @@ def wide_sample(
     k_width, ckv_width = (64, 32) if heads else (rope, 64)
     total = k_width if heads else k_width + ckv_width
     draw, draw_scale = Sampler(dtype, seed), Sampler(torch.float32, seed)
-    lead = (batch, max(heads, 1), block_size) if cache_mode == "Norm" else (blocks, block_size, max(heads, 1))
+    room = {"Norm": block_size, "BNSD": steps}.get(cache_mode)
+    lead = (blocks, block_size, max(heads, 1)) if room is None else (batch, max(heads, 1), room)
 
     def cache(row: str, width: int) -> Tensor:
         values = draw.normal(*lead, width)
@@ -107,12 +111,13 @@ def wide_sample(
         drawn = size * draw_scale.gamma(max(heads, 1) * width)
         return drawn.view(heads, width) if heads else drawn
 
+    index = None
     if cache_mode == "Norm":
         index = torch.stack([draw.slots(steps, block_size, skip) for _ in range(batch)])
     elif "BLK" in cache_mode:
         pages = draw.slots(batch * -(-steps // block_size), blocks, skip)
         index = torch.where(pages < 0, pages, pages * block_size)
-    else:
+    elif cache_mode != "BNSD":
         index = draw.slots(batch * steps, blocks * block_size, skip)
     cos, sin = draw.tables(batch, 1, steps, rope) if rotate else (None, None)
     arguments = (

@@ -45,7 +45,8 @@ def body(a: Arguments) -> Results:
     float32, float64) is that of everything unquantised, 16-bit in kv_cache_quant_mode 3; gammas and tables may have any
     of these. Norms, rotations and scales run in float32, or float64 for float64.
 
-    weight_quant_mode, and the scales (float32, or float64 for float64) that it takes, all factors that turn integers back into values:
+    weight_quant_mode, and the scales (float32, or float64 for float64) that it takes, all factors that turn integers
+    back into values:
 
     - 0: nothing is int8. The three products of token_x and n are rounded to the dtype, as is n.
     - 1: weight_uq_qr is int8 with dequant_scale_w_uq_qr [1, N*(D+Dr)], one scale per column. n is not rounded but made
