@@ -114,7 +114,7 @@ class Float8Latents(Layer):
 
 
 def test_latents_that_went_through_eight_bits():
-    """That cast is an operation of its own: attention is over its results, and the prolog writes the cache before it."""
+    """That cast is an operation: attention is over its results, and the prolog writes the cache before it."""
     report = check(Float8Latents())
     assert report.fused == {"mla_prolog": 1, "latent_attention": 1}, str(report)
     assert not report.notes

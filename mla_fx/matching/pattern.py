@@ -167,7 +167,8 @@ class _Reads(Pattern):
 
 @dataclass(frozen=True)
 class _Codes(_Reads):
-    """Codes that the program computes. If an element must be codes, what is wrong with them comes before all else."""
+    """Codes that the program computes. If an element must be codes, what is wrong with them comes before all else; no
+    other element misses this pattern."""
 
     must_be: Callable[[Element], bool]
 
@@ -175,7 +176,7 @@ class _Codes(_Reads):
         try:
             readings = [*self.reader(element, match)]
         except NoMatch as miss:
-            return nearest.fail(match, miss, is_certain=self.must_be(element))
+            return nearest.fail(match, miss, is_certain=True) if self.must_be(element) else None
         for reading in readings:
             yield from self.within(reading, match, nearest)
 
