@@ -8,7 +8,7 @@ from ops.harness import by_name, cases
 NZ = 29
 WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
 # What `mla_fx` has beyond the vendor's.
-OWN = {"rope_layout": "interleave_half", "gamma_after_cast": False}
+OWN = {"rope_layout": "interleave_half", "gamma_after_cast": False, "rounds_first": False}
 NUMBERS = {"mla_prolog": ("qc_qr_scale", "kc_scale"), "kv_rmsnorm_rope_cache": ("kc_scale",)}
 
 
@@ -19,6 +19,8 @@ def vendor_cases(operator):
         arguments = by_name(*case.values)
         is_vendors = all(arguments.pop(name, default) == default for name, default in own.items())
         is_vendors &= arguments.get("cache_mode") != "BNSD"
+        caches = [arguments[name] for name in ("k_cache", "ckv_cache") if name in arguments]
+        is_vendors &= arguments.get("cache_mode") != "Norm" or all(cache.is_floating_point() for cache in caches)
         is_rotated = all(arguments[name] is not None for name in ("cos", "rope_cos") if name in arguments)
         if is_vendors and is_rotated:
             yield pytest.param(arguments, id=case.id)
