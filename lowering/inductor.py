@@ -46,7 +46,12 @@ class Inductor(Target):
     fuses_loops = True
     is_fallback = True
     is_saved = True
-    left_out = MappingProxyType({"mla_prolog_v3": "int8 projections are faster one by one than in mla_prolog_v3"})
+    left_out = MappingProxyType(
+        {
+            prolog: f"int8 projections are faster one by one than in {prolog}"
+            for prolog in ("mla_prolog_v3", "mla_prolog_quant")
+        }
+    )
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:
         return True

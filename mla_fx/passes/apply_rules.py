@@ -159,6 +159,8 @@ def _updates_caches(call: Draft) -> bool:
 
 
 def _first_dtype(value: Any) -> torch.dtype:
-    dtype = value.dtype if isinstance(value, torch.Tensor) else value[0].dtype
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    """That of the first result; if that holds codes, the coarsest dtype of the others that are floating."""
+    results = [value] if isinstance(value, torch.Tensor) else value
+    dtypes: list[torch.dtype] = [result.dtype for result in results]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return dtypes[0] if dtypes[0] in floating else min(floating, key=lambda dtype: dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Caches in 8 bits, and latents that a program quantises again whenever it reads its cache: the cache behind them."""
+"""Caches in 8 bits, and latents that a program quantises again whenever it reads its cache: the caches behind them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def cache_behind(value: Node) -> Node | None:
     codes = int8_cache(element_of(value))
     if codes is not None and codes.target is aten.cat.default:
         return codes
+    found = caches_behind(value)
+    return found[0] if len(found) == 1 else None
+
+
+def caches_behind(value: Node) -> tuple[Node, ...]:
+    """The written caches that a value is computed from; none if one may be far."""
     pending, seen, found = [value], {value}, list[Node]()
     while pending:
         node = pending.pop()
@@ -34,8 +40,8 @@ def cache_behind(value: Node) -> Node | None:
         seen.update(new)
         pending += new
         if len(seen) > MOST_CALLS:
-            return None
-    return found[0] if len(found) == 1 else None
+            return ()
+    return tuple(found)
 
 
 def int8_cache(element: Element) -> Node | None:

@@ -75,8 +75,9 @@ class _Scale:
     guards: tuple[float, ...]
 
 
-def quantised_tokens(element: Element) -> QuantisedTokens:
-    """Read codes that carry one scale as quantised tokens. Raises NoMatch if they are not."""
+def quantised_tokens(element: Element, *, guard: float = LARGEST_GUARD) -> QuantisedTokens:
+    """Read codes that carry one scale as quantised tokens. A bound of a largest value is a difference if it is above
+    `guard`. Raises NoMatch if they are none."""
     scales = () if element.scales is None else element.scales.by
     if len(scales) != 1:
         raise NoMatch(f"expected the codes of tokens with one scale, found {len(scales)} scales", element.origin)
@@ -101,9 +102,9 @@ def quantised_tokens(element: Element) -> QuantisedTokens:
     stops = {values[0].seen[0], divisor.maximum.origin, scale.maximum.origin}
     differences = (
         *_other_steps(steps),
-        *_raised((*divisor.guards, *scale.guards)),
-        *_rounded_in("the codes of tokens are computed", codes.rounded, stops),
-        *_rounded_in("the scales of tokens are computed", scales[0].seen[0], stops),
+        *_raised((*divisor.guards, *scale.guards), guard),
+        *rounded_in("the codes of tokens are computed", codes.rounded, stops),
+        *rounded_in("the scales of tokens are computed", scales[0].seen[0], stops),
     )
     factor = scale.number * abs(inside.factor) * steps
     factor = 1.0 if math.isclose(factor, 1.0, rel_tol=5e-7) else factor
@@ -188,23 +189,26 @@ def _other_steps(steps: float) -> Iterator[str]:
         yield f"the largest code of a token is {steps:.6g}, of a kernel 127"
 
 
-def _raised(guards: tuple[float, ...]) -> Iterator[str]:
-    if any(guard > LARGEST_GUARD for guard in guards):
+def _raised(guards: tuple[float, ...], allowed: float) -> Iterator[str]:
+    if any(guard > allowed for guard in guards):
         yield f"the largest value of a token counts as {max(guards):.3g} at least, in a kernel as it is"
 
 
-def _rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
+def rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
     """Whether a product between a node and `stops` is rounded to 16 bits."""
     pending, seen = [start], set(stops)
     while pending:
         node = pending.pop()
-        if node in seen:
+        if node in seen or constant(node) is not None:
             continue
         seen.add(node)
         pending += operands_of(node)
+        if not isinstance(node.meta["val"], torch.Tensor):
+            continue  # the parts of a split
         dtype = node.meta["val"].dtype
-        wider = any(is_coarser(dtype, operand.meta["val"].dtype) for operand in operands_of(node))
-        if is_coarser(dtype, torch.float32) and constant(node) is None and (wider or node.target in ARITHMETIC):
+        given = (operand.meta["val"] for operand in operands_of(node))
+        wider = any(is_coarser(dtype, value.dtype) for value in given if isinstance(value, torch.Tensor))
+        if is_coarser(dtype, torch.float32) and (wider or node.target in ARITHMETIC):
             yield f"{what} in {dtype}, in a kernel in torch.float32"
             return
 
@@ -227,3 +231,10 @@ def _bounded(node: Node) -> tuple[Node, float, float] | None:
         bounds.append(none if given is None else constant(given))
     low, high = bounds
     return None if low is None or high is None else (args_of(node)[0], low, high)
+
+
+def unbounded(element: Element) -> Element:
+    """What an element is before it is bounded, if it is."""
+    while element.factor == 1.0 and (found := _bounded(element.origin)) is not None:
+        element = operand(found[0], element.index)
+    return element

@@ -194,13 +194,13 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
     return CacheRoles(update, batch, slot, dims[last], axes(update.token, "the new rows", update.node))
 
 
-def check_same_write(latent: CacheRoles, keys: CacheRoles) -> None:
+def check_same_write(latent: CacheRoles, keys: CacheRoles, what: str = "latent and rotary key") -> None:
     """Raises NoMatch unless latents and rotary keys are written to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
     if _wraps(mine) != _wraps(theirs):
-        raise NoMatch("negative positions are written for only one of latent and rotary key", theirs.node)
+        raise NoMatch(f"negative positions are written for only one of {what}", theirs.node)
     if latent.row != keys.row or _counted(mine) != _counted(theirs):
-        raise NoMatch("latent and rotary key are written to different positions", theirs.node)
+        raise NoMatch(f"{what} are written to different positions", theirs.node)
 
 
 def _wraps(update: CacheUpdate) -> bool:

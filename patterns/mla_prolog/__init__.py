@@ -15,9 +15,8 @@ import operator
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from mla_fx.matching.pattern import Pattern
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.quantised_tokens import QuantisedTokens
 from mla_fx.readings.sizes import product
@@ -25,9 +24,7 @@ from mla_fx.rewriting.operands import (
     cache_roles,
     check_norm_of_rows,
     check_same_write,
-    last_dimension,
     new_cache,
-    normed,
     positions_and_caches,
     replaced_cache,
     replaced_rows,
@@ -55,96 +52,28 @@ from mla_fx.rule import (
     Rope,
     Rule,
     behind,
-    bound,
-    contract,
     either,
-    having,
-    quantised,
-    refused,
+    element_of,
     result,
-    rms_norm,
     roles,
-    rope,
-    scaled,
     shape_of,
     stored,
     tensor,
-    tokens,
-    var,
 )
 
 from . import cases, int8
+from .dataflow import KR_CACHE, KV_LATENT, QUERY, QUERY_ROPE
 from .factors import query_factor, query_scale
 from .weights import Caches, Weights, query_norm, weights
 
 aten = torch.ops.aten
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
-
-TOKEN_X = var("token_x")
-NORMED_QUERY = rms_norm(quantised(TOKEN_X, var("weight_dq"), name="dq"), var("gamma_cq"), name="cq")
-Q_LATENT = bound(
-    "q_latent",
-    either(
-        "query_rank",
-        low=NORMED_QUERY,
-        codes=tokens(NORMED_QUERY, name="cq.codes"),
-        smoothed=tokens(scaled(NORMED_QUERY, var("smooth_scales_cq"), name="cq.smoothed"), name="cq.codes"),
-        full=TOKEN_X,
-        joined=refused(
-            having(rms_norm(var("part"), var("gamma"), name="part.norm")),
-            because="the query is computed from a normalised latent joined with something else",
-        ),
-    ),
-)
-KV_LATENT = rms_norm(quantised(TOKEN_X, var("weight_dkv"), name="dkv"), var("gamma_ckv"), name="ckv")
-
-
-def _rotated(value: Pattern, operand: str) -> Pattern:
-    return either(
-        f"{operand}.rotation", rotated=rope(value, name=f"{operand}.rope", along=last_dimension(operand)), none=value
-    )
-
-
-def _scaled(value: Pattern, operand: str) -> Pattern:
-    return scaled(value, var(f"{operand}.scale"), name=f"{operand}.scaled")
-
-
-Q_NOPE = quantised(Q_LATENT, var("weight_uq"), name="uq")
-Q_ROPE = quantised(Q_LATENT, var("weight_qr"), name="qr")
-K_ROPE = either("k_rope", plain=quantised(TOKEN_X, var("weight_kr"), name="kr"), normed=normed("k_rope", "mla_prolog"))
-# Rows are computed in one way, queries in several: what is wrong with a query is clearest once token_x is known.
-# b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the caches, k latent
-# and l rotary columns
-QUERY = Operand(
-    "bsnc",
-    contract(
-        either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query"), normed=normed("q_nope", "mla_prolog")),
-        var("weight_uk"),
-        name="uk",
-    ),
-)
+# a and t: rows of the caches, k latent columns
 WRITTEN = stored(KV_LATENT, name="kv_cache.write")
 KV_CACHE = Operand("atk", either("kv_cache.read", plain=WRITTEN, quantised=behind(WRITTEN)))
 PATTERN = CallPattern(
-    {
-        "kv_cache": KV_CACHE,
-        "query": QUERY,
-        "query_rope": Operand(
-            "bsnr",
-            either(
-                "query_rope.scale",
-                one=_rotated(Q_ROPE, "query_rope"),
-                after=_scaled(_rotated(Q_ROPE, "query_rope"), "query_rope"),
-                before=_rotated(_scaled(Q_ROPE, "query_rope"), "query_rope"),
-            ),
-        ),
-        "kr_cache": Operand(
-            "atl",
-            stored(_rotated(K_ROPE, "kr_cache"), name="kr_cache.write", beside="kv_cache.write"),
-        ),
-    },
-    fixed="bsn",
+    {"kv_cache": KV_CACHE, "query": QUERY, "query_rope": QUERY_ROPE, "kr_cache": KR_CACHE}, fixed="bsn"
 )
 WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE, "query": QUERY}, fixed="bsn")
 RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 2, "kr_cache": 3}
@@ -152,6 +81,7 @@ RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 2, "kr_cache": 3}
 
 class MlaProlog(Rule):
     stage = "prolog"
+    after = ("mla_prolog_quant",)
     targets = (torch.ops.mla_fx.latent_attention.default,)
     pattern = PATTERN
     yields_to_target = True
@@ -171,6 +101,9 @@ class MlaProlog(Rule):
         Case("key rotated by other tables", cases.OtherTables, because="different tensors"),
         Case("query computed from other tokens", cases.OtherTokens, because="token_x is not one tensor"),
     )
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        return (node for node in super().anchors(graph) if not _is_fused(node))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         has_rotary_part = named_argument(anchor, "query_rope") is not None
@@ -194,6 +127,11 @@ class MlaProlog(Rule):
         codes = match.reading(QuantisedTokens, "cq.codes")
         replaced = _replaced(match, new, rows, scale, caches, heads_at=1)
         return Plan(*replaced, differences=codes.differences, exact=codes.whole)
+
+
+def _is_fused(anchor: Node) -> bool:
+    """Whether an operator has computed the query already."""
+    return element_of(named_argument(anchor, "query")).origin.target is operator.getitem
 
 
 def _call(match: Match, rows: tuple[Axes, Axes], found: Weights, caches: Caches) -> Call:

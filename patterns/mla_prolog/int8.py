@@ -74,19 +74,25 @@ def call(
 
 def _check(match: Match, mode: int, dtype: torch.dtype) -> None:
     """Raises NoMatch unless the operator multiplies and rounds as the program does."""
+    check_query(match, dtype, OPERATOR)
+    if mode == 2:
+        check_codes(match["token_x"])
+    elif match["token_x"].dtype != dtype:
+        raise NoMatch(f"token_x is {match['token_x'].dtype}, the cache {dtype}", match["token_x"].origin)
+
+
+def check_query(match: Match, dtype: torch.dtype, operator: str) -> None:
+    """Raises NoMatch unless the query is computed from the codes of one token, and rounded no further by the
+    operator."""
     if match.choices["query_rank"] == "full" or "weight_qr" not in match.elements:
         source = match["token_x"].origin
-        raise NoMatch(f"{OPERATOR} computes a query with a rotary part from a normalised latent", source)
+        raise NoMatch(f"{operator} computes a query with a rotary part from a normalised latent", source)
     codes, up = match.reading(QuantisedTokens, "cq.codes"), match.reading(Contraction, "uq")
     if [axis for part in codes.over for axis in axes(part, "a quantised token", codes.node)] != list(up.axes):
         raise NoMatch("the scale of the query's latent is not that of one token", codes.node)
     scales = match["weight_uq"].scales
     if scales is not None and is_coarser(dtype, scales.dtype):
-        raise NoMatch(f"q_nope is in {scales.dtype}, {OPERATOR} rounds it to {dtype}", up.node)
-    if mode == 2:
-        check_codes(match["token_x"])
-    elif match["token_x"].dtype != dtype:
-        raise NoMatch(f"token_x is {match['token_x'].dtype}, the cache {dtype}", match["token_x"].origin)
+        raise NoMatch(f"q_nope is in {scales.dtype}, {operator} rounds it to {dtype}", up.node)
 
 
 def _caches(
@@ -149,3 +155,9 @@ def _smooth(match: Match, weights: Weights) -> Expression | None:
     if match.choices["query_rank"] != "smoothed":
         return None
     return _wide(match["smooth_scales_cq"], (), weights.columns["hcq"])
+
+
+def of_query(match: Match, weights: Weights) -> tuple[Expression, Expression | None]:
+    """The scales of weight_uq_qr, [1, Columns], and smooth_scales_cq."""
+    uq_qr = _of_columns(match, ("weight_uq", "weight_qr"), weights, weights.columns["heads"])
+    return uq_qr, _smooth(match, weights)

@@ -1,0 +1,75 @@
+"""The dataflow of a prolog: how query, latents and rotary keys are computed from the hidden states."""
+
+from __future__ import annotations
+
+from mla_fx.matching.pattern import Pattern
+from mla_fx.rewriting.operands import last_dimension, normed
+from mla_fx.rule import (
+    Operand,
+    bound,
+    contract,
+    either,
+    having,
+    quantised,
+    refused,
+    rms_norm,
+    rope,
+    scaled,
+    stored,
+    tokens,
+    var,
+)
+
+TOKEN_X = var("token_x")
+NORMED_QUERY = rms_norm(quantised(TOKEN_X, var("weight_dq"), name="dq"), var("gamma_cq"), name="cq")
+Q_LATENT = bound(
+    "q_latent",
+    either(
+        "query_rank",
+        low=NORMED_QUERY,
+        codes=tokens(NORMED_QUERY, name="cq.codes"),
+        smoothed=tokens(scaled(NORMED_QUERY, var("smooth_scales_cq"), name="cq.smoothed"), name="cq.codes"),
+        full=TOKEN_X,
+        joined=refused(
+            having(rms_norm(var("part"), var("gamma"), name="part.norm")),
+            because="the query is computed from a normalised latent joined with something else",
+        ),
+    ),
+)
+KV_LATENT = rms_norm(quantised(TOKEN_X, var("weight_dkv"), name="dkv"), var("gamma_ckv"), name="ckv")
+
+
+def _rotated(value: Pattern, operand: str) -> Pattern:
+    return either(
+        f"{operand}.rotation", rotated=rope(value, name=f"{operand}.rope", along=last_dimension(operand)), none=value
+    )
+
+
+def _scaled(value: Pattern, operand: str) -> Pattern:
+    return scaled(value, var(f"{operand}.scale"), name=f"{operand}.scaled")
+
+
+Q_NOPE = quantised(Q_LATENT, var("weight_uq"), name="uq")
+Q_ROPE = quantised(Q_LATENT, var("weight_qr"), name="qr")
+K_ROPE = either("k_rope", plain=quantised(TOKEN_X, var("weight_kr"), name="kr"), normed=normed("k_rope", "mla_prolog"))
+# Rows are computed in one way, queries in several: what is wrong with a query is clearest once token_x is known.
+# b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the cache, l its
+# rotary columns
+QUERY = Operand(
+    "bsnc",
+    contract(
+        either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query"), normed=normed("q_nope", "mla_prolog")),
+        var("weight_uk"),
+        name="uk",
+    ),
+)
+QUERY_ROPE = Operand(
+    "bsnr",
+    either(
+        "query_rope.scale",
+        one=_rotated(Q_ROPE, "query_rope"),
+        after=_scaled(_rotated(Q_ROPE, "query_rope"), "query_rope"),
+        before=_rotated(_scaled(Q_ROPE, "query_rope"), "query_rope"),
+    ),
+)
+KR_CACHE = Operand("atl", stored(_rotated(K_ROPE, "kr_cache"), name="kr_cache.write", beside="kv_cache.write"))
