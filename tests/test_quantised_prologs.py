@@ -249,7 +249,21 @@ def with_a_zero_point(x):
     return codes + 1, scales
 
 
+def in_uint8(x):
+    """Negative codes wrap around."""
+    _, scales = divided(x)
+    return (x / scales).round().clamp(-128, 127).to(torch.int32).to(torch.uint8), scales
+
+
+def in_float8(x):
+    """Codes above 16 are rounded once more."""
+    _, scales = divided(x)
+    return (x / scales).round().to(torch.float8_e4m3fn), scales
+
+
 NEAR_TWINS = {
+    in_uint8: "codes are stored in torch.uint8, which does not hold all of them",
+    in_float8: "codes are stored in torch.float8_e4m3fn, which does not hold all of them",
     truncated: "expected codes rounded to the nearest whole number, found div",
     with_scales_of_the_neighbour: "the codes of tokens are multiplied by a scale that they were not divided by",
     by_the_largest_of_all_tokens: "the scale of the query's latent is not that of one token",

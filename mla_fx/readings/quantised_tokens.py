@@ -20,7 +20,7 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product
 from .axes import Index
-from .calls import CASTS, args_of, operands_of
+from .calls import CASTS, args_of, argument, operands_of
 from .constant import constant
 from .element import Element, is_coarser, operand, resolve
 from .largest import largest
@@ -37,6 +37,10 @@ MOST_CALLS = 20  # between codes and what is rounded, or between a scale and a m
 # The arguments that bound a value from below and from above.
 LIMITS = {aten.clamp.default: (1, 2), aten.clamp_min.default: (1, None), aten.clamp_max.default: (None, 1)}
 ARITHMETIC = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.reciprocal.default})
+# The dtypes that hold every code, from -128 to 127.
+WHOLE = frozenset(
+    {torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64}
+)
 BOUNDS = {aten.maximum.default: "below", aten.minimum.default: "above"}
 
 
@@ -118,6 +122,8 @@ def whole_numbers(element: Element) -> _Codes:
     calls = list[Node]()
     for _ in range(MOST_CALLS):
         calls.append(node)
+        if (dtype := node.meta["val"].dtype) not in WHOLE:
+            raise NoMatch(f"codes are stored in {dtype}, which does not hold all of them", node)
         if node.target is aten.round.default:
             break
         bounded = _bounded(node)
@@ -227,7 +233,7 @@ def _bounded(node: Node) -> tuple[Node, float, float] | None:
         return None
     bounds = []
     for place, none in zip(LIMITS[node.target], (-math.inf, math.inf), strict=True):
-        given = args_of(node)[place] if place is not None and len(args_of(node)) > place else None
+        given = None if place is None else argument(node, place)
         bounds.append(none if given is None else constant(given))
     low, high = bounds
     return None if low is None or high is None else (args_of(node)[0], low, high)
