@@ -1,4 +1,6 @@
-"""Compiles a DeepSeek-V3-shaped decode step with and without mla_fx, and compares. Takes a minute or two on a laptop.
+"""Compiles a DeepSeek-V3-shaped decode step with and without mla_fx, and compares.
+
+Takes a minute or two on a laptop, or five on a CPU that has no instructions for bfloat16.
 
 pip install 'mla_fx[demo]' && python examples/quickstart.py
 """
