@@ -15,7 +15,15 @@ from zoo.caches import CACHES
 from zoo.entries import CLASSICS, COMPOSED, DEFAULT, ENTRIES, MIXED, Entry
 from zoo.factors import FACTORS
 from zoo.mla import Spelling
-from zoo.negatives import NEGATIVES, OTHERS, RIGHT_WHATEVER_FUSES, expanded_cache, other_arguments
+from zoo.negatives import (
+    NEGATIVES,
+    OTHERS,
+    RIGHT_WHATEVER_FUSES,
+    Negative,
+    ScaledByContext,
+    expanded_cache,
+    other_arguments,
+)
 from zoo.ropes import ROPES
 from zoo.sizes import DECODE, FEW, PREFILL, Step, converted, unequal, weights
 
@@ -120,6 +128,13 @@ def test_absorb_option(absorb, step):
 
 
 # --- what does not ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry, step", at_every_step([Negative(Spelling(), ScaledByContext)]))
+def test_latents_that_are_scaled_when_they_are_read(entry, step):
+    """The prolog writes the cache, and attention is over what the program makes of it."""
+    check_fused(entry, step, check_same(entry.build(), entry.arguments(step)))
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def _ask_target(run: Run, call: Draft) -> None:
     if name is not None and name in run.target.left_out:
         raise NoMatch(f"target {run.target.name!r}: {run.target.left_out[name]}")
     lowering = run.lowerings.get(call.target)
-    would_copy = not run.target.writes_in_place and _updates_caches(call)
+    would_copy = not run.target.writes_in_place and _updates_codes(call)
     if lowering is None or (run.target.runs_operators and not would_copy):
         return
     try:
@@ -151,11 +151,12 @@ def _ask_target(run: Run, call: Draft) -> None:
         raise NoMatch(f"target {run.target.name!r}: {refusal.reason}") from refusal
 
 
-def _updates_caches(call: Draft) -> bool:
-    """Whether results are updated arguments, which a functional call copies."""
+def _updates_codes(call: Draft) -> bool:
+    """Whether a result is an updated cache of int8 codes, which a functional call copies."""
     schema = call.target._schema
-    results = {one.name.removesuffix("_out") for one in schema.returns}
-    return not results.isdisjoint(one.name for one in schema.arguments)
+    given = {one.name for one in schema.arguments}
+    results = zip(schema.returns, call.value, strict=False) if isinstance(call.value, (tuple, list)) else ()
+    return any(one.name.removesuffix("_out") in given and value.dtype == torch.int8 for one, value in results)
 
 
 def _first_dtype(value: Any) -> torch.dtype:

@@ -290,7 +290,6 @@ NEGATIVES = [
     Negative(Spelling(), ScaledApart, partial="one factor for both parts", because="by different tensors"),
     Negative(Spelling(), ScaledByColumn, partial="weights are no factors", because="from column to column"),
     Negative(Spelling(), ScaledByItself, partial="the factor needs the query", because="computed from it"),
-    Negative(Spelling(), ScaledByContext, partial="the latents are not those that are cached", because="an RMSNorm"),
     Negative(Spelling(), NormedKey, partial="the operator does not norm the key", because="k_rope is normalised"),
     Negative(Spelling(), OtherTables, partial="one table rotates query and key", because="cos|sin"),
     Negative(Spelling(), RotatedBack, partial="one table rotates query and key", because="cos|sin|rotat"),
