@@ -22,7 +22,9 @@ class Config:
 
     def __call__(self) -> Any:
         kind = getattr(torchao(), self.name)
-        return kind(torch.int4, torchao().PerGroup(self.group)) if self.group else kind()
+        if self.group:
+            return kind(torch.int4, torchao().PerGroup(self.group))
+        return kind(set_inductor_config=False)  # it would stay set for every later test
 
 
 CONFIGS = {

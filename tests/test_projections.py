@@ -10,6 +10,9 @@ from layers import FUSED, QUIET, Absorbed, Layer, check
 from torch import nn
 from torch.nn.functional import linear
 
+import mla_fx
+from mla_fx import cases
+
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 KEY_SIDE = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
@@ -159,3 +162,38 @@ def test_two_layers_with_the_same_weights():
             return super().forward(super().forward(x, tables, position, caches), tables, position, again)
 
     assert check(Tied()).fused == {"mla_prolog": 2, "latent_attention": 2}
+
+
+class Widened(cases.Layer):
+    """Hidden states and weights are multiplied and summed in float32, and the sum is rounded to bfloat16."""
+
+    def query(self, x):
+        return self.norm(self.product(x, self.q_a), self.q_gamma) @ self.q_b.T
+
+    def rows(self, x):
+        latent, k_rope = self.product(x, self.kv_a).split([cases.HCKV, cases.DR], dim=-1)
+        return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
+
+    def product(self, x, weight):
+        return (x.float().unsqueeze(-2) * weight.float()).sum(-1).to(torch.bfloat16)
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        return super().attend(q_nope, q_rope, latent, k_rope, mask.to(latent.dtype))
+
+
+def widened(dtype):
+    x, cos, sin, position = cases.inputs()
+    layer = Widened().to(torch.bfloat16)
+    tables = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
+    return mla_fx.explain(layer, target="reference")(x.to(dtype), *tables, position)
+
+
+def test_a_product_of_16_bits_taken_apart():
+    """So Inductor does with a thin product, where it tunes."""
+    assert widened(torch.bfloat16).fused == {"mla_prolog": 1, "latent_attention": 1}
+
+
+def test_tokens_of_32_bits_are_not_taken_for_16():
+    report = widened(torch.float32)
+    assert report.fused == KEY_SIDE
+    assert "token_x is torch.float32, the cache torch.bfloat16" in str(report), str(report)

@@ -15,7 +15,7 @@ from mla_fx.graph.provenance import name_of
 from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
 from .calls import CASTS, args_of, argument
-from .element import Element, is_parameter, operand, resolve
+from .element import Element, is_coarser, is_parameter, operand, resolve
 from .quantised import quantised_projection
 from .reading import Reading
 from .sizes import plain, product
@@ -189,7 +189,26 @@ def _product_summed(element: Element) -> Contraction:
     if multiplied.target is not aten.mul.Tensor:
         raise NoMatch(f"expected a matrix product, found a sum of {name_of(multiplied)}", node)
     left, right = (operand(value, inner.index) for value in args_of(multiplied)[:2])
+    left, right = _in_16_bits(element, left, right) or (left, right)
     return scaled_product(node, inner.factor, left, right, over)
+
+
+def _in_16_bits(element: Element, left: Element, right: Element) -> tuple[Element, Element] | None:
+    """The operands before they were widened, if their product is rounded back at once. So is any product of 16 bits."""
+    if not element.roundings or element.factor != 1.0:
+        return None
+    stored = [_before_widening(side, element.roundings[-1]) for side in (left, right)]
+    return None if stored[0] is None or stored[1] is None else (stored[0], stored[1])
+
+
+def _before_widening(element: Element, dtype: torch.dtype) -> Element | None:
+    """The element in `dtype`, if the program reads it through a cast from there to a finer one."""
+    node, index = element.seen
+    if node.target not in CASTS:
+        return None
+    source = args_of(node)[0]
+    is_widened = source.meta["val"].dtype == dtype and is_coarser(dtype, node.meta["val"].dtype)
+    return resolve(source, index, element.top_factor) if is_widened else None
 
 
 def _why_multiplied(element: Element) -> str:
