@@ -14,7 +14,7 @@ from mla_fx.readings.element import Element
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.materialize import tensor
-from mla_fx.rewriting.plan import ByTarget, Call, Cast, Plan, Replaced, ViewOf
+from mla_fx.rewriting.plan import ByHoisting, ByTarget, Call, Cast, Plan, Replaced, ViewOf
 from mla_fx.rewriting.replacement import Drafted, apply, drafted
 from mla_fx.rule import OperandAxes
 
@@ -108,6 +108,16 @@ def test_sources_are_those_of_all_that_is_called():
     either = ByTarget(refusing=Call(aten.neg.default, x), skipping=gathered)
     assert Plan(Replaced(z, Cast(either, torch.bfloat16))).sources == {x, y, z}
     assert Plan(Replaced(z, Call(aten.cat.default, [x, gathered]))).sources == {x, y, z}
+
+
+@pytest.mark.parametrize("hoists, called", [(True, aten.neg.default), (False, aten.abs.default)])
+def test_one_alternative_is_for_targets_that_hoist(hoists, called):
+    graph, x, y, out = traced()
+    either = ByHoisting(once=Call(aten.neg.default, x), each_step=Call(aten.abs.default, y))
+    emit = Emitter(graph, hoists=hoists)
+    with emit.at(out, "test"):
+        assert emit.draft(either).target is called
+    assert Plan(Replaced(out, either)).sources == {x, y}
 
 
 def test_what_must_be_a_view_and_is_none_is_refused():

@@ -57,7 +57,8 @@ class Run:
         """The emitter that adds nodes. Its first use saves the original graph."""
         if self._emit is None:
             self.keep_original()
-            self._emit = Emitter(self.graph, refuses_positions=self.target.refuses_positions)
+            refuses, hoists = self.target.refuses_positions, self.weights is not None
+            self._emit = Emitter(self.graph, refuses_positions=refuses, hoists=hoists)
         return self._emit
 
     @functools.cached_property

@@ -24,7 +24,7 @@ from mla_fx.readings.views import shape_of
 from .draft import Draft, is_value, value_of
 from .fake_values import FakeValues, hashable
 from .inline import Traces
-from .plan import ByTarget, Call, Cast, Expression, Inlined, Representative, Value, ViewOf
+from .plan import ByHoisting, ByTarget, Call, Cast, Expression, Inlined, Representative, Value, ViewOf
 
 aten = torch.ops.aten
 
@@ -33,10 +33,10 @@ class Emitter:
     """Drafts calls with their fake values, which changes nothing, and adds drafts to one graph.
 
     Equal calls are drafted and added once. `added` lists the new nodes since `at` began. `refuses_positions` is the
-    target's property of that name."""
+    target's property of that name; `hoists` is whether values that depend on parameters alone leave the graph."""
 
-    def __init__(self, graph: Graph, *, refuses_positions: bool = True) -> None:
-        self.graph, self.refuses_positions = graph, refuses_positions
+    def __init__(self, graph: Graph, *, refuses_positions: bool = True, hoists: bool = False) -> None:
+        self.graph, self.refuses_positions, self.hoists = graph, refuses_positions, hoists
         self.fakes = FakeValues(graph)
         self.traces = Traces(self.fakes)
         self.added: list[Node] = []
@@ -220,6 +220,7 @@ _DRAFTED: dict[type[Expression], Callable[[Emitter, Any], Any]] = {
     Cast: Emitter._cast,
     Inlined: lambda emit, part: emit.inlined(part.function, *map(emit.draft, part.args)),
     ByTarget: lambda emit, part: emit.draft(part.refusing if emit.refuses_positions else part.skipping),
+    ByHoisting: lambda emit, part: emit.draft(part.once if emit.hoists else part.each_step),
     Representative: lambda emit, part: emit.draft(part.value),
     ViewOf: Emitter._view,
 }

@@ -94,6 +94,19 @@ class ByTarget(Expression):
 
 
 @dataclass(frozen=True, eq=False)
+class ByHoisting(Expression):
+    """Two alternatives: one for targets that compute once what depends on parameters alone, one for all others."""
+
+    once: Expression
+    each_step: Expression
+
+    @property
+    def parts(self) -> Iterator[Any]:
+        yield self.once
+        yield self.each_step
+
+
+@dataclass(frozen=True, eq=False)
 class ViewOf(Expression):
     """A value that must be a view of `base`; otherwise the plan is refused for the given reason."""
 

@@ -15,7 +15,8 @@ only their rank distinguishes latents from the hidden states of multi-head atten
 they must have been projected down. Attention sinks (Hunyuan 4) are one more score per head, without a value.
 
 Weights and latents may be quantised. Scales of a weight's outputs multiply the query and the result, so that its codes
-stay as they are stored; scales of tokens multiply the latents.
+stay as they are stored; scales of tokens multiply the latents. A target that hoists keeps a copy of each weight: there
+the scales of weight_uk are in its copy, which the prolog takes, too.
 
 Masks that provably hide exactly the keys after a position become `context_lens`; all others stay masks.
 
@@ -42,6 +43,7 @@ from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.sizes import at_most, product
 from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
 from mla_fx.rewriting.materialize import scaled_by
+from mla_fx.rewriting.plan import ByHoisting
 from mla_fx.rewriting.weights import check_weight
 from mla_fx.rule import (
     Attention,
@@ -171,7 +173,7 @@ class MlaAttention(Rule):
         def operand(name: str, *dims: Axes) -> Expression | None:
             return made(name, *dims) if name in match.elements else None
 
-        def made(name: str, *dims: Axes) -> Expression:
+        def made(name: str, *dims: Axes, dtype: torch.dtype = dtype) -> Expression:
             element = replace(match[name], scales=None) if name in SCALED_LATER else match[name]
             return times(tensor(element, dims, dtype=dtype, expand=True), factors.get(name, 1.0))
 
@@ -179,20 +181,29 @@ class MlaAttention(Rule):
             scales = match[weight].scales if weight in match.elements else None
             return value if scales is None else Cast(scaled_by(scales, value, ((), (), a.n, columns)), dtype)
 
+        def query_and_weight() -> tuple[Expression, Expression]:
+            """q_nope and weight_uk: the scales multiply either."""
+            dims = a.n, a.d, a.hckv
+            q_nope, codes = made("q_nope", a.b, a.s, a.n, a.d), made("weight_uk", *dims)
+            scales = match["weight_uk"].scales
+            if scales is None:
+                return q_nope, codes
+            wide = made("weight_uk", *dims, dtype=torch.promote_types(dtype, torch.float32))
+            weight = Cast(scaled_by(scales, wide, (a.n, a.d, ())), dtype)
+            return ByHoisting(q_nope, scaled(q_nope, "weight_uk", a.d)), ByHoisting(weight, codes)
+
         kv_cache, kr_cache = made("kv_cache", a.b, a.t, a.hckv), operand("kr_cache", a.b, a.t, a.dr)
         context = operand("q_rope", a.b, a.s, a.n, a.dr), kv_cache, kr_cache
         masks, options = _masks(found, a, dtype)
         if keys == values == "expanded":
-            weights = made("weight_uk", a.n, a.d, a.hckv), made("weight_uv", a.n, a.dv, a.hckv)
-            q_nope = scaled(made("q_nope", a.b, a.s, a.n, a.d), "weight_uk", a.d)
-            operands = q_nope, *context, *weights, *masks
+            q_nope, weight_uk = query_and_weight()
+            operands = q_nope, *context, weight_uk, made("weight_uv", a.n, a.dv, a.hckv), *masks
             out: Expression = Call(torch.ops.mla_fx.mla_attention.default, *operands, scale=scale, **options)
         else:
             if keys == "absorbed":
                 query = made("query", a.b, a.s, a.n, a.hckv)
             else:
-                q_nope = scaled(made("q_nope", a.b, a.s, a.n, a.d), "weight_uk", a.d)
-                query = Inlined(absorb_query, (q_nope, made("weight_uk", a.n, a.d, a.hckv)))
+                query = Inlined(absorb_query, query_and_weight())
             operands = query, *context, *masks
             out = Call(torch.ops.mla_fx.latent_attention.default, *operands, scale=scale, **options)
             if values == "expanded":

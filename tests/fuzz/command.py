@@ -1,4 +1,6 @@
-"""`python -m tests.fuzz --number 2000 --seed 0 --processes 2`: a campaign, and a table of its verdicts."""
+"""`python -m tests.fuzz --number 2000 --seed 0 --processes 2`: a campaign, and a table of its verdicts.
+
+An interrupt ends it early: the table is of the pieces that were judged."""
 
 from __future__ import annotations
 
@@ -44,11 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     tally = Tally()
     console = Console(width=200)
-    for result in _results(given):
-        tally.add(result)
-        if result.outcome.is_failure:
-            line = f"{result.outcome.verdict}: {result.reduced or result.mutant}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    try:
+        for results in _results(given):
+            _tell(console, results)
+            for result in results:
+                tally.add(result)
+    except KeyboardInterrupt:
+        console.print("interrupted")
     show(console, tally)
     seconds = time.perf_counter() - start
     number = sum(tally.verdicts.values())
@@ -61,17 +65,19 @@ def _start() -> None:
     quiet()
 
 
-def _results(given: argparse.Namespace) -> Iterator[Result]:
+def _results(given: argparse.Namespace) -> Iterator[list[Result]]:
+    """The results of each piece as it ends."""
     pieces = _pieces(given)
     if given.processes == 1:
-        for piece in pieces:
-            yield from piece()
+        yield from (piece() for piece in pieces)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.processes, mp_context=context, initializer=_start) as pool:
-        pending = [pool.submit(piece) for piece in pieces]
-        for done in as_completed(pending):
-            yield from done.result()
+        try:
+            for done in as_completed([pool.submit(piece) for piece in pieces]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # else an interrupt would wait for all pieces
 
 
 def _pieces(given: argparse.Namespace) -> list[Callable[[], list[Result]]]:
@@ -98,6 +104,15 @@ def _replay(line: str) -> int:
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _tell(console: Console, results: list[Result]) -> None:
+    """One line on a piece, and one on each of its failures."""
+    failures = [result for result in results if result.outcome.is_failure]
+    lines = [f"{results[0].mutant.base}: {len(results)} judged, {len(failures)} failed"]
+    lines += [f"{result.outcome.verdict}: {result.reduced or result.mutant}" for result in failures]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show(console: Console, tally: Tally) -> None:

@@ -1,22 +1,26 @@
 """Layers with int8 projections, as Ascend's recipes quantise them: MlaPrologV3 in its int8 modes.
 
-R1 quantises all projections but kv_b, DeepSeek-V3.2 quantises q_b alone. Attention's keys stay in bfloat16."""
+R1 quantises all projections but kv_b, DeepSeek-V3.2 quantises q_b alone. With an int8 kv_b, latents are quantised when
+they are read, and the scales of keys are in weight_uk. Attention's keys stay in bfloat16."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from mla_fx.lowering.ascend import mla_prolog_v3
+from mla_fx.patterns import mla_attention
 from quantised import Stored, by_rows
 from torch import nn
 from torch.nn.functional import linear
 
 import mla_fx
+from mla_fx.rule import Call
 from npu import ge_graph, models
 from npu.converted import types
 
+aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("converted")
-V32, R1 = ("q_b_proj",), ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+V32, R1, KEYS = ("q_b_proj",), ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",)
 SCALES = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
 
 
@@ -30,7 +34,7 @@ class Int8(nn.Module):
 
     def forward(self, x):
         w, wide = Stored(self.codes, self.scales), x.float()
-        scales = wide.abs().amax(-1, keepdim=True) / 127
+        scales = wide.abs().amax(-1, keepdim=True).clamp_min(1e-7) / 127  # rows of an empty cache are zero
         codes = (wide / scales).round().clamp(-128, 127)
         return (linear(codes, w.codes.float()) * scales * w.scales).to(x.dtype)
 
@@ -45,9 +49,16 @@ def model_of(names, layers=1):
 
 def check(names, prompts=None, layers=1):
     model = model_of(names, layers)
-    run = torch.compile(model, backend=mla_fx.get_backend(target="ge", strict=True), dynamic=False)
+    check_run(model, compiled(model), prompts)
+
+
+def check_run(model, run, prompts=None):
     prompts = prompts or [models.prompt(1, seed=seed) for seed in range(2)]
     models.check_as_exact_as_eager(model, run, models.static_cache, prompts)
+
+
+def compiled(model):
+    return torch.compile(model, backend=mla_fx.get_backend(target="ge", strict=True), dynamic=False)
 
 
 def prologs(converted):
@@ -69,6 +80,25 @@ def test_weight_modes(converted, names, mode, given):
 def test_three_tokens(converted, names):
     check(names, [models.prompt(3)])
     assert len(prologs(converted)) == 1
+
+
+@pytest.mark.parametrize(("names", "mode"), [(V32, 1), (R1, 2)], ids=["V3.2", "R1"])
+def test_int8_keys(converted, names, mode):
+    """weight_uk is an input of the step: codes times scales, computed again when either is written."""
+    model = model_of(names + KEYS)
+    run, projection = compiled(model), model.layers[0].self_attn.kv_b_proj
+    check_run(model, run)
+    (op,), (graph,) = prologs(converted), converted.graphs
+    assert ge_graph.attributes(op)["weight_quant_mode"] == mode and "FusedInferAttentionScore" in types(graph)
+    source = dict(ge_graph.inputs(op))["weight_uk"].partition(":")[0]
+    assert {one.name: one.type for one in graph.op}[source] == "Data"
+    given = [one.output_desc[0] for one in graph.op if one.type == "Data"]
+    codes = [ge_graph.shape(one) for one in given if ge_graph.dtype(one) == torch.int8]
+    assert codes and list(projection.codes.shape) not in codes
+    for part in (projection.codes, projection.scales):
+        part.copy_(part.flip(0))
+        check_run(model, run)
+    assert len(converted.graphs) == 1
 
 
 # --- planted faults --------------------------------------------------------------------------------------------------
@@ -108,3 +138,27 @@ def test_planted_fault(monkeypatch, names, fault):
     monkeypatch.setattr(mla_prolog_v3, "vendor_call", lambda surface, a: whole(surface, replace(a, **fault(a))))
     with pytest.raises(AssertionError, match=r"^\(\["):
         check(names, [models.prompt(3)])
+
+
+def without_scales(multiply, scales, codes, dims):
+    return codes
+
+
+def with_scales_of_the_neighbouring_column(multiply, scales, codes, dims):
+    moved = Call(aten.roll.default, codes, [-1], [1])
+    return Call(aten.roll.default, multiply(scales, moved, dims), [1], [1])
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"), [(V32, without_scales), (R1, with_scales_of_the_neighbouring_column)], ids=["V3.2", "R1"]
+)
+def test_planted_fault_in_keys(monkeypatch, names, fault):
+    multiply = mla_attention.scaled_by
+
+    def scaled_by(scales, value, dims):
+        is_weight = len(dims) == 3
+        return fault(multiply, scales, value, dims) if is_weight else multiply(scales, value, dims)
+
+    monkeypatch.setattr(mla_attention, "scaled_by", scaled_by)
+    with pytest.raises(AssertionError, match=r"^\(\["):
+        check(names + KEYS, [models.prompt(3)])

@@ -142,20 +142,19 @@ def codes(graph):
 
 
 @pytest.mark.parametrize(
-    "multiply, own, kept",
+    "multiply, kept",
     [
-        (scaled_behind, KEY_SIDE, "4 weights laid out once, 2.0 MiB"),  # scales, too
-        (of_blocks, PROLOG, "5 weights laid out once, 10.6 MiB"),  # those of the prolog, too
-        (of_groups, PROLOG, "5 weights laid out once, 10.6 MiB"),
+        (scaled_behind, "6 weights laid out once, 10.6 MiB"),  # the scales of values, too
+        (of_blocks, "5 weights laid out once, 10.6 MiB"),
+        (of_groups, "5 weights laid out once, 10.6 MiB"),
     ],
 )
-def test_kv_b_alone(converted, watched, multiply, own, kept):
-    """The prolog takes a weight that is dequantised before it is multiplied. Codes, whose scales come later, it does
-    not take."""
+def test_kv_b_alone(converted, watched, multiply, kept):
+    """The prolog takes a weight that is dequantised once, also where the program multiplies codes, and scales later."""
     model = quantised(multiply, "kv_b_proj")
     models.check_as_exact_as_eager(model, compiled(model), cache, single_steps())
     (graph,), (seen,) = converted.graphs, watched
-    assert counts(graph) == {own: 1, ATTENTION: 1}
+    assert counts(graph) == {PROLOG: 1, ATTENTION: 1}
     assert not seen.expanded and not codes(graph) and seen.is_dequantised_once
     assert any(kept in note for note in mla_fx.last_report().notes)
 
@@ -170,7 +169,7 @@ def test_all_projections(converted, watched, multiply):
     assert not seen.expanded and seen.is_dequantised_once
     others = {tuple(getattr(model.layers[0].self_attn, name).codes.shape) for name in ALL if name != "kv_b_proj"}
     assert others <= set(codes(graph)) and KV_B not in codes(graph)
-    kept = f"{4 if multiply is scaled_behind else 2} weights laid out once, 2.0 MiB"
+    kept = f"{3 if multiply is scaled_behind else 2} weights laid out once, 2.0 MiB"
     assert any(kept in note for note in mla_fx.last_report().notes)
 
 
@@ -191,9 +190,8 @@ def test_growing_cache(converted, watched, multiply):
     model = quantised(multiply, "kv_b_proj")
     prompts = [models.prompt(32), *single_steps()]
     models.check_as_exact_as_eager(model, compiled(model, dynamic=True), models.dynamic_cache, prompts)
-    own = KEY_SIDE if multiply is scaled_behind else PROLOG
     prompt, step = map(counts, converted.graphs)
-    assert prompt == {ATTENTION: 1} and step == {own: 1, ATTENTION: 1, "TensorMove": 2}
+    assert prompt == {ATTENTION: 1} and step == {PROLOG: 1, ATTENTION: 1, "TensorMove": 2}
     assert watched[1].is_dequantised_once and not any(map(codes, converted.graphs))
 
 
