@@ -27,6 +27,7 @@ from mla_fx.matching.pattern import Pattern
 from mla_fx.readings.cache_update import WRITES, cache_update
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.constant import rounded
+from mla_fx.readings.element import computed_from
 from mla_fx.readings.quantised_cache import cache_behind, check_int8_cache, int8_cache
 from mla_fx.readings.sizes import Size, product
 from mla_fx.readings.static_codes import StaticCodes, computed_otherwise
@@ -269,6 +270,8 @@ class Quantisation:
         gamma_after_cast = match.reading(RmsNorm, "norm").gamma_after_cast
         if not parts:
             return cls(dtype, gamma_after_cast)
+        for found in parts.values():
+            _check_given(found, match["latent"].origin)
         wide = torch.promote_types(dtype, torch.float32)
         scales = (_scale(codes[name], cache, wide) for name, cache in caches.items())
         roundings, differences = set[bool](), list[str]()
@@ -307,6 +310,13 @@ def _dtype(match: Match, plain: list[Node]) -> torch.dtype:
     if any(dtype.itemsize == 1 for dtype in found):
         raise NoMatch(f"rows are stored in {found[0]}, expected codes or values of 16 bits or more", plain[0])
     return found[-1]
+
+
+def _check_given(codes: StaticCodes, rows: Node) -> None:
+    """Raises NoMatch if a scale follows the rows, as a running maximum does: the operator would compute them again."""
+    if codes.scale is not None and rows in computed_from(codes.scale.origin):
+        because = "the scale of codes is computed from the rows that it multiplies, expected a scale that is given"
+        raise NoMatch(because, codes.node)
 
 
 def _scale(codes: StaticCodes | None, cache: CacheRoles | None, wide: torch.dtype) -> Expression | None:

@@ -1,4 +1,4 @@
-"""A layer with int8 caches in pages and scales that are given, as Ascend's C8 recipes have. Tests override its pieces."""
+"""A layer with int8 caches in pages and scales that are given, as in Ascend's C8 recipes. Tests override its pieces."""
 
 from __future__ import annotations
 
@@ -31,8 +31,15 @@ class CodedPages(Absorbed):
         self.of_latents, self.of_keys = map(nn.Buffer, scales)
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        latent, k_rope = (x @ self.kv_a.T).split([self.sizes.rank, self.sizes.rope], dim=-1)
-        return self.norm(latent.float(), self.kv_gamma.float()).unsqueeze(1), k_rope.float().unsqueeze(1)
+        latent, k_rope = self.project(x).split([self.sizes.rank, self.sizes.rope], dim=-1)
+        gamma = self.kv_gamma.float()
+        return self.norm(self.widened(latent), gamma).unsqueeze(1), self.widened(k_rope).unsqueeze(1)
+
+    def project(self, x: Tensor) -> Tensor:
+        return x @ self.kv_a.T
+
+    def widened(self, x: Tensor) -> Tensor:
+        return x.float()
 
     def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         """As the operator does it, so that not even the last bit of a float32 differs."""
@@ -84,8 +91,8 @@ class OneScale(CodedPages):
 class RoundedFirst(CodedPages):
     """Values are rounded to the dtype of the model before they are quantised."""
 
-    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return Absorbed.rows(self, x)
+    def widened(self, x: Tensor) -> Tensor:
+        return x
 
 
 def given(layer: CodedPages) -> tuple[Any, ...]:
