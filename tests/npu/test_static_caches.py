@@ -62,14 +62,14 @@ def inputs(layer):
     return *rest, caches
 
 
-def check(layer, **options):
+def check(layer, *, dynamic=False, **options):
     """Outputs are at most twice as far from a float64 run as eager's. Codes are eager's, unless the vendor's are asked
     for; rows of other caches are close."""
     ours, theirs, exact = inputs(layer), inputs(layer), tree_map_only(torch.Tensor, wide, inputs(layer))
     with torch.no_grad():
         eager, truth = layer(*theirs), copy.deepcopy(layer).double()(*exact)
         backend = mla_fx.get_backend(target="ge", soc="Ascend910B3", causal_masks=True, **options)
-        found = torch.compile(layer, backend=backend, dynamic=False)(*ours)
+        found = torch.compile(layer, backend=backend, dynamic=dynamic)(*ours)
     errors = [float((part.double() - truth).norm() / truth.norm()) for part in (found, eager)]
     for mine, other in zip(ours[-1], theirs[-1], strict=True):
         distance = (mine.double() - other.double()).abs().max()
@@ -96,11 +96,12 @@ SCALES = {"k_rope_scale", "c_kv_scale"}
         (Pages, SCALES, {}),
         (lambda: Pages(block=16), SCALES, {}),
         (PagesOfOneScale, {"c_kv_scale"}, {}),
+        (lambda: Pages(block=128), SCALES, {}),
         (Contiguous, SCALES, {}),
         (lambda: Contiguous(160), SCALES, {}),
         (RoundedPages, SCALES, {"quant": "vendor"}),
     ],
-    ids=["pages", "small pages", "one scale", "contiguous", "contiguous, small pages", "rounded"],
+    ids=["pages", "small pages", "large pages", "one scale", "contiguous", "contiguous, small pages", "rounded"],
 )
 def test_the_key_side_takes_the_scales(converted, build, given_scales, options):
     report = check(build(), **options)
@@ -112,6 +113,13 @@ def test_the_key_side_takes_the_scales(converted, build, given_scales, options):
     assert types(converted.graphs[0]).count(ATTENTION) == 1, str(report)
     wanted = [f"{OPERATOR}: {ON_REQUEST}"] if options else []
     assert [note for note in report.notes if OPERATOR in note] == wanted
+
+
+@pytest.mark.parametrize("build", [Pages, Contiguous])
+def test_any_number_of_tokens(converted, build):
+    report = check(build(), dynamic=True)
+    (op,) = key_sides(converted)
+    assert ge_graph.attributes(op)["cache_mode"] == "PA", str(report)
 
 
 @pytest.mark.parametrize(
