@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from mla_fx.matching.pattern import Pattern
 from mla_fx.readings.cache_update import WRITES, cache_update
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.constant import rounded
+from mla_fx.readings.element import computed_from
 from mla_fx.readings.quantised_cache import cache_behind, check_int8_cache, int8_cache
 from mla_fx.readings.sizes import Size, product
 from mla_fx.readings.static_codes import StaticCodes, computed_otherwise
@@ -157,34 +158,47 @@ class KvRmsnormRopeCache(Rule):
             raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
         latent, *others = map(cache_roles, updates)
         keys = others[0] if others else None
-        norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
-        check_norm_of_rows(norm, latent.width)
+        check_norm_of_rows(match.reading(RmsNorm, "norm"), latent.width)
         if keys is not None:
             check_same_write(latent, keys)
         quantisation = Quantisation.of(match, latent, keys)
-        options: dict[str, object] = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
-        if norm.factor != 1.0:
-            options["kc_scale"] = norm.factor
-        if rotation is not None:
-            options["rope_layout"] = rotation.layout
-        if quantisation.rounds_first:
-            options["rounds_first"] = True
-        if latent.update.is_appended:
-            index, replaced_by = None, _replaced_rows
-            ckv_cache, k_cache = _new_cache(latent), _new_cache(latent if keys is None else keys)
-            options["cache_mode"] = "BNSD"
-        else:
-            index, ckv_cache, k_cache = positions_and_caches(latent, keys)
-            replaced_by = replaced_cache
-        if keys is None:
-            k_cache = _without_columns(latent, quantisation.dtype)
-        kv, gamma = _rows(match, latent, keys, quantisation.dtype), tensor(match["gamma"], (latent.width,))
-        cos, sin = tables(rotation, ("cos", "sin"), (latent.batch, (), latent.token))
-        target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
-        out = Call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, *quantisation.scales, **options)
-        written = ((cache, Call(operator.getitem, out, place)) for place, cache in ((0, keys), (1, latent)) if cache)
-        replaced = (replaced_by(cache, new) for cache, new in written)
-        return Plan(*replaced, differences=quantisation.differences, exact=quantisation.whole)
+        as_kernel = quantisation.unrounded()
+        instead = None if as_kernel is None else _plan(match, latent, keys, as_kernel)
+        return _plan(match, latent, keys, quantisation, instead)
+
+
+def _plan(
+    match: Match,
+    latent: CacheRoles,
+    keys: CacheRoles | None,
+    quantisation: Quantisation,
+    instead: Plan | None = None,
+) -> Plan:
+    norm, rotation = match.reading(RmsNorm, "norm"), match.get(Rope, "rope")
+    options: dict[str, object] = {"epsilon": norm.epsilon, "gamma_after_cast": quantisation.gamma_after_cast}
+    if norm.factor != 1.0:
+        options["kc_scale"] = norm.factor
+    if rotation is not None:
+        options["rope_layout"] = rotation.layout
+    if quantisation.rounds_first:
+        options["rounds_first"] = True
+    if latent.update.is_appended:
+        index, replaced_by = None, _replaced_rows
+        ckv_cache, k_cache = _new_cache(latent), _new_cache(latent if keys is None else keys)
+        options["cache_mode"] = "BNSD"
+    else:
+        index, ckv_cache, k_cache = positions_and_caches(latent, keys)
+        replaced_by = replaced_cache
+    if keys is None:
+        k_cache = _without_columns(latent, quantisation.dtype)
+    kv, gamma = _rows(match, latent, keys, quantisation.dtype), tensor(match["gamma"].stored, (latent.width,))
+    # A cache without a batch counts the tokens of all sequences, which may share their tables.
+    cos, sin = tables(rotation, ("cos", "sin"), (latent.batch, (), latent.token), expand=not latent.batch)
+    target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
+    out = Call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, *quantisation.scales, **options)
+    written = ((cache, Call(operator.getitem, out, place)) for place, cache in ((0, keys), (1, latent)) if cache)
+    replaced = (replaced_by(cache, new) for cache, new in written)
+    return Plan(*replaced, differences=quantisation.differences, exact=quantisation.whole, instead=instead)
 
 
 def _is_cached(latents: Element) -> bool:
@@ -241,6 +255,7 @@ class Quantisation:
     """The dtype of kv, the scales of rotary key and latent, and how the operator's codes differ from the program's."""
 
     dtype: torch.dtype
+    gamma_after_cast: bool
     scales: tuple[Expression | None, ...] = ()
     rounds_first: bool = False
     differences: tuple[str, ...] = ()
@@ -252,8 +267,11 @@ class Quantisation:
         codes = {name: match.get(StaticCodes, f"{name}.codes") for name in caches}
         dtype = _dtype(match, [cache.update.rows for name, cache in caches.items() if cache and not codes[name]])
         parts = {name: found for name, found in codes.items() if found is not None}
+        gamma_after_cast = match.reading(RmsNorm, "norm").gamma_after_cast
         if not parts:
-            return cls(dtype)
+            return cls(dtype, gamma_after_cast)
+        for found in parts.values():
+            _check_given(found, match["latent"].origin)
         wide = torch.promote_types(dtype, torch.float32)
         scales = (_scale(codes[name], cache, wide) for name, cache in caches.items())
         roundings, differences = set[bool](), list[str]()
@@ -266,7 +284,21 @@ class Quantisation:
         if len(roundings) == 2:
             differences.append(f"only one of latent and rotary key is rounded to {dtype}; the operator rounds both")
         whole = (call for found in parts.values() for call in found.whole)
-        return cls(dtype, tuple(scales), True in roundings, tuple(dict.fromkeys(differences)), tuple(whole))
+        rounds_first = True in roundings
+        return cls(
+            dtype, gamma_after_cast, tuple(scales), rounds_first, tuple(dict.fromkeys(differences)), tuple(whole)
+        )
+
+    def unrounded(self) -> Quantisation | None:
+        """The same for kernels, which quantise values that are not rounded; None if this is so already."""
+        has_codes = any(scale is not None for scale in self.scales[1:])
+        is_rounded = self.rounds_first or (self.gamma_after_cast and has_codes)
+        if not is_rounded or self.dtype.itemsize > 2:
+            return None
+        different = f"values are rounded to {self.dtype} before they are quantised, in a kernel they are not"
+        return replace(
+            self, rounds_first=False, gamma_after_cast=False, differences=(*self.differences, different)
+        )
 
 
 def _dtype(match: Match, plain: list[Node]) -> torch.dtype:
@@ -278,6 +310,13 @@ def _dtype(match: Match, plain: list[Node]) -> torch.dtype:
     if any(dtype.itemsize == 1 for dtype in found):
         raise NoMatch(f"rows are stored in {found[0]}, expected codes or values of 16 bits or more", plain[0])
     return found[-1]
+
+
+def _check_given(codes: StaticCodes, rows: Node) -> None:
+    """Raises NoMatch if a scale follows the rows, as a running maximum does: the operator would compute them again."""
+    if codes.scale is not None and rows in computed_from(codes.scale.origin):
+        because = "the scale of codes is computed from the rows that it multiplies, expected a scale that is given"
+        raise NoMatch(because, codes.node)
 
 
 def _scale(codes: StaticCodes | None, cache: CacheRoles | None, wide: torch.dtype) -> Expression | None:

@@ -218,6 +218,14 @@ def test_halves_are_read_where_the_columns_of_weights_can_be_reordered_once():
     )
 
 
+def in_int8(cache_mode, *lead):
+    widths = {"k": DR, "ckv": HCKV}
+    caches = {f"{name}_cache": make(*lead, width, dtype=torch.int8) for name, width in widths.items()}
+    scales = {f"{name}_scale": make(width, dtype=torch.float32) for name, width in {"k_rope": DR, "c_kv": HCKV}.items()}
+    index_of_rows = {"index": index(B, S)} if cache_mode == "Norm" else {}
+    return {**caches, **scales, **index_of_rows, "cache_mode": cache_mode}
+
+
 KV = {
     "a number on the latent": (
         lambda: {"kc_scale": 1.5},
@@ -249,6 +257,26 @@ KV = {
         },
         "k_cache has BlockSize = 16; KvRmsNormRopeCache takes multiples of 32 in cache_mode 'PA_NZ'",
     ),
+    "T in int8": (
+        lambda: in_int8("Norm", B, 1, 48),
+        "ckv_cache has T = 48; KvRmsNormRopeCache writes int8 in pages, so T must be a multiple of 32",
+    ),
+    "a new cache in int8": (
+        lambda: in_int8("BNSD", B, 1, S) | {"index": None},
+        "a cache is int8 in cache_mode 'BNSD'; KvRmsNormRopeCache takes int8 in pages only",
+    ),
+    "gaps in int8": (
+        lambda: in_int8("Norm", B, 1, T) | {"k_cache": make(B, 1, T, 2 * DR)[..., :DR], "k_rope_scale": None},
+        "k_cache has shape [2, 1, 256, 64] and strides [32768, 32768, 128, 1]; KvRmsNormRopeCache takes no gaps",
+    ),
+    "rounds_first": (
+        lambda: in_int8("PA", 8, 128, 1) | {"rounds_first": True},
+        "rounds_first is True; KvRmsNormRopeCache quantises unrounded values",
+    ),
+    "gamma_after_cast in int8": (
+        lambda: in_int8("PA", 8, 128, 1) | {"gamma_after_cast": True},
+        "gamma_after_cast is True; KvRmsNormRopeCache quantises latents that are not rounded before gamma",
+    ),
     "BlockNum": (
         lambda: {"k_cache": make(1, 128, 1, DR), "ckv_cache": make(1, 128, 1, HCKV)},
         "k_cache has BlockNum = 1; KvRmsNormRopeCache takes B*Ceil(S/BlockSize) = 2 or more",
@@ -258,6 +286,11 @@ KV = {
         "ckv_cache has shape [8, 128, 1, 512] and strides [131072, 1024, 1024, 1]; KvRmsNormRopeCache takes no gaps",
     ),
 }
+
+
+@pytest.mark.parametrize("positions", [32, 128, 160])
+def test_int8_caches_become_pages(positions):
+    assert callable(lower("kv_rmsnorm_rope_cache", **in_int8("Norm", B, 1, positions)))
 
 
 @pytest.mark.parametrize("change, sentence", named(KV))
@@ -290,6 +323,13 @@ V = {
 def test_limits_of_kv_rmsnorm_rope_cache_with_v(change, sentence):
     assert callable(lower("kv_rmsnorm_rope_cache", **with_v()))
     assert lower("kv_rmsnorm_rope_cache", **change()) == sentence
+
+
+def test_int8_heads_are_not_paged():
+    norm = {"cache_mode": "Norm", "index": index(B, S), "c_kv_scale": make(2, 128, dtype=torch.float32)}
+    caches = {"k_cache": make(B, 2, T, 192), "ckv_cache": make(B, 2, T, 128, dtype=torch.int8)}
+    sentence = "a cache is int8 in cache_mode 'Norm' with v; KvRmsNormRopeCache takes int8 in pages only"
+    assert lower("kv_rmsnorm_rope_cache", **with_v() | norm | caches) == sentence
 
 
 PIECES = {

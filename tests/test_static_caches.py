@@ -4,14 +4,10 @@ import copy
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import kv_rmsnorm_rope_cache as npu
-from mla_fx.lowering.ascend.surface import Surface
 from torch import nn
 
 import mla_fx
 from mla_fx.cases import DR, HCKV, B, Layer, S, T, inputs
-from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.samples import wide_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 KEY_SIDE = "kv_rmsnorm_rope_cache"
@@ -364,21 +360,7 @@ def test_the_vendors_codes_are_taken_on_request(kind):
         assert (mine - other).abs().max() <= 2  # a norm in 16 bits rounds several times
 
 
-# --- the operator's limits elsewhere ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "options", "because"),
-    [
-        ("Norm", {}, "a cache is int8 in cache_mode 'Norm'; KvRmsNormRopeCache takes int8 in pages only"),
-        ("BNSD", {}, "a cache is int8 in cache_mode 'BNSD'; KvRmsNormRopeCache takes int8 in pages only"),
-        ("PA", {"rounds_first": True}, "rounds_first is True; KvRmsNormRopeCache quantises unrounded values"),
-    ],
-)
-def test_npu_targets_refuse_what_their_kernel_lacks(mode, options, because):
-    args, kwargs = wide_sample(torch.bfloat16, 0, mode, 5, quantize=("c_kv",), **options)
-    with pytest.raises(NoMatch, match=because):
-        npu.lower(Surface("Ascend910_9391", "ge", hoists=False), *args, **kwargs)
+# --- other targets --------------------------------------------------------------------------------------------------
 
 
 def test_inductor_keeps_the_programs_own_write():

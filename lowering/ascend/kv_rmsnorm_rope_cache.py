@@ -4,6 +4,7 @@ That function is for graphs only. Run eagerly, it returns caches to which nothin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +20,22 @@ from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
 from mla_fx.target import Compiled
 
 from . import limits
+from .prolog_form import as_pages, page_shapes, page_size, slots
 from .surface import A2, A3, A5, Surface
 
 OPERATOR = "kv_rmsnorm_rope_cache"
 KERNEL = "KvRmsNormRopeCache"
 
 CACHES = ("k_cache", "ckv_cache")
+INT8_PAGE_SIZES = (128, 32)  # 32 bytes are one unit of memory; the better size first
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    a = Arguments(*args, **kwargs)
+    refuse_quantisation(a)
+    for name in CACHES:
+        limits.dense(name, getattr(a, name), KERNEL)
+    refuse_unsupported(surface, paged(a, page_shapes) if is_unpaged(a) else a)
     return plain
 
 
@@ -36,7 +43,6 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
-    refuse_quantisation(a)
     refuse_rotation(a)
     if a.kc_scale != 1.0:
         raise NoMatch(f"kc_scale is {a.kc_scale:.6g}; {KERNEL} stores norms as they are")
@@ -49,8 +55,6 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     else:
         limits.chip(surface, f"{KERNEL} with v", (A2, A3))
         refuse_key_sizes(a, a.v)
-    for name in CACHES:
-        limits.dense(name, getattr(a, name), KERNEL)
     if a.cache_mode not in CONTIGUOUS_MODES:
         refuse_pages(a)
 
@@ -58,8 +62,17 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 def refuse_quantisation(a: Arguments) -> None:
     if a.rounds_first:
         raise NoMatch(f"rounds_first is True; {KERNEL} quantises unrounded values")
-    if is_quantised(a) and a.cache_mode in CONTIGUOUS_MODES:
-        raise NoMatch(f"a cache is int8 in cache_mode {a.cache_mode!r}; {KERNEL} takes int8 in pages only")
+    if a.gamma_after_cast and a.c_kv_scale is not None:
+        raise NoMatch(f"gamma_after_cast is True; {KERNEL} quantises latents that are not rounded before gamma")
+    if a.cache_mode not in CONTIGUOUS_MODES or not is_quantised(a):
+        return
+    if a.cache_mode == "BNSD" or a.v is not None:
+        form = f"cache_mode {a.cache_mode!r}" if a.v is None else f"cache_mode {a.cache_mode!r} with v"
+        raise NoMatch(f"a cache is int8 in {form}; {KERNEL} takes int8 in pages only")
+    positions = a.ckv_cache.shape[2]
+    if page_size(positions, INT8_PAGE_SIZES) is None:
+        allowed = f"so T must be a multiple of {INT8_PAGE_SIZES[-1]}"
+        raise NoMatch(f"ckv_cache has T = {positions}; {KERNEL} writes int8 in pages, {allowed}")
 
 
 def refuse_rotation(a: Arguments) -> None:
@@ -99,9 +112,37 @@ def refuse_pages(a: Arguments) -> None:
 # --- the call -----------------------------------------------------------------------------------------------------
 
 
-def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The results of `mla_fx.kv_rmsnorm_rope_cache`."""
     a = Arguments(*args, **kwargs)
+    if not is_unpaged(a):
+        return vendor_call(a)
+    k_cache, ckv_cache, *rows = vendor_call(formed(a))
+    return k_cache.view(a.k_cache.shape), ckv_cache.view(a.ckv_cache.shape), *rows
+
+
+def is_unpaged(a: Arguments) -> bool:
+    """Whether a cache is int8 and contiguous. The kernel takes it as pages."""
+    return is_quantised(a) and a.cache_mode == "Norm"
+
+
+def formed(a: Arguments) -> Arguments:
+    """The same call with pages, slots [B*S], and tables for each token."""
+    batch, _, tokens, _ = a.kv.shape
+    cos, sin = (None if table is None else table.expand(batch, -1, tokens, -1) for table in (a.cos, a.sin))
+    index = slots(a.index, a.ckv_cache).expand(batch, -1).flatten()
+    return replace(paged(a), index=index, cos=cos, sin=sin)
+
+
+def paged(a: Arguments, pages: Callable[[Tensor, int], Tensor] = as_pages) -> Arguments:
+    """The same call with both caches as pages of one size. index still counts within its batch row."""
+    size = page_size(a.ckv_cache.shape[2], INT8_PAGE_SIZES)
+    assert size is not None, "other caches were refused"
+    return replace(a, k_cache=pages(a.k_cache, size), ckv_cache=pages(a.ckv_cache, size), cache_mode="PA")
+
+
+def vendor_call(a: Arguments) -> tuple[Tensor, ...]:
+    """The same for a call in a form that the kernel takes."""
     batch, paged = a.kv.shape[0], a.cache_mode not in CONTIGUOUS_MODES
     k_rope, c_kv, k_cache, ckv_cache = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(
         a.kv.contiguous(),

@@ -5,7 +5,7 @@ T/BlockSize of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -52,16 +52,16 @@ def refuse_unpaged(a: emitted.Arguments | v3.Arguments, kernel: str) -> None:
         raise NoMatch(f"kv_cache has T = {positions}; {kernel} writes pages, {allowed}")
 
 
-def page_size(positions: int | torch.SymInt) -> int | None:
+def page_size(positions: int | torch.SymInt, sizes: Sequence[int] = PAGE_SIZES) -> int | None:
     """The page size that divides this number of positions, if there is one."""
-    return next((size for size in PAGE_SIZES if limits.holds(positions % size == 0)), None)
+    return next((size for size in sizes if limits.holds(positions % size == 0)), None)
 
 
 def formed(a: A) -> A:
     """The same call with pages, adjacent pairs, and tables for each token."""
     return replace(
         interleaved(paged(a)),
-        cache_index=slots(a) if a.cache_mode == "Norm" else a.cache_index,
+        cache_index=slots(a.cache_index, a.kv_cache) if a.cache_mode == "Norm" else a.cache_index,
         rope_sin=for_each_token(a, a.rope_sin),
         rope_cos=for_each_token(a, a.rope_cos),
     )
@@ -109,14 +109,15 @@ def page_shapes(cache: Tensor, size: int) -> Tensor:
     return cache.new_empty(batch * positions // size, size, 1, width)
 
 
-def slots(a: emitted.Arguments | v3.Arguments) -> Tensor:
-    """cache_index [B, S] of a contiguous cache, counted over all batch rows. A negative one still skips its token."""
-    assert a.cache_index is not None, "contiguous caches have an index"
-    batch, _, positions, _ = a.kv_cache.shape
+def slots(index: Tensor | None, cache: Tensor) -> Tensor:
+    """The index [B or 1, S] of a contiguous cache, counted over all its batch rows. A negative one still skips its
+    token."""
+    assert index is not None, "contiguous caches have an index"
+    batch, _, positions, _ = cache.shape
     if limits.known_equal(batch, 1):
-        return a.cache_index
-    first = torch.arange(batch, device=a.cache_index.device).unsqueeze(-1) * positions
-    return torch.where(a.cache_index < 0, a.cache_index, a.cache_index + first)
+        return index
+    first = torch.arange(batch, device=index.device).unsqueeze(-1) * positions
+    return torch.where(index < 0, index, index + first)
 
 
 def for_each_token(a: emitted.Arguments | v3.Arguments, table: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bo
             plan = replay(run.emit, found, images)
             if not found.is_closed:
                 _check_loss(plan)
-            _apply(run, rule, plan)
+            _ask_target(run, rule, plan)
+            _apply(run, plan)
             return True
     return False
 
@@ -94,12 +95,12 @@ def _rewrite(
     """Draft the rule's plan, check it, and apply it; return whether it was applied."""
     try:
         planned = rule.rewrite(match.settled())
-        _check_quantisation(run, planned)
         with run.emit.at(anchor, rule.name):
-            plan = drafted(run.emit, planned, match.alike)
+            planned, plan = _taken(run, rule, planned, match.alike)
+            _check_quantisation(run, planned)
             checked = _check_loss(plan)
             found = recipe(run.emit, anchor, looked_into, plan, checked)
-            _apply(run, rule, plan)
+            _apply(run, plan)
     except NoMatch as miss:
         nearest.fail(match, miss)
         return False
@@ -109,15 +110,24 @@ def _rewrite(
     return True
 
 
+def _taken(run: Run, rule: Rule, planned: Plan, alike: Mapping[Node, Node]) -> tuple[Plan, Drafted]:
+    """The plan, or the one to try instead, that the target takes. Raises NoMatch if it takes neither."""
+    plan = drafted(run.emit, planned, alike)
+    try:
+        _ask_target(run, rule, plan)
+    except NoMatch:
+        if planned.instead is None:
+            raise
+        return _taken(run, rule, planned.instead, alike)
+    return planned, plan
+
+
 def _check_quantisation(run: Run, plan: Plan) -> None:
     if plan.differences and run.options.quant == "exact":
         raise NoMatch(f"{'; '.join(plan.differences)}; quant='vendor' takes the operator's codes")
 
 
-def _apply(run: Run, rule: Rule, plan: Drafted) -> None:
-    if rule.yields_to_target:
-        for call in plan.fused:
-            _ask_target(run, call)
+def _apply(run: Run, plan: Drafted) -> None:
     _note_origins(run.emit, apply(run.emit, plan))
 
 
@@ -137,7 +147,13 @@ def _check_loss(plan: Drafted) -> set[Node]:
     return checked
 
 
-def _ask_target(run: Run, call: Draft) -> None:
+def _ask_target(run: Run, rule: Rule, plan: Drafted) -> None:
+    """Raises NoMatch if the target refuses a call of a rule that yields to it."""
+    for call in plan.fused if rule.yields_to_target else ():
+        _ask_about(run, call)
+
+
+def _ask_about(run: Run, call: Draft) -> None:
     name = fused_name(call)
     if name is not None and name in run.target.left_out:
         raise NoMatch(f"target {run.target.name!r}: {run.target.left_out[name]}")

@@ -97,6 +97,13 @@ class Element:
         node, index, _ = self.as_operand
         return not is_coarser(dtype, _dtype(node, index)) or not is_coarser(dtype, self.coarsest or self.dtype)
 
+    @property
+    def stored(self) -> Element:
+        """The element before casts that do nothing but widen it, for operators that widen it themselves."""
+        is_itself = self.factor == 1.0 and self.scales is None and not self.roundings
+        is_widened = is_itself and is_coarser(_dtype(self.origin, self.index), self.dtype)
+        return replace(self, top=None) if is_widened else self
+
     def at(self, replacements: Mapping[Axis, Index]) -> Element:
         """The element at another index, which may lead through further views. Raises NoMatch if that is not
         possible."""

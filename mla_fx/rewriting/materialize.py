@@ -39,11 +39,13 @@ def tensor(
     """The tensor whose element at `dims` is `element`. Each dimension runs over some axes, slowest first.
 
     An axis that the element does not depend on gives a dimension of one, or is repeated if `expand`. Raises NoMatch if
-    the element depends on other axes, or if `dtype` would round it where the program does not. `read_by` is the call by
-    which the program reads the element, if that does more than views and casts."""
+    the element depends on other axes, or on some of a dimension's and not on all unless `expand`, or if `dtype` would
+    round it where the program does not. `read_by` is the call by which the program reads the element, if that does more
+    than views and casts."""
     base, index, factor = _base(element, dtype, read_by)
     index, wanted = _parted(base, index, dims)
-    laid = _arranged(*_spread(base, index, wanted), wanted)
+    base, units = _spread(base, index, wanted)
+    laid = _arranged(*(_repeated(base, units, wanted) if expand else (base, units)), wanted)
     value = times(_expanded(laid, wanted) if expand else laid.value, factor)
     if isinstance(element, Element) and element.scales is not None:
         is_narrow = base.node.meta["val"].dtype.itemsize == 1
@@ -149,6 +151,16 @@ def _spread(base: _Sized, index: tuple[Index, ...], wanted: list[Axes]) -> tuple
             value = Call(aten.slice.Tensor, value, len(units), place.start, place.start + place.axis.size)
         units.append((place.axis,))
     return _Sized(value, tuple(axis.size for (axis,) in units)), _grouped(units, wanted)
+
+
+def _repeated(base: _Sized, units: list[Axes], wanted: list[Axes]) -> tuple[_Sized, list[Axes]]:
+    """The tensor, repeated along the axes that it lacks of a dimension that it has in part."""
+    present = {axis for unit in units for axis in unit}
+    lacking = [axis for dim in wanted if not present.isdisjoint(dim) for axis in dim if axis not in present]
+    if not lacking:
+        return base, units
+    sizes = (*(axis.size for axis in lacking), *base.sizes)
+    return _Sized(Call(aten.expand.default, base.value, list(sizes)), sizes), [*((axis,) for axis in lacking), *units]
 
 
 def _arranged(base: _Sized, units: list[Axes], wanted: list[Axes]) -> _Sized:

@@ -146,7 +146,7 @@ def table(found: Table, pair: Index, outer: Dims, *, expand: bool = False) -> Ex
         other = Axis(pairs[0].size)
         whole_table = joined(first, pairs, renamed(second, {pairs[0]: of_axis(other)}), (other,))
         if whole_table is not None:
-            return tensor(whole_table.element, [*outer, [whole_table.axis]], dtype=first.dtype, expand=expand)
+            return tensor(whole_table.element, [*outer, [whole_table.axis]], dtype=first.stored.dtype, expand=expand)
     return Call(aten.cat.default, [tensor(half, [*outer, pairs], expand=True) for half in (first, second)], -1)
 
 

@@ -166,19 +166,28 @@ class Plan:
     """The values of the graph to replace, and their replacements. A plan is applied as a whole or not at all.
 
     `differences` are sentences that say where an operator quantises differently from the program. Such a plan is
-    applied only if the user takes the vendor's quantisation."""
+    applied only if the user takes the vendor's quantisation. `instead` is tried where the target refuses this plan,
+    because its kernel lacks an option of the operator."""
 
     replaced: tuple[Replaced, ...]
     differences: tuple[str, ...]
     exact: frozenset[Node]
     """Calls of the program that round nothing, because they get whole numbers."""
+    instead: Plan | None
     sources: frozenset[Node] = field(init=False)
     """The operations from which the plan's operands are read."""
 
-    def __init__(self, *replaced: Replaced, differences: Sequence[str] = (), exact: Iterable[Node] = ()) -> None:
+    def __init__(
+        self,
+        *replaced: Replaced,
+        differences: Sequence[str] = (),
+        exact: Iterable[Node] = (),
+        instead: Plan | None = None,
+    ) -> None:
         object.__setattr__(self, "replaced", replaced)
         object.__setattr__(self, "differences", tuple(differences))
         object.__setattr__(self, "exact", frozenset(exact))
+        object.__setattr__(self, "instead", instead)
         object.__setattr__(self, "sources", frozenset(_sources([one.new for one in replaced])))
 
 

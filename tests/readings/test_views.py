@@ -194,7 +194,6 @@ NO_VIEWS = {
     "every other token": "is read in steps of 2, which no view does",
     "window of another size": "is read in steps of 1, which no view does",
     "rows of the flattened": "is read in steps of 1, which no view does",
-    "repeated": "a value depends on only part of a dimension",
 }
 
 

@@ -1,0 +1,168 @@
+"""Plain code with int8 caches and given scales: KvRmsNormRopeCache with the scales, and attention over what is read."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from coded_pages import CodedPages, OneScale, RoundedFirst, given
+from layers import Sizes
+from mla_fx.lowering.ascend import kv_rmsnorm_rope_cache as lowering
+from torch.utils._pytree import tree_map_only
+
+import mla_fx
+from npu import ge_graph
+from npu.converted import types
+
+REAL = Sizes(context=256, hidden=1024, query_rank=96, rank=512, nope=128, rope=64, value=128)
+KEY_SIDE, OPERATOR, ATTENTION = "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", "FusedInferAttentionScore"
+ON_REQUEST = "values are rounded to torch.bfloat16 before they are quantised, in a kernel they are not"
+
+pytestmark = [pytest.mark.usefixtures("converted"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
+
+
+class Pages(CodedPages):
+    """Latents and rotary keys are columns of the hidden states: products in 16 bits depend on the machine."""
+
+    def __init__(self, context=256, block=32):
+        super().__init__(torch.bfloat16, replace(REAL, context=context), block)
+
+    def project(self, x):
+        return x[..., : self.sizes.rank + self.sizes.rope]
+
+
+class PagesOfOneScale(Pages, OneScale):
+    """And rotary keys in bfloat16."""
+
+
+class RoundedPages(Pages, RoundedFirst):
+    """Values are rounded before they are quantised."""
+
+
+class Contiguous(Pages):
+    """Caches [B, 1, T, width]."""
+
+    def write(self, cache, slots, rows):
+        cache.index_copy_(2, slots, rows)
+
+    def read(self, cache):
+        return cache
+
+    def store(self, latent, k_rope, position, kv_cache, kr_cache):
+        return self.stored(latent, position, kv_cache), self.stored_key(k_rope, position, kr_cache)
+
+
+def inputs(layer):
+    *rest, caches = given(layer)
+    if isinstance(layer, Contiguous):
+        z = layer.sizes
+        caches = tuple(cache[:-2].reshape(z.batch, 1, z.context, -1) for cache in caches)
+    return *rest, caches
+
+
+def check(layer, *, dynamic=False, **options):
+    """Outputs are at most twice as far from a float64 run as eager's. Codes are eager's, unless the vendor's are asked
+    for; rows of other caches are close."""
+    ours, theirs, exact = inputs(layer), inputs(layer), tree_map_only(torch.Tensor, wide, inputs(layer))
+    with torch.no_grad():
+        eager, truth = layer(*theirs), copy.deepcopy(layer).double()(*exact)
+        backend = mla_fx.get_backend(target="ge", soc="Ascend910B3", causal_masks=True, **options)
+        found = torch.compile(layer, backend=backend, dynamic=dynamic)(*ours)
+    errors = [float((part.double() - truth).norm() / truth.norm()) for part in (found, eager)]
+    for mine, other in zip(ours[-1], theirs[-1], strict=True):
+        distance = (mine.double() - other.double()).abs().max()
+        allowed = 2**-6 * other.abs().max() if other.is_floating_point() else "quant" in options
+        assert distance <= allowed, [float(distance)]
+    assert errors[0] <= 2 * errors[1], errors
+    return mla_fx.last_report()
+
+
+def wide(x):
+    return x.double() if x.is_floating_point() else x
+
+
+def key_sides(converted):
+    return [op for graph in converted.graphs for op in graph.op if op.type == KEY_SIDE]
+
+
+SCALES = {"k_rope_scale", "c_kv_scale"}
+
+
+@pytest.mark.parametrize(
+    ("build", "given_scales", "options"),
+    [
+        (Pages, SCALES, {}),
+        (lambda: Pages(block=16), SCALES, {}),
+        (PagesOfOneScale, {"c_kv_scale"}, {}),
+        (lambda: Pages(block=128), SCALES, {}),
+        (Contiguous, SCALES, {}),
+        (lambda: Contiguous(160), SCALES, {}),
+        (RoundedPages, SCALES, {"quant": "vendor"}),
+    ],
+    ids=["pages", "small pages", "large pages", "one scale", "contiguous", "contiguous, small pages", "rounded"],
+)
+def test_the_key_side_takes_the_scales(converted, build, given_scales, options):
+    report = check(build(), **options)
+    (op,) = key_sides(converted)
+    fed = {name for name, _ in ge_graph.inputs(op)}
+    attributes = ge_graph.attributes(op)
+    assert fed & SCALES == given_scales and attributes["cache_mode"] == "PA", str(report)
+    assert attributes["epsilon"] == pytest.approx(1e-6)
+    assert types(converted.graphs[0]).count(ATTENTION) == 1, str(report)
+    wanted = [f"{OPERATOR}: {ON_REQUEST}"] if options else []
+    assert [note for note in report.notes if OPERATOR in note] == wanted
+
+
+@pytest.mark.parametrize("build", [Pages, Contiguous])
+def test_any_number_of_tokens(converted, build):
+    report = check(build(), dynamic=True)
+    (op,) = key_sides(converted)
+    assert ge_graph.attributes(op)["cache_mode"] == "PA", str(report)
+
+
+@pytest.mark.parametrize(
+    ("build", "because"),
+    [
+        (RoundedPages, f"{ON_REQUEST}; quant='vendor' takes the operator's codes"),
+        (
+            lambda: Contiguous(48, block=16),
+            "target 'ge': ckv_cache has T = 48; KvRmsNormRopeCache writes int8 in pages, so T must be a multiple of 32",
+        ),
+    ],
+    ids=["rounded", "T"],
+)
+def test_the_program_writes_what_the_kernel_would_not(converted, build, because):
+    report = check(build())
+    assert not key_sides(converted)
+    assert [miss.reason for miss in report.misses if miss.pattern == OPERATOR] == [because]
+
+
+# --- planted faults --------------------------------------------------------------------------------------------------
+
+
+def swapped(a):
+    """Those of the keys, and of the first latents, for each other."""
+    repeated = a.k_rope_scale.repeat(a.c_kv_scale.shape[0] // a.k_rope_scale.shape[0])
+    return {"k_rope_scale": a.c_kv_scale[: a.k_rope_scale.shape[0]], "c_kv_scale": repeated}
+
+
+def of_neighbours(a):
+    return {"c_kv_scale": torch.cat((a.c_kv_scale[1:], a.c_kv_scale[:1]))}
+
+
+def dropped(a):
+    return {"c_kv_scale": torch.ones_like(a.c_kv_scale)}
+
+
+def inverted(a):
+    return {"k_rope_scale": a.k_rope_scale.reciprocal()}
+
+
+@pytest.mark.parametrize("fault", [swapped, of_neighbours, dropped, inverted])
+def test_planted_fault(monkeypatch, fault):
+    whole = lowering.vendor_call
+    monkeypatch.setattr(lowering, "vendor_call", lambda a: whole(replace(a, **fault(a))))
+    with pytest.raises(AssertionError, match=r"^\[\d"):
+        check(Pages())
