@@ -87,13 +87,15 @@ def interleaved(a: A) -> A:
 
 
 def paged(a: A, pages: Callable[[Tensor, int], Tensor] | None = None) -> A:
-    """The same call with the caches as pages. cache_index still counts within its batch row."""
+    """The same call with the caches as pages. cache_index still counts within its batch row. Beside packed rows, kr_cache
+    is empty, and stays so."""
     if a.cache_mode != "Norm":
         return a
     size = page_size(a.kv_cache.shape[2])
     assert size is not None, "other caches were refused"
-    kv_cache, kr_cache = ((pages or as_pages)(cache, size) for cache in (a.kv_cache, a.kr_cache))
-    return replace(a, kv_cache=kv_cache, kr_cache=kr_cache, cache_mode="PA_BSND")
+    caches = {"kv_cache": a.kv_cache, "kr_cache": a.kr_cache}
+    found = {name: (pages or as_pages)(cache, size) for name, cache in caches.items() if cache.ndim == 4}
+    return replace(a, **found, cache_mode="PA_BSND")
 
 
 def as_pages(cache: Tensor, size: int) -> Tensor:
