@@ -173,6 +173,9 @@ class _PackedRows(Layer):
         wide = x.float()
         return wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gamma
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return super().rotate(x.float(), cos.float(), sin.float()).to(x.dtype)
+
     def packed(self, latent: Tensor, keys: Tensor) -> Tensor:
         tiles = latent.view(len(latent), -1, self.tile)
         scales = self.scales(tiles)

@@ -16,9 +16,6 @@ from mla_fx.target import Compiled
 
 from .compilation import Compilation
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-IN_16_BITS = {"rtol": 3e-2, "atol": 3e-2}
-
 
 def run_case(case: Case, *more: Rule) -> Report:
     """Run a case unfused and fused, with the rules in `patterns/` and `more`, and report what happened.
@@ -38,8 +35,9 @@ def run_case(case: Case, *more: Rule) -> Report:
     with torch.no_grad():
         expected = eager(*inputs())
         found = torch.compile(fused, backend=backend)(*inputs())
-    torch.testing.assert_close(found, expected, **(IN_16_BITS if found.dtype.itemsize == 2 else CLOSE))
-    torch.testing.assert_close(dict(fused.named_buffers()), dict(eager.named_buffers()), **CLOSE)
+    rtol, atol = (3e-2, 3e-2) if found.dtype.itemsize == 2 else (1e-4, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(dict(fused.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
     return Report.merged(reports)
 
 
