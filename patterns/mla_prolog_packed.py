@@ -272,15 +272,13 @@ def _operands(row: CacheRoles, dtype: torch.dtype) -> int8.CacheOperands:
 
 def _alpha(tiles: QuantisedTiles) -> Expression:
     """The part of its largest value to which each tile is clipped, [1] in float32."""
-    part = tiles.part
-    if part is None or part.factor is None:
-        number, device = 1.0 if part is None else part.number, tiles.node.meta["val"].device
-        return Call(aten.full.default, [1], number, dtype=torch.float32, device=device, pin_memory=False)
-    if part.factor.axes:
-        raise NoMatch("tiles are clipped to different parts of their largest values, expected one", part.factor.origin)
-    if part.number != 1.0:
-        raise NoMatch(f"the part to which tiles are clipped is multiplied by {part.number:.6g}", part.factor.origin)
-    return tensor(part.factor, ((),), dtype=torch.float32)
+    number, factor = tiles.number, tiles.factor
+    if number <= 0 or (factor is not None and number != 1.0):
+        raise NoMatch(f"the part to which tiles are clipped is multiplied by {number:.6g}", tiles.node)
+    if factor is not None:
+        return tensor(factor, ((),), dtype=torch.float32)
+    device = tiles.node.meta["val"].device
+    return Call(aten.full.default, [1], number, dtype=torch.float32, device=device, pin_memory=False)
 
 
 # --- what the operator does not do -----------------------------------------------------------------------------------
@@ -316,7 +314,7 @@ def _differences(match: Match, mode: int, dtype: torch.dtype) -> Iterator[str]:
 def _divides_in_order(norm: RmsNorm) -> bool:
     """Whether a norm is value / root * gamma in float32. Another order has other last bits."""
     inner = [part for part in int8.factors_of(norm.node) if part is not norm.gamma.origin]
-    stops = {norm.value.origin, norm.gamma.origin}
+    stops = {norm.value.origin, norm.value.seen[0], norm.gamma.origin}
     is_wide = not any(rounded_in("", norm.node, stops))
     return is_wide and len(inner) == 1 and inner[0].target is aten.div.Tensor and _is_root(args_of(inner[0])[1])
 

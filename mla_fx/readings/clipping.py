@@ -8,7 +8,6 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import name_of
 
 from .calls import args_of, argument
 from .element import Element, operand
@@ -28,7 +27,7 @@ EITHER_ORDER = frozenset({aten.maximum.default, aten.minimum.default})
 
 @dataclass(frozen=True)
 class Clipped:
-    """`value` between `-bound` and `bound`, which is the same along some axes of it."""
+    """`value` between `-bound` and `bound`."""
 
     value: Element
     bound: Element
@@ -49,8 +48,6 @@ def clipped(element: Element) -> Clipped | None:
         value = operand(inner, value.index)
     if len(below) != 1 or len(above) != 1 or not same_value(below[0].times(-1.0), above[0]):
         raise NoMatch("values are clipped to two bounds, expected plus and minus one", element.origin)
-    if not above[0].axes < value.axes:
-        raise NoMatch(f"{name_of(above[0].origin)} differs for each value that it clips", above[0].origin)
     return Clipped(value, above[0])
 
 

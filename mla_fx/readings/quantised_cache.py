@@ -34,10 +34,9 @@ def caches_behind(value: Node) -> tuple[Node, ...]:
 
 
 def packed_cache(latents: Node, keys: Node) -> Node | None:
-    """The only written cache that latents and keys are computed from, if its rows are bytes of several values."""
-    behind = [_behind(value) for value in (latents, keys)]
-    caches = {node for found in behind for node in found if node.target in WRITES}
-    are_bytes = all(any(node.target is aten.view.dtype for node in found) for found in behind)
+    """The only written cache that latents and keys are computed from, if keys are read from bytes."""
+    caches = {*caches_behind(latents), *caches_behind(keys)}
+    are_bytes = any(node.target is aten.view.dtype for node in _behind(keys))
     return caches.pop() if are_bytes and len(caches) == 1 else None
 
 

@@ -50,8 +50,8 @@ class Form:
 
 @dataclass(frozen=True)
 class QuantisedTiles(Reading):
-    """What the codes of a row are quantised from, in tiles of `width` columns, and to what part of its largest value
-    each tile is clipped.
+    """What the codes of a row are quantised from, in tiles of `width` columns. Each tile is clipped to `number *
+    factor` of its largest value; no `factor` is one.
 
     `whole` has the calls on the way from the rounded value to the codes."""
 
@@ -59,11 +59,12 @@ class QuantisedTiles(Reading):
     width: Size
     differences: tuple[str, ...] = field(default=())
     whole: tuple[Node, ...] = field(default=())
-    part: Part | None = None
+    number: float = 1.0
+    factor: Element | None = None
 
     @property
     def constants(self) -> tuple[object, ...]:
-        return self.width, self.differences, None if self.part is None else self.part.number
+        return self.width, self.differences, self.number
 
 
 def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, form: Form) -> QuantisedTiles:
@@ -84,7 +85,13 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
         *(() if form.is_scale(unbounded(scale), found.part) else (form.scales,)),
     )
     value = replace(found.value, top=None)  # of the row: the program reads it in tiles
-    return QuantisedTiles(codes.origin, value, width, differences, found.whole, found.part)
+    tiles = QuantisedTiles(codes.origin, value, width, differences, found.whole)
+    if found.part is None:
+        return tiles
+    if found.part.factor is not None and found.part.factor.axes:
+        source = found.part.factor.origin
+        raise NoMatch("tiles are clipped to different parts of their largest values, expected one", source)
+    return replace(tiles, number=found.part.number, factor=found.part.factor)
 
 
 def _is_multiplied(codes: Element, value: Element, part: Part | None, form: Form) -> bool:
