@@ -101,7 +101,8 @@ class Packed(nn.Module):
 
     def rows(self, latent, keys):
         codes, scales = self.tiles(latent.unflatten(-1, (-1, self.tile)))
-        return self.joined({"codes": codes.flatten(-2), "keys": bytes_of(keys), "scales": bytes_of(scales.squeeze(-1).float())})
+        scales = bytes_of(scales.squeeze(-1).float())
+        return self.joined({"codes": codes.flatten(-2), "keys": bytes_of(keys), "scales": scales})
 
     def joined(self, parts):
         return torch.cat([parts[name] for name in self.order], -1)
