@@ -25,10 +25,10 @@ from mla_fx.cases import DR, DV, HCKV, D, N, T
 from mla_fx.matching.pattern import Pattern
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.calls import named_argument, operands_of
+from mla_fx.readings.calls import named_argument
 from mla_fx.readings.element import is_coarser
 from mla_fx.readings.quantised_cache import caches_behind
-from mla_fx.readings.quantised_tiles import QuantisedTiles, quantised_tiles
+from mla_fx.readings.quantised_tiles import QUOTIENT, QuantisedTiles, quantised_tiles
 from mla_fx.readings.quantised_tokens import QuantisedTokens, rounded_in
 from mla_fx.readings.scaling import Scaling
 from mla_fx.readings.sizes import product
@@ -48,7 +48,6 @@ from mla_fx.rule import (
     CallPattern,
     Case,
     Cast,
-    Contraction,
     Element,
     Expression,
     Layer,
@@ -71,7 +70,7 @@ from mla_fx.rule import (
 
 from .mla_prolog.dataflow import KR_CACHE, KV_LATENT, QUERY, QUERY_ROPE
 from .mla_prolog.factors import query_factor, query_scale
-from .mla_prolog.int8 import check_query, of_query
+from .mla_prolog.int8 import check_products, check_query, factors_of, of_query
 from .mla_prolog.weights import PARTS, Weights, weights
 
 aten = torch.ops.aten
@@ -98,7 +97,7 @@ class _Tiled(Pattern):
             return
         codes = cache_update(element_of(caches[0]))
         scales = cache_update(element_of(caches[1])).beside(codes)
-        found = quantised_tiles(codes.row, _last(codes), scales.row, _last(scales))
+        found = quantised_tiles(codes.row, _last(codes), scales.row, _last(scales), QUOTIENT)
         match = match.read("kv_cache.write", replace(codes, row=found.value))
         match = match.read("k_scale_cache.write", scales).read("tiles", found)
         yield from self.row.bindings(found.value, match, nearest)
@@ -323,10 +322,7 @@ def _check_dtypes(match: Match, keys: CacheRoles, dtype: torch.dtype) -> None:
     of_rope = match["weight_qr"].scales
     if of_rope is not None and is_coarser(dtype, of_rope.dtype):
         raise NoMatch(f"q_rope is in {of_rope.dtype}, {OPERATOR} rounds it to {dtype}", match["weight_qr"].origin)
-    for name in ("dq", "dkv", "kr"):
-        node = match.reading(Contraction, name).node
-        if (multiplied := node.meta["val"].dtype) != dtype:
-            raise NoMatch(f"token_x is {dtype} and multiplied in {multiplied}; {OPERATOR} has one dtype", node)
+    check_products(match, dtype, OPERATOR)
     scales = match.reading(CacheUpdate, "k_scale_cache.write").node
     for name, node, wanted in (("keys", keys.update.node, dtype), ("scales", scales, torch.float32)):
         if (stored := node.meta["val"].dtype) != wanted:
@@ -361,13 +357,8 @@ def _differences(
 
 def _multiplies_in_order(norm: RmsNorm) -> bool:
     """Whether a norm is gamma * (value * (1 / root)). Another order has other last bits."""
-    inner = [part for part in _factors(norm.node) if part is not norm.gamma.origin]
-    return len(inner) == 1 and any(part.target in RECIPROCALS for part in _factors(inner[0]))
-
-
-def _factors(node: Node) -> list[Node]:
-    """What computes the factors of a product; empty if this is none."""
-    return [element_of(value).origin for value in operands_of(node)] if node.target is aten.mul.Tensor else []
+    inner = [part for part in factors_of(norm.node) if part is not norm.gamma.origin]
+    return len(inner) == 1 and any(part.target in RECIPROCALS for part in factors_of(inner[0]))
 
 
 def _other_roundings(what: str, value: Element, norm: RmsNorm, dtype: torch.dtype) -> Iterator[str]:

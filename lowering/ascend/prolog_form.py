@@ -87,13 +87,15 @@ def interleaved(a: A) -> A:
 
 
 def paged(a: A, pages: Callable[[Tensor, int], Tensor] | None = None) -> A:
-    """The same call with the caches as pages. cache_index still counts within its batch row."""
+    """The same call with the caches as pages. cache_index still counts within its batch row. The empty kr_cache of
+    packed rows stays as it is."""
     if a.cache_mode != "Norm":
         return a
     size = page_size(a.kv_cache.shape[2])
     assert size is not None, "other caches were refused"
-    kv_cache, kr_cache = ((pages or as_pages)(cache, size) for cache in (a.kv_cache, a.kr_cache))
-    return replace(a, kv_cache=kv_cache, kr_cache=kr_cache, cache_mode="PA_BSND")
+    form = pages or as_pages
+    kr_cache = form(a.kr_cache, size) if a.kr_cache.ndim == 4 else a.kr_cache
+    return replace(a, kv_cache=form(a.kv_cache, size), kr_cache=kr_cache, cache_mode="PA_BSND")
 
 
 def as_pages(cache: Tensor, size: int) -> Tensor:

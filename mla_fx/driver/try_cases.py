@@ -35,7 +35,8 @@ def run_case(case: Case, *more: Rule) -> Report:
     with torch.no_grad():
         expected = eager(*inputs())
         found = torch.compile(fused, backend=backend)(*inputs())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    rtol, atol = (3e-2, 3e-2) if found.dtype.itemsize == 2 else (1e-4, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
     torch.testing.assert_close(dict(fused.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
     return Report.merged(reports)
 

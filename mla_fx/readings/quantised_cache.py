@@ -30,18 +30,29 @@ def cache_behind(value: Node) -> Node | None:
 
 def caches_behind(value: Node) -> tuple[Node, ...]:
     """The written caches that a value is computed from; none if one may be far."""
-    pending, seen, found = [value], {value}, list[Node]()
+    return tuple(node for node in _behind(value) if node.target in WRITES and node is not value)
+
+
+def packed_cache(latents: Node, keys: Node) -> Node | None:
+    """The only written cache that latents and keys are computed from, if keys are read from bytes."""
+    caches = {*caches_behind(latents), *caches_behind(keys)}
+    are_bytes = any(node.target is aten.view.dtype for node in _behind(keys))
+    return caches.pop() if are_bytes and len(caches) == 1 else None
+
+
+def _behind(value: Node) -> list[Node]:
+    """What a value is computed from, back to written caches, and the value; nothing if one may be far."""
+    pending, seen = [value], {value: None}
     while pending:
         node = pending.pop()
         if node.target in WRITES and node is not value:
-            found.append(node)
             continue
         new = [source for source in operands_of(node) if source not in seen]
-        seen.update(new)
+        seen.update(dict.fromkeys(new))
         pending += new
         if len(seen) > MOST_CALLS:
-            return ()
-    return tuple(found)
+            return []
+    return [*seen]
 
 
 def int8_cache(element: Element) -> Node | None:

@@ -1,14 +1,18 @@
 """Rows that the program quantises in tiles: codes, and a scale for each tile of adjacent columns.
 
-    m = max |value| over a tile,   f = 127 / m,   codes = round(value * f),   scale = 1 / f
+    m = max |value| over a tile
 
-Kernels compute this in float32 and as it is written here, where the quotient f is rounded once. Codes and scales of
-a program that does not may differ from theirs in the last bit; then `differences` says why.
+    f = 127 / m,       codes = round(value * f),                          scale = 1 / f          QUOTIENT
+    s = b * (1/127),   codes = round(clip(value, -b, b) * (1 / s)),       scale = s              PRODUCT
+
+In the second form, b is m, or m times a number or a graph input; then nothing is clipped in the first case. Kernels
+compute either in float32 and as it is written here. Codes and scales of a program that does not may differ from theirs
+in the last bit; then `differences` says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,64 +22,115 @@ from mla_fx.errors import NoMatch
 
 from .axes import Axis, combine, whole
 from .calls import args_of, options_of
-from .constant import constant
+from .clipping import clipped
+from .constant import constant, rounded
 from .element import Element, Scales, operand
 from .largest import largest
-from .quantised_tokens import STEPS, quantised_tokens, unbounded, whole_numbers
+from .quantised_tokens import STEPS, Part, clipped_tokens, unbounded, whole_numbers
 from .reading import Reading
-from .sizes import ratio
+from .same_value import equal_calls
+from .sizes import Size, ratio
 
 aten = torch.ops.aten
-FACTOR = "codes are computed otherwise than as value * (127 / largest) with a true quotient, as a kernel does"
-SCALE = "scales are computed otherwise than as 1 / (127 / largest) with a true quotient, as a kernel does"
+MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a kernel computes codes and scales: what multiplies a value, and its scale, in words and as a check of an
+    element. `clips` says whether it clips values to a part of their largest one."""
+
+    codes: str
+    scales: str
+    multiplies: Callable[[Element, Part | None], bool]
+    is_scale: Callable[[Element, Part | None], bool]
+    clips: bool
 
 
 @dataclass(frozen=True)
 class QuantisedTiles(Reading):
-    """What the codes of a row are quantised from.
+    """What the codes of a row are quantised from, in tiles of `width` columns. Each tile is clipped to `number *
+    factor` of its largest value; no `factor` is one.
 
     `whole` has the calls on the way from the rounded value to the codes."""
 
     value: Element
+    width: Size
     differences: tuple[str, ...] = field(default=())
     whole: tuple[Node, ...] = field(default=())
+    number: float = 1.0
+    factor: Element | None = None
 
     @property
-    def constants(self) -> tuple[str, ...]:
-        return self.differences
+    def constants(self) -> tuple[object, ...]:
+        return self.width, self.differences, self.number
 
 
-def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis) -> QuantisedTiles:
+def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, form: Form) -> QuantisedTiles:
     """Read codes along the columns of a row, and the scales of its tiles. Raises NoMatch if they are none."""
     width = ratio(column.size, tile.size)
     if width is None:
         raise NoMatch(f"rows of {column.size} codes have {tile.size} scales", codes.origin)
     upper, lower = whole(column).split(width)
     scale = scale.at({tile: combine(0, [(upper, 1)])})
-    found = quantised_tokens(replace(codes, scales=Scales((scale,), scale.dtype)), guard=0.0)
+    found = clipped_tokens(replace(codes, scales=Scales((scale,), scale.dtype)), guard=0.0)
     if found.over != (combine(0, [(lower, 1)]),):
         raise NoMatch(f"the scale of {width} adjacent codes is not that of these", codes.origin)
-    differences = (*found.differences, *_other_factor(codes, found.value), *_other_scale(scale))
+    if found.part is not None and not form.clips:
+        raise NoMatch("latents are clipped to a part of their largest one, expected all of it", found.part.bound.origin)
+    differences = (
+        *found.differences,
+        *(() if _is_multiplied(codes, found.value, found.part, form) else (form.codes,)),
+        *(() if form.is_scale(unbounded(scale), found.part) else (form.scales,)),
+    )
     value = replace(found.value, top=None)  # of the row: the program reads it in tiles
-    return QuantisedTiles(codes.origin, value, differences, found.whole)
+    tiles = QuantisedTiles(codes.origin, value, width, differences, found.whole)
+    if found.part is None:
+        return tiles
+    if found.part.factor is not None and found.part.factor.axes:
+        source = found.part.factor.origin
+        raise NoMatch("tiles are clipped to different parts of their largest values, expected one", source)
+    return replace(tiles, number=found.part.number, factor=found.part.factor)
 
 
-def _other_factor(codes: Element, value: Element) -> Iterator[str]:
+def _is_multiplied(codes: Element, value: Element, part: Part | None, form: Form) -> bool:
     quotient = whole_numbers(codes).value
     sides = [operand(side, quotient.index) for side in args_of(quotient.origin)[:2] if isinstance(side, Node)]
     is_product = quotient.origin.target is aten.mul.Tensor and _is_as_computed(quotient)
-    if not is_product or value not in sides or not any(map(_is_true_factor, sides)):
-        yield FACTOR
+    return is_product and value in map(_unclipped, sides) and any(form.multiplies(side, part) for side in sides)
 
 
-def _other_scale(scale: Element) -> Iterator[str]:
-    scale = unbounded(scale)
-    is_reciprocal = scale.origin.target is aten.reciprocal.default and _is_as_computed(scale)
-    if not is_reciprocal or not _is_true_factor(operand(args_of(scale.origin)[0], scale.index)):
-        yield SCALE
+def _unclipped(element: Element) -> Element:
+    clip = clipped(element)
+    return element if clip is None else clip.value
 
 
-def _is_true_factor(element: Element) -> bool:
+def _is_as_computed(element: Element) -> bool:
+    """Whether a value is computed in float32, and neither rounded nor multiplied after that."""
+    is_wide = element.origin.meta["val"].dtype == torch.float32
+    return is_wide and element.factor == 1.0 and not element.roundings
+
+
+def _inverse(element: Element) -> Element | None:
+    """What an element is the reciprocal of, if it is one, as computed."""
+    is_reciprocal = element.origin.target is aten.reciprocal.default and _is_as_computed(element)
+    return operand(args_of(element.origin)[0], element.index) if is_reciprocal else None
+
+
+def _is_largest(element: Element) -> bool:
+    """Whether this is the largest magnitude of something, and not rounded or multiplied after that."""
+    try:
+        largest(element)
+    except NoMatch:
+        return False
+    return not element.roundings
+
+
+# --- the largest code divided by the largest value ---------------------------------------------------------------
+
+
+def _is_true_factor(element: Element, part: Part | None = None) -> bool:
     """Whether this is 127 / largest, a quotient of two tensors. PyTorch divides a number by a tensor otherwise."""
     node = element.origin
     if node.target is not aten.div.Tensor or options_of(node) or not _is_as_computed(element):
@@ -83,15 +138,60 @@ def _is_true_factor(element: Element) -> bool:
     steps, divisor = args_of(node)[:2]
     if not isinstance(steps, Node) or constant(steps) != STEPS or not isinstance(divisor, Node):
         return False
-    maximum = unbounded(operand(divisor, element.index))
-    try:
-        largest(maximum)
-    except NoMatch:
+    return _is_largest(unbounded(operand(divisor, element.index)))
+
+
+def _is_inverse_factor(element: Element, part: Part | None) -> bool:
+    factor = _inverse(element)
+    return factor is not None and _is_true_factor(factor)
+
+
+QUOTIENT = Form(
+    "codes are computed otherwise than as value * (127 / largest) with a true quotient, as a kernel does",
+    "scales are computed otherwise than as 1 / (127 / largest) with a true quotient, as a kernel does",
+    _is_true_factor,
+    _is_inverse_factor,
+    clips=False,
+)
+
+
+# --- the largest value times a number ----------------------------------------------------------------------------
+
+
+def _is_product(element: Element, part: Part | None) -> bool:
+    """Whether this is bound * (1/127) in float32, where values are clipped to the bound, or none is above it."""
+    node, index = element.seen
+    if node.target not in MULTIPLIES or node.meta["val"].dtype != torch.float32 or element.roundings:
         return False
-    return not maximum.roundings
+    sides = args_of(node)[:2]
+    bounds = [operand(side, index) for side in sides if isinstance(side, Node) and constant(side) is None]
+    numbers = [number for side in sides if (number := constant(side)) is not None]
+    if len(bounds) != 1 or [rounded(number, torch.float32) for number in numbers] != [INVERSE]:
+        return False
+    return _is_largest(bounds[0]) if part is None else _is_bound(bounds[0], part)
 
 
-def _is_as_computed(element: Element) -> bool:
-    """Whether a value is computed in float32, and neither rounded nor multiplied after that."""
-    is_wide = element.origin.meta["val"].dtype == torch.float32
-    return is_wide and element.factor == 1.0 and not element.roundings
+def _is_bound(element: Element, part: Part) -> bool:
+    """Whether this is the bound to which values are clipped: the largest, or the product of it and one factor."""
+    (node, index), (other, place) = element.seen, part.bound.seen
+    if index != place or not equal_calls(node, other) or element.roundings:
+        return False
+    if _is_largest(element):
+        return True
+    sides = [operand(side, index) for side in args_of(node)[:2] if isinstance(side, Node)]
+    return node.target in MULTIPLIES and node.meta["val"].dtype == torch.float32 and any(map(_is_largest, sides))
+
+
+def _is_inverse_product(element: Element, part: Part | None) -> bool:
+    scale = _inverse(element)
+    return scale is not None and _is_product(scale, part)
+
+
+INVERSE = rounded(1 / STEPS, torch.float32)
+PRODUCT = Form(
+    "codes are computed otherwise than as clipped value * (1 / scale), as a kernel does",
+    "scales are computed otherwise than as bound * (1/127), as a kernel does",
+    _is_inverse_product,
+    _is_product,
+    clips=True,
+)

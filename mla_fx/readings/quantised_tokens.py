@@ -2,6 +2,9 @@
 
     m = max |value| over the columns,   codes = round(value * steps / m),   scale = m / steps
 
+A program may clip values to a part of their largest one, `m = part * max |value|`. Then the largest code is that of
+clipped values.
+
 Kernels have 127 steps and compute in float32. Codes of a program that does not may differ from theirs by 1; then
 `differences` says why.
 """
@@ -10,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -21,11 +25,12 @@ from mla_fx.graph.provenance import name_of
 from .algebra import as_product
 from .axes import Index
 from .calls import CASTS, args_of, argument, operands_of
+from .clipping import clipped
 from .constant import constant
-from .element import Element, is_coarser, operand, resolve
+from .element import Element, is_coarser, is_parameter, operand, resolve
 from .largest import largest
 from .read_along import read_along
-from .reading import Reading
+from .reading import Parts, Reading
 from .same_value import same_value
 from .vendor_calls import dynamic_quant, is_dynamic_quant
 
@@ -42,21 +47,33 @@ WHOLE = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64}
 )
 BOUNDS = {aten.maximum.default: "below", aten.minimum.default: "above"}
+OTHER_VALUES = "the codes of tokens are divided by the largest of other values"
+
+
+@dataclass(frozen=True)
+class Part(Parts):
+    """`number * factor` of the largest value, to which values are clipped at `bound`; no `factor` is one."""
+
+    bound: Element
+    number: float
+    factor: Element | None
 
 
 @dataclass(frozen=True)
 class QuantisedTokens(Reading):
-    """Codes of `value`, along the indices of `over`, with a scale for each token."""
+    """Codes of `value`, along the indices of `over`, with a scale for each token. Without a `part`, values are not
+    clipped."""
 
     value: Element
     over: tuple[Index, ...]
     differences: tuple[str, ...] = field(default=())
     whole: tuple[Node, ...] = field(default=())
     """The calls on the way from the rounded value to the codes. They get whole numbers, so they round nothing."""
+    part: Part | None = None
 
     @property
-    def constants(self) -> tuple[str, ...]:
-        return self.differences
+    def constants(self) -> tuple[Any, ...]:
+        return self.differences, None if self.part is None else self.part.number
 
 
 @dataclass(frozen=True)
@@ -72,16 +89,32 @@ class _Codes:
 
 @dataclass(frozen=True)
 class _Scale:
-    """`number * maximum`; `guards` are the bounds that the program gives to the maximum, from below."""
+    """`number * factor * maximum`, where a factor is a graph input; `guards` are the bounds that the program gives to
+    the maximum, from below."""
 
     maximum: Element
     number: float
     guards: tuple[float, ...]
+    factor: Element | None
+
+    def is_of(self, other: _Scale) -> bool:
+        """Whether both are the same but for their numbers."""
+        if self.factor is None or other.factor is None:
+            return self.factor is other.factor and same_value(self.maximum, other.maximum)
+        return same_value(self.factor, other.factor) and same_value(self.maximum, other.maximum)
 
 
 def quantised_tokens(element: Element, *, guard: float = LARGEST_GUARD) -> QuantisedTokens:
     """Read codes that carry one scale as quantised tokens. A bound of a largest value is a difference if it is above
-    `guard`. Raises NoMatch if they are none."""
+    `guard`. Raises NoMatch if they are none, or if their values are clipped."""
+    found = clipped_tokens(element, guard=guard)
+    if found.part is not None:
+        raise NoMatch("the values of tokens are clipped to a part of their largest one", element.origin)
+    return found
+
+
+def clipped_tokens(element: Element, *, guard: float) -> QuantisedTokens:
+    """The same for values that may be clipped."""
     scales = () if element.scales is None else element.scales.by
     if len(scales) != 1:
         raise NoMatch(f"expected the codes of tokens with one scale, found {len(scales)} scales", element.origin)
@@ -89,30 +122,43 @@ def quantised_tokens(element: Element, *, guard: float = LARGEST_GUARD) -> Quant
         return QuantisedTokens(element.origin, *dynamic_quant(element, scales[0]))
     codes, scale = whole_numbers(element), _scale(scales[0])
     divisors = [factor for factor, power in as_product(codes.value).factors if power == -1.0]
-    if len(divisors) != 1:
-        raise NoMatch("the codes of tokens are not divided by one scale", element.origin)
-    divisor = _scale(divisors[0])
-    if not same_value(divisor.maximum, scale.maximum):
+    divisor = _divisor(divisors, element.origin)
+    if not divisor.is_of(scale):
         raise NoMatch("the codes of tokens are multiplied by a scale that they were not divided by", element.origin)
     inside, over = largest(divisor.maximum)
     whole = as_product(codes.value, kept=inside.origin)
     values = [factor for factor, power in whole.factors if power == 1.0]
-    is_alone = len(values) == 1 and len(whole.factors) == 2
-    found = read_along(values[0], inside.apart()[1], over) if is_alone else None
+    if len(values) != 1 or len(whole.factors) != 1 + len(divisors):
+        raise NoMatch(OTHER_VALUES, element.origin)
+    value, part = _unclipped(values[0], inside, divisor)
+    number, plain = value.apart()
+    found = read_along(plain, inside.apart()[1], over)
     if found is None:
-        raise NoMatch("the codes of tokens are divided by the largest of other values", element.origin)
-    steps = whole.number / divisor.number / abs(inside.factor)
+        raise NoMatch(OTHER_VALUES, element.origin)
+    each = whole.number / divisor.number  # the code of a value is this times it, divided by the maximum
+    steps = each / abs(inside.factor) if part is None else each * part.number
     _check_range(codes, steps, element.origin)
-    stops = {values[0].seen[0], divisor.maximum.origin, scale.maximum.origin}
+    stops = {plain.seen[0], divisor.maximum.origin, scale.maximum.origin}
     differences = (
         *_other_steps(steps),
         *_raised((*divisor.guards, *scale.guards), guard),
         *rounded_in("the codes of tokens are computed", codes.rounded, stops),
         *rounded_in("the scales of tokens are computed", scales[0].seen[0], stops),
     )
-    factor = scale.number * abs(inside.factor) * steps
+    factor = number * scale.number * each
     factor = 1.0 if math.isclose(factor, 1.0, rel_tol=5e-7) else factor
-    return QuantisedTokens(element.origin, values[0].times(factor), found, differences, codes.calls)
+    return QuantisedTokens(element.origin, plain.times(factor), found, differences, codes.calls, part)
+
+
+def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Element, Part | None]:
+    """Values before they are clipped to a part of the largest magnitude of `inside`, if they are."""
+    clip = clipped(value)
+    part = _part(None if clip is None else clip.bound, divisor, value.origin)
+    if clip is None:
+        return value, None
+    if clip.value.factor != inside.factor:
+        raise NoMatch(OTHER_VALUES, value.origin)
+    return clip.value, part
 
 
 def whole_numbers(element: Element) -> _Codes:
@@ -158,26 +204,56 @@ def check_codes(element: Element) -> None:
         raise NoMatch("the codes of tokens are not clamped to the range of int8", element.origin)
 
 
+def _divisor(factors: list[Element], node: Node) -> _Scale:
+    """Read what codes are divided by: a scale, or a largest value and a graph input."""
+    given = [factor for factor in factors if is_parameter(factor.origin)]
+    others = [factor for factor in factors if factor not in given]
+    if len(others) != 1 or len(given) > 1:
+        raise NoMatch("the codes of tokens are not divided by one scale", node)
+    found = _scale(others[0])
+    if given and found.factor is not None:
+        raise NoMatch("the codes of tokens are divided by the product of a scale and another", node)
+    return replace(found, factor=given[0]) if given else found
+
+
 def _scale(element: Element) -> _Scale:
-    """Read a scale as a number times a largest value, which may be bounded from below on the way."""
-    number, bounds = 1.0, list[tuple[float, float]]()
+    """Read a scale as a number times a largest value, which may be bounded from below on the way, and multiplied by a
+    graph input."""
+    number, bounds, given = 1.0, list[tuple[float, float]](), list[Element]()
     for _ in range(MOST_CALLS):
         whole = as_product(element)
-        if [power for _, power in whole.factors] != [1.0]:
+        others = [pair for pair in whole.factors if pair[1] != 1.0 or not is_parameter(pair[0].origin)]
+        given += [factor for factor, _ in whole.factors if (factor, 1.0) not in others]
+        if [power for _, power in others] != [1.0] or len(given) > 1:
             break
         number *= whole.number
-        element = whole.factors[0][0]
+        element = others[0][0]
         bounded = _bounded(element.origin)
         if number == 0 or not math.isfinite(number):
             raise NoMatch(f"the scale of a token is multiplied by {number:.6g}", element.origin)
         if bounded is None:
-            return _Scale(element, number, tuple(low * before / number for low, before in bounds))
+            guards = tuple(low * before / number for low, before in bounds)
+            return _Scale(element, number, guards, given[0] if given else None)
         value, low, high = bounded
         if high != math.inf:
             break
         bounds.append((low, number))
         element = operand(value, element.index)
     raise NoMatch(f"expected the scale of a token, found {name_of(element.origin)}", element.origin)
+
+
+def _part(bound: Element | None, divisor: _Scale, node: Node) -> Part | None:
+    """The part of their largest value to which values are clipped; None if they are not.
+
+    Raises NoMatch if it is not that of their scale."""
+    if bound is None and divisor.factor is None:
+        return None
+    if bound is None:
+        raise NoMatch("a scale is that of a part of the largest value, to which no value is clipped", node)
+    found = _scale(bound)
+    if not found.is_of(divisor):
+        raise NoMatch("values are clipped to another part of their largest one than that of their scale", node)
+    return Part(bound, found.number, found.factor)
 
 
 def _check_range(codes: _Codes, steps: float, node: Node) -> None:

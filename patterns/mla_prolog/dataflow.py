@@ -72,4 +72,5 @@ QUERY_ROPE = Operand(
         before=_rotated(_scaled(Q_ROPE, "query_rope"), "query_rope"),
     ),
 )
-KR_CACHE = Operand("atl", stored(_rotated(K_ROPE, "kr_cache"), name="kr_cache.write", beside="kv_cache.write"))
+KR_ROW = _rotated(K_ROPE, "kr_cache")
+KR_CACHE = Operand("atl", stored(KR_ROW, name="kr_cache.write", beside="kv_cache.write"))

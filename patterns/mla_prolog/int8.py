@@ -8,23 +8,35 @@ The program's own codes of token_x enter the operator, with their scales. Those 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch.fx import Node
 
 from mla_fx.readings.axes import Axis
+from mla_fx.readings.calls import operands_of
 from mla_fx.readings.element import is_coarser
 from mla_fx.readings.quantised_tokens import QuantisedTokens, check_codes
 from mla_fx.readings.sizes import product
 from mla_fx.rewriting.materialize import axes
 from mla_fx.rewriting.operands import joined_parts, new_cache, positions_and_caches, tables
-from mla_fx.rule import Axes, Call, Contraction, Element, Expression, Match, NoMatch, Rope, shape_of, tensor
+from mla_fx.rule import Axes, Call, Contraction, Element, Expression, Match, NoMatch, Rope, element_of, shape_of, tensor
 
 from .weights import PARTS, Caches, Weights
 
 RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 5, "kr_cache": 6}
 OF_TOKENS = frozenset({"weight_dq", "weight_dkv", "weight_kr"})  # the weights that multiply token_x
 OPERATOR = "mla_prolog_v3"
+
+
+@dataclass(frozen=True)
+class CacheOperands:
+    """Positions [B or 1,S] and both caches before the write; `dtype` is that of what is not quantised."""
+
+    dtype: torch.dtype
+    index: Expression
+    kv_cache: Expression
+    kr_cache: Expression
 
 
 def weight_mode(match: Match) -> int:
@@ -49,22 +61,25 @@ def weight_mode(match: Match) -> int:
 
 
 def call(
-    match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights, caches: Caches, options: dict[str, object]
+    match: Match,
+    mode: int,
+    rows: tuple[Axes, Axes],
+    weights: Weights,
+    caches: CacheOperands,
+    options: dict[str, object],
 ) -> Call:
-    """The call whose results are numbered in `RESULTS`. Caches are [B,1,T,width]."""
-    dtype = match.readings["kv_cache.axes"].node.meta["val"].dtype
+    """The call whose results are numbered in `RESULTS`."""
+    dtype = caches.dtype
     _check(match, mode, dtype)
     rotation = match.get(Rope, "kr_cache.rope")
     if rotation is None:
         raise NoMatch(f"query and key are not rotated; {OPERATOR} always rotates", match["token_x"].origin)
     codes = replace(match["token_x"], scales=None)
-    cache_index, *given = _caches(match, caches, rows, dtype)
     operands = (
         tensor(codes, (*rows, weights.columns["he"]), dtype=dtype if mode == 1 else torch.int8),
         *weights.operands(dtype),
         *tables(rotation, ("sin", "cos"), rows, equal=match.get(Rope, "query_rope.rope"), expand=True),
-        *given,
-        cache_index,
+        *(caches.kv_cache, caches.kr_cache, caches.index),
         *_scales(match, mode, rows, weights),
         *(None, None, _smooth(match, weights)),
     )
@@ -95,13 +110,25 @@ def check_query(match: Match, dtype: torch.dtype, operator: str) -> None:
         raise NoMatch(f"q_nope is in {scales.dtype}, {operator} rounds it to {dtype}", up.node)
 
 
-def _caches(
-    match: Match, caches: Caches, rows: tuple[Axes, Axes], dtype: torch.dtype
-) -> tuple[Expression, Expression, Expression]:
-    """Positions and both caches. Rows that are appended, or used directly, are written into new caches."""
+def check_products(match: Match, dtype: torch.dtype, operator: str) -> None:
+    """Raises NoMatch unless token_x, which is not quantised, is multiplied in its dtype."""
+    for name in ("dq", "dkv", "kr"):
+        node = match.reading(Contraction, name).node
+        if (multiplied := node.meta["val"].dtype) != dtype:
+            raise NoMatch(f"token_x is {dtype} and multiplied in {multiplied}; {operator} has one dtype", node)
+
+
+def factors_of(node: Node) -> list[Node]:
+    """What computes the factors of a product; empty if this is none."""
+    return [element_of(value).origin for value in operands_of(node)] if node.target is torch.ops.aten.mul.Tensor else []
+
+
+def plain_caches(match: Match, caches: Caches, rows: tuple[Axes, Axes]) -> CacheOperands:
+    """Both caches. Rows that are appended, or used directly, are written into new ones."""
+    dtype = match.readings["kv_cache.axes"].node.meta["val"].dtype
     latent, keys = caches["kv_cache"], caches["kr_cache"]
     if latent is not None and not latent.update.is_appended:
-        return positions_and_caches(latent, keys)
+        return CacheOperands(dtype, *positions_and_caches(latent, keys))
     batch, tokens = (product(axis.size for axis in role) for role in rows)
     x = match["token_x"].origin
     new = (
@@ -110,7 +137,7 @@ def _caches(
     )
     options = {"start": 0, "step": 1, "dtype": torch.int64, "device": x.meta["val"].device, "requires_grad": False}
     counted = Call(torch.ops.prims.iota.default, tokens, **options)
-    return Call(torch.ops.aten.unsqueeze.default, counted, 0), next(new), next(new)
+    return CacheOperands(dtype, Call(torch.ops.aten.unsqueeze.default, counted, 0), *new)
 
 
 # --- scales ----------------------------------------------------------------------------------------------------------

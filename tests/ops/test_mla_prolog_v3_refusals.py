@@ -128,7 +128,7 @@ OPTIONS = [
     (PACKED, options(quant_scale_repo_mode=0), "quant_scale_repo_mode is 0; allowed with kv_cache_quant_mode 3: 1"),
     (PACKED, options(tile_size=64), "tile_size is 64; allowed with any mode: 128"),
     (FIRST, options(cache_mode="BNSD"), "cache_mode is 'BNSD'; allowed: 'PA_BSND', 'PA_NZ', 'PA_BLK_BSND'"),
-    *[(PACKED, options(cache_mode=mode), f"'{mode}'; allowed with kv_cache_quant_mode 3: 'PA_BSND', 'BSND', 'TND'")
+    *[(PACKED, options(cache_mode=mode), f"'{mode}'; allowed with kv_cache_quant_mode 3: 'PA_BSND', 'BSND', 'TND', 'No")
       for mode in PAGED[1:]],
 ]  # fmt: skip
 PLACES = [

@@ -85,7 +85,7 @@ def check_number(name: str, value: int, allowed: tuple[int, ...], when: str) -> 
 
 def check_cache_mode(cache_mode: str, kv_cache_quant_mode: int) -> None:
     check_choice("cache_mode", cache_mode, tuple(CACHE_MODES))
-    plain = ("PA_BSND", "BSND", "TND")
+    plain = ("PA_BSND", "BSND", "TND", "Norm")
     if kv_cache_quant_mode == PER_TILE and cache_mode not in plain:
         raise ValueError(
             f"cache_mode is {cache_mode!r}; allowed with kv_cache_quant_mode 3: {', '.join(map(repr, plain))}."

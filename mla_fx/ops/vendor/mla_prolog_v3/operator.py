@@ -69,7 +69,7 @@ def body(a: Arguments) -> Results:
     - 3, with weight_quant_mode 1 or 2 and ckvkr_repo_mode and quant_scale_repo_mode 1: kv_cache is int8 with rows of
       Hckv + 2*Dr + Hckv/128*4 bytes (656 for 512 and 64): int8 latents, 16-bit kr, one float32 scale for each
       tile_size = 128 latents, `max|ckv| * alpha / 127`, where k_nope_clip_alpha [1] is alpha; latents are clipped to
-      +- `max|ckv| * alpha`. kr_cache is an empty tensor [0]. cache_mode is "PA_BSND", "BSND" or "TND".
+      +- `max|ckv| * alpha`. kr_cache is an empty tensor [0]. cache_mode is "PA_BSND", "BSND", "TND" or "Norm".
 
     query_quant_mode, ckvkr_repo_mode and quant_scale_repo_mode are 0 in the other modes. weight_quant_mode
     3 to 5, float8 and hifloat8 of newer chips, is refused.

@@ -50,6 +50,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
             sample(dtype, 1, 3, "TND", (4,)),
             sample(dtype, 2, 3, "PA_BSND", (5,), options=normed),
             sample(dtype, 2, 3, "BSND", (2, 3)),
+            sample(dtype, 1, 3, "Norm", (2, 3), skip=1),
         ]
     yield from calls
 

@@ -1,0 +1,74 @@
+"""A layer with a cache of packed int8 rows: MlaPrologV3 in kv_cache_quant_mode 3."""
+
+from dataclasses import replace
+
+import pytest
+import test_packed_prologs as plain
+import torch
+from mla_fx.lowering.ascend import mla_prolog_v3
+
+import mla_fx
+from npu import ge_graph
+
+pytestmark = pytest.mark.usefixtures("converted")
+SIZES = {"SLOTS": 64, "HE": 1024, "HCQ": 1536, "RANK": 512, "D": 128, "DR": 64, "DV": 128}
+MODES = {"kv_cache_quant_mode": 3, "ckvkr_repo_mode": 1, "quant_scale_repo_mode": 1, "tile_size": 128}
+
+
+@pytest.fixture(autouse=True)
+def real_sizes(monkeypatch):
+    for name, size in SIZES.items():
+        monkeypatch.setattr(plain, name, size)
+
+
+def check(kind):
+    """The output is near that of eager mode, and rows are equal but for last bits of float32 and ties."""
+    ours, theirs = kind(), kind()
+    run = torch.compile(ours, backend=mla_fx.get_backend(target="ge", strict=True), dynamic=False)
+    with torch.no_grad():
+        found, wanted = run(*plain.given()), theirs(*plain.given())
+        (mine, my_keys), (others, keys) = ours.unpacked(), theirs.unpacked()
+    assert (found - wanted).norm() <= 2e-2 * wanted.norm()
+    torch.testing.assert_close(mine, others, rtol=0, atol=0.05)
+    assert (mine - others).norm() <= 1e-3 * others.norm()
+    torch.testing.assert_close(my_keys, keys, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mode"), [(plain.Packed, 1), (plain.AllInt8, 2), (plain.ClippedByParameter, 1)])
+def test_modes(converted, kind, mode):
+    check(kind)
+    (op,) = [op for graph in converted.graphs for op in graph.op if op.type == "MlaPrologV3"]
+    attributes = ge_graph.attributes(op)
+    assert {name: attributes[name] for name in MODES} == MODES
+    assert attributes["weight_quant_mode"] == mode
+
+
+def swapped_scales(kernel):
+    def call(surface, a):
+        *others, kv_cache, kr_cache = kernel(surface, a)
+        codes, scales = kv_cache.split([kv_cache.shape[-1] - 16, 16], -1)
+        return *others, torch.cat((codes, scales.roll(4, -1)), -1), kr_cache
+
+    return call
+
+
+def scales_of_the_next_row(kernel):
+    def call(surface, a):
+        *others, kv_cache, kr_cache = kernel(surface, a)
+        codes, scales = kv_cache.split([kv_cache.shape[-1] - 16, 16], -1)
+        return *others, torch.cat((codes, scales.roll(1, 1)), -1), kr_cache
+
+    return call
+
+
+def without_alpha(kernel):
+    return lambda surface, a: kernel(surface, replace(a, k_nope_clip_alpha=torch.full([1], 1.0, device="cpu")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [swapped_scales, scales_of_the_next_row, without_alpha])
+def test_planted_faults(monkeypatch, fault):
+    monkeypatch.setattr(mla_prolog_v3, "vendor_call", fault(mla_prolog_v3.vendor_call))
+    with pytest.raises(AssertionError):
+        check(plain.ClippedByParameter)
