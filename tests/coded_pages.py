@@ -96,7 +96,7 @@ class RoundedFirst(CodedPages):
 
 
 def given(layer: CodedPages) -> tuple[Any, ...]:
-    """x, tables, positions, and caches as pages, two of which belong to no sequence."""
+    """x, tables, positions, and caches as pages; two of these belong to no sequence."""
     z, dtype = layer.sizes, layer.kv_a.dtype
     x, tables, position, _ = in_type(arguments(z), dtype)
     draw = torch.Generator().manual_seed(4)

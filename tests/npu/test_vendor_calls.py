@@ -192,7 +192,7 @@ def test_kv_rmsnorm_rope_cache_of_rows_that_are_the_cache(converted):
     check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", args, cache_mode="BNSD")
 
 
-@pytest.mark.parametrize("cache_mode", KV_MODES[1:])
+@pytest.mark.parametrize("cache_mode", KV_MODES)
 def test_kv_rmsnorm_rope_cache_in_int8(converted, cache_mode):
     args = kv_call(cache_mode, int8=True)
     check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", args, cache_mode=cache_mode)
