@@ -42,8 +42,8 @@ class Weights:
             weight(self.uq_qr[0], hcq, (*n, *self.uq_qr[1])),
             tensor(self.uk, (n, d, hckv), dtype=dtype),
             weight(self.dkv_kr[0], he, self.dkv_kr[1]),
-            None if self.gamma_cq is None else tensor(self.gamma_cq, (hcq,)),
-            tensor(self.gamma_ckv, (width,)),
+            None if self.gamma_cq is None else tensor(self.gamma_cq.stored, (hcq,)),
+            tensor(self.gamma_ckv.stored, (width,)),
         ]
 
 

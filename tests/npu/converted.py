@@ -15,7 +15,7 @@ import torch
 import torch_npu  # noqa: F401  registers the operators that torchair converts
 import torchair
 from torch import Tensor
-from torchair._ge_concrete_graph import fx2ge_converter
+from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
 from torchair.core import _backend
 
 from npu import formats
@@ -68,5 +68,6 @@ _update_internal_format_from_inputs = fx2ge_converter._update_internal_format_fr
 fx2ge_converter._update_internal_format_from_inputs = _read_formats
 fx2ge_converter.initialize_graph_engine = _backend.initialize_graph_engine = lambda *_: None
 _backend.TorchNpuGraph = Executor
+compat_ir.is_cann_compat = lambda *_, **__: ""  # there is no CANN whose list of operators could be asked
 formats.register()
 torch.backends.cuda.enable_flash_sdp(False)  # PyTorch's flash attention for the CPU, which is on no NPU

@@ -34,7 +34,6 @@ def check(kind):
     torch.testing.assert_close(my_keys, keys, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), [(plain.Packed, 1), (plain.AllInt8, 2), (plain.ClippedByParameter, 1)])
 def test_modes(converted, kind, mode):
     check(kind)
@@ -44,30 +43,31 @@ def test_modes(converted, kind, mode):
     assert attributes["weight_quant_mode"] == mode
 
 
-def swapped_scales(kernel):
-    def call(surface, a):
-        *others, kv_cache, kr_cache = kernel(surface, a)
-        codes, scales = kv_cache.split([kv_cache.shape[-1] - 16, 16], -1)
-        return *others, torch.cat((codes, scales.roll(4, -1)), -1), kr_cache
+def scales_from(dim, distance):
+    """The bytes of scales come from further along a dimension: of the next tile, or of the next row."""
 
-    return call
+    def fault(kernel):
+        def call(surface, a):
+            *others, kv_cache, kr_cache = kernel(surface, a)
+            codes, scales = kv_cache.split([kv_cache.shape[-1] - 16, 16], -1)
+            size = scales.shape[dim]
+            scales = torch.cat((scales.narrow(dim, distance, size - distance), scales.narrow(dim, 0, distance)), dim)
+            return *others, torch.cat((codes, scales), -1), kr_cache
 
+        return call
 
-def scales_of_the_next_row(kernel):
-    def call(surface, a):
-        *others, kv_cache, kr_cache = kernel(surface, a)
-        codes, scales = kv_cache.split([kv_cache.shape[-1] - 16, 16], -1)
-        return *others, torch.cat((codes, scales.roll(1, 1)), -1), kr_cache
-
-    return call
+    return fault
 
 
 def without_alpha(kernel):
     return lambda surface, a: kernel(surface, replace(a, k_nope_clip_alpha=torch.full([1], 1.0, device="cpu")))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [swapped_scales, scales_of_the_next_row, without_alpha])
+@pytest.mark.parametrize(
+    "fault",
+    [scales_from(-1, 4), scales_from(1, 1), without_alpha],
+    ids=["scales of the next tile", "scales of the next row", "alpha dropped"],
+)
 def test_planted_faults(monkeypatch, fault):
     monkeypatch.setattr(mla_prolog_v3, "vendor_call", fault(mla_prolog_v3.vendor_call))
     with pytest.raises(AssertionError):
