@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -300,3 +300,15 @@ def computed_from(node: Node, since: Node | None = None) -> Iterator[Node]:
             seen.add(source)
             pending.append(source)
             yield source
+
+
+def computed_between(node: Node, stops: Set[Node]) -> Iterator[Node]:
+    """A node and all that it is computed from, as far as `stops`, which are left out, and so are constants."""
+    pending, seen = [node], set(stops)
+    while pending:
+        found = pending.pop()
+        if found in seen or constant(found) is not None:
+            continue
+        seen.add(found)
+        pending += operands_of(found)
+        yield found

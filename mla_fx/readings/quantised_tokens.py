@@ -27,7 +27,7 @@ from .axes import Index
 from .calls import CASTS, args_of, argument, operands_of
 from .clipping import clipped
 from .constant import constant
-from .element import Element, is_coarser, is_parameter, operand, resolve
+from .element import Element, computed_between, is_coarser, is_parameter, operand, resolve
 from .largest import largest
 from .read_along import read_along
 from .reading import Parts, Reading
@@ -278,13 +278,7 @@ def _raised(guards: tuple[float, ...], allowed: float) -> Iterator[str]:
 
 def rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
     """Whether a product between a node and `stops` is rounded to 16 bits."""
-    pending, seen = [start], set(stops)
-    while pending:
-        node = pending.pop()
-        if node in seen or constant(node) is not None:
-            continue
-        seen.add(node)
-        pending += operands_of(node)
+    for node in computed_between(start, stops):
         if not isinstance(node.meta["val"], torch.Tensor):
             continue  # the parts of a split
         dtype = node.meta["val"].dtype

@@ -18,7 +18,7 @@ from mla_fx.errors import NoMatch
 from .axes import Index
 from .calls import CASTS, args_of, operands_of
 from .constant import constant
-from .element import Element, is_coarser, operand, resolve
+from .element import Element, computed_between, is_coarser, operand, resolve
 from .quantised_tokens import whole_numbers
 from .reading import Reading
 from .views import MOVERS, Place
@@ -121,17 +121,7 @@ def _ways(node: Node, index: tuple[Index, ...]) -> Iterator[tuple[Element, Eleme
 
 def computed_otherwise(start: Node, stops: Set[Node], wide: torch.dtype) -> list[Node]:
     """The calls between a value and `stops` that compute in another dtype than `wide` or round to one, in order."""
-    pending, seen = [start], set(stops)
-    found = list[Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen or constant(node) is not None:
-            continue
-        seen.add(node)
-        pending += operands_of(node)
-        if _computes(node) and _real(node) != wide:
-            found.append(node)
-    return sorted(found)
+    return sorted(node for node in computed_between(start, stops) if _computes(node) and _real(node) != wide)
 
 
 def _computes(node: Node) -> bool:

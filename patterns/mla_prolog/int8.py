@@ -81,7 +81,6 @@ def call(
         *tables(rotation, ("sin", "cos"), rows, equal=match.get(Rope, "query_rope.rope"), expand=True),
         *(caches.kv_cache, caches.kr_cache, caches.index),
         *_scales(match, mode, rows, weights),
-        *(None, None, _smooth(match, weights)),
     )
     target = torch.ops.mla_fx.mla_prolog_v3.default
     return Call(target, *operands, **options, cache_mode="Norm", weight_quant_mode=mode)
@@ -144,13 +143,14 @@ def plain_caches(match: Match, caches: Caches, rows: tuple[Axes, Axes]) -> Cache
 
 
 def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> list[Expression | None]:
-    """dequant_scale_x, and those of weight_dq, weight_uq_qr and weight_dkv_kr; only the third in mode 1."""
-    uq_qr = _of_columns(match, ("weight_uq", "weight_qr"), weights, weights.columns["heads"])
+    """dequant_scale_x, and those of weight_dq, weight_uq_qr and weight_dkv_kr, of which mode 1 has the third; no scales
+    of caches; smooth_scales_cq."""
+    uq_qr, smooth = of_query(match, weights)
     if mode == 1:
-        return [None, None, uq_qr, None]
+        return [None, None, uq_qr, None, None, None, smooth]
     x = _wide(_scale(match["token_x"]), (*rows[0], *rows[1]), ())
     dq, dkv_kr = (_of_columns(match, names, weights, ()) for names in (("weight_dq",), ("weight_dkv", "weight_kr")))
-    return [x, dq, uq_qr, dkv_kr]
+    return [x, dq, uq_qr, dkv_kr, None, None, smooth]
 
 
 def _wide(scale: Element, *dims: Axes) -> Expression:
