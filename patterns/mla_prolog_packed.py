@@ -84,8 +84,10 @@ class _Packed(Pattern):
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         latents = match.reading(OperandAxes, "kv_cache.axes").node
-        (cache,) = caches_behind(latents)
-        update = cache_update(element_of(cache))
+        caches = caches_behind(latents)
+        if len(caches) != 1:
+            raise NoMatch("latents are not read from the cache that rotary keys are read from", latents)
+        update = cache_update(element_of(caches[0]))
         byte = update.index[-1].axis
         if update.is_appended or byte is None:
             raise NoMatch("packed rows are appended, expected a cache into which they are written", update.node)

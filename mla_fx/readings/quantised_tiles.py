@@ -35,7 +35,6 @@ aten = torch.ops.aten
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 
 
-
 @dataclass(frozen=True)
 class Form:
     """How a kernel computes codes and scales: what multiplies a value, and its scale, in words and as a check of an
