@@ -112,6 +112,8 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "grouped up, even": (quantised.GroupedUp, EVEN),
     "stored in eight": (quantised.StoredInEight, S),
     "stored in eight, level": (quantised.StoredInEight, LEVEL),
+    "given scales": (quantised.GivenScales, S),
+    "given scales, even": (quantised.GivenScales, EVEN),
     "int8 query": (quantised.Int8Query, S),
     "int8 query, even": (quantised.Int8Query, EVEN),
     "int8 projections": (quantised.Int8Projections, S),

@@ -164,3 +164,24 @@ class StoredInEight(Layer):
         scales.index_copy_(2, place, own)
         keys.index_copy_(2, place, k_rope)
         return codes.to(latent.dtype) * scales, keys
+
+
+class GivenScales(Layer):
+    """A cache of codes, of latents times a given factor for each column."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.factors = nn.Parameter(30 * self.gamma(sizes.rank).detach().abs())
+
+    def codes(self, latent: Tensor) -> Tensor:
+        return (latent * self.factors).round().clamp(-128, 127).to(torch.int8)
+
+    def caches(self) -> tuple[Tensor, ...]:
+        latents, keys = super().caches()
+        return self.codes(latents.detach()).detach(), keys
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        codes, keys = caches
+        codes.index_copy_(2, place, self.codes(latent))
+        keys.index_copy_(2, place, k_rope)
+        return codes.to(latent.dtype) * (1 / self.factors), keys
