@@ -46,7 +46,7 @@ def test_failing_pass_is_an_error_when_strict(decode):
         compiled(module, strict=True)(*arguments)
 
 
-@pytest.mark.parametrize("step", ["replaced_cache", "_cache_operands"])
+@pytest.mark.parametrize("step", ["calls.replaced_cache", "_cache_operands"])
 def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, step):
     def fail(*_):
         raise ZeroDivisionError("a bug")

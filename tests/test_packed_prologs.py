@@ -269,8 +269,7 @@ def test_layers_that_are_nearly_alike():
 
 
 def test_a_target_that_multiplies_int8_projections_one_by_one():
-    torch.compile(Packed(), backend="mla", options={"target": "inductor"})(*given())
-    report = mla_fx.last_report()
+    report = mla_fx.explain(Packed(), target="inductor")(*given())
     assert report.fused == {ATTENTION: 1}, str(report)
     assert reasons(report) == [f"target 'inductor': int8 projections are faster one by one than in {PROLOG}"]
 
@@ -348,6 +347,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DIFFERENCES)
 def test_other_codes_are_taken_on_request(kind):
     report = fused(kind(), *given())
@@ -455,7 +455,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("quant", ["exact", "vendor"])
+@pytest.mark.parametrize("quant", ["exact", pytest.param("vendor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TWINS)
 def test_near_twins(kind, quant):
     report = fused(kind(), *given(), quant=quant)

@@ -180,6 +180,7 @@ def test_layers_that_are_alike():
     assert mla_fx.last_report().fused == {PROLOG: 3, ATTENTION: 3}
 
 
+@pytest.mark.slow
 def test_inductor_multiplies_int8_projections_one_by_one():
     layer = layer_of(divided, "q_b")
     theirs = copy.deepcopy(layer)

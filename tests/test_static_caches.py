@@ -363,6 +363,7 @@ def test_the_vendors_codes_are_taken_on_request(kind):
 # --- other targets --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inductor_keeps_the_programs_own_write():
     """Its compiler would not keep the roundings of the operator."""
     ours, arguments = Channels(torch.bfloat16), next(steps(torch.bfloat16))

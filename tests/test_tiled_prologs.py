@@ -222,8 +222,7 @@ def test_layers_that_are_nearly_alike():
 
 
 def test_a_target_that_multiplies_int8_projections_one_by_one():
-    torch.compile(Tiled(BF16), backend="mla", options={"target": "inductor"})(*given(BF16))
-    report = mla_fx.last_report()
+    report = mla_fx.explain(Tiled(BF16), target="inductor")(*given(BF16))
     assert report.fused == {ATTENTION: 1}, str(report)
     assert reasons(report) == [f"target 'inductor': int8 projections are faster one by one than in {PROLOG}"]
 
@@ -306,6 +305,7 @@ def layer_of(kind, dtype):
     return kind(dtype) if isinstance(kind, type) else Tiled(dtype, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DIFFERENCES)
 def test_other_codes_are_taken_on_request(kind):
     report = fused(layer_of(kind, BF16), *given(BF16))
@@ -365,7 +365,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("quant", ["exact", "vendor"])
+@pytest.mark.parametrize("quant", ["exact", pytest.param("vendor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TWINS)
 def test_near_twins(kind, quant):
     report = fused(layer_of(kind, F32), *given(), quant=quant)

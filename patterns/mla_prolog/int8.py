@@ -143,8 +143,8 @@ def plain_caches(match: Match, caches: Caches, rows: tuple[Axes, Axes]) -> Cache
 
 
 def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> list[Expression | None]:
-    """dequant_scale_x, and those of weight_dq, weight_uq_qr and weight_dkv_kr, of which mode 1 has the third; no scales
-    of caches; smooth_scales_cq."""
+    """dequant_scale_x, those of weight_dq, weight_uq_qr and weight_dkv_kr (mode 1 has the third alone), none of caches,
+    and smooth_scales_cq."""
     uq_qr, smooth = of_query(match, weights)
     if mode == 1:
         return [None, None, uq_qr, None, None, None, smooth]
