@@ -92,7 +92,10 @@ def test_what_is_quantised_again_may_fuse(name, quant):
     assert (found - expected).norm() <= (expected - unquantised).norm()
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in OF_TOKENS])
+@pytest.mark.parametrize(
+    "name",
+    ["int8 weights", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("float8 weights", "int4 groups"))],
+)
 def test_decode_under_inductor(name):
     """Inductor computes scales of tokens with other roundings than eager mode, fused or not."""
     model = quantised(name)

@@ -45,7 +45,7 @@ class Given:
         return self.run(ids, attention_mask=mask, past_key_values=past_key_values)
 
 
-@pytest.mark.parametrize("word, is_bool", [(True, True), (True, False), slow(False, True), slow(False, False)])
+@pytest.mark.parametrize("word, is_bool", [(True, True), slow(True, False), slow(False, True), slow(False, False)])
 def test_a_mask_that_is_given(converted, word, is_bool):
     """Declared causal, its last row gives the length of the context."""
     model = models.model()
