@@ -120,6 +120,8 @@ def _check_meaningful(expected: tuple[Any, ...]) -> None:
 def _difference(left: Tensor, right: Tensor, alpha: float = 1) -> Tensor:
     """That of scores to their peak, where both are minus infinity: minus infinity."""
     result = aten.sub.Tensor(left, right, alpha=alpha)
+    if not result.is_floating_point():
+        return result
     return torch.where((left == -torch.inf) & (right == -torch.inf), -torch.inf, result)
 
 
