@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor})
 MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 SUMS = PRODUCTS | {aten.sum.dim_IntList}
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
+TO_CODES = STEPS | {aten.div.Tensor}
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Attention(Reading):
 
 
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield the nodes at which attention may be read: each softmax whose result enters a product."""
+    """Yield the nodes at which attention may be read: each softmax whose result enters a product, quantised or not."""
     for node in graph.nodes:
         if node.target in ANCHORS and _begins_attention(node):
             yield node
@@ -101,7 +102,7 @@ def _begins_attention(node: Node) -> bool:
     if node.target in FUSED_ATTENTION:
         return True
     is_softmax = node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
-    return is_softmax and weighted_sum(node) is not None
+    return is_softmax and (weighted_sum(node) or codes_of(node)) is not None
 
 
 def attention(node: Node) -> Attention:
@@ -109,7 +110,9 @@ def attention(node: Node) -> Attention:
     if node.target in FUSED_ATTENTION:
         return _fused(node)
     output = weighted_sum(node)
-    assert output is not None, "an anchor enters a product"
+    if output is None:
+        reason = "probabilities are rounded to whole numbers before they multiply the values"
+        raise NoMatch(reason, codes_of(node))
     index = fresh_index(output)
     weighted = contraction(resolve(output, index))
     is_left = weighted.left.origin in (node, *_guards(node))
@@ -160,15 +163,24 @@ def _guards(node: Node) -> list[Node]:
 
 def weighted_sum(node: Node) -> Node | None:
     """The product that consumes a softmax's probabilities, through views; None if there is none."""
+    return _first_user(node, SUMS, STEPS)
+
+
+def codes_of(node: Node) -> Node | None:
+    """The call that rounds a softmax's probabilities to codes; None if there is none."""
+    return _first_user(node, {aten.round.default}, TO_CODES)
+
+
+def _first_user(node: Node, wanted: Set[object], steps: Set[object]) -> Node | None:
     pending, seen = list(node.users), set()
     while pending:
         user = pending.pop(0)
         if user in seen:
             continue
         seen.add(user)
-        if user.target in SUMS:
+        if user.target in wanted:
             return user
-        if user.target in STEPS:
+        if user.target in steps:
             pending += user.users
     return None
 

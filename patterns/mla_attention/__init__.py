@@ -140,6 +140,7 @@ class MlaAttention(Rule):
     rejects = (
         Case("rotary key per head", cases.KeysPerHead, because="k_rope is not shared across heads"),
         Case("expanded keys and values cached", cases.ExpandedCache, because=CACHED_EXPANDED),
+        Case("quantised probabilities", cases.CodedProbabilities, because="probabilities are rounded to whole numbers"),
         Case("multi-head attention without a rotary part", cases.HiddenStates, because="from a down-projected latent"),
     )
 

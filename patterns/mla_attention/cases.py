@@ -64,6 +64,18 @@ class Sink(Layer):
         return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ value
 
 
+class CodedProbabilities(Layer):
+    """int8 attention: each row of probabilities is quantised before it multiplies the values."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
+        probabilities = scores.softmax(-1)
+        step = probabilities.amax(-1, keepdim=True) / 127
+        out: Tensor = torch.round(probabilities / step) @ value * step
+        return out
+
+
 class ExpandedCache(Layer):
     """transformers before 5: keys and values of every head are cached."""
 
