@@ -53,15 +53,8 @@ def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[
         limits.dense(*cache, KERNEL)
 
 
-def refuse_masks(
-    surface: Surface, a: latent_attention.Arguments | mla_attention.Arguments, tokens: int
-) -> None:
-    """Raises NoMatch for masks and lengths that the kernel cannot take."""
-    if surface.mode == "aclgraph" and (a.context_lens is not None or a.mask is not None):
-        raise NoMatch(f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers on the host")
-    if a.context_lens is None and surface.mode == "aclgraph":
-        queries = a.query if isinstance(a, latent_attention.Arguments) else a.q_nope
-        _refuse_computed(queries.shape[0], tokens if a.is_causal else context_of(a.kv_cache, a.block_table))
+def refuse_masks(surface: Surface, a: latent_attention.Arguments | mla_attention.Arguments, tokens: int) -> None:
+    """Raises NoMatch for masks that the kernel cannot take."""
     if a.mask is not None:
         _refuse_mask(surface, a.mask, tokens)
     is_one = limits.known_equal(tokens, 1)
@@ -82,9 +75,13 @@ def _refuse_mask(surface: Surface, mask: Tensor, tokens: int) -> None:
         raise NoMatch(f"mask has shape {list(mask.shape)}; a causal mask has a row for each of S = {tokens} tokens")
 
 
-def _refuse_computed(batch: int | torch.SymInt, visible: int | torch.SymInt) -> None:
-    """Raises NoMatch for lengths that depend on symbols: between replays torchair updates only lengths that are graph
-    inputs, not computed ones."""
+def refuse_computed(a: latent_attention.Arguments) -> None:
+    """Raises NoMatch for lengths that a captured graph would have to compute: between replays torchair updates only
+    lengths that are graph inputs."""
+    if a.context_lens is not None or a.mask is not None:
+        raise NoMatch(f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers on the host")
+    batch, tokens = a.query.shape[:2]
+    visible = tokens if a.is_causal else context_of(a.kv_cache, a.block_table)
     if not isinstance(batch, int):
         raise NoMatch(f"the batch is {batch}; a captured {KERNEL} takes a number known at compile time")
     if not isinstance(visible, int):
@@ -165,6 +162,33 @@ def ends(batch: int | torch.SymInt, length: int, device: torch.device) -> Length
     if isinstance(batch, int):
         return [end * length for end in range(1, batch + 1)]
     return torch.full((batch,), length, device=device).cumsum(0)
+
+
+def ends_of_parts(
+    batch: int | torch.SymInt, tokens: int, seen: Tensor | int, positions: int, device: torch.device
+) -> tuple[Lengths, Lengths]:
+    """The ends of queries and keys if each sequence sees only the first of its `positions` keys.
+
+    The kernel wants the last sequence to end where the keys do. So another sequence follows each, without queries, and
+    with the keys that are left. CANN's checks allow that: CheckActSeqWhenLayoutIsTND of prompt_flash_attention_tiling
+    wants ends that do not decrease."""
+    queries, keys = (ends(batch, count, device) for count in (tokens, positions))
+    starts = keys - positions if isinstance(keys, Tensor) else [end - positions for end in keys]
+    return _alternating(queries, queries), _alternating(_behind(starts, seen), keys)
+
+
+def _behind(starts: Lengths, count: Tensor | int) -> Lengths:
+    if isinstance(count, Tensor):
+        return as_tensor(starts, torch.int64, count.device) + count
+    return starts + count if isinstance(starts, Tensor) else [start + count for start in starts]
+
+
+def _alternating(first: Lengths, second: Lengths) -> Lengths:
+    """The first of both, the second of both, and so on."""
+    if isinstance(first, Tensor):
+        return torch.stack((first, as_tensor(second, first.dtype, first.device)), -1).flatten()
+    assert not isinstance(second, Tensor), "lengths are computed from those that come first here"
+    return [end for pair in zip(first, second, strict=True) for end in pair]
 
 
 def rows(tokens: int, device: torch.device) -> dict[str, Any]:

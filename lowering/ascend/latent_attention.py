@@ -38,6 +38,8 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     tokens = a.query.shape[1]
     if not any(limits.known_equal(tokens, count) for count in range(1, LATENT_TOKENS + 1)):
         raise NoMatch(f"query has S = {tokens}; {KERNEL} takes 1 to {LATENT_TOKENS} tokens with absorbed queries")
+    if surface.mode == "aclgraph":
+        kernel.refuse_computed(a)
     kernel.refuse_masks(surface, a, tokens)
     if a.block_table is not None:
         refuse_pages(a.kv_cache, a.kr_cache)

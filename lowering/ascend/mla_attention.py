@@ -17,6 +17,7 @@ from mla_fx.target import Compiled
 from . import fused_infer_attention_score as kernel
 from . import limits
 from .fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE
+from .lengths import Lengths
 from .surface import Surface
 
 OPERATOR = "mla_attention"
@@ -29,22 +30,17 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel.refuse_chip(surface)
+    if surface.mode == "aclgraph":
+        raise NoMatch(f"keys are expanded; {KERNEL} takes them in the layout TND, which cannot be captured")
     if a.block_table is not None:
         takes = f"{KERNEL} takes expanded keys and values, which are not paged"
         raise NoMatch(f"block_table is given; {takes}")
-    batch, tokens = a.q_nope.shape[:2]
     refuse_sizes(a)
     limits.dtype("q_nope", a.q_nope, KERNEL, (torch.bfloat16,))
     if a.sinks is not None:
         limits.dtype("sinks", a.sinks, KERNEL, (torch.bfloat16,))
         limits.size("with sinks, weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
-    kernel.refuse_masks(surface, a, tokens)
-    if a.context_lens is None and a.mask is None and not a.is_causal:
-        return
-    is_whole = a.is_causal and limits.known_equal(tokens, a.kv_cache.shape[1])
-    if not is_whole and not limits.known_equal(batch, 1):
-        takes = f"{KERNEL} takes one sequence where keys fill a part of the cache"
-        raise NoMatch(f"the batch is {batch}; {takes}")
+    kernel.refuse_masks(surface, a, a.q_nope.shape[1])
 
 
 def refuse_sizes(a: Arguments) -> None:
@@ -66,9 +62,7 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
     positions = a.kv_cache.shape[1]
     latent = a.kv_cache.reshape(batch * positions, -1)
     key, value = (up(latent, weight) for weight in (a.weight_uk, a.weight_uv))
-    device = a.kv_cache.device
-    visible = tokens if a.is_causal else positions
-    lengths = kernel.lengths(a)
+    queries, keys = ends(a)
     options: dict[str, Any] = {} if a.sinks is None else {"learnable_sink": a.sinks}
     if a.q_rope is not None and a.kr_cache is not None:
         options["query_rope"] = a.q_rope.reshape(batch * tokens, heads, -1)
@@ -77,16 +71,28 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
         a.q_nope.reshape(batch * tokens, heads, -1),
         key,
         value,
-        actual_seq_qlen=kernel.ends(batch, tokens, device),
-        actual_seq_kvlen=kernel.ends(batch, visible, device) if lengths is None else lengths,
+        actual_seq_qlen=queries,
+        actual_seq_kvlen=keys,
         num_query_heads=heads,
         num_key_value_heads=heads,
         softmax_scale=a.scale,
         input_layout="TND",
         **options,
-        **kernel.rows(tokens, device),
+        **kernel.rows(tokens, latent.device),
     )
     return out.view(batch, tokens, heads, -1)
+
+
+def ends(a: Arguments) -> tuple[Lengths, Lengths]:
+    """The ends of queries and keys of all sequences, which lie one behind the other."""
+    batch, tokens = a.q_nope.shape[:2]
+    positions, device = a.kv_cache.shape[1], a.kv_cache.device
+    seen = kernel.lengths(a)
+    if seen is not None:
+        return kernel.ends_of_parts(batch, tokens, seen, positions, device)
+    if a.is_causal and not limits.known_equal(tokens, positions):
+        return kernel.ends_of_parts(batch, tokens, tokens, positions, device)
+    return kernel.ends(batch, tokens, device), kernel.ends(batch, positions, device)
 
 
 def up(latent: Tensor, weight: Tensor) -> Tensor:

@@ -48,6 +48,15 @@ def test_prompt(captured):
     check_nothing_is_copied(graph)
 
 
+def test_prompt_of_a_growing_cache(captured):
+    """Attention over expanded keys would have the layout TND, which CANN does not capture."""
+    model = models.model()
+    models.check_as_exact_as_eager(model, compiled(model), models.dynamic_cache, [models.prompt(20)])
+    (graph,) = captured.graphs
+    assert graph.calls(ATTENTION) == [0]
+    assert any("TND, which cannot be captured" in note for note in mla_fx.last_report().notes)
+
+
 def test_growing_cache(captured):
     """Its rows are fresh memory, and its length is computed, which the kernel for attention does not take."""
     model, prompts = models.model(), [models.prompt(1, seed=seed) for seed in range(2)]

@@ -32,7 +32,6 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     chip: str = "Ascend910B3"
     context: int = 64
-    batch: int = 1
     tokens: int = 1
 
 
@@ -133,15 +132,6 @@ CASES = {
         to_target("kv_cache has T = 50; MlaPrologV3 writes pages, so T must be a multiple of 16"),
         context=50,
     ),
-    "several prompts": Case(
-        KEY_SIDE,
-        [
-            "mla_attention becomes its body: the batch is 2; FusedInferAttentionScore takes one sequence where keys "
-            "fill a part of the cache"
-        ],
-        batch=2,
-        tokens=20,
-    ),
     "width of values, in a prompt": Case(
         KEY_SIDE,
         ["mla_attention becomes its body: weight_uv has Dv = 64; FusedInferAttentionScore takes 128"],
@@ -153,8 +143,8 @@ CASES = {
 
 def check(converted, model, case):
     run = torch.compile(model, backend=mla_fx.get_backend(target="ge", soc=case.chip), dynamic=False)
-    make_cache = functools.partial(models.static_cache, context=case.context, batch=case.batch)
-    models.check_as_exact_as_eager(model, run, make_cache, [models.prompt(case.tokens, case.batch)])
+    make_cache = functools.partial(models.static_cache, context=case.context)
+    models.check_as_exact_as_eager(model, run, make_cache, [models.prompt(case.tokens)])
     report = mla_fx.last_report()
     told = [miss.reason for miss in report.misses] + [note for note in report.notes if "laid out once" not in note]
     assert told == case.reasons

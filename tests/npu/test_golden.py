@@ -129,8 +129,10 @@ Data_12: bfloat16[1024, 512]
 Data_13: int64[]
 Data_14: bfloat16[512, 512]
 Data_15: bfloat16[512, 512]
-Data_16: bool[2048, 2048]
+Data_16: int64[1]
 Data_17: int64[1]
+Data_18: bool[2048, 2048]
+Data_19: int64[2]
 Transpose_0(x=Data_2, perm=[1, 0])
 Reshape_0(x=Data_0, shape=[20, 1024])
 MatMul_0(x1=Reshape_0, x2=Transpose_0)
@@ -191,21 +193,24 @@ Reshape_27(x=Reshape_20, shape=[256, 1, -1])
 BroadcastTo_0(x=Reshape_27, shape=[-1, 4, -1])
 Identity_0(x=BroadcastTo_0)
 ClipByValueV2_0(x=Add_2, clip_value_min=0, clip_value_max=256)
-FusedInferAttentionScore_0(query=Reshape_22, key0=Reshape_24, value0=Reshape_25, atten_mask=Data_16, actual_seq_lengths=Data_17, actual_seq_lengths_kv=ClipByValueV2_0, query_rope=Reshape_26, key_rope=Identity_0) input_layout='TND' num_heads=4 num_key_value_heads=4 scale=0.0721688 sparse_mode=3
-Reshape_28(x=FusedInferAttentionScore_0, shape=[1, 20, 4, -1])
-Reshape_29(x=Reshape_28, shape=[20, 4, 128])
-Transpose_3(x=Reshape_29, perm=[1, 0, 2])
+Add_3(x1=Data_16, x2=ClipByValueV2_0)
+Pack_0(x0=Add_3, x1=Data_17) N=2 axis=-1
+Reshape_28(x=Pack_0, shape=[2])
+FusedInferAttentionScore_0(query=Reshape_22, key0=Reshape_24, value0=Reshape_25, atten_mask=Data_18, actual_seq_lengths=Data_19, actual_seq_lengths_kv=Reshape_28, query_rope=Reshape_26, key_rope=Identity_0) input_layout='TND' num_heads=4 num_key_value_heads=4 scale=0.0721688 sparse_mode=3
+Reshape_29(x=FusedInferAttentionScore_0, shape=[1, 20, 4, -1])
+Reshape_30(x=Reshape_29, shape=[20, 4, 128])
+Transpose_3(x=Reshape_30, perm=[1, 0, 2])
 Identity_1(x=Transpose_3)
-Reshape_30(x=Identity_1, shape=[1, 4, 20, 128])
-Reshape_31(x=Reshape_30, shape=[1, -1, 20, 128])
-Transpose_4(x=Reshape_31, perm=[0, 2, 1, 3])
+Reshape_31(x=Identity_1, shape=[1, 4, 20, 128])
+Reshape_32(x=Reshape_31, shape=[1, -1, 20, 128])
+Transpose_4(x=Reshape_32, perm=[0, 2, 1, 3])
 Identity_2(x=Transpose_4)
-Reshape_32(x=Identity_2, shape=[1, 20, -1])
+Reshape_33(x=Identity_2, shape=[1, 20, -1])
 Transpose_5(x=Data_12, perm=[1, 0])
-Reshape_33(x=Reshape_32, shape=[20, 512])
-MatMul_5(x1=Reshape_33, x2=Transpose_5)
-Reshape_34(x=MatMul_5, shape=[1, 20, 1024])
-NetOutput_0(input0=Reshape_34, input1=Add_1)""",
+Reshape_34(x=Reshape_33, shape=[20, 512])
+MatMul_5(x1=Reshape_34, x2=Transpose_5)
+Reshape_35(x=MatMul_5, shape=[1, 20, 1024])
+NetOutput_0(input0=Reshape_35, input1=Add_1)""",
         )
 
     def test_decode_dynamic(self) -> None:

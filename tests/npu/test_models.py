@@ -1,5 +1,7 @@
 """Hugging Face models with the target "ge": what they convert to, and that results and caches are right."""
 
+import functools
+
 import pytest
 import torch
 
@@ -62,6 +64,17 @@ def test_prefill(converted, dynamic):
     models.check_as_exact_as_eager(model, compiled(model, dynamic=dynamic), models.static_cache, prompts)
     for graph in converted.graphs:
         assert count(graph, "KvRmsNormRopeCache", "FusedInferAttentionScore", "TensorMove") == [2, 2, 0]
+
+
+@pytest.mark.parametrize("dynamic", [False, slow(True)])
+def test_several_prompts(converted, dynamic):
+    """Each leaves a part of its cache unseen."""
+    model = models.model()
+    make_cache = functools.partial(models.static_cache, batch=2)
+    prompts = [models.prompt(20, batch=2), models.prompt(24, batch=2, seed=1)]
+    models.check_as_exact_as_eager(model, compiled(model, dynamic=dynamic), make_cache, prompts)
+    for graph in converted.graphs:
+        assert count(graph, "KvRmsNormRopeCache", "FusedInferAttentionScore", "TensorMove") == [1, 1, 0]
 
 
 def test_growing_cache(converted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,6 +98,22 @@ def _check_lengths(a: dict[str, Any], layout: str) -> None:
         _require(
             is_sum, f"actual_seq_lengths is {ends}; of {layout} they are sums of lengths, the last of them {tokens}"
         )
+    if is_ragged and not is_paged:
+        _check_ends_of_keys(a, layout, ends)
+
+
+def _check_ends_of_keys(a: dict[str, Any], layout: str, queries: list[int]) -> None:
+    """CheckInputShapeWhenLayoutIsTND, CheckActSeqWhenLayoutIsTND and the sparse mode RIGHT_DOWN of CANN's tiling."""
+    ends = a["actual_seq_lengths_kv"].tolist()
+    total = a["key"][0].shape[layout.partition("_")[0].index("T")]
+    _require(len(ends) == len(queries), f"there are {len(queries)} sequences of queries and {len(ends)} of keys")
+    is_sum = ends == sorted(ends) and ends[-1] == total
+    _require(is_sum, f"actual_seq_lengths_kv is {ends}; of {layout} they are sums of lengths, the last of them {total}")
+    if a["sparse_mode"] != 3:
+        return
+    counts = [[end - start for start, end in pairwise([0, *sums])] for sums in (queries, ends)]
+    for row, (count, keys) in enumerate(zip(*counts, strict=True)):
+        _require(count <= keys, f"sequence {row} has {count} queries and {keys} keys; sparse_mode 3 takes no more")
 
 
 def _check_pages(a: dict[str, Any], layout: str) -> None:
