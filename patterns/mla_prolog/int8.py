@@ -23,6 +23,7 @@ from mla_fx.rewriting.materialize import axes
 from mla_fx.rewriting.operands import joined_parts, new_cache, positions_and_caches, tables
 from mla_fx.rule import Axes, Call, Contraction, Element, Expression, Match, NoMatch, Rope, element_of, shape_of, tensor
 
+from .calls import key_rotation
 from .weights import PARTS, Caches, Weights
 
 RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 5, "kr_cache": 6}
@@ -72,9 +73,7 @@ def call(
     """The call whose results are numbered in `RESULTS`."""
     dtype = caches.dtype
     _check(match, mode, dtype)
-    rotation = match.get(Rope, "kr_cache.rope")
-    if rotation is None:
-        raise NoMatch(f"query and key are not rotated; {OPERATOR} always rotates", match["token_x"].origin)
+    rotation = key_rotation(match, OPERATOR)
     codes = replace(match["token_x"], scales=None)
     operands = (
         tensor(codes, (*rows, weights.columns["he"]), dtype=dtype if mode == 1 else torch.int8),
