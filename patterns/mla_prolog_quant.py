@@ -68,6 +68,7 @@ from mla_fx.rule import (
     tensor,
 )
 
+from .mla_prolog.calls import key_rotation
 from .mla_prolog.dataflow import KR_CACHE, KV_LATENT, QUERY, QUERY_ROPE
 from .mla_prolog.factors import query_factor, query_scale
 from .mla_prolog.int8 import check_products, check_query, factors_of, of_query
@@ -258,9 +259,7 @@ def _call(match: Match, rows: Axes, weights: Weights, caches: Mapping[str, Cache
 
 
 def _rotation(match: Match) -> Rope:
-    rotation = match.get(Rope, "kr_cache.rope")
-    if rotation is None:
-        raise NoMatch(f"query and key are not rotated; {OPERATOR} always rotates", match["token_x"].origin)
+    rotation = key_rotation(match, OPERATOR)
     if rotation.layout != LAYOUT:
         raise NoMatch(f"the key is rotated in layout {rotation.layout}; {OPERATOR} has {LAYOUT}", rotation.node)
     return rotation

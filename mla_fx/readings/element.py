@@ -290,25 +290,24 @@ def is_parameter(node: Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def computed_from(node: Node, since: Node | None = None) -> Iterator[Node]:
-    """All nodes that a value is computed from, no earlier than `since` if that is given."""
-    pending, seen = [node], {node}
+def computed_from(node: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """All nodes that a value is computed from, ends among them, but nothing that an end is computed from."""
+    pending, seen = [*operands_of(node)], set[Node]()
     while pending:
-        for source in operands_of(pending.pop()):
-            if source in seen or (since is not None and source < since):
-                continue
-            seen.add(source)
-            pending.append(source)
-            yield source
+        found = pending.pop()
+        if found in seen:
+            continue
+        seen.add(found)
+        pending += [] if is_end(found) else operands_of(found)
+        yield found
 
 
 def computed_between(node: Node, stops: Set[Node]) -> Iterator[Node]:
     """A node and all that it is computed from, as far as `stops`, which are left out, and so are constants."""
-    pending, seen = [node], set(stops)
-    while pending:
-        found = pending.pop()
-        if found in seen or constant(found) is not None:
-            continue
-        seen.add(found)
-        pending += operands_of(found)
-        yield found
+
+    def is_end(found: Node) -> bool:
+        return found in stops or constant(found) is not None
+
+    if not is_end(node):
+        yield node
+        yield from (found for found in computed_from(node, is_end) if not is_end(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -12,8 +13,8 @@ from mla_fx.graph.provenance import label_of
 
 from .algebra import as_product
 from .cache_update import WRITES
-from .calls import CASTS, args_of, operands_of
-from .element import Element, element_of, operand
+from .calls import CASTS, args_of
+from .element import Element, computed_from, element_of, operand
 
 aten = torch.ops.aten
 MOST_CALLS = 60  # between a cache and what is read of it; quantising tokens takes about thirty
@@ -42,17 +43,8 @@ def packed_cache(latents: Node, keys: Node) -> Node | None:
 
 def _behind(value: Node) -> list[Node]:
     """What a value is computed from, back to written caches, and the value; nothing if one may be far."""
-    pending, seen = [value], {value: None}
-    while pending:
-        node = pending.pop()
-        if node.target in WRITES and node is not value:
-            continue
-        new = [source for source in operands_of(node) if source not in seen]
-        seen.update(dict.fromkeys(new))
-        pending += new
-        if len(seen) > MOST_CALLS:
-            return []
-    return [*seen]
+    found = [value, *itertools.islice(computed_from(value, lambda node: node.target in WRITES), MOST_CALLS)]
+    return found if len(found) <= MOST_CALLS else []
 
 
 def int8_cache(element: Element) -> Node | None:

@@ -12,6 +12,7 @@ in the last bit; then `differences` says why.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -33,17 +34,19 @@ from .sizes import Size, ratio
 
 aten = torch.ops.aten
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+Check = Callable[[Element], bool]
+Computed = Callable[[Element, Check], bool]  # from the largest value, of which it gets a check
 
 
 @dataclass(frozen=True)
 class Form:
     """How a kernel computes codes and scales: what multiplies a value, and its scale, in words and as a check of an
-    element. `clips` says whether it clips values to a part of their largest one."""
+    element. `clips` says whether it clips values to a part of their largest one, which then counts as the largest."""
 
     codes: str
     scales: str
-    multiplies: Callable[[Element, Part | None], bool]
-    is_scale: Callable[[Element, Part | None], bool]
+    multiplies: Computed
+    is_scale: Computed
     clips: bool
 
 
@@ -78,10 +81,11 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
         raise NoMatch(f"the scale of {width} adjacent codes is not that of these", codes.origin)
     if found.part is not None and not form.clips:
         raise NoMatch("latents are clipped to a part of their largest one, expected all of it", found.part.bound.origin)
+    is_bound = _is_largest if found.part is None else functools.partial(_is_bound, part=found.part)
     differences = (
         *found.differences,
-        *(() if _is_multiplied(codes, found.value, found.part, form) else (form.codes,)),
-        *(() if form.is_scale(unbounded(scale), found.part) else (form.scales,)),
+        *(() if _is_multiplied(codes, found.value, form, is_bound) else (form.codes,)),
+        *(() if form.is_scale(unbounded(scale), is_bound) else (form.scales,)),
     )
     value = replace(found.value, top=None)  # of the row: the program reads it in tiles
     tiles = QuantisedTiles(codes.origin, value, width, differences, found.whole)
@@ -93,11 +97,11 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
     return replace(tiles, number=found.part.number, factor=found.part.factor)
 
 
-def _is_multiplied(codes: Element, value: Element, part: Part | None, form: Form) -> bool:
+def _is_multiplied(codes: Element, value: Element, form: Form, is_bound: Check) -> bool:
     quotient = whole_numbers(codes).value
     sides = [operand(side, quotient.index) for side in args_of(quotient.origin)[:2] if isinstance(side, Node)]
     is_product = quotient.origin.target is aten.mul.Tensor and _is_as_computed(quotient)
-    return is_product and value in map(_unclipped, sides) and any(form.multiplies(side, part) for side in sides)
+    return is_product and value in map(_unclipped, sides) and any(form.multiplies(side, is_bound) for side in sides)
 
 
 def _unclipped(element: Element) -> Element:
@@ -111,10 +115,14 @@ def _is_as_computed(element: Element) -> bool:
     return is_wide and element.factor == 1.0 and not element.roundings
 
 
-def _inverse(element: Element) -> Element | None:
-    """What an element is the reciprocal of, if it is one, as computed."""
-    is_reciprocal = element.origin.target is aten.reciprocal.default and _is_as_computed(element)
-    return operand(args_of(element.origin)[0], element.index) if is_reciprocal else None
+def _inverse(is_inner: Computed) -> Computed:
+    """The check of the reciprocal, as computed."""
+
+    def is_inverse(element: Element, is_bound: Check) -> bool:
+        is_reciprocal = element.origin.target is aten.reciprocal.default and _is_as_computed(element)
+        return is_reciprocal and is_inner(operand(args_of(element.origin)[0], element.index), is_bound)
+
+    return is_inverse
 
 
 def _is_largest(element: Element) -> bool:
@@ -129,27 +137,22 @@ def _is_largest(element: Element) -> bool:
 # --- the largest code divided by the largest value ---------------------------------------------------------------
 
 
-def _is_true_factor(element: Element, part: Part | None = None) -> bool:
-    """Whether this is 127 / largest, a quotient of two tensors. PyTorch divides a number by a tensor otherwise."""
+def _is_true_factor(element: Element, is_bound: Check) -> bool:
+    """Whether this is 127 / bound, a quotient of two tensors. PyTorch divides a number by a tensor otherwise."""
     node = element.origin
     if node.target is not aten.div.Tensor or options_of(node) or not _is_as_computed(element):
         return False
     steps, divisor = args_of(node)[:2]
     if not isinstance(steps, Node) or constant(steps) != STEPS or not isinstance(divisor, Node):
         return False
-    return _is_largest(unbounded(operand(divisor, element.index)))
-
-
-def _is_inverse_factor(element: Element, part: Part | None) -> bool:
-    factor = _inverse(element)
-    return factor is not None and _is_true_factor(factor)
+    return is_bound(unbounded(operand(divisor, element.index)))
 
 
 QUOTIENT = Form(
     "codes are computed otherwise than as value * (127 / largest) with a true quotient, as a kernel does",
     "scales are computed otherwise than as 1 / (127 / largest) with a true quotient, as a kernel does",
     _is_true_factor,
-    _is_inverse_factor,
+    _inverse(_is_true_factor),
     clips=False,
 )
 
@@ -157,7 +160,7 @@ QUOTIENT = Form(
 # --- the largest value times a number ----------------------------------------------------------------------------
 
 
-def _is_product(element: Element, part: Part | None) -> bool:
+def _is_product(element: Element, is_bound: Check) -> bool:
     """Whether this is bound * (1/127) in float32, where values are clipped to the bound, or none is above it."""
     node, index = element.seen
     if node.target not in MULTIPLIES or node.meta["val"].dtype != torch.float32 or element.roundings:
@@ -167,7 +170,7 @@ def _is_product(element: Element, part: Part | None) -> bool:
     numbers = [number for side in sides if (number := constant(side)) is not None]
     if len(bounds) != 1 or [rounded(number, torch.float32) for number in numbers] != [INVERSE]:
         return False
-    return _is_largest(bounds[0]) if part is None else _is_bound(bounds[0], part)
+    return is_bound(bounds[0])
 
 
 def _is_bound(element: Element, part: Part) -> bool:
@@ -181,16 +184,11 @@ def _is_bound(element: Element, part: Part) -> bool:
     return node.target in MULTIPLIES and node.meta["val"].dtype == torch.float32 and any(map(_is_largest, sides))
 
 
-def _is_inverse_product(element: Element, part: Part | None) -> bool:
-    scale = _inverse(element)
-    return scale is not None and _is_product(scale, part)
-
-
 INVERSE = rounded(1 / STEPS, torch.float32)
 PRODUCT = Form(
     "codes are computed otherwise than as clipped value * (1 / scale), as a kernel does",
     "scales are computed otherwise than as bound * (1/127), as a kernel does",
-    _is_inverse_product,
+    _inverse(_is_product),
     _is_product,
     clips=True,
 )

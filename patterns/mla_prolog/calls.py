@@ -52,6 +52,13 @@ def row_axes(match: Match, caches: Caches) -> tuple[Axes, Axes]:
     return tokens
 
 
+def key_rotation(match: Match, operator: str) -> Rope:
+    rotation = match.get(Rope, "kr_cache.rope")
+    if rotation is None:
+        raise NoMatch(f"query and key are not rotated; {operator} always rotates", match["token_x"].origin)
+    return rotation
+
+
 def options(match: Match) -> dict[str, object]:
     norm, rotation, of_query = match.reading(RmsNorm, "ckv"), match.get(Rope, "kr_cache.rope"), query_norm(match)
     found: dict[str, object] = {"rmsnorm_epsilon_ckv": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}

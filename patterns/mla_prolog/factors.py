@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch.fx import Node
+
 from mla_fx.readings.axes import Axis, axes_of, of_axis
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.reading import renamed
@@ -66,6 +68,11 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
     if nope != rope:
         raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
     sources = (match.readings[name].node for name in parts)
-    if any(nope.origin is source or source in computed_from(nope.origin, since=source) for source in sources):
+    if any(_is_computed_from(nope.origin, source) for source in sources):
         raise NoMatch("the query is multiplied by a tensor computed from it", nope.origin)
     return nope
+
+
+def _is_computed_from(value: Node, source: Node) -> bool:
+    """Whether a value is computed from `source`, or is it. Nothing is looked for behind earlier nodes."""
+    return value is source or source in computed_from(value, lambda node: node < source)

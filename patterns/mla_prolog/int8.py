@@ -9,6 +9,7 @@ The program's own codes of token_x enter the operator, with their scales. Those 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -22,6 +23,7 @@ from mla_fx.rewriting.materialize import axes
 from mla_fx.rewriting.operands import joined_parts, new_cache, positions_and_caches, tables
 from mla_fx.rule import Axes, Call, Contraction, Element, Expression, Match, NoMatch, Rope, element_of, shape_of, tensor
 
+from .calls import key_rotation
 from .weights import PARTS, Caches, Weights
 
 RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 5, "kr_cache": 6}
@@ -71,9 +73,7 @@ def call(
     """The call whose results are numbered in `RESULTS`."""
     dtype = caches.dtype
     _check(match, mode, dtype)
-    rotation = match.get(Rope, "kr_cache.rope")
-    if rotation is None:
-        raise NoMatch(f"query and key are not rotated; {OPERATOR} always rotates", match["token_x"].origin)
+    rotation = key_rotation(match, OPERATOR)
     codes = replace(match["token_x"], scales=None)
     operands = (
         tensor(codes, (*rows, weights.columns["he"]), dtype=dtype if mode == 1 else torch.int8),
@@ -142,15 +142,28 @@ def plain_caches(match: Match, caches: Caches, rows: tuple[Axes, Axes]) -> Cache
 # --- scales ----------------------------------------------------------------------------------------------------------
 
 
-def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> list[Expression | None]:
-    """dequant_scale_x, those of weight_dq, weight_uq_qr and weight_dkv_kr (mode 1 has the third alone), none of caches,
-    and smooth_scales_cq."""
+class _Scales(NamedTuple):
+    """The operator's scales, in its order. Those of caches are none."""
+
+    dequant_scale_x: Expression | None = None
+    dequant_scale_w_dq: Expression | None = None
+    dequant_scale_w_uq_qr: Expression | None = None
+    dequant_scale_w_dkv_kr: Expression | None = None
+    quant_scale_ckv: None = None
+    quant_scale_ckr: None = None
+    smooth_scales_cq: Expression | None = None
+
+
+def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> _Scales:
     uq_qr, smooth = of_query(match, weights)
+    found = _Scales(dequant_scale_w_uq_qr=uq_qr, smooth_scales_cq=smooth)
     if mode == 1:
-        return [None, None, uq_qr, None, None, None, smooth]
-    x = _wide(_scale(match["token_x"]), (*rows[0], *rows[1]), ())
-    dq, dkv_kr = (_of_columns(match, names, weights, ()) for names in (("weight_dq",), ("weight_dkv", "weight_kr")))
-    return [x, dq, uq_qr, dkv_kr, None, None, smooth]
+        return found
+    return found._replace(
+        dequant_scale_x=_wide(_scale(match["token_x"]), (*rows[0], *rows[1]), ()),
+        dequant_scale_w_dq=_of_columns(match, ("weight_dq",), weights, ()),
+        dequant_scale_w_dkv_kr=_of_columns(match, ("weight_dkv", "weight_kr"), weights, ()),
+    )
 
 
 def _wide(scale: Element, *dims: Axes) -> Expression:
