@@ -1,5 +1,6 @@
 """Faults planted into the lowering, one at a time: each is caught, by the numbers or by the interpreter's refusal."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,12 @@ from npu import models
 pytestmark = pytest.mark.usefixtures("converted")
 
 
-def check(family="deepseek_v3"):
+def check(family="deepseek_v3", *, batch=1, tokens=1):
     model = models.model(family)
     run = torch.compile(model, backend=mla_fx.get_backend(target="ge", strict=True), dynamic=False)
-    prompts = [models.prompt(1, seed=seed) for seed in range(2)]
-    models.check_as_exact_as_eager(model, run, models.static_cache, prompts)
+    prompts = [models.prompt(tokens, batch, seed) for seed in range(2)]
+    make_cache = functools.partial(models.static_cache, batch=batch)
+    models.check_as_exact_as_eager(model, run, make_cache, prompts)
 
 
 def caught_by_numbers():
@@ -86,3 +88,18 @@ def test_attention(monkeypatch, changes):
     change_attention(monkeypatch, **changes)
     with caught_by_numbers():
         check()
+
+
+PROMPTS = {"batch": 2, "tokens": 20}
+
+
+def test_keys_that_no_prompt_sees_are_left_out(monkeypatch):
+    change_attention(monkeypatch, actual_seq_qlen=lambda ends: ends[1::2], actual_seq_kvlen=lambda ends: ends[::2])
+    with pytest.raises(ValueError, match=r"actual_seq_lengths_kv is .* the last of them 512"):
+        check(**PROMPTS)
+
+
+def test_prompts_see_a_key_too_many(monkeypatch):
+    change_attention(monkeypatch, actual_seq_kvlen=lambda ends: ends + (torch.arange(4) + 1) % 2)
+    with caught_by_numbers():
+        check(**PROMPTS)
