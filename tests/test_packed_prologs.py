@@ -39,6 +39,7 @@ class Packed(nn.Module):
     """One layer with an int8 query projection; tests override methods."""
 
     lead, tile, key_dtype, order = (), 128, None, ("codes", "keys", "scales")
+    scale_dtype = torch.float32
 
     def __init__(self, dtype=BF16):
         super().__init__()
@@ -101,8 +102,12 @@ class Packed(nn.Module):
 
     def rows(self, latent, keys):
         codes, scales = self.tiles(latent.unflatten(-1, (-1, self.tile)))
-        scales = bytes_of(scales.squeeze(-1).float())
-        return self.joined({"codes": codes.flatten(-2), "keys": bytes_of(keys), "scales": scales})
+        scales = bytes_of(scales.squeeze(-1).to(self.scale_dtype))
+        return self.joined(self.placed({"codes": codes.flatten(-2), "keys": bytes_of(keys), "scales": scales}))
+
+    def placed(self, parts):
+        """The parts with their bytes in another order; doing it twice undoes it."""
+        return parts
 
     def joined(self, parts):
         return torch.cat([parts[name] for name in self.order], -1)
@@ -115,12 +120,16 @@ class Packed(nn.Module):
         self.cache.index_copy_(0, slots, rows[0])
 
     def unpacked(self):
-        widths = {"codes": RANK, "keys": self.key_dtype.itemsize * DR, "scales": 4 * RANK // self.tile}
+        widths = {"codes": RANK, "keys": self.key_dtype.itemsize * DR}
+        widths["scales"] = self.scale_dtype.itemsize * RANK // self.tile
         pieces = self.cache.split([widths[name] for name in self.order], -1)
-        parts = dict(zip(self.order, pieces, strict=True))
-        scales = parts["scales"].view(torch.float32).unsqueeze(-1)
-        values = parts["codes"].unflatten(-1, (-1, self.tile)).float() * scales
+        parts = self.placed(dict(zip(self.order, pieces, strict=True)))
+        scales = parts["scales"].view(self.scale_dtype).float().unsqueeze(-1)
+        values = self.numbers(parts["codes"].unflatten(-1, (-1, self.tile))) * scales
         return values.flatten(-2), parts["keys"].view(self.key_dtype)
+
+    def numbers(self, codes):
+        return codes.float()
 
 
 def given(dtype=BF16, batch=1):
@@ -438,6 +447,71 @@ class PlainQuery(Packed):
         return linear(self.norm(linear(x, self.q_a), self.q_gamma).to(x.dtype), weight)
 
 
+class Float8(Packed):
+    def tiles(self, x):
+        scales = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) * (1 / 127)
+        return bytes_of((x * scales.reciprocal()).to(torch.float8_e4m3fn)), scales
+
+    def numbers(self, codes):
+        return codes.view(torch.float8_e4m3fn).float()
+
+
+class HalfScales(Packed):
+    scale_dtype = BF16
+
+
+class HalfScale(HalfScales):
+    """Its row ends with two bytes."""
+
+    tile = RANK
+
+
+class Together(Packed):
+    """Latent and rotary key are quantised together, as one tile."""
+
+    tile = RANK + DR
+
+    def rows(self, latent, keys):
+        return super().rows(torch.cat((latent, keys.float()), -1), keys)
+
+    def joined(self, parts):
+        return torch.cat((parts["codes"], parts["scales"]), -1)
+
+    def unpacked(self):
+        codes, scales = self.cache.split([self.tile, 4], -1)
+        return (codes.float() * scales.view(torch.float32)).split([RANK, DR], -1)
+
+
+class KeysOfTheOtherEnd(Packed):
+    """The two bytes of each number are exchanged."""
+
+    def placed(self, parts):
+        return {**parts, "keys": parts["keys"].unflatten(-1, (-1, 2)).flip(-1).flatten(-2)}
+
+
+class ScalesOfTheOtherEnd(Packed):
+    def placed(self, parts):
+        return {**parts, "scales": parts["scales"].unflatten(-1, (-1, 4)).flip(-1).flatten(-2)}
+
+
+class KeysInterleaved(Packed):
+    """Bytes as in a square, by columns."""
+
+    def placed(self, parts):
+        return {**parts, "keys": parts["keys"].unflatten(-1, (4, 4)).mT.flatten(-2)}
+
+
+class ScalesInterleaved(NarrowTiles):
+    def placed(self, parts):
+        return {**parts, "scales": parts["scales"].unflatten(-1, (4, 4)).mT.flatten(-2)}
+
+
+class CodesFlipped(Packed):
+    def placed(self, parts):
+        return {**parts, "codes": parts["codes"].flip(-1)}
+
+
+NO_KEY = "behind 256 codes, rows hold torch.int8, expected a rotary key in 16 bits"
 NEIGHBOUR = "the codes of tokens are multiplied by a scale that they were not divided by"
 TWINS = {
     ScalesFirst: "behind 256 codes, rows hold torch.float32, expected a rotary key in 16 bits",
@@ -451,6 +525,15 @@ TWINS = {
     ClippedAbove: "values are clipped to two bounds, expected plus and minus one",
     AlphaOfEachTile: "tiles are clipped to different parts of their largest values, expected one",
     Truncated: "expected codes rounded to the nearest whole number, found mul",
+    Float8: "rows begin with torch.float8_e4m3fn, expected codes in torch.int8",
+    HalfScales: "behind the rotary key, rows hold torch.bfloat16, expected scales in torch.float32",
+    HalfScale: "rows have 2 bytes behind the rotary key, expected 4 for each scale",
+    Together: NO_KEY,
+    KeysOfTheOtherEnd: NO_KEY,
+    ScalesOfTheOtherEnd: "behind the rotary key, rows hold torch.int8, expected scales in torch.float32",
+    KeysInterleaved: "the bytes of a rotary key are not in order",
+    ScalesInterleaved: "the bytes of the scales of a row are not in order",
+    CodesFlipped: "expected codes rounded to the nearest whole number, found flip",
     PlainQuery: "no projection is int8; mla_prolog_v3 packs rows beside int8 weights alone",
 }
 

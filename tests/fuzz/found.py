@@ -100,6 +100,8 @@ FOUND = (
     Mutant("quantised tokens", (("operand", "mul_10", 0, "_to_copy_4"),)),
     # probabilities of one row, repeated for all
     Mutant("absorbed (decomposed)", (("one_for_all", "div", -1, 1, 2),)),
+    # a subtraction of integers in the judge's second reference
+    Mutant("blind row (decomposed)", (("rows_from_the_end", "index_put_1", 1, 8),)),
     # fills within fills
     Mutant("plain", (("nested", "_softmax", 0, 24, 0.01, "where"),)),
 )
