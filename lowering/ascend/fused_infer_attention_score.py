@@ -16,7 +16,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.pages import context_of
 
-from . import limits
+from . import causal_masks, limits
 from .lengths import Lengths, as_tensor
 from .surface import A2, A3, Surface
 
@@ -56,23 +56,11 @@ def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[
 def refuse_masks(surface: Surface, a: latent_attention.Arguments | mla_attention.Arguments, tokens: int) -> None:
     """Raises NoMatch for masks that the kernel cannot take."""
     if a.mask is not None:
-        _refuse_mask(surface, a.mask, tokens)
+        causal_masks.refuse(surface, a.mask, tokens, KERNEL)
     is_one = limits.known_equal(tokens, 1)
     if a.mask is None and a.context_lens is None and not a.is_causal and not is_one:
         visible = f"all keys are visible to each of S = {tokens} tokens"
         raise NoMatch(f"{visible}; {KERNEL} lets only the last token see all keys")
-
-
-def _refuse_mask(surface: Surface, mask: Tensor, tokens: int) -> None:
-    if not surface.trusts_masks:
-        raise NoMatch(
-            f"mask is a tensor; {KERNEL} takes the length of each sequence, and the mask is not provably "
-            "causal; set causal_masks=True if it is"
-        )
-    if mask.dim() == 4 and not limits.known_equal(mask.shape[1], 1):
-        raise NoMatch(f"mask has shape {list(mask.shape)}; a causal mask is the same for all heads")
-    if mask.dim() < 2 or not limits.known_equal(mask.shape[-2], tokens):
-        raise NoMatch(f"mask has shape {list(mask.shape)}; a causal mask has a row for each of S = {tokens} tokens")
 
 
 def refuse_computed(a: latent_attention.Arguments) -> None:
@@ -146,10 +134,7 @@ def lengths(a: latent_attention.Arguments | mla_attention.Arguments) -> Tensor |
     """The number of keys that the last row of each sequence sees, [B] or [1]; None if the call does not compute it."""
     if a.context_lens is not None:
         return a.context_lens.clamp(0, context_of(a.kv_cache, a.block_table))
-    if a.mask is None:
-        return None
-    last = a.mask[(None,) * (4 - a.mask.dim())][:, 0, -1]
-    return (last if last.dtype == torch.bool else last == 0).sum(-1)
+    return None if a.mask is None else causal_masks.lengths(a.mask)
 
 
 def equal(batch: int | torch.SymInt, length: int, device: torch.device) -> Lengths:

@@ -14,6 +14,7 @@ from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
 from . import limits
+from .causal_masks import checked
 from .fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK
 from .prolog_form import PAGE_SIZES, page_size
 from .surface import Surface
@@ -65,7 +66,7 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
     device = a.kv_cache.device
     visible = tokens if a.is_causal else context_of(a.kv_cache, a.block_table)
     lengths = kernel.lengths(a)
-    return kernel.attend(
+    out = kernel.attend(
         a.query.contiguous(),
         latents,
         latents,
@@ -80,6 +81,7 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
         input_layout="BSND",
         **kernel.rows(tokens, device),
     )
+    return checked(out, a.mask, lengths)
 
 
 def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:

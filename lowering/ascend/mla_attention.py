@@ -16,6 +16,7 @@ from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
 from . import limits
+from .causal_masks import checked
 from .fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE
 from .lengths import Lengths
 from .surface import Surface
@@ -62,7 +63,10 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
     positions = a.kv_cache.shape[1]
     latent = a.kv_cache.reshape(batch * positions, -1)
     key, value = (up(latent, weight) for weight in (a.weight_uk, a.weight_uv))
-    queries, keys = ends(a)
+    seen = kernel.lengths(a)
+    if seen is not None and a.mask is not None:
+        seen = seen.clamp(min=tokens)  # the kernel wants no fewer keys than queries
+    queries, keys = ends(a, seen)
     options: dict[str, Any] = {} if a.sinks is None else {"learnable_sink": a.sinks}
     if a.q_rope is not None and a.kr_cache is not None:
         options["query_rope"] = a.q_rope.reshape(batch * tokens, heads, -1)
@@ -80,14 +84,13 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
         **options,
         **kernel.rows(tokens, latent.device),
     )
-    return out.view(batch, tokens, heads, -1)
+    return checked(out.view(batch, tokens, heads, -1), a.mask, seen)
 
 
-def ends(a: Arguments) -> tuple[Lengths, Lengths]:
+def ends(a: Arguments, seen: Tensor | None) -> tuple[Lengths, Lengths]:
     """The ends of queries and keys of all sequences, which lie one behind the other."""
     batch, tokens = a.q_nope.shape[:2]
     positions, device = a.kv_cache.shape[1], a.kv_cache.device
-    seen = kernel.lengths(a)
     if seen is not None:
         return kernel.ends_of_parts(batch, tokens, seen, positions, device)
     if a.is_causal and not limits.known_equal(tokens, positions):

@@ -57,6 +57,27 @@ def test_a_mask_that_is_given(converted, word, is_bool):
     assert [count(graph, "FusedInferAttentionScore") for graph in converted.graphs] == [[int(word)]] * 3
 
 
+@pytest.mark.parametrize("tokens", [1, slow(20)])
+def test_a_mask_of_a_padded_sequence_that_is_declared_causal(converted, tokens):
+    """It gives NaN, and the sequence beside it what it should."""
+    model, ids, first = models.model(), models.prompt(tokens, batch=2), 4
+    seen = torch.arange(models.CONTEXT) <= torch.arange(first, first + tokens)[:, None]
+    padded = seen & (torch.arange(models.CONTEXT) > 0)
+    run = compiled(model, causal_masks=True)
+    with torch.no_grad():
+        right, found = (
+            run_behind(first, model, run, ids, torch.stack((seen, other))) for other in (seen, padded)
+        )
+    torch.testing.assert_close(found[0], right[0], rtol=0, atol=0)
+    assert found[1].isnan().all() and not right.isnan().any()
+
+
+def run_behind(first, model, run, ids, masks):
+    cache = models.static_cache(model, batch=2)
+    model(models.prompt(first, batch=2), past_key_values=cache)
+    return run(ids, attention_mask=masks[:, None], past_key_values=cache).last_hidden_state
+
+
 @pytest.mark.parametrize("dynamic", [False, slow(True)])
 def test_prefill(converted, dynamic):
     model = models.model(layers=2)
