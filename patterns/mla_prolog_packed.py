@@ -91,6 +91,9 @@ class _Packed(Pattern):
         byte = update.index[-1].axis
         if update.is_appended or byte is None:
             raise NoMatch("packed rows are appended, expected a cache into which they are written", update.node)
+        stored = update.node.meta["val"].dtype
+        if stored != torch.int8:
+            raise NoMatch(f"packed rows are in {stored}; {OPERATOR} writes torch.int8", update.node)
         rows = packed_rows(update.row, byte, shape_of(latents)[-1])
         tiles = quantised_tiles(rows.codes, rows.column, rows.scales, rows.tile, PRODUCT)
         parts = {"kv_cache": (rows.column, tiles.value), "kr_cache": (rows.key, rows.keys)}
@@ -251,7 +254,7 @@ class MlaPrologPacked(Rule):
         found = weights(match, caches)
         norm, tiles = match.reading(RmsNorm, "ckv"), match.reading(QuantisedTiles, "tiles")
         check_norm_of_rows(norm, found.columns["weight_dkv"])
-        _check(match, mode, row, caches["kv_cache"], dtype)
+        _check(match, mode, dtype)
         modes = {**options(match), **MODES, "k_nope_clip_alpha": _alpha(tiles)}
         out = int8.call(match, mode, rows, found, _operands(row, dtype), modes)
         b, s, n, _ = roles(match, "query")
@@ -286,11 +289,8 @@ def _alpha(tiles: QuantisedTiles) -> Expression:
 # --- what the operator does not do -----------------------------------------------------------------------------------
 
 
-def _check(match: Match, mode: int, row: CacheRoles, latent: CacheRoles, dtype: torch.dtype) -> None:
+def _check(match: Match, mode: int, dtype: torch.dtype) -> None:
     """Raises NoMatch unless the operator packs rows as the program does."""
-    stored = row.update.node.meta["val"].dtype
-    if stored != torch.int8:
-        raise NoMatch(f"packed rows are in {stored}; {OPERATOR} writes torch.int8", row.update.node)
     tiles = match.reading(QuantisedTiles, "tiles")
     if tiles.width != TILE:
         raise NoMatch(f"rows have one scale for {tiles.width} latents; {OPERATOR} writes one for {TILE}", tiles.node)

@@ -447,6 +447,16 @@ class PlainQuery(Packed):
         return linear(self.norm(linear(x, self.q_a), self.q_gamma).to(x.dtype), weight)
 
 
+class Unsigned(Packed):
+    """Bytes without a sign: the same rows."""
+
+    def joined(self, parts):
+        return super().joined(parts).view(torch.uint8)
+
+    def numbers(self, codes):
+        return codes.contiguous().view(torch.int8).float()
+
+
 class Float8(Packed):
     def tiles(self, x):
         scales = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) * (1 / 127)
@@ -525,6 +535,7 @@ TWINS = {
     ClippedAbove: "values are clipped to two bounds, expected plus and minus one",
     AlphaOfEachTile: "tiles are clipped to different parts of their largest values, expected one",
     Truncated: "expected codes rounded to the nearest whole number, found mul",
+    Unsigned: "packed rows are in torch.uint8; mla_prolog_v3 writes torch.int8",
     Float8: "rows begin with torch.float8_e4m3fn, expected codes in torch.int8",
     HalfScales: "behind the rotary key, rows hold torch.bfloat16, expected scales in torch.float32",
     HalfScale: "rows have 2 bytes behind the rotary key, expected 4 for each scale",
