@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .bench import InvalidError
 from .capture import Captured, reals_of
 from .compare import compare, corrupted, farther
 from .draw import Mutation, mutate
-from .program import Program, Seen, observe, plainly, rounded_once, widened
+from .program import Program, Seen, observe, plainly, rounded_once, rounded_otherwise, widened
 from .runners import RUNNERS
 
 aten = torch.ops.aten
@@ -59,18 +60,18 @@ class Expected:
         if eager.error:
             return corrupted(program.inputs, self.states, found) if found.error else f"raises no {eager.error}"
         if self.exact is not None:
-            return _farther(self.exact, eager, found)
+            return _farther(program, self.exact, eager, found)
         return compare(self.references, found, has_garbage=program.way.has_garbage)
 
 
-def _farther(program: Program, eager: Seen, found: Seen) -> str:
-    """Where it is farther from float64 than the original graph, and than float64 itself with every input rounded once
-    more: if the last digit decides, both results are right. Empty if nowhere."""
-    exact = plainly(program)
-    difference = farther(exact, eager, found)
-    if difference and not all(farther(exact, seen, found) for seen in rounded_once(program, eager)):
-        return ""
-    return difference
+def _farther(program: Program, exact: Program, eager: Seen, found: Seen) -> str:
+    """Where it is farther from float64 than the original graph is, and than float64 itself is with every input rounded
+    once more, and than the original graph is if it rounds otherwise: if the last digit decides, all are right. Empty if
+    nowhere."""
+    seen = plainly(exact)
+    difference = farther(seen, eager, found)
+    others = chain(rounded_once(exact, eager), rounded_otherwise(program, exact, seen)) if difference else ()
+    return difference if all(farther(seen, other, found) for other in others) else ""
 
 
 def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
