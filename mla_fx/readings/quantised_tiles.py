@@ -35,7 +35,7 @@ from .sizes import Size, ratio
 aten = torch.ops.aten
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 Check = Callable[[Element], bool]
-Computed = Callable[[Element, Check], bool]  # from the largest value, of which it gets a check
+Computed = Callable[[Element, Check], bool]  # from the largest value, which the check recognises
 
 
 @dataclass(frozen=True)

@@ -156,13 +156,14 @@ class _Scales(NamedTuple):
 
 def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> _Scales:
     uq_qr, smooth = of_query(match, weights)
-    found = _Scales(dequant_scale_w_uq_qr=uq_qr, smooth_scales_cq=smooth)
     if mode == 1:
-        return found
-    return found._replace(
+        return _Scales(dequant_scale_w_uq_qr=uq_qr, smooth_scales_cq=smooth)
+    return _Scales(
         dequant_scale_x=_wide(_scale(match["token_x"]), (*rows[0], *rows[1]), ()),
         dequant_scale_w_dq=_of_columns(match, ("weight_dq",), weights, ()),
+        dequant_scale_w_uq_qr=uq_qr,
         dequant_scale_w_dkv_kr=_of_columns(match, ("weight_dkv", "weight_kr"), weights, ()),
+        smooth_scales_cq=smooth,
     )
 
 

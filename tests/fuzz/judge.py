@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.fx import GraphModule
 from . import excused, outside
 from .bench import InvalidError
 from .capture import Captured, reals_of
-from .compare import compare, corrupted, farther
+from .compare import compare, corrupted, farther, is_near
 from .draw import Mutation, mutate
 from .program import Program, Seen, observe, plainly, rounded_once, rounded_otherwise, widened
 from .runners import RUNNERS
@@ -70,8 +71,10 @@ def _farther(program: Program, exact: Program, eager: Seen, found: Seen) -> str:
     nowhere."""
     seen = plainly(exact)
     difference = farther(seen, eager, found)
-    others = chain(rounded_once(exact, eager), rounded_otherwise(program, exact, seen)) if difference else ()
-    return difference if all(farther(seen, other, found) for other in others) else ""
+    if not difference:
+        return ""
+    others = filter(functools.partial(is_near, seen), rounded_otherwise(program, exact, seen))
+    return difference if all(farther(seen, other, found) for other in chain(rounded_once(exact, eager), others)) else ""
 
 
 def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:

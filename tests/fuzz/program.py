@@ -155,6 +155,7 @@ def _moved(inputs: tuple[Any, ...], dtypes: Sequence[torch.dtype | None]) -> Ite
             return value
         half = torch.finfo(dtype).eps * (torch.rand(value.shape, generator=random) - 0.5)
         result = (value.detach().double() * (1 + half.double())).to(value.dtype)
+        result = torch.where(result.isfinite(), result, value.detach())  # the largest number stays one
         return torch.nn.Parameter(result, requires_grad=False) if isinstance(value, torch.nn.Parameter) else result
 
     for _ in range(ROUNDED):
