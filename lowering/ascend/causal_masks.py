@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted.attention import as_mask
 
 from . import limits
 from .surface import Surface
@@ -34,27 +35,25 @@ def refuse(surface: Surface, mask: Tensor, tokens: int, kernel: str) -> None:
 
 def lengths(mask: Tensor) -> Tensor:
     """The number of keys that the last row of each sequence sees, [B] or [1]."""
-    return _seen(_rows(mask)[:, -1]).sum(-1)
+    return _seen(_in_four(mask)[:, 0, -1]).sum(-1)
 
 
-def checked(out: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor:
+def checked(out: Tensor, mask: Tensor | None, context_lens: Tensor | None) -> Tensor:
     """The result [B, S, N, D], or NaN for each sequence whose mask is not the causal one of its length."""
-    if mask is None or lengths is None:
+    if mask is None:
         return out
-    rows = _rows(mask)
-    tokens, positions = rows.shape[1:]
-    last = torch.arange(tokens, device=mask.device) - (tokens - 1) + lengths.unsqueeze(-1)
-    causal = torch.arange(positions, device=mask.device) < last.unsqueeze(-1)
-    differs = _seen(rows) != causal
+    given, causal = _in_four(mask), as_mask(None, context_lens, False, out, mask.shape[-1])
+    assert causal is not None, "a mask gives lengths"
+    differs = _seen(given) != causal
     if mask.dtype != torch.bool:
-        differs = differs | ((rows > HIDDEN) & (rows != 0))
-    return out.masked_fill(differs.any(-1).any(-1).view(-1, 1, 1, 1), torch.nan)
+        differs = differs | ((given > HIDDEN) & (given != 0))
+    return out.masked_fill(differs.any(-1, keepdim=True).any(-2, keepdim=True), torch.nan)
 
 
-def _rows(mask: Tensor) -> Tensor:
-    """[B or 1, S, T]"""
-    return mask[(None,) * (4 - mask.dim())][:, 0]
+def _in_four(mask: Tensor) -> Tensor:
+    """[B or 1, 1, S, T]"""
+    return mask[(None,) * (4 - mask.dim())]
 
 
-def _seen(rows: Tensor) -> Tensor:
-    return rows if rows.dtype == torch.bool else rows == 0
+def _seen(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,8 +123,7 @@ def _wide(value: Any) -> Any:
 def rounded_once(exact: Program, like: Seen) -> Iterator[Seen]:
     """What a program in float64 gives for inputs that move by up to half a digit of their dtypes in `like`, at
     random."""
-    dtypes = [other.dtype if isinstance(other, Tensor) else None for other in like.inputs]
-    for inputs in _moved(exact.inputs, dtypes):
+    for inputs in _moved(exact.inputs, like.inputs):
         seen = plainly(replace(exact, inputs=inputs))
         held = {name: _as(value, like.held[name]) for name, value in seen.held.items()}
         outputs, left = (tuple(map(_as, *pair)) for pair in ((seen.outputs, like.outputs), (seen.inputs, like.inputs)))
@@ -134,7 +133,7 @@ def rounded_once(exact: Program, like: Seen) -> Iterator[Seen]:
 def rounded_otherwise(program: Program, exact: Program, seen: Seen) -> Iterator[Seen]:
     """What a program may give where its roundings fall otherwise: it is as far from `seen`, its results in float64, as
     it is from them for inputs that move by up to half a digit."""
-    for inputs in _moved(program.inputs, [getattr(value, "dtype", None) for value in program.inputs]):
+    for inputs in _moved(program.inputs, program.inputs):
         near = plainly(replace(program, inputs=inputs))
         there = plainly(replace(exact, inputs=tuple(map(_wide, inputs))))
         if near.error or there.error:
@@ -147,19 +146,20 @@ def rounded_otherwise(program: Program, exact: Program, seen: Seen) -> Iterator[
         yield Seen(outputs, left, "", held)
 
 
-def _moved(inputs: tuple[Any, ...], dtypes: Sequence[torch.dtype | None]) -> Iterator[tuple[Any, ...]]:
+def _moved(inputs: tuple[Any, ...], like: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The inputs, moved at random by up to half a digit of the dtypes of others."""
     random = torch.Generator().manual_seed(0)
 
-    def moved(value: Any, dtype: torch.dtype | None) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or dtype is None:
+    def moved(value: Any, other: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        half = torch.finfo(dtype).eps * (torch.rand(value.shape, generator=random) - 0.5)
+        half = torch.finfo(other.dtype).eps * (torch.rand(value.shape, generator=random) - 0.5)
         result = (value.detach().double() * (1 + half.double())).to(value.dtype)
         result = torch.where(result.isfinite(), result, value.detach())  # the largest number stays one
         return torch.nn.Parameter(result, requires_grad=False) if isinstance(value, torch.nn.Parameter) else result
 
     for _ in range(ROUNDED):
-        yield tuple(map(moved, inputs, dtypes))
+        yield tuple(map(moved, inputs, like))
 
 
 def _shifted(exact: Any, near: Any, there: Any) -> Any:
