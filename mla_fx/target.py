@@ -60,6 +60,8 @@ class Target:
     """Whether values that depend on weights alone are hoisted out of the graph and computed once."""
     laid_out_by: ClassVar[frozenset[str]] = frozenset()
     """Operators that lay out weights and cannot be in a graph, so all their arguments count as weights."""
+    read_ahead_by: ClassVar[frozenset[str]] = frozenset()
+    """Operators that read numbers for the host, which a captured graph cannot do, so they run before the graph."""
     is_saved: ClassVar[bool] = False
     """Whether its result can be saved and run by a later process, as `aot_compile` does."""
     left_out: ClassVar[Mapping[str, str]] = MappingProxyType({})

@@ -17,6 +17,7 @@ from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.pages import context_of
 
 from . import causal_masks, limits
+from .host_numbers import on_host
 from .lengths import Lengths, as_tensor
 from .surface import A2, A3, Surface
 
@@ -63,27 +64,29 @@ def refuse_masks(surface: Surface, a: latent_attention.Arguments | mla_attention
         raise NoMatch(f"{visible}; {KERNEL} lets only the last token see all keys")
 
 
-def refuse_computed(a: latent_attention.Arguments) -> None:
+def refuse_computed(surface: Surface, a: latent_attention.Arguments) -> None:
     """Raises NoMatch for lengths that a captured graph would have to compute: between replays torchair updates only
     lengths that are graph inputs."""
-    if a.context_lens is not None or a.mask is not None:
+    is_computed = a.context_lens is not None or a.mask is not None
+    if is_computed and not surface.reads_ahead:
         raise NoMatch(f"the lengths of sequences are computed; a captured {KERNEL} takes them as numbers on the host")
     batch, tokens = a.query.shape[:2]
     visible = tokens if a.is_causal else context_of(a.kv_cache, a.block_table)
     if not isinstance(batch, int):
         raise NoMatch(f"the batch is {batch}; a captured {KERNEL} takes a number known at compile time")
-    if not isinstance(visible, int):
+    if not is_computed and not isinstance(visible, int):
         raise NoMatch(f"{visible} keys are visible; a captured {KERNEL} takes a number known at compile time")
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def attend(surface: Surface, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Call the kernel's newest interface, or torchair's, which takes lengths as tensors, if the graph computes them."""
-    lengths = {name: options[name] for name in ("actual_seq_qlen", "actual_seq_kvlen") if name in options}
+    names = [name for name in ("actual_seq_qlen", "actual_seq_kvlen") if name in options]
+    lengths = {name: on_host(surface, options[name]) for name in names}
     if not any(isinstance(value, Tensor) for value in lengths.values()):
-        out: Tensor = torch.ops.npu.npu_fused_infer_attention_score_v2(query, key, value, **options)[0]
+        out: Tensor = torch.ops.npu.npu_fused_infer_attention_score_v2(query, key, value, **options | lengths)[0]
         return out
     importlib.import_module("torchair.ops._npu_fused_infer_attention_score_v2")  # registers the operator
     tensors = {name: as_tensor(value, torch.int64, query.device) for name, value in lengths.items()}
@@ -92,6 +95,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
 
 
 def attend_to_pages(
+    surface: Surface,
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -111,6 +115,7 @@ def attend_to_pages(
     first, rope = (None if tensor is None else tensor.contiguous() for tensor in queries)
     assert first is not None, "query is given"
     out = attend(
+        surface,
         first,
         key_pages,
         value_pages,

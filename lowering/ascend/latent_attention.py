@@ -17,7 +17,7 @@ from . import limits
 from .causal_masks import checked
 from .fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK
 from .prolog_form import PAGE_SIZES, page_size
-from .surface import Surface
+from .surface import Surface, bound
 
 OPERATOR = "latent_attention"
 PAGE = 128  # tokens of a page, if the cache does not determine it
@@ -25,7 +25,7 @@ PAGE = 128  # tokens of a page, if the cache does not determine it
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return plain
+    return bound(attention, surface)
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
@@ -40,7 +40,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     if not any(limits.known_equal(tokens, count) for count in range(1, LATENT_TOKENS + 1)):
         raise NoMatch(f"query has S = {tokens}; {KERNEL} takes 1 to {LATENT_TOKENS} tokens with absorbed queries")
     if surface.mode == "aclgraph":
-        kernel.refuse_computed(a)
+        kernel.refuse_computed(surface, a)
     kernel.refuse_masks(surface, a, tokens)
     if a.block_table is not None:
         refuse_pages(a.kv_cache, a.kr_cache)
@@ -57,7 +57,7 @@ def refuse_pages(kv_cache: Tensor, kr_cache: Tensor) -> None:
         raise NoMatch(f"kv_cache has {blocks} blocks and kr_cache {others}; {takes}")
 
 
-def plain(*args: Any, **kwargs: Any) -> Tensor:
+def attention(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     """[B,S,N,512]."""
     a = Arguments(*args, **kwargs)
     assert a.query_rope is not None and a.kr_cache is not None, "others are refused"
@@ -67,6 +67,7 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
     visible = tokens if a.is_causal else context_of(a.kv_cache, a.block_table)
     lengths = kernel.lengths(a)
     out = kernel.attend(
+        surface,
         a.query.contiguous(),
         latents,
         latents,

@@ -19,14 +19,14 @@ from . import limits
 from .causal_masks import checked
 from .fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE
 from .lengths import Lengths
-from .surface import Surface
+from .surface import Surface, bound
 
 OPERATOR = "mla_attention"
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return plain
+    return bound(attention, surface)
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
@@ -56,7 +56,7 @@ def refuse_sizes(a: Arguments) -> None:
     limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
 
 
-def plain(*args: Any, **kwargs: Any) -> Tensor:
+def attention(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     """[B,S,N,128]."""
     a = Arguments(*args, **kwargs)
     batch, tokens, heads, _ = a.q_nope.shape
@@ -72,6 +72,7 @@ def plain(*args: Any, **kwargs: Any) -> Tensor:
         options["query_rope"] = a.q_rope.reshape(batch * tokens, heads, -1)
         options["key_rope"] = a.kr_cache.reshape(batch * positions, 1, -1).expand(-1, heads, -1).contiguous()
     out = kernel.attend(
+        surface,
         a.q_nope.reshape(batch * tokens, heads, -1),
         key,
         value,

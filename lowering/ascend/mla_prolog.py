@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from mla_fx.target import Compiled
 
 from . import first_prologs, mla_prolog_v3, prolog_form
 from .mla_prolog_v3 import KERNEL
-from .surface import Surface
+from .surface import Surface, bound
 
 OPERATOR = "mla_prolog"
 OWN_MODES = ("Norm", "BSND")  # not in the vendor's first interface
@@ -26,13 +24,7 @@ OWN_MODES = ("Norm", "BSND")  # not in the vendor's first interface
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return plain(surface)
-
-
-@functools.cache
-def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
-    """Return one function for all calls, so that equal calls are traced once."""
-    return lambda *args, **kwargs: prolog(surface, Arguments(*args, **kwargs))
+    return bound(prolog, surface)
 
 
 # --- what the kernel cannot do ---------------------------------------------------------------------------------------
@@ -66,8 +58,9 @@ def refuse_left_out(surface: Surface, a: Arguments) -> None:
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
+def prolog(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The results of `mla_fx.mla_prolog`."""
+    a = Arguments(*args, **kwargs)
     call = prolog_form.formed(a)
     if surface.prolog == "v3":
         query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.vendor_call(surface, as_v3(call))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from mla_fx.target import Compiled
 
 from . import limits, prolog_form
 from .lengths import as_tensor
-from .surface import A2, A3, A5, Surface
+from .surface import A2, A3, A5, Surface, bound
 from .weights import in_fractals
 
 OPERATOR = "mla_prolog_v3"
@@ -42,13 +40,7 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
         prolog_form.refuse_formats(surface, KERNEL)
         prolog_form.refuse_unpaged(a, KERNEL)
     refuse_unsupported(surface, prolog_form.paged(a, prolog_form.page_shapes))
-    return plain(surface)
-
-
-@functools.cache
-def plain(surface: Surface) -> Callable[..., tuple[Tensor, ...]]:
-    """Return one function for all calls, so that equal calls are traced once."""
-    return lambda *args, **kwargs: prolog(surface, Arguments(*args, **kwargs))
+    return bound(prolog, surface)
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
@@ -80,10 +72,11 @@ def refuse_caches(a: Arguments) -> None:
             limits.page_size(name, cache.shape[1], KERNEL, 16, 1024)
 
 
-def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
+def prolog(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The results of `mla_fx.mla_prolog_v3`.
 
     The kernel multiplies by gamma before it rounds, regardless of `gamma_after_cast`. This is one rounding less."""
+    a = Arguments(*args, **kwargs)
     *others, kv_cache, kr_cache = vendor_call(surface, prolog_form.formed(a))
     return *others, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
 

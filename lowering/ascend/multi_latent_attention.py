@@ -28,7 +28,7 @@ from mla_fx.target import Compiled
 
 from . import limits
 from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_latent
-from .surface import A2, A3, Surface
+from .surface import A2, A3, Surface, bound
 
 OPERATOR = "multi_latent_attention"
 ATB = "MultiLatentAttentionOperation"
@@ -39,7 +39,7 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     a = Arguments(*args, **kwargs)
     if surface.mode == "ge":
         refuse_for_ge(surface, a)
-        return as_fused_infer_attention_score
+        return bound(as_fused_infer_attention_score, surface)
     refuse_for_atb(surface, a)
     return as_atb
 
@@ -84,10 +84,11 @@ def refuse_for_atb(surface: Surface, a: Arguments) -> None:
 # --- the calls ----------------------------------------------------------------------------------------------------
 
 
-def as_fused_infer_attention_score(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def as_fused_infer_attention_score(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     a = Arguments(*args, **kwargs)
     latent = pages(a.ctkv)
     out = attend_to_pages(
+        surface,
         a.q_nope,
         latent,
         latent,

@@ -23,7 +23,7 @@ from mla_fx.target import Compiled
 
 from . import limits
 from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_chip
-from .surface import Surface
+from .surface import Surface, bound
 
 OPERATOR = "paged_attention"
 NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}, which has one, takes"
@@ -42,7 +42,7 @@ HEAD_SIZES = tuple(range(16, 257, 16))
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return plain
+    return bound(plain, surface)
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
@@ -92,10 +92,11 @@ def refuse_sizes(a: Arguments) -> None:
         raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
 
 
-def plain(*args: Any, **kwargs: Any) -> Tensor:
+def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     a = Arguments(*args, **kwargs)
     assert a.value_cache is not None, "a combined cache was refused"
     return attend_to_pages(
+        surface,
         a.query,
         a.key_cache.flatten(2),
         a.value_cache.flatten(2),

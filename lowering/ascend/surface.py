@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 # Prefixes of CANN's chip names, as returned by `torch.npu.get_device_name()`.
 A2, A3, A5 = "Ascend910B", "Ascend910_93", "Ascend950"
@@ -19,7 +21,15 @@ class Surface:
     mode: Literal["ge", "aclgraph"]
     hoists: bool
     """Whether values that depend only on weights are computed once. A new layout of a weight then costs nothing."""
+    reads_ahead: bool = False
+    """Whether the host reads lengths that the graph computes before it runs. Kernels then get them as numbers."""
     trusts_masks: bool = False
     """Whether the user asserts that every mask is causal."""
     prolog: Prolog = "v3"
     """The interface of the vendor's prolog."""
+
+
+@functools.cache
+def bound(function: Callable[..., Any], surface: Surface) -> Callable[..., Any]:
+    """A function of a call's own arguments: one for all calls, so that equal calls are traced once."""
+    return lambda *args, **kwargs: function(surface, *args, **kwargs)

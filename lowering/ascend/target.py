@@ -11,7 +11,7 @@ from mla_fx.errors import OptionError
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Compiler, Lowering, Target
 
-from . import toolchain
+from . import host_numbers, toolchain
 
 
 class AscendTarget(Target):
@@ -24,6 +24,7 @@ class AscendTarget(Target):
     refuses_positions = False  # the vendor's kernels skip negative positions and do not check the end
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
+    read_ahead_by = host_numbers.READ
     max_absorbed_tokens = toolchain.MAX_ABSORBED_TOKENS
 
     def missing(self) -> str | None:

@@ -77,7 +77,9 @@ def lowerings(
 ) -> Mapping[OpOverload, Lowering]:
     """The lowerings in this folder: those of every module that names the operator it lowers."""
     converters.register()
-    surface = Surface(chip(options), mode, prepares, bool(options.get("causal_masks")), prolog(options))
+    reads_ahead = prepares and mode == "aclgraph"
+    trusts_masks = bool(options.get("causal_masks"))
+    surface = Surface(chip(options), mode, prepares, reads_ahead, trusts_masks, prolog(options))
     known = catalogue()
     found: dict[OpOverload, Lowering] = {}
     for module in _modules():

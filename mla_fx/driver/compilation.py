@@ -91,7 +91,7 @@ class Compilation:
             prepares = self.target.prepares and self.options.lay_out
             run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
             try:
-                compiled = run.hoisted.around(compile_graph(run.hoisted.fake_inputs(gm.graph, inputs)))
+                compiled = run.around(compile_graph(run.fake_inputs(inputs)))
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
                 if not run.is_changed:
@@ -106,7 +106,7 @@ class Compilation:
     def rewrite(self, gm: GraphModule, *, weights: Set[Node] | None = None) -> Run:
         """Run the passes over an operator graph. Whatever fails in them, the user gets a graph that runs.
 
-        With `weights`, the graph may need other inputs than it came with: those of `Run.hoisted`."""
+        With `weights`, the graph may need other inputs than it came with; `Run.around` computes them."""
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
         run = Run(gm.graph, self.options, self.rules, self.report, self.target, weights, on_stage=recorder.stage)
         try:

@@ -57,6 +57,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "unknown_number",
     "unset_fake_temporarily",
     "version_of",
 ]
@@ -159,6 +160,12 @@ def in_kernel_invocation_manager(mode: Any) -> Any:
     from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
     return in_kernel_invocation_manager(mode)
+
+
+def unknown_number(mode: Any) -> Any:
+    """A new symbol for a whole number that is known when the graph runs; the public way to one, `new_dynamic_size`, is
+    for sizes, and is forbidden where the user does not capture them."""
+    return mode.shape_env.create_unbacked_symint()
 
 
 def unset_fake_temporarily() -> Any:

@@ -144,12 +144,6 @@ class Hoisted:
             ready[position] = given[position].view(sizes)
         return ready + [value(given) for value in self.laid_out]
 
-    def fake_inputs(self, graph: Graph, given: Sequence[Any]) -> Sequence[Any]:
-        """The fake values of the prepared inputs. `given` are those of the original inputs."""
-        if not self.views and not self.laid_out:
-            return given
-        return [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `compiled`, which takes the prepared inputs, as a function of the original inputs."""
         if not self.views and not self.laid_out:
@@ -173,9 +167,9 @@ def hoist(graph: Graph, weights: Set[Node]) -> Hoisted:
     keys: dict[Node, int] = {}
     calls: dict[Any, int] = {}
     for node, users in _laid_out_values(graph, weights - written_inputs).items():
-        key = _key(node, keys, calls)
+        key = key_of(node, keys, calls)
         if key not in inputs:
-            make, sources = _function_of(node)
+            make, sources = function_of(node)
             value = node.meta["val"]
             size = value.numel() * value.element_size() if not has_symbolic_sizes(value) else 0
             prepared.laid_out.append(LaidOut(make, [places[source] for source in sources], size))
@@ -203,7 +197,7 @@ def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if _is_fixed(node) and still.issuperset(node.all_input_nodes):
+        if is_fixed(node) and still.issuperset(node.all_input_nodes):
             still.add(node)
         elif RULE in node.meta:
             for operand in node.all_input_nodes:
@@ -212,10 +206,11 @@ def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]
     return found
 
 
-def _is_fixed(node: Node) -> bool:
-    """Whether a call is deterministic and writes nothing. `empty` qualifies: its contents are arbitrary anyway."""
+def is_fixed(node: Node) -> bool:
+    """Whether a call is deterministic and writes nothing. `empty` qualifies: its contents are arbitrary anyway. Python's
+    own functions compute sizes, or take a result of several."""
     if not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
+        return node.target is operator.getitem or isinstance(node.meta["val"], torch.SymInt)
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not written(node)
 
 
@@ -225,7 +220,7 @@ def _is_worth_it(value: Node) -> bool:
     return is_computed and value.op == "call_function"
 
 
-def _function_of(value: Node) -> tuple[GraphModule, list[Node]]:
+def function_of(value: Node) -> tuple[GraphModule, list[Node]]:
     """The computation of a value as a function of the graph inputs it depends on, and these inputs."""
     nodes = sorted((value, *computed_from(value)))
     graph = Graph()
@@ -238,7 +233,7 @@ def _function_of(value: Node) -> tuple[GraphModule, list[Node]]:
     return GraphModule({}, graph), sources
 
 
-def _key(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
+def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
     """A number that is equal for values computed in the same way. Each call behind a value is visited once."""
     for node in sorted({value, *computed_from(value)} - keys.keys()):
         operands = hashable((args_of(node), node.kwargs), keys.__getitem__)
@@ -264,7 +259,7 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
     sizes = [size if isinstance(size, int) else -1 for size in asked]
     others = [user for user in source.users if user is not copies[0] and user.target not in RESHAPES]
     asking = [user for user in others if user.target is aten.sym_size.int]
-    counted = [_size_without_asking(graph, before[args_of(user)[1]]) for user in asking]
+    counted = [size_without_asking(graph, before[args_of(user)[1]]) for user in asking]
     if sizes.count(-1) > 1 or len(counted) < len(others) or None in counted:
         return None
     for user, size in zip(others, counted, strict=True):
@@ -277,7 +272,7 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
     return sizes
 
 
-def _size_without_asking(graph: Graph, size: Size) -> Any:
+def size_without_asking(graph: Graph, size: Size) -> Any:
     """A size without a call of sym_size: a number, or the graph input that is this symbol; None if there is none."""
     inputs = graph.find_nodes(op="placeholder")
     symbols = (node for node in inputs if isinstance(node.meta["val"], torch.SymInt))

@@ -24,6 +24,7 @@ from .apply_rules import recognise
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
+from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
 
@@ -95,6 +96,7 @@ def lower_plain(run: Run) -> None:
 def hoist_weights(run: Run) -> None:
     if run.fused and run.weights is not None:
         run.keep_original()
+        run.numbers = read_ahead(run.graph, run.target.read_ahead_by)
         run.hoisted = hoist(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
         _erase_orphans(run)
         _note(run.report, {run.hoisted.summary(): 1} if run.hoisted.summary() else {})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -15,6 +16,7 @@ from mla_fx.debug.report import Report
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.options import Options
 from mla_fx.passes.hoist import Hoisted
+from mla_fx.passes.read_ahead import Numbers
 from mla_fx.rewriting.cleanup import Snapshot
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rule import Rule
@@ -38,6 +40,7 @@ class Run:
     target: Target = field(default_factory=Target)
     weights: Set[Node] | None = None
     hoisted: Hoisted = field(default_factory=Hoisted)
+    numbers: Numbers = field(default_factory=Numbers)
     step: str = "triage"
     is_done: bool = False
     until_done: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -76,13 +79,23 @@ class Run:
     def is_changed(self) -> bool:
         return self.original is not None
 
+    def fake_inputs(self, given: Sequence[Any]) -> Sequence[Any]:
+        """The fake values of the inputs that the graph takes now. `given` are those of the original inputs."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        is_same = not self.hoisted.views and len(inputs) == len(given)
+        return given if is_same else [node.meta["val"] for node in inputs]
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `compiled`, which takes the inputs that the graph takes now, as a function of the original ones."""
+        return self.numbers.around(self.hoisted.around(compiled))
+
     def restore(self, gm: GraphModule) -> None:
         """Restore a module's original graph, in which nothing is fused."""
         self.fused = {}
         if self.original is not None:
             self.graph = gm.graph = self.original.restore()
             self.original = self.rewritten = self._emit = None
-            self.hoisted = Hoisted()
+            self.hoisted, self.numbers = Hoisted(), Numbers()
             gm.recompile()
 
 

@@ -1,0 +1,35 @@
+"""Numbers that a kernel takes from the host, and that the graph computes.
+
+A captured graph replays what it once computed, and torchair updates only numbers that are graph inputs. So the numbers
+are read before the graph runs (see `mla_fx.passes.read_ahead`), all of them in one copy to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_fx.graph.torch_private import detect_fake_mode, unknown_number
+
+from .lengths import Lengths
+from .surface import Surface
+
+READ = frozenset({"number"})
+
+
+@torch.library.custom_op("mla_fx_ascend::number", mutates_args=())
+def number(values: Tensor, position: int) -> int:
+    """One element of a tensor of whole numbers."""
+    return int(values[position])
+
+
+@number.register_fake
+def _(values: Tensor, position: int) -> int:
+    return unknown_number(detect_fake_mode([values]))  # type: ignore[no-any-return]
+
+
+def on_host(surface: Surface, lengths: Lengths) -> Lengths:
+    """The lengths as numbers for the host, if the surface has such, and their count is known."""
+    if not isinstance(lengths, Tensor) or not surface.reads_ahead or not isinstance(lengths.shape[0], int):
+        return lengths
+    values = lengths.to(torch.int64)
+    return [torch.ops.mla_fx_ascend.number(values, position) for position in range(lengths.shape[0])]
