@@ -36,7 +36,8 @@ def test_decode_step(captured, dynamic):
     prompts = [models.prompt(1, seed=seed) for seed in range(3)]
     models.check_as_exact_as_eager(model, compiled(model, dynamic=dynamic), models.static_cache, prompts)
     (graph,) = captured.graphs
-    assert graph.calls(PROLOG) == [2]
+    assert graph.calls(PROLOG, ATTENTION) == [2, 2]
+    assert len(graph.recordings) == 1, "later steps replay the first"
     check_nothing_is_copied(graph)
 
 
