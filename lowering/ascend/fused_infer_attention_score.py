@@ -64,6 +64,12 @@ def refuse_masks(surface: Surface, a: latent_attention.Arguments | mla_attention
         raise NoMatch(f"{visible}; {KERNEL} lets only the last token see all keys")
 
 
+def refuse_packed(surface: Surface, what: str) -> None:
+    """Raises NoMatch where the kernel does not take the layout TND, the rows of all sequences one behind the other."""
+    if surface.sinks_tiling:
+        raise NoMatch(f"{what}; {KERNEL} takes them in the layout TND, which excludes tiling_schedule_optimize")
+
+
 def refuse_computed(surface: Surface, a: latent_attention.Arguments) -> None:
     """Raises NoMatch for lengths that a captured graph would have to compute: between replays torchair updates only
     lengths that are graph inputs."""

@@ -33,6 +33,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel.refuse_chip(surface)
     if surface.mode == "aclgraph":
         raise NoMatch(f"keys are expanded; {KERNEL} takes them in the layout TND, which cannot be captured")
+    kernel.refuse_packed(surface, "keys are expanded")
     if a.block_table is not None:
         takes = f"{KERNEL} takes expanded keys and values, which are not paged"
         raise NoMatch(f"block_table is given; {takes}")

@@ -27,7 +27,7 @@ from mla_fx.ops.vendor.multi_latent_attention.arguments import (
 from mla_fx.target import Compiled
 
 from . import limits
-from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_latent
+from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_latent, refuse_packed
 from .surface import A2, A3, Surface, bound
 
 OPERATOR = "multi_latent_attention"
@@ -56,6 +56,8 @@ def refuse_for_ge(surface: Surface, a: Arguments) -> None:
     if mode.calc == SPEC and not is_causal(a.q_nope):
         heads = a.q_nope.shape[1]
         raise NoMatch(f"q_nope has {heads} heads; {NO_CONVERTER} {SPEC!r} with 128 heads only, where it is causal")
+    if a.q_seqlen is not None:
+        refuse_packed(surface, "q_seqlen is given")
     assert a.q_rope is not None and a.k_rope is not None, "a merged cache was refused"
     caches = [("ctkv", a.ctkv), ("k_rope", a.k_rope)]
     refuse_latent(surface, ("q_nope", a.q_nope), ("q_rope", a.q_rope), caches)

@@ -23,6 +23,8 @@ class Surface:
     """Whether values that depend only on weights are computed once. A new layout of a weight then costs nothing."""
     reads_ahead: bool = False
     """Whether the host reads lengths that the graph computes before it runs. Kernels then get them as numbers."""
+    sinks_tiling: bool = False
+    """Whether the device chooses how kernels tile (torchair's `tiling_schedule_optimize`)."""
     trusts_masks: bool = False
     """Whether the user asserts that every mask is causal."""
     prolog: Prolog = "v3"

@@ -77,9 +77,10 @@ def lowerings(
 ) -> Mapping[OpOverload, Lowering]:
     """The lowerings in this folder: those of every module that names the operator it lowers."""
     converters.register()
-    reads_ahead = prepares and mode == "aclgraph"
+    sinks_tiling = mode == "ge" and _sinks_tiling(options)
+    reads_ahead = prepares and not sinks_tiling
     trusts_masks = bool(options.get("causal_masks"))
-    surface = Surface(chip(options), mode, prepares, reads_ahead, trusts_masks, prolog(options))
+    surface = Surface(chip(options), mode, prepares, reads_ahead, sinks_tiling, trusts_masks, prolog(options))
     known = catalogue()
     found: dict[OpOverload, Lowering] = {}
     for module in _modules():
@@ -88,6 +89,12 @@ def lowerings(
             for overload in filter(None, (entry.overload, entry.host)):
                 found[overload] = functools.partial(module.lower, surface)
     return found
+
+
+def _sinks_tiling(options: Mapping[str, Any]) -> bool:
+    """Whether the user's CompilerConfig lets the device choose how kernels tile, which is off by default."""
+    config = options.get("compiler_config")
+    return config is not None and bool(config.experimental_config.tiling_schedule_optimize)
 
 
 def _modules() -> Iterator[ModuleType]:

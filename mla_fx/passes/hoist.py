@@ -207,8 +207,9 @@ def _laid_out_values(graph: Graph, weights: Set[Node]) -> dict[Node, list[Node]]
 
 
 def is_fixed(node: Node) -> bool:
-    """Whether a call is deterministic and writes nothing. `empty` qualifies: its contents are arbitrary anyway. Python's
-    own functions compute sizes, or take a result of several."""
+    """Whether a call is deterministic and writes nothing. `empty` qualifies: its contents are arbitrary anyway.
+
+    Python's own functions compute sizes, or take one of several results."""
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem or isinstance(node.meta["val"], torch.SymInt)
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not written(node)

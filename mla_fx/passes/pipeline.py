@@ -99,7 +99,8 @@ def hoist_weights(run: Run) -> None:
         run.numbers = read_ahead(run.graph, run.target.read_ahead_by)
         run.hoisted = hoist(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
         _erase_orphans(run)
-        _note(run.report, {run.hoisted.summary(): 1} if run.hoisted.summary() else {})
+        summaries = (run.hoisted.summary(), run.numbers.summary())
+        _note(run.report, {summary: 1 for summary in summaries if summary})
 
 
 TRIAGE = Pass("triage", look_around)

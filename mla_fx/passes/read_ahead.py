@@ -26,6 +26,11 @@ class Numbers:
     """The numbers that are appended to a graph's inputs: the elements of tensors that the inputs at `sources` give."""
 
     tensors: list[tuple[GraphModule, list[int]]] = field(default_factory=list)
+    count: int = 0
+
+    def summary(self) -> str:
+        """A summary for the report; empty if there are none."""
+        return f"{self.count} length{'s' * (self.count > 1)} read by the host before each call" if self.count else ""
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         with torch.no_grad():
@@ -53,6 +58,7 @@ def read_ahead(graph: Graph, operators: Set[str]) -> Numbers:
             make, sources = function_of(values)
             found.tensors.append((make, [inputs.index(source) for source in sources]))
             added[key] = _new_inputs(graph, values)
+            found.count += len(added[key])
         call.replace_all_uses_with(added[key][position])
         graph.erase_node(call)
     return found

@@ -7,6 +7,7 @@ import torch
 
 import mla_fx
 from mla_fx.ops.common.sample import Sampler
+from mla_fx.passes import read_ahead
 from npu import models
 from npu.test_vendor_calls import BF16, BLOCKS, DR, HCKV, PAGE, D, in_nz, kv_call, pages
 
@@ -39,6 +40,22 @@ def test_decode_step(captured, dynamic):
     assert graph.calls(PROLOG, ATTENTION) == [2, 2]
     assert len(graph.recordings) == 1, "later steps replay the first"
     check_nothing_is_copied(graph)
+
+
+def test_lengths_that_stay_as_captured_are_noticed(captured, monkeypatch):
+    """What the graph's first run read would be wrong in the next."""
+    first = []
+    read = read_ahead.Numbers.inputs
+
+    def stale(numbers, given):
+        count = len(given)
+        first[:] = first or read(numbers, given)[count:]
+        return [*given, *first]
+
+    monkeypatch.setattr(read_ahead.Numbers, "inputs", stale)
+    model, prompts = models.model(), [models.prompt(1, seed=seed) for seed in range(3)]
+    with pytest.raises(AssertionError, match=r"^\(\["):
+        models.check_as_exact_as_eager(model, compiled(model), models.static_cache, prompts)
 
 
 def test_prompt(captured):

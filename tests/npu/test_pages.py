@@ -38,3 +38,19 @@ def test_a_paged_layer(converted, block, kernels):
     graph = types(converted.graphs[0])
     assert [graph.count(kernel) for kernel in KERNELS] == kernels, str(report)
     assert ("IndexByTensor" in graph) == (block == 8), graph
+
+
+@torch.no_grad()
+def test_a_paged_layer_is_captured(captured):
+    """Each sequence has a length of its own, which the mask gives."""
+    entry = Entry(PAGED)
+    module, given = entry.build().bfloat16(), in_type(entry.arguments(DECODE), torch.bfloat16)
+    eager, exact = copy.deepcopy(given), copy.deepcopy(module).double()
+    backend = mla_fx.get_backend(target="aclgraph", soc="Ascend910B3", causal_masks=True)
+    (found,) = torch.compile(module, backend=backend)(*given)
+    (near,), (wanted,) = module(*eager), exact(*in_type(copy.deepcopy(given), torch.float64))
+    assert (found - wanted).norm() <= 2 * (near - wanted).norm()
+    torch.testing.assert_close(given[4], eager[4], rtol=2**-6, atol=2**-6)
+    (graph,) = captured.graphs
+    assert graph.calls("npu.npu_mla_prolog_v3.default", "npu.npu_fused_infer_attention_score_v2.out") == [1, 1]
+    assert "2 lengths read by the host before each call" in mla_fx.last_report().notes
