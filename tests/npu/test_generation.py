@@ -1,6 +1,5 @@
 """A prompt and 64 steps of a Hugging Face model on a StaticCache, through both kinds of graph."""
 
-import pytest
 import torch
 
 import mla_fx
