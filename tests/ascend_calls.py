@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fx.errors import NoMatch
 
-A2 = Surface("Ascend910B3", "ge", hoists=True)
+A2 = Surface("Ascend910B3", "ge", hoists=True, cann="8.5.0")
 B, S, HE, HCQ, N, D, HCKV, DR, T = 2, 3, 7168, 1536, 32, 128, 512, 64, 256
 
 

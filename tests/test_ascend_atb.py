@@ -23,7 +23,7 @@ SCHEMA = f"{NAME}({TENSORS}, {NUMBERS}, *, {OPTIONS}) -> Tensor"
 SCHEMA_LSE = f"{NAME}.lse({TENSORS}, {NUMBERS}, bool return_lse, *, {OPTIONS}) -> (Tensor, Tensor)"
 
 OPERATOR = catalogue()["multi_latent_attention"]
-ACLGRAPH = Surface("Ascend910B3", "aclgraph", hoists=True)
+ACLGRAPH = Surface("Ascend910B3", "aclgraph", hoists=True, cann="8.5.0")
 
 
 def attend(*args, mask=None, qseqlen=None, qk_descale=None, pv_descale=None, **options):

@@ -75,7 +75,7 @@ ATB = {
 
 @pytest.mark.parametrize("change, sentence", named(ATB))
 def test_limits_of_multi_latent_attention_in_aclgraph(change, sentence):
-    assert lower("multi_latent_attention", Surface("Ascend910B3", "aclgraph", True), **change()) == sentence
+    assert lower("multi_latent_attention", Surface("Ascend910B3", "aclgraph", True, "8.5.0"), **change()) == sentence
 
 
 ATB_HAS_NONE = "torch.ops.atb._npu_paged_attention has no fake kernel"

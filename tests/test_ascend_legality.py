@@ -16,8 +16,8 @@ from mla_fx.graph.torch_private import unset_fake_temporarily
 
 # The chips with each kernel.
 CHIPS = {
-    "mla_prolog": "MlaPrologV3 exists on Ascend910B, Ascend910_93 or Ascend950",
-    "mla_prolog_v3": "MlaPrologV3 exists on Ascend910B, Ascend910_93 or Ascend950",
+    "mla_prolog": "MlaPrologV3 of CANN 8.5.0 exists on Ascend910B or Ascend910_93",
+    "mla_prolog_v3": "MlaPrologV3 of CANN 8.5.0 exists on Ascend910B or Ascend910_93",
     "kv_rmsnorm_rope_cache": "KvRmsNormRopeCache exists on Ascend910B, Ascend910_93 or Ascend950",
     "rms_norm": "RmsNorm exists on Ascend910B, Ascend910_93 or Ascend950",
     "rope": "InterleaveRope exists on Ascend910B or Ascend910_93",
@@ -35,7 +35,7 @@ def mode():
 @pytest.mark.parametrize("graph", ["ge", "aclgraph"])
 @pytest.mark.parametrize("operator", sorted(CHIPS))
 def test_a_call_within_all_limits_is_taken(operator, graph):
-    assert callable(lower(operator, Surface("Ascend910_9391", graph, hoists=False)))
+    assert callable(lower(operator, Surface("Ascend910_9391", graph, hoists=False, cann="8.5.0")))
 
 
 def test_equal_calls_become_one_function_so_that_they_are_traced_once():
@@ -55,11 +55,12 @@ def of_float16():
 PROLOG = {
     "He": (
         lambda: prolog_weights(he=7000),
-        "weight_dq has He = 7000; MlaPrologV3 takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680 or 8192",
+        "weight_dq has He = 7000; MlaPrologV3 of CANN 8.5.0 takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680 or "
+        "8192",
     ),
-    "Hcq": (lambda: prolog_weights(hcq=1000), "weight_dq has Hcq = 1000; MlaPrologV3 takes 1536 or 2048"),
+    "Hcq": (lambda: prolog_weights(hcq=1000), "weight_dq has Hcq = 1000; MlaPrologV3 of CANN 8.5.0 takes 1536"),
     "N": (lambda: prolog_weights(n=40), "weight_uk has N = 40; MlaPrologV3 takes 1, 2, 4, 8, 16, 32, 64 or 128"),
-    "D": (lambda: prolog_weights(d=64), "weight_uk has D = 64; MlaPrologV3 takes 128 or 192"),
+    "D": (lambda: prolog_weights(d=64), "weight_uk has D = 64; MlaPrologV3 of CANN 8.5.0 takes 128"),
     "Hckv": (
         lambda: prolog_weights(hckv=256) | caches(8, 128, 1, hckv=256),
         "weight_uk has Hckv = 256; MlaPrologV3 takes 512",
@@ -75,11 +76,11 @@ PROLOG = {
     ),
     "BlockSize": (
         lambda: caches(8, 24, 1),
-        "kv_cache has BlockSize = 24; MlaPrologV3 takes multiples of 16 up to 1024",
+        "kv_cache has BlockSize = 24; MlaPrologV3 of CANN 8.5.0 takes multiples of 16 up to 1024",
     ),
     "large BlockSize": (
         lambda: caches(8, 2048, 1),
-        "kv_cache has BlockSize = 2048; MlaPrologV3 takes multiples of 16 up to 1024",
+        "kv_cache has BlockSize = 2048; MlaPrologV3 of CANN 8.5.0 takes multiples of 16 up to 1024",
     ),
     "gaps": (
         lambda: {"kr_cache": make(8, 128, 1, 2 * DR)[..., :DR]},
@@ -126,6 +127,10 @@ EARLIER = {
     "He": (lambda: prolog_weights(he=4096), "weight_dq has He = 4096; MlaPrologV2 takes 7168"),
     "Hcq": (lambda: prolog_weights(hcq=2048), "weight_dq has Hcq = 2048; MlaPrologV2 takes 1536"),
     "D": (lambda: prolog_weights(d=192), "weight_uk has D = 192; MlaPrologV2 takes 128"),
+    "S": (
+        lambda: {"token_x": make(B, 20, HE)} | {name: make(B, 20, DR) for name in ("rope_sin", "rope_cos")},
+        "token_x has S = 20; MlaPrologV2 takes 1 to 16",
+    ),
     "BlockSize": (lambda: caches(8, 32, 1), "kv_cache has BlockSize = 32; MlaPrologV2 takes 16 or 128"),
     "cache_mode": (
         lambda: {"cache_mode": "BSND", "cache_index": None} | caches(B, S, 1),
@@ -204,7 +209,7 @@ def test_a_size_outside_of_its_limits_is_refused_and_not_guarded(mode):
     caches = pages_of(mode, 24)
     size = caches["kv_cache"].shape[1]
     assert lower("mla_prolog", **caches) == (
-        f"kv_cache has BlockSize = {size}; MlaPrologV3 takes multiples of 16 up to 1024"
+        f"kv_cache has BlockSize = {size}; MlaPrologV3 of CANN 8.5.0 takes multiples of 16 up to 1024"
     )
     assert not mode.shape_env.guards
 
@@ -361,11 +366,11 @@ def test_limits_of_pieces(request, change, sentence):
 
 @pytest.mark.parametrize("operator", sorted(CHIPS))
 def test_other_chips(operator):
-    assert lower(operator, Surface("Ascend310P3", "ge", True)) == f"the chip is Ascend310P3; {CHIPS[operator]}"
+    assert lower(operator, Surface("Ascend310P3", "ge", True, "8.5.0")) == f"the chip is Ascend310P3; {CHIPS[operator]}"
 
 
 def test_the_kernel_with_v_is_not_on_newer_chips():
-    newer = Surface("Ascend950PR", "ge", True)
+    newer = Surface("Ascend950PR", "ge", True, "8.5.0")
     assert callable(lower("kv_rmsnorm_rope_cache", newer))
     assert lower("kv_rmsnorm_rope_cache", newer, **with_v()) == (
         "the chip is Ascend950PR; KvRmsNormRopeCache with v exists on Ascend910B or Ascend910_93"

@@ -22,6 +22,7 @@ from .surface import A2, A3, Surface
 from .weights import in_fractals
 
 HIDDEN, QUERY_RANKS, RANK, NOPE, ROPE = (7168,), (1536,), (512,), (128,), (64,)
+TOKENS = 16  # S of token_x [B, S, He], at most
 PAGES = (16, 128)
 CACHE_MODES = ("PA_BSND", "PA_NZ")
 SCALES = ("qc_qr_scale", "kc_scale")
@@ -48,8 +49,9 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     if surface.mode == "aclgraph":
         writes = f"{kernel} writes caches that its schema marks as read-only"
         raise NoMatch(f"{writes}; a captured graph does not order such writes")
-    if a.cache_mode not in CACHE_MODES:
-        raise NoMatch(f"cache_mode is {a.cache_mode!r}; {kernel} takes {limits.listed(CACHE_MODES)}")
+    limits.choice("cache_mode", a.cache_mode, kernel, CACHE_MODES)
+    if a.token_x.ndim == 3:
+        limits.between("token_x has S", a.token_x.shape[1], kernel, 1, TOKENS)
     for name in SCALES:
         if (scale := getattr(a, name)) != 1.0:
             raise NoMatch(f"{name} is {scale:.6g}; {kernel} has no such factor, MlaPrologV3 does")
@@ -66,7 +68,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     for name in ("kv_cache", "kr_cache"):
         cache: Tensor = getattr(a, name)
         limits.dense(name, cache, kernel)
-        limits.size(f"{name} has BlockSize", cache.shape[1], kernel, PAGES)
+        limits.page_size(name, cache.shape[1], kernel, PAGES)
 
 
 def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:

@@ -4,7 +4,8 @@ A symbolic size that meets its limit in the current call gets a guard for it. An
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +13,22 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .surface import Surface
+from .surface import Release, Surface
 
+Rules = TypeVar("Rules")
 HALVES = (torch.bfloat16, torch.float16)
+
+
+def of_release(surface: Surface, kernel: str) -> str:
+    """The kernel's name in sentences about limits that differ between releases."""
+    return f"{kernel} of CANN {surface.cann}"
+
+
+def rules(surface: Surface, kernel: str, table: Mapping[Release, Mapping[str, Rules]]) -> Rules:
+    """The rules of the release for the chip. Raises NoMatch if the table has none."""
+    by_chip = table[surface.cann]
+    chip(surface, of_release(surface, kernel), tuple(by_chip))
+    return next(found for prefix, found in by_chip.items() if surface.chip.startswith(prefix))
 
 
 def chip(surface: Surface, kernel: str, allowed: Sequence[str]) -> None:
@@ -28,9 +42,24 @@ def size(of: str, value: int, kernel: str, allowed: Sequence[int]) -> None:
         raise NoMatch(f"{of} = {value}; {kernel} takes {listed(allowed)}")
 
 
-def page_size(cache: str, value: int, kernel: str, step: int, largest: int) -> None:
-    if not (holds(value % step == 0) and holds(value >= step) and holds(value <= largest)):
-        raise NoMatch(f"{cache} has BlockSize = {value}; {kernel} takes multiples of {step} up to {largest}")
+def between(of: str, value: int, kernel: str, least: int, most: int) -> None:
+    if not (holds(value >= least) and holds(value <= most)):
+        raise NoMatch(f"{of} = {value}; {kernel} takes {least} to {most}")
+
+
+def page_size(cache: str, value: int, kernel: str, allowed: Sequence[int]) -> None:
+    """A range holds the multiples of its step."""
+    if not isinstance(allowed, range):
+        size(f"{cache} has BlockSize", value, kernel, allowed)
+    elif not (holds(value % allowed.step == 0) and holds(value >= allowed[0]) and holds(value <= allowed[-1])):
+        takes = f"{kernel} takes multiples of {allowed.step} up to {allowed[-1]}"
+        raise NoMatch(f"{cache} has BlockSize = {value}; {takes}")
+
+
+def choice(name: str, value: object, kernel: str, allowed: Sequence[object]) -> None:
+    """An argument that is no size."""
+    if value not in allowed:
+        raise NoMatch(f"{name} is {value!r}; {kernel} takes {listed(allowed)}")
 
 
 def dtype(name: str, tensor: Tensor, kernel: str, allowed: Sequence[torch.dtype]) -> None:

@@ -13,16 +13,13 @@ from mla_fx.target import Compiled
 
 from . import limits, prolog_form
 from .lengths import as_tensor
-from .surface import A2, A3, A5, Surface, bound
+from .mla_prolog_v3_rules import HEADS, RANK, ROPE, RULES, Rules
+from .surface import Surface, bound
 from .weights import in_fractals
 
 OPERATOR = "mla_prolog_v3"
 KERNEL = "MlaPrologV3"
 
-HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
-QUERY_RANKS = (1536, 2048)
-HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-RANK, NOPE, ROPE = (512,), (128, 192), (64,)
 PER_TILE = 3  # kv_cache_quant_mode of packed rows, which have no kr_cache
 
 OWN = ("rope_layout", "gamma_after_cast")  # not in the vendor's interface
@@ -45,31 +42,46 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     """Raises NoMatch unless the kernel takes this call. The operator has already checked how its arguments combine."""
-    limits.chip(surface, KERNEL, (A2, A3, A5))
-    refuse_sizes(a)
+    rules = limits.rules(surface, KERNEL, RULES)
+    kernel = limits.of_release(surface, KERNEL)
+    refuse_sizes(a, kernel, rules)
+    refuse_modes(a, kernel, rules)
     for name in ("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
         limits.dtype(name, getattr(a, name), KERNEL, (torch.bfloat16,))
-    refuse_caches(a)
+    refuse_caches(a, kernel, rules)
 
 
-def refuse_sizes(a: Arguments) -> None:
-    """Check the sizes of the weights, which are numbers even where those of activations are symbols."""
-    limits.size("weight_dq has He", a.weight_dq.shape[0], KERNEL, HIDDEN)
-    limits.size("weight_dq has Hcq", a.weight_dq.shape[1], KERNEL, QUERY_RANKS)
+def refuse_sizes(a: Arguments, kernel: str, rules: Rules) -> None:
+    """Check the sizes of the weights, which are numbers even where those of activations are symbols, and the tokens."""
+    limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, rules.hidden)
+    limits.size("weight_dq has Hcq", a.weight_dq.shape[1], kernel, rules.query_ranks)
     heads, nope, rank = a.weight_uk.shape
     limits.size("weight_uk has N", heads, KERNEL, HEADS)
-    limits.size("weight_uk has D", nope, KERNEL, NOPE)
+    limits.size("weight_uk has D", nope, kernel, rules.nope)
     limits.size("weight_uk has Hckv", rank, KERNEL, RANK)
     limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, KERNEL, ROPE)
+    if rules.tokens is not None and a.token_x.ndim == 3:
+        limits.between("token_x has S", a.token_x.shape[1], kernel, 1, rules.tokens)
 
 
-def refuse_caches(a: Arguments) -> None:
+def refuse_modes(a: Arguments, kernel: str, rules: Rules) -> None:
+    allowed = {
+        "cache_mode": rules.cache_modes,
+        "weight_quant_mode": rules.weight_quant_modes,
+        "kv_cache_quant_mode": rules.cache_quant_modes,
+        "query_norm_flag": rules.query_norm_flags,
+    }
+    for name, values in allowed.items():
+        limits.choice(name, getattr(a, name), kernel, values)
+
+
+def refuse_caches(a: Arguments, kernel: str, rules: Rules) -> None:
     names = ("kv_cache",) if a.kv_cache_quant_mode == PER_TILE else ("kv_cache", "kr_cache")
     for name in names:
         cache: Tensor = getattr(a, name)
         limits.dense(name, cache, KERNEL, first=1)
         if a.cache_mode.startswith("PA"):
-            limits.page_size(name, cache.shape[1], KERNEL, 16, 1024)
+            limits.page_size(name, cache.shape[1], kernel, rules.pages)
 
 
 def prolog(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -86,7 +86,7 @@ def refuse_sizes(a: Arguments) -> None:
     heads, kv_heads = a.query.shape[1], a.key_cache.shape[2]
     limits.size("query has D", a.query.shape[2], KERNEL, HEAD_SIZES)
     limits.size("value_cache has Dv", a.value_cache.shape[3], KERNEL, (a.query.shape[2],))
-    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, 16, 512)
+    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, range(16, 513, 16))
     if not limits.holds(heads <= 64 * kv_heads):
         takes = f"{KERNEL} takes up to 64 for each of key_cache"
         raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")

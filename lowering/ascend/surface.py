@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 # Prefixes of CANN's chip names, as returned by `torch.npu.get_device_name()`.
 A2, A3, A5 = "Ascend910B", "Ascend910_93", "Ascend950"
 
 Prolog = Literal["v1", "v2", "v3"]
+Release = Literal["8.5.0.alpha001", "8.5.0", "9.0.0", "9.1.0"]
+RELEASES: tuple[Release, ...] = get_args(Release)  # of CANN, those whose limits are known, the oldest first
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Surface:
     mode: Literal["ge", "aclgraph"]
     hoists: bool
     """Whether values that depend only on weights are computed once. A new layout of a weight then costs nothing."""
+    cann: Release
+    """The release whose limits a call is checked against."""
     reads_ahead: bool = False
     """Whether the host reads lengths that the graph computes before it runs. Kernels then get them as numbers."""
     sinks_tiling: bool = False

@@ -25,9 +25,9 @@ from mla_fx.ops import catalogue
 from mla_fx.target import Compiled, Compiler, Lowering
 
 from . import converters
-from .surface import Prolog, Surface
+from .surface import RELEASES, Prolog, Release, Surface
 
-OPTIONS = frozenset({"causal_masks", "compiler_config", "mode", "prolog", "soc"})
+OPTIONS = frozenset({"cann", "causal_masks", "compiler_config", "mode", "prolog", "soc"})
 GE_MODE = "max-autotune"
 PROLOGS: Mapping[Prolog, str] = {
     "v3": "npu_mla_prolog_v3_functional",
@@ -61,6 +61,28 @@ def chip(options: Mapping[str, Any]) -> str:
     return given
 
 
+def release(options: Mapping[str, Any]) -> Release:
+    """The release of CANN: option `cann`, or the last known one that is not newer than the installed one, or the oldest
+    if nothing here knows that."""
+    given = options.get("cann")
+    if given is None:
+        return next(filter(_is_installed, reversed(RELEASES)), RELEASES[0])
+    known = {release.removesuffix(".0"): release for release in RELEASES} | {release: release for release in RELEASES}
+    if given not in known:
+        raise OptionError(f"option cann is {given!r}; it takes {', '.join(map(repr, RELEASES))}")
+    return known[given]
+
+
+def _is_installed(version: str) -> bool:
+    """Whether CANN here is of this version or of a newer one."""
+    try:
+        from torch_npu.npu.utils import _is_gte_cann_version  # type: ignore[import-not-found]
+
+        return bool(_is_gte_cann_version(version))
+    except (ImportError, RuntimeError):  # no torch_npu, or no CANN that says which it is
+        return False
+
+
 def prolog(options: Mapping[str, Any]) -> Prolog:
     """The interface of the vendor's prolog: option `prolog`, or the newest one in torch_npu."""
     importlib.import_module("torch_npu")
@@ -78,9 +100,16 @@ def lowerings(
     """The lowerings in this folder: those of every module that names the operator it lowers."""
     converters.register()
     sinks_tiling = mode == "ge" and _sinks_tiling(options)
-    reads_ahead = prepares and not sinks_tiling
-    trusts_masks = bool(options.get("causal_masks"))
-    surface = Surface(chip(options), mode, prepares, reads_ahead, sinks_tiling, trusts_masks, prolog(options))
+    surface = Surface(
+        chip(options),
+        mode,
+        prepares,
+        release(options),
+        reads_ahead=prepares and not sinks_tiling,
+        sinks_tiling=sinks_tiling,
+        trusts_masks=bool(options.get("causal_masks")),
+        prolog=prolog(options),
+    )
     known = catalogue()
     found: dict[OpOverload, Lowering] = {}
     for module in _modules():
@@ -138,6 +167,7 @@ def config(options: Mapping[str, Any], modes: Sequence[str]) -> Any:
 def _check(options: Mapping[str, Any]) -> None:
     chip(options)
     prolog(options)
+    release(options)
     word = options.get("causal_masks", False)
     if not isinstance(word, bool):
         raise OptionError(f"option causal_masks is {word!r}; it takes False, True")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npu import formats
 from npu.ge_interpreter import NEEDS_NZ
-from npu.ge_ops import arithmetic, attention, mla
+from npu.ge_ops import arithmetic, attention, mla, prolog_rules
 
 # How GE names what npu_fused_infer_attention_score_v2 takes.
 GE_NAMES = {
@@ -168,6 +168,7 @@ def prolog_arguments(operator: Any, kernel: str, args: tuple[Any, ...], options:
         if formats.get_npu_format(arguments[name]) != formats.FRACTAL_NZ:
             raise ValueError(f"{kernel} reads {name} in FRACTAL_NZ (format 29), but it is ND (format 2)")
         arguments[name] = formats.from_nz(arguments[name])
+    prolog_rules.check(kernel, arguments)
     return arguments
 
 

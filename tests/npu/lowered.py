@@ -14,7 +14,7 @@ from torch.func import functionalize
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.ops import catalogue
 
-A2 = Surface("Ascend910B3", "ge", hoists=False)
+A2 = Surface("Ascend910B3", "ge", hoists=False, cann="8.5.0")
 NZ = 29
 WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")  # what kernels read in FRACTAL_NZ
 

@@ -50,12 +50,15 @@ CASES = {
     ),
     "hidden size": Case(
         KEY_SIDE_AND_ATTENTION,
-        to_target("weight_dq has He = 960; MlaPrologV3 takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680 or 8192"),
+        to_target(
+            "weight_dq has He = 960; MlaPrologV3 of CANN 8.5.0 takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680 "
+            "or 8192"
+        ),
         {"hidden_size": 960},
     ),
     "rank of the query": Case(
         KEY_SIDE_AND_ATTENTION,
-        to_target("weight_dq has Hcq = 1024; MlaPrologV3 takes 1536 or 2048"),
+        to_target("weight_dq has Hcq = 1024; MlaPrologV3 of CANN 8.5.0 takes 1536"),
         {"q_lora_rank": 1024},
     ),
     "query of full rank": Case(
@@ -120,7 +123,7 @@ CASES = {
         NONE,
         [
             *to_target(
-                f"the chip is Ascend310P3; MlaPrologV3 exists on {A2_A3_950}",
+                f"the chip is Ascend310P3; MlaPrologV3 of CANN 8.5.0 exists on {A2_A3}",
                 f"the chip is Ascend310P3; KvRmsNormRopeCache exists on {A2_A3_950}",
             ),
             f"latent_attention becomes its body: the chip is Ascend310P3; FusedInferAttentionScore exists on {A2_A3}",

@@ -1,13 +1,19 @@
-"""The first two interfaces of the vendor's prolog, chosen by option `prolog`: where they come, and what they write."""
+"""The interfaces of the vendor's prolog, chosen by option `prolog`, and releases of CANN, by option `cann`: where they
+come, and what they write."""
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from mla_fx.lowering.ascend import first_prologs, mla_prolog_v3, toolchain
+from mla_fx.lowering.ascend.surface import RELEASES
 
 import mla_fx
 from npu import models
 from npu.converted import types
+from npu.ge_ops import prolog_rules
 from npu.test_vendor_calls import prolog_call
 
 HEADS = 32  # the fewest that version 1 takes
@@ -66,8 +72,88 @@ def test_a_version_that_does_not_exist():
 
 
 def test_the_newest_version_that_torch_npu_has(monkeypatch):
-    from mla_fx.lowering.ascend import toolchain
-
     assert toolchain.prolog({}) == "v3"
     monkeypatch.setattr(toolchain, "PROLOGS", {"v3": "npu_mla_prolog_of_another_torch_npu", "v2": "npu_mla_prolog_v2"})
     assert toolchain.prolog({}) == "v2"
+
+
+# --- releases --------------------------------------------------------------------------------------------------------
+
+OLDEST, _, _, NEWEST = RELEASES
+WIDE = {"q_lora_rank": 2048, "qk_nope_head_dim": 192}
+KERNELS_OF_A_STEP = ("MlaPrologV3", "KvRmsNormRopeCache", "FusedInferAttentionScore")
+
+
+def check_step(converted, model, make_cache, tokens, **options):
+    """Each kernel of a step, and why others are not there."""
+    run = torch.compile(model, backend=mla_fx.get_backend(target="ge", soc="Ascend910B3", **options), dynamic=False)
+    models.check_as_exact_as_eager(model, run, make_cache, [models.prompt(tokens)])
+    names = types(converted.graphs[-1])
+    return [names.count(kernel) for kernel in KERNELS_OF_A_STEP], [miss.reason for miss in mla_fx.last_report().misses]
+
+
+def check_call(converted, tokens, **options):
+    """Whether a user's call of so many tokens became one kernel, and wrote what it should."""
+    token_x, *_, sin, cos, index, kv_cache, kr_cache = prolog_call("PA_NZ", (1, tokens))
+    layer = Prolog(False)
+    given = [token_x, sin, cos, index, kv_cache, kr_cache]
+    mine, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
+    run = torch.compile(layer, backend=mla_fx.get_backend(target="ge", soc="Ascend910B3", **options), dynamic=False)
+    with torch.no_grad():
+        torch.testing.assert_close(run(*mine), layer(*theirs), rtol=0, atol=0)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    return [name for name in types(converted.graphs[-1]) if name.startswith("MlaProlog")]
+
+
+def test_16_tokens(converted, monkeypatch):
+    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    for options, kernel in (({"prolog": "v1"}, "MlaProlog"), ({"cann": OLDEST}, "MlaPrologV3")):
+        assert check_call(converted, 16, **options) == [kernel]
+
+
+def test_a_growing_cache_on_the_oldest_release(converted, monkeypatch):
+    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    kernels, (reason,) = check_step(converted, models.model(hidden_size=7168), models.grown, 1, cann=OLDEST)
+    sentence = "cache_mode is 'BSND'; MlaPrologV3 of CANN 8.5.0.alpha001 takes PA_BSND or PA_NZ"
+    assert (kernels, reason) == ([0, 1, 1], f"target 'ge': {sentence}")
+
+
+def test_the_newest_release(converted, monkeypatch):
+    monkeypatch.setattr(prolog_rules, "RELEASE", NEWEST)
+    found = check_step(converted, models.model(**WIDE), models.static_cache, 1, cann=NEWEST)
+    assert found == ([1, 0, 1], [])
+
+
+@pytest.mark.parametrize("sizes, complaint", [(WIDE, "Hcq is 2048"), ({"qk_nope_head_dim": 192}, "D is 192")])
+def test_planted_fault_limits_of_another_release(converted, monkeypatch, sizes, complaint):
+    monkeypatch.setattr(mla_prolog_v3, "RULES", mla_prolog_v3.RULES | {"8.5.0": mla_prolog_v3.RULES[NEWEST]})
+    with pytest.raises(ValueError, match=rf"MlaPrologV3: {complaint}; CANN 8\.5\.0 takes"):
+        check_step(converted, models.model(**sizes), models.static_cache, 1)
+
+
+def test_planted_fault_no_limit_of_tokens(converted, monkeypatch):
+    monkeypatch.setattr(first_prologs, "TOKENS", 17)
+    with pytest.raises(ValueError, match=r"MlaProlog: S is 17; CANN 8\.5\.0 takes"):
+        check_call(converted, 17, prolog="v1")
+
+
+def test_the_release_that_is_installed(monkeypatch):
+    assert toolchain.release({}) == "8.5.0", "the stub's"
+    assert toolchain.release({"cann": NEWEST}) == NEWEST
+    for answer, release in ((lambda version: version != NEWEST, "9.0.0"), (lambda version: False, OLDEST)):
+        monkeypatch.setattr(importlib.import_module("torch_npu.npu.utils"), "_is_gte_cann_version", answer)
+        assert toolchain.release({}) == release
+
+
+def test_an_installation_that_does_not_say_which_it_is(monkeypatch):
+    def fail(version):
+        raise RuntimeError("no version")
+
+    monkeypatch.setattr(importlib.import_module("torch_npu.npu.utils"), "_is_gte_cann_version", fail)
+    assert toolchain.release({}) == OLDEST
+
+
+def test_a_release_that_is_not_known():
+    names = "'8.5.0.alpha001', '8.5.0', '9.0.0', '9.1.0'"
+    with pytest.raises(mla_fx.OptionError, match=f"option cann is '8.5'; it takes {names}"):
+        torch.compile(torch.sin, backend=mla_fx.get_backend(target="ge", soc="Ascend910B3", cann="8.5"))(torch.ones(2))
