@@ -252,7 +252,7 @@ def test_each_call_behind_what_is_laid_out_is_described_once():
         ends.append(value)
     other = graph.call_function(torch.ops.aten.sub.Tensor, (value, value))
     keys, calls = {}, {}
-    first, second, third = (hoist._key(node, keys, calls) for node in (*ends, other))
+    first, second, third = (hoist.key_of(node, keys, calls) for node in (*ends, other))
     assert first == second != third and len(calls) == 62
 
 

@@ -95,6 +95,13 @@ def test_fake_tensors_know_their_mode():
         assert not torch_private.is_fake(torch.ones(2))
 
 
+def test_numbers_are_symbols_without_a_value():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    first, second = (torch_private.unknown_number(mode) for _ in range(2))
+    assert isinstance(first, torch.SymInt) and not first.node.has_hint()
+    assert str(first) != str(second)
+
+
 def test_memory_is_known_without_being_kept():
     tensor = torch.ones(2)
     reference = torch_private.StorageWeakRef(tensor.untyped_storage())
