@@ -73,7 +73,7 @@ def test_a_size_is_read_from_the_inputs():
     given = torch.ones(5, 3), torch.ones(3, 3), torch.tensor([9, 2])
     module = make_fx(function, tracing_mode="symbolic")(*given)
     numbers = read_ahead(module.graph, READ)
-    ((make, sources),) = numbers.tensors
+    ((make, _),) = numbers.tensors
     assert aten.mm.default not in [node.target for node in make.graph.nodes]
     assert run(module, numbers, *given)[0, 0] == 5 + 20
 

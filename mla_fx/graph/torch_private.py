@@ -164,8 +164,9 @@ def in_kernel_invocation_manager(mode: Any) -> Any:
 
 def unknown_number(mode: Any) -> Any:
     """A new symbol for a whole number that is known when the graph runs; the public way to one, `new_dynamic_size`, is
-    for sizes, and is forbidden where the user does not capture them."""
-    return mode.shape_env.create_unbacked_symint()
+    for sizes, and is forbidden where the user does not capture them. Nothing waits for an operator that returns it."""
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        return mode.shape_env.create_unbacked_symint()
 
 
 def unset_fake_temporarily() -> Any:

@@ -16,7 +16,9 @@ from .outcome import Outcome, outcomes
 from .rows import FamilyCell, Found, ZooCell, family_cells, layers, zoo_cells
 from .tables import FAMILIES_STEPS, Notes, Results, Table, Tables, fixed_and_dynamic, reasons, row, short
 
-TARGET = {"targets": ("ge",), "soc": "Ascend910B3"}
+GE, CAPTURED = "ge", "aclgraph"
+CHIP = {"soc": "Ascend910B3"}
+CAPTURED_STEPS = ("prompt", "static cache")  # a growing cache is captured anew at each step
 
 
 class NpuFamilyCell(FamilyCell):
@@ -31,7 +33,8 @@ class NpuFamilyCell(FamilyCell):
         return super()._functions(model)[:1]
 
     def _outcomes(self, *call: Any, dynamic: bool) -> dict[str, Outcome]:
-        return outcomes(*call, dynamic=dynamic, **TARGET)
+        is_captured = self.column in CAPTURED_STEPS and not dynamic
+        return outcomes(*call, dynamic=dynamic, targets=(GE, CAPTURED) if is_captured else (GE,), **CHIP)
 
 
 class NpuZooCell(ZooCell):
@@ -41,15 +44,20 @@ class NpuZooCell(ZooCell):
         entry = replace(self.entry, spelling=replace(self.entry.spelling, sizes=SIZES))
         step = entry.steps[-1]
         arguments = converted(entry.arguments(step), torch.bfloat16)
-        found = outcomes(entry.build().bfloat16(), arguments, {}, dynamic=False, causal_masks=True, **TARGET)
+        found = outcomes(entry.build().bfloat16(), arguments, {}, dynamic=False, causal_masks=True, targets=(GE,), **CHIP)
         whole = self.whole(step, torch.bfloat16)
         return [Found(step.name, target, outcome, whole) for target, outcome in found.items()]
 
 
 def _family_line(family: str, steps: Results, notes: Notes) -> str:
     every = [one for found in steps.values() for one in found]
-    columns = (_with_bodies(part, notes) for found in steps.values() for part in fixed_and_dynamic(found))
-    return row((family, *columns, notes.numbers(reasons(every))))
+    columns = [_with_bodies(_on(GE, part), notes) for found in steps.values() for part in fixed_and_dynamic(found)]
+    captured = [_with_bodies(_on(CAPTURED, steps[step]), notes) for step in CAPTURED_STEPS]
+    return row((family, *columns, *captured, notes.numbers(reasons(every))))
+
+
+def _on(target: str, found: Sequence[Found]) -> list[Found]:
+    return [one for one in found if one.target == target]
 
 
 def _with_bodies(found: Sequence[Found], notes: Notes) -> str:
@@ -70,10 +78,11 @@ def _zoo_line(axis: str, spellings: Results, notes: Notes) -> str:
     return row((axis, len(spellings), len(spellings) - lacking, "; ".join(parts)))
 
 
+HEADS = tuple(f"{step}, captured" for step in CAPTURED_STEPS)
 NPU = Tables(
     "coverage on NPUs",
     (
-        Table(("family on an NPU", *FAMILIES_STEPS, "notes"), family_cells(NpuFamilyCell), _family_line),
+        Table(("family on an NPU", *FAMILIES_STEPS, *HEADS, "notes"), family_cells(NpuFamilyCell), _family_line),
         Table(("what is varied", "spellings", "whole", "less"), zoo_cells(NpuZooCell), _zoo_line),
     ),
 )
