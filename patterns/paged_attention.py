@@ -10,7 +10,9 @@ the operator reads the same ones.
 
 Masks that provably hide exactly the keys after a position or a length become `context_lens`; all others stay masks. The
 operator sums scores in float32 at least and rounds probabilities to the dtype in which they are multiplied by the
-values, like the program. If that rounds anything more coarsely, the engine refuses.
+values, like the program. If that rounds anything more coarsely, the engine refuses. A program may compute in a wider
+dtype than it stores, as PyTorch's own attention does in plain operators: a target whose kernel does not take that gets
+a query of the caches' dtype, if it is exact in it.
 
 Axes: b batch, s query tokens, h key heads, g query heads of each, t context tokens, d key columns, v value columns.
 """
@@ -277,17 +279,24 @@ class PagedAttention(Rule):
         tokens = _tokens(found, rows, h)
         s, g = (ordered(part, outer) for part in (tokens, rows - tokens))
         n, dtype = (*h, *g), found.node.meta["val"].dtype
-        query = tensor(match["query"], (b, s, n, d), dtype=dtype, expand=True)
-        caches = [
-            _pages(paged, (axes(paged.block, "the blocks", paged.node), row, h, columns), dtype)
-            for paged, columns in ((keys, d), (values, v))
-        ]
         table = block_table(b, page, keys, values)
-        mask, lens, fill = _masks(found, (b, n, s, (*page, *row)), dtype)
-        options = {"scale": scores.factor} | ({} if fill is None else {"fill": fill})
-        operator = torch.ops.mla_fx.paged_attention.batched
-        out = times(Call(operator, query, *caches, table, lens, mask, **options), found.value_factor)
-        return Plan(replaced(found.node, found.index, result(out, (b, s, n, v)), padding=found.padding))
+
+        def plan(dtype: torch.dtype, instead: Plan | None = None) -> Plan:
+            query = tensor(match["query"], (b, s, n, d), dtype=dtype, expand=True)
+            caches = [
+                _pages(paged, (axes(paged.block, "the blocks", paged.node), row, h, columns), dtype)
+                for paged, columns in ((keys, d), (values, v))
+            ]
+            mask, lens, fill = _masks(found, (b, n, s, (*page, *row)), dtype)
+            options = {"scale": scores.factor} | ({} if fill is None else {"fill": fill})
+            operator = torch.ops.mla_fx.paged_attention.batched
+            out = times(Call(operator, query, *caches, table, lens, mask, **options), found.value_factor)
+            new = replaced(found.node, found.index, result(out, (b, s, n, v)), padding=found.padding)
+            return Plan(new, instead=instead)
+
+        stored = keys.pages.dtype
+        is_narrow = stored == values.pages.dtype and is_coarser(stored, dtype) and match["query"].is_exact_in(stored)
+        return plan(dtype, plan(stored) if is_narrow else None)
 
 
 def _tokens(found: Attention, rows: frozenset[Axis], h: Axes) -> frozenset[Axis]:

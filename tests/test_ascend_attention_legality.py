@@ -119,6 +119,24 @@ PAGED = {
         },
         "query has 128 heads and key_cache 1; FusedInferAttentionScore takes up to 64 for each of key_cache",
     ),
+    "many heads": (
+        lambda: {
+            "query": make(B, 320, D),
+            "key_cache": make(8, 128, 8, D),
+            "value_cache": make(8, 128, 8, D),
+            "kv_head_num": 8,
+        },
+        "query has 320 heads; FusedInferAttentionScore takes up to 256",
+    ),
+    "columns": (
+        lambda: {
+            "query": make(B, 256, 256),
+            "key_cache": make(8, 128, 256, 256),
+            "value_cache": make(8, 128, 256, 256),
+            "kv_head_num": 256,
+        },
+        "key_cache has 256 heads of 256 columns; FusedInferAttentionScore takes up to 65535 together",
+    ),
     "lengths": (
         lambda: {"context_lens": index(B)},
         f"context_lens is a tensor, which may hold 0; {NO_GRAPH} a context for each row of query",

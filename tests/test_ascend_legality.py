@@ -103,7 +103,7 @@ FIRST = {
     ),
     "T": (
         lambda: norm(positions=250),
-        "kv_cache has T = 250; MlaPrologV3 writes pages, so T must be a multiple of 16",
+        "kv_cache has T = 250; MlaPrologV3 writes pages, so T must be a multiple of 16: make the cache 256 tokens long",
     ),
     "a strided contiguous cache": (
         lambda: norm() | {"kv_cache": make(B, 1, T, 2 * HCKV)[..., :HCKV]},
@@ -264,7 +264,8 @@ KV = {
     ),
     "T in int8": (
         lambda: in_int8("Norm", B, 1, 48),
-        "ckv_cache has T = 48; KvRmsNormRopeCache writes int8 in pages, so T must be a multiple of 32",
+        "ckv_cache has T = 48; KvRmsNormRopeCache writes int8 in pages, so T must be a multiple of 32: make the cache "
+        "64 tokens long",
     ),
     "a new cache in int8": (
         lambda: in_int8("BNSD", B, 1, S) | {"index": None},

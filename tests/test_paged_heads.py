@@ -32,6 +32,7 @@ class Sizes:
     kv_heads: int = 2
     width: int = 8
     columns: int = 8
+    block: int = BLOCK
 
 
 class Engine(nn.Module):
@@ -41,7 +42,8 @@ class Engine(nn.Module):
     def __init__(self, sizes=None):
         super().__init__()
         z = self.sizes = sizes or Sizes()
-        self.kv_heads, self.width, self.columns = z.kv_heads, z.width, z.columns  # numbers, even if sizes are symbols
+        # numbers, even if sizes are symbols
+        self.kv_heads, self.width, self.columns, self.block = z.kv_heads, z.width, z.columns, z.block
         generator = torch.Generator().manual_seed(0)
         widths = HEADS * z.width, z.kv_heads * z.width, z.kv_heads * z.columns
         self.qkv = nn.ParameterList(
@@ -52,7 +54,7 @@ class Engine(nn.Module):
         heads = HEADS, self.kv_heads, self.kv_heads
         query, *rows = ((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
         positions = starts.unsqueeze(1) + torch.arange(x.shape[1])
-        slots = table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+        slots = table.gather(1, positions // self.block) * self.block + positions % self.block
         for cache, row in zip((key_cache, value_cache), rows, strict=True):
             self.flat(cache)[slots] = row
         tables = self.tables(table)
@@ -97,7 +99,7 @@ def arguments(sizes, dtype=torch.float64):
     z, generator = sizes, torch.Generator().manual_seed(sizes.batch)
     blocks = z.batch * z.blocks + 1
     table = torch.randperm(blocks, generator=generator)[: z.batch * z.blocks].view(z.batch, z.blocks)
-    shapes = (blocks, BLOCK, z.kv_heads, z.width), (blocks, BLOCK, z.kv_heads, z.columns)
+    shapes = (blocks, z.block, z.kv_heads, z.width), (blocks, z.block, z.kv_heads, z.columns)
     caches = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     x = torch.randn(z.batch, z.tokens, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     return x, table, torch.tensor(STARTS[: z.batch]), *caches
@@ -512,15 +514,16 @@ def test_a_graph_in_which_nothing_is_gathered_is_left_alone():
 
 
 def test_a_refusing_target_keeps_the_graph(monkeypatch):
-    """Like an NPU, which has no kernel for it yet."""
-    from mla_fx.lowering.ascend.paged_attention_batched import NOT_LOWERED
+    """Like an NPU, whose kernel does not take everything."""
     from mla_fx.lowering.reference import Reference
 
+    refusal = "no kernel takes this"
+
     def refuse(*args, **kwargs):
-        raise NoMatch(NOT_LOWERED)
+        raise NoMatch(refusal)
 
     monkeypatch.setattr(Reference, "runs_operators", False)
     monkeypatch.setattr(Reference, "lowerings", lambda *_, **__: {torch.ops.mla_fx.paged_attention.batched: refuse})
     report = check(Engine())
-    assert not report.fused and reasons(report) == [f"target 'reference': {NOT_LOWERED}"]
+    assert not report.fused and reasons(report) == [f"target 'reference': {refusal}"]
     assert report.graphs["captured"] == report.graphs["clean up"] if report.graphs else True

@@ -36,9 +36,11 @@ def index_copy(
     source: Any,
     meta_outputs: Any = None,  # torchair passes it to every converter
 ) -> Any:
-    """`aten::index_copy(Tensor self, int dim, Tensor index, Tensor source)`: scatters elements along `dim`."""
+    """`aten::index_copy(Tensor self, int dim, Tensor index, Tensor source)`: scatters rows, or elements along `dim`."""
     from torchair._ge_concrete_graph import ge_apis as ge  # type: ignore[import-not-found]
 
+    if dim == 0 and self.rank > 1:
+        return written(self, ge.Unsqueeze(index, axes=[-1]), source)
     sizes = [1] * source.rank
     sizes[dim] = -1
     places = ge.BroadcastTo(ge.Reshape(index, sizes), ge.Shape(source))
@@ -85,17 +87,35 @@ def index_put(
         raise NotImplementedError(
             f"aten.index_put with accumulate={accumulate} or indices without numbers is not converted"
         )
-    axes, sizes = len(indices), ge.Shape(self)
+    axes, sizes = len(indices), _sizes(self)
     numbers = [ge.Cast(index, dst_type=DataType.DT_INT64) for index in indices]
     places = ge.Shape(functools.reduce(ge.Add, numbers))
     # FloorMod, because an index may count from the end
-    found = [
-        ge.FloorMod(ge.BroadcastTo(index, places), ge.Cast(ge.Gather(sizes, axis), dst_type=DataType.DT_INT64))
-        for axis, index in enumerate(numbers)
-    ]
-    rest = ge.Slice(sizes, [axes], [self.rank - axes])
-    updates = ge.BroadcastTo(values, ge.ConcatV2([places, rest], 0, N=2))
-    return ge.TensorScatterUpdate(self, ge.Pack(found, N=axes, axis=-1), updates)
+    found = [ge.FloorMod(ge.BroadcastTo(index, places), size) for index, size in zip(numbers, sizes, strict=False)]
+    shape = places
+    if rest := sizes[axes:]:
+        columns = ge.Cast(ge.Pack(rest, N=len(rest), axis=0), dst_type=DataType.DT_INT32)
+        shape = ge.ConcatV2([places, columns], 0, N=2)
+    return written(self, ge.Pack(found, N=axes, axis=-1), ge.BroadcastTo(values, shape))
+
+
+def _sizes(self: Any) -> list[Any]:
+    """Int64 numbers, or what reads them: a graph input that is read for a size as well keeps its copy."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge._ge_graph import DataType
+
+    if all(isinstance(size, int) for size in self.symsize):
+        return [ge.Const(size, dtype=DataType.DT_INT64) for size in self.symsize]
+    sizes = ge.Shape(self)
+    return [ge.Cast(ge.Gather(sizes, axis), dst_type=DataType.DT_INT64) for axis in range(self.rank)]
+
+
+def written(self: Any, places: Any, updates: Any) -> Any:
+    """A copy in which rows are written in place. torchair drops the copy of a graph input that the result goes back
+    to."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    return ge.ScatterNdUpdate(ge.TensorMove(self), places, updates)
 
 
 def assert_async(self: Any, assert_msg: str = "", meta_outputs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
 from mla_fx.target import Compiled
 
 from . import limits
-from .prolog_form import as_pages, page_shapes, page_size, slots
+from .prolog_form import as_pages, multiple_of, page_shapes, page_size, slots
 from .surface import A2, A3, A5, Surface
 
 OPERATOR = "kv_rmsnorm_rope_cache"
@@ -71,7 +71,7 @@ def refuse_quantisation(a: Arguments) -> None:
         raise NoMatch(f"a cache is int8 in {form}; {KERNEL} takes int8 in pages only")
     positions = a.ckv_cache.shape[2]
     if page_size(positions, INT8_PAGE_SIZES) is None:
-        allowed = f"so T must be a multiple of {INT8_PAGE_SIZES[-1]}"
+        allowed = multiple_of(INT8_PAGE_SIZES[-1], positions)
         raise NoMatch(f"ckv_cache has T = {positions}; {KERNEL} writes int8 in pages, {allowed}")
 
 

@@ -38,6 +38,8 @@ BASE = {
     "input_layout": BSND,
 }
 HEAD_SIZES = tuple(range(16, 257, 16))
+MOST_HEADS = 256
+MOST_COLUMNS = 65535  # of all heads in a row of a page
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -83,13 +85,25 @@ def refuse_lengths(a: Arguments) -> None:
 
 def refuse_sizes(a: Arguments) -> None:
     assert a.value_cache is not None, "a combined cache was refused"
-    heads, kv_heads = a.query.shape[1], a.key_cache.shape[2]
-    limits.size("query has D", a.query.shape[2], KERNEL, HEAD_SIZES)
-    limits.size("value_cache has Dv", a.value_cache.shape[3], KERNEL, (a.query.shape[2],))
+    refuse_heads(a.query, a.key_cache, a.value_cache)
     limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, range(16, 513, 16))
+
+
+def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raises NoMatch for heads of queries [...,N,D] and of pages [BlockNum,BlockSize,Nkv,D] that the kernel does not
+    take: CheckInputQKVTypeMatch of incre_flash_attention, SetTilingHeadNumRatio and checkPAKeyValueDimsWhenBBH of
+    prompt_flash_attention."""
+    heads, width, kv_heads = query.shape[-2], query.shape[-1], key_cache.shape[2]
+    limits.size("query has D", width, KERNEL, HEAD_SIZES)
+    limits.size("value_cache has Dv", value_cache.shape[3], KERNEL, (width,))
     if not limits.holds(heads <= 64 * kv_heads):
         takes = f"{KERNEL} takes up to 64 for each of key_cache"
         raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
+    if not limits.holds(heads <= MOST_HEADS):
+        raise NoMatch(f"query has {heads} heads; {KERNEL} takes up to {MOST_HEADS}")
+    if not limits.holds(kv_heads * width <= MOST_COLUMNS):
+        columns = f"key_cache has {kv_heads} heads of {width} columns"
+        raise NoMatch(f"{columns}; {KERNEL} takes up to {MOST_COLUMNS} together")
 
 
 def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:

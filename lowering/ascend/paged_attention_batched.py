@@ -1,17 +1,106 @@
-"""Refuses paged_attention.batched: no call of it is put into a graph for an NPU."""
+"""Lowers paged_attention.batched to FusedInferAttentionScore over pages: queries [B,S,N,D], pages [BlockNum,BlockSize,
+Nkv*D].
+
+A single token of each sequence is decoded (incre_flash_attention in CANN's sources, pages in steps of 16); several
+tokens are a prompt (prompt_flash_attention, pages in steps of 128)."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import latent_attention
+from mla_fx.ops.emitted.paged_attention import Arguments
+from mla_fx.ops.emitted.pages import context_of
+from mla_fx.target import Compiled
 
+from . import fused_infer_attention_score as kernel
+from . import limits
+from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
-from .surface import Surface
+from .latent_attention import in_parts
+from .paged_attention import refuse_heads
+from .prolog_form import PAGE_SIZES, page_size
+from .surface import Surface, bound
 
 OPERATOR = "paged_attention.batched"
-NOT_LOWERED = f"attention over paged keys and values per head is not lowered to {KERNEL} yet"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> NoReturn:
-    raise NoMatch(NOT_LOWERED)
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return bound(plain, surface)
+
+
+def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+    kernel.refuse_chip(surface)
+    limits.dtype("query", a.query, KERNEL, limits.HALVES)
+    refuse_heads(a.query, a.key_cache, a.value_cache)
+    for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
+        limits.dtype(name, cache, KERNEL, (a.query.dtype,))
+        limits.dense(name, cache, KERNEL)
+    refuse_pages(a)
+    if surface.mode == "aclgraph":
+        kernel.refuse_computed(surface, one_headed(a))
+    kernel.refuse_masks(surface, one_headed(a), a.query.shape[1])
+
+
+def refuse_pages(a: Arguments) -> None:
+    positions, sizes = a.key_cache.shape[1], page_sizes(a)
+    if page_size(positions, sizes) is None:
+        what = f"with S = {a.query.shape[1]}, key_cache has BlockSize = {positions}"
+        raise NoMatch(f"{what}; {KERNEL} takes multiples of {sizes[-1]}")
+    blocks, others = a.key_cache.shape[0], a.value_cache.shape[0]
+    if not limits.holds(blocks == others):
+        takes = f"{KERNEL} takes one table, for caches with equal numbers of blocks"
+        raise NoMatch(f"key_cache has {blocks} blocks and value_cache {others}; {takes}")
+
+
+def page_sizes(a: Arguments) -> tuple[int, ...]:
+    """Of the pages that a number of tokens is taken with; a larger block is several pages."""
+    return PAGE_SIZES if limits.known_equal(a.query.shape[1], 1) else PAGE_SIZES[:1]
+
+
+def one_headed(a: Arguments) -> latent_attention.Arguments:
+    """The same contexts and masks, as what reads them expects these."""
+    keys = a.key_cache.flatten(2)
+    return latent_attention.Arguments(
+        a.query, None, keys, None, a.mask, a.context_lens, None, a.block_table, scale=a.scale, fill=a.fill
+    )
+
+
+def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
+    """[B,S,N,D]."""
+    a = Arguments(*args, **kwargs)
+    batch, tokens, heads, _ = a.query.shape
+    device, size = a.query.device, page_size(a.key_cache.shape[1], page_sizes(a))
+    assert size is not None, "other blocks are refused"
+    context = context_of(a.key_cache, a.block_table)
+    lengths = kernel.lengths(one_headed(a))
+    out = kernel.attend(
+        surface,
+        a.query.contiguous(),
+        pages(a.key_cache, size),
+        pages(a.value_cache, size),
+        actual_seq_kvlen=kernel.equal(batch, context, device) if lengths is None else lengths.expand(batch),
+        block_table=table(a, size),
+        block_size=size,
+        num_query_heads=heads,
+        num_key_value_heads=a.key_cache.shape[2],
+        softmax_scale=a.scale,
+        input_layout="BSND",
+        **kernel.rows(tokens, device),
+    )
+    return checked(out, a.mask, lengths)
+
+
+def pages(cache: Tensor, size: int) -> Tensor:
+    return cache.reshape(-1, size, cache.shape[2] * cache.shape[3])
+
+
+def table(a: Arguments, size: int) -> Tensor:
+    """Of pages, [B,Blocks]; the operator's numbers of blocks may count from the end."""
+    counted = torch.where(a.block_table < 0, a.block_table + a.key_cache.shape[0], a.block_table)
+    return in_parts(counted, a.key_cache.shape[1] // size)

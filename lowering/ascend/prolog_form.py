@@ -48,8 +48,13 @@ def refuse_unpaged(a: emitted.Arguments | v3.Arguments, kernel: str) -> None:
     limits.dense("kr_cache", a.kr_cache, kernel)
     positions = a.kv_cache.shape[2]
     if page_size(positions) is None:
-        allowed = f"so T must be a multiple of {PAGE_SIZES[-1]}"
-        raise NoMatch(f"kv_cache has T = {positions}; {kernel} writes pages, {allowed}")
+        raise NoMatch(f"kv_cache has T = {positions}; {kernel} writes pages, {multiple_of(PAGE_SIZES[-1], positions)}")
+
+
+def multiple_of(size: int, positions: int | torch.SymInt) -> str:
+    """What the length of a cache must be, and the next one that is."""
+    advice = f": make the cache {-(-positions // size) * size} tokens long" if isinstance(positions, int) else ""
+    return f"so T must be a multiple of {size}{advice}"
 
 
 def page_size(positions: int | torch.SymInt, sizes: Sequence[int] = PAGE_SIZES) -> int | None:

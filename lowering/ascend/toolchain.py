@@ -24,7 +24,7 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.target import Compiled, Compiler, Lowering
 
-from . import converters
+from . import converters, numbers_of_sizes
 from .surface import RELEASES, Prolog, Release, Surface
 
 OPTIONS = frozenset({"cann", "causal_masks", "compiler_config", "mode", "prolog", "soc"})
@@ -156,7 +156,7 @@ def config(options: Mapping[str, Any], modes: Sequence[str]) -> Any:
     last = given.post_grad_custom_post_pass.value
 
     def post_pass(gm: GraphModule, inputs: Sequence[Any], config: Any) -> None:
-        _read_sizes_as_numbers(gm)
+        numbers_of_sizes.read(gm)
         if last is not None:
             last(gm, inputs, config)
 
@@ -216,23 +216,6 @@ def _mark_weights(gm: GraphModule, inputs: Sequence[Any]) -> None:
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if position in places or is_laid_out(node):
             inputs[position]._torchair_is_parameter = True
-
-
-def _read_sizes_as_numbers(gm: GraphModule) -> None:
-    """Replace sizes read from written inputs by the graph inputs that hold these sizes.
-
-    torchair reads a symbol from the first tensor of that size. A cache that is also read for its size keeps the copy
-    that it is written through."""
-    graph = gm.graph
-    written = {copy.args[0] for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
-    inputs = graph.find_nodes(op="placeholder")
-    numbers = {str(node.meta["val"]): node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)}
-    for node in [node for node in graph.nodes if getattr(node.target, "__name__", "").startswith("sym_size")]:
-        source, axis = node.args
-        if source in written:
-            node.replace_all_uses_with(numbers[str(source.meta["val"].shape[axis])])
-            graph.erase_node(node)
-    gm.recompile()
 
 
 def _torchair() -> Any:

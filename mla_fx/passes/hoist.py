@@ -3,8 +3,8 @@
 weights    A value that a fused operator reads and that is computed from weights alone, or from constants, is computed
            once and becomes a graph input. It is recomputed when a weight changes (see `_State`), so a newly loaded
            state takes effect from the next call on.
-caches     A graph input that an operator reads through a reshape, and that is written back through one, becomes an
-           input of that shape. A compiler then sees one buffer that is read and written.
+caches     A graph input that an operator or a plain write of rows reads through a reshape, and that is written back
+           through one, becomes an input of that shape. A compiler then sees one buffer that is read and written.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from mla_fx.readings.views import RESHAPES, shape_of
 from mla_fx.rewriting.fake_values import hashable
 
 aten = torch.ops.aten
+PLAIN_WRITES = frozenset({aten.index_put.default, aten.index_copy.default})
 
 
 class LaidOut:
@@ -304,8 +305,12 @@ def _views(source: Node) -> Iterator[Node]:
 
 
 def _is_given(view: Node, result: Node) -> bool:
-    """Whether an added operator takes the view and returns its updated form in the same shape."""
-    if result.target is not operator.getitem or shape_of(view) != shape_of(result):
+    """Whether an added operator, or a plain write, takes the view and returns its updated form in the same shape."""
+    if shape_of(view) != shape_of(result):
+        return False
+    if result.target in PLAIN_WRITES:
+        return args_of(result)[0] is view
+    if result.target is not operator.getitem:
         return False
     call = result.all_input_nodes[0]
     return RULE in call.meta and view in call.all_input_nodes

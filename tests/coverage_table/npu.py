@@ -44,7 +44,8 @@ class NpuZooCell(ZooCell):
         entry = replace(self.entry, spelling=replace(self.entry.spelling, sizes=SIZES))
         step = entry.steps[-1]
         arguments = converted(entry.arguments(step), torch.bfloat16)
-        found = outcomes(entry.build().bfloat16(), arguments, {}, dynamic=False, causal_masks=True, targets=(GE,), **CHIP)
+        module, options = entry.build().bfloat16(), {"targets": (GE,), "causal_masks": True, **CHIP}
+        found = outcomes(module, arguments, {}, dynamic=False, **options)
         whole = self.whole(step, torch.bfloat16)
         return [Found(step.name, target, outcome, whole) for target, outcome in found.items()]
 

@@ -283,3 +283,34 @@ def test_latent_attention_reads_pages_alone(converted):
 
     with pytest.raises(ValueError, match="block_table is not given; latent attention reads pages alone"):
         attend(query, rope, keys, key_rope)
+
+
+HEADS = {
+    "block_size is 16 for 3 queries; 128, 2 * 128 to 512": {"steps": 3},
+    "pages [0, 1, -1] are read; there are 8": {"table": [[0, 1, -1, 3], [4, 5, 6, 7]]},
+    "pages [4, 8] are read; there are 8": {"table": [[0, 1, 2, 3], [4, 8, 6, 7]]},
+    "a length is 65; block_table has room for 64": {"lengths": [37, 65]},
+    "query has 32 columns a head, key 16": {"columns": 16},
+    "input_layout is 'TND'; TND reads no pages here": {"layout": "TND"},
+    "they are all bfloat16, or all float16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("sentence", HEADS)
+def test_what_paged_heads_do_not_allow(converted, sentence):
+    change = {"steps": 1, "table": [[0, 1, 2, 3], [4, 5, 6, 7]], "lengths": LENGTHS, "columns": D} | HEADS[sentence]
+    layout, steps = change.get("layout", "BSND"), change["steps"]
+    query = normal(2, steps, N, D) if layout == "BSND" else normal(2, N, D)
+    keys, values = (normal(8, SIZE, 2 * change["columns"]).to(change.get("dtype", torch.bfloat16)) for _ in range(2))
+    options = {**LATENT, "num_key_value_heads": 2, "input_layout": layout, "actual_seq_lengths_kv": change["lengths"]}
+    options |= {"sparse_mode": 3} if steps > 1 else {}
+    options |= {"actual_seq_lengths": [1, 2]} if layout == "TND" else {}
+
+    @converted.compiled
+    def attend(query, keys, values, table, mask):
+        attention = torch.ops.npu.npu_fused_infer_attention_score
+        return attention(query, keys, values, block_table=table, atten_mask=mask, **options)
+
+    mask = TABLE if steps > 1 else None
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        attend(query, keys, values, torch.tensor(change["table"], dtype=torch.int32), mask)

@@ -132,7 +132,10 @@ CASES = {
     ),
     "positions": Case(
         KEY_SIDE_AND_ATTENTION,
-        to_target("kv_cache has T = 50; MlaPrologV3 writes pages, so T must be a multiple of 16"),
+        to_target(
+            "kv_cache has T = 50; MlaPrologV3 writes pages, so T must be a multiple of 16: make the cache 64 tokens "
+            "long"
+        ),
         context=50,
     ),
     "width of values, in a prompt": Case(

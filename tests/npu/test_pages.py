@@ -22,22 +22,25 @@ PAGED = Spelling(cache="paged", norm="fused", attend="eager", sizes=REAL)
 KERNELS = ("MlaPrologV3", "FusedInferAttentionScore")
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("block, kernels", [(128, [1, 1]), (16, [1, 1]), (64, [1, 1]), (8, [0, 1])])
 @torch.no_grad()
-def test_a_paged_layer(converted, block, kernels):
+def test_a_paged_layer(converted, block, kernels, dynamic):
     entry = Entry(replace(PAGED, sizes=replace(REAL, block=block)))
     module, given = entry.build().bfloat16(), in_type(entry.arguments(DECODE), torch.bfloat16)
     exact, eager = copy.deepcopy(module).double(), copy.deepcopy(given)
     backend = mla_fx.get_backend(target="ge", soc="Ascend910B3", causal_masks=True)
-    (found,) = torch.compile(module, backend=backend)(*given)
+    (found,) = torch.compile(module, backend=backend, dynamic=dynamic)(*given)
     report = mla_fx.last_report()
     (wanted,) = exact(*in_type(eager, torch.float64))
     (near,) = module(*eager)
     assert (found - wanted).norm() <= 2 * (near - wanted).norm(), str(report)
     torch.testing.assert_close(given[4], eager[4], rtol=2**-6, atol=2**-6)
-    graph = types(converted.graphs[0])
+    graph = types(converted.graphs[-1])
     assert [graph.count(kernel) for kernel in KERNELS] == kernels, str(report)
     assert ("IndexByTensor" in graph) == (block == 8), graph
+    if kernels[0]:
+        assert "TensorMove" not in graph, "a cache is copied"
 
 
 @torch.no_grad()

@@ -128,7 +128,8 @@ def test_any_number_of_tokens(converted, build):
         (RoundedPages, f"{ON_REQUEST}; quant='vendor' takes the operator's codes"),
         (
             lambda: Contiguous(48, block=16),
-            "target 'ge': ckv_cache has T = 48; KvRmsNormRopeCache writes int8 in pages, so T must be a multiple of 32",
+            "target 'ge': ckv_cache has T = 48; KvRmsNormRopeCache writes int8 in pages, so T must be a multiple of "
+            "32: make the cache 64 tokens long",
         ),
     ],
     ids=["rounded", "T"],

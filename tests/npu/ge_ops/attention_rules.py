@@ -30,6 +30,8 @@ def check(a: dict[str, Any]) -> None:
         _check_pages(a, layout)
     if a["query_rope"] is None:
         _require(layout in PLAIN, f"input_layout is {layout!r}; without ropes it is one of {PLAIN}")
+        if a["block_table"] is not None:
+            _check_paged_heads(a, layout)
     elif a["key"][0].data_ptr() == a["value"][0].data_ptr():
         _check_latent(a, layout)
     else:
@@ -132,6 +134,44 @@ def _check_pages(a: dict[str, Any], layout: str) -> None:
         )
         d0 = 32 // key.element_size()
         _require(key.shape[-1] == d0, f"the FRACTAL_NZ cache is {list(key.shape)}; its last axis is {d0}")
+
+
+def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
+    """Heads over pages, where there is no rope: one query of each sequence as in IFATiling (incre_flash_attention),
+    several as in CheckPATypeAndShape and CheckD of PromptFlashAttentionTiling. Layouts without T only."""
+    _require(layout in ("BSH", "BSND", "BNSD"), f"input_layout is {layout!r}; TND reads no pages here")
+    heads, kv_heads, query = a["num_heads"], a["kv_heads"], a["query"]
+    key, value = a["key"][0], a["value"][0]
+    _require(key.shape == value.shape, f"key is {list(key.shape)} and value {list(value.shape)}; they are alike")
+    _require(key.ndim == 3 or layout == "BNSD", f"key has {key.ndim} axes with {layout}; it has 3")
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    is_half = dtypes in ({torch.bfloat16}, {torch.float16})
+    _require(is_half, f"query, key and value are {dtypes}; they are all bfloat16, or all float16")
+    width = query.shape[-1] // heads if layout == "BSH" else query.shape[-1]
+    found = key.shape[-1] // kv_heads if key.ndim == 3 else key.shape[-1]
+    _require(width == found, f"query has {width} columns a head, key {found}")
+    _require(width % 16 == 0 and width <= 512, f"a head has {width} columns; it has a multiple of 16 up to 512")
+    _require(heads <= 256 and heads <= 64 * kv_heads, f"{heads} heads share {kv_heads}; up to 256, and 64 for each")
+    _require(kv_heads * width <= 65535, f"a row of a page has {kv_heads * width} columns; it has up to 65535")
+    steps, size = _query_lengths(a, layout)[0], a["rest"]["block_size"]
+    least = 16 if steps == 1 else 128
+    _require(
+        size % least == 0 and size <= 512, f"block_size is {size} for {steps} queries; {least}, 2 * {least} to 512"
+    )
+    _check_table(a, len(key), size)
+
+
+def _check_table(a: dict[str, Any], blocks: int, size: int) -> None:
+    """Nothing on a device checks the numbers of pages that are read."""
+    lengths, table = a["actual_seq_lengths_kv"].tolist(), a["block_table"]
+    batch, most = table.shape
+    _require(
+        batch == len(a["query"]) == len(lengths), f"block_table has {batch} rows, there are {len(lengths)} lengths"
+    )
+    for row, length in zip(table.tolist(), lengths, strict=True):
+        _require(0 <= length <= most * size, f"a length is {length}; block_table has room for {most * size}")
+        read = row[: -(-length // size)]
+        _require(all(0 <= number < blocks for number in read), f"pages {read} are read; there are {blocks}")
 
 
 def _check_mask(a: dict[str, Any], layout: str) -> None:

@@ -217,16 +217,11 @@ ScatterElementsV2 = ScatterElements
 
 
 def ScatterNdUpdate(var: Tensor, indices: Tensor, updates: Tensor, **_: Any) -> Tensor:
-    """In place."""
+    """In place. On a device places are numbers from 0 on."""
+    if (indices < 0).any():
+        raise ValueError("indices are negative; ScatterNdUpdate counts from 0")
     var[indices.long().unbind(-1)] = updates
     return var
-
-
-def TensorScatterUpdate(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Not in place. On a device places are numbers from 0 on."""
-    if (indices < 0).any():
-        raise ValueError("indices are negative; TensorScatterUpdate counts from 0")
-    return x.index_put(indices.long().unbind(-1), updates)
 
 
 def ScatterUpdate(var: Tensor, indices: Tensor, updates: Tensor, **_: Any) -> Tensor:

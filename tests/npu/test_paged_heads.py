@@ -1,0 +1,144 @@
+"""Attention over paged keys and values per head becomes the vendor's over pages and a table; rows are written in place.
+
+The layers are plain PyTorch, as in tests/test_paged_heads.py."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_paged_heads import ByLength, Eager, Engine, Expanded, Gqa, Grouped, Sizes, Turned, arguments
+
+import mla_fx
+from npu import models
+from npu.converted import types
+
+WIDTH, BF16 = 64, torch.bfloat16
+KERNEL = "FusedInferAttentionScore"
+KINDS = (Engine, Eager, Grouped, Gqa, Expanded, ByLength)
+QUICK = (Gqa, Grouped)
+
+
+def sized(tokens, block, **others):
+    return Sizes(**{"tokens": tokens, "blocks": 3, "block": block, "width": WIDTH, "columns": WIDTH} | others)
+
+
+def compared(run, module, given):
+    """Results are as exact as eager's against float64; caches, which are rows as they were computed, are equal."""
+    exact, eager = copy.deepcopy((module, given)), copy.deepcopy(given)
+    in_double = [part.double() if part.is_floating_point() else part for part in exact[1]]
+    with torch.no_grad():
+        found, wanted, near = run(*given), exact[0].double()(*in_double), module(*eager)
+    (error,), (allowed,) = models.errors([found], [wanted]), models.errors([near], [wanted])
+    assert found.dtype == near.dtype and error <= 2 * allowed, (error, allowed)
+    assert all(map(torch.equal, given[3:], eager[3:])), "a cache differs"
+
+
+def compiled(module, **options):
+    torch._dynamo.reset()
+    backend = mla_fx.get_backend(**{"target": "ge", "soc": "Ascend910B3"} | options)
+    return torch.compile(module, backend=backend, dynamic=False)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.campaign) for k in KINDS])
+@pytest.mark.parametrize("tokens, block", [(1, 16), (1, 128), (3, 128), (3, 256), (20, 128)])
+def test_a_layer(converted, kind, tokens, block):
+    module = kind(sized(tokens, block)).to(BF16)
+    compared(compiled(module), module, arguments(module.sizes, BF16))
+    graph = types(converted.graphs[0])
+    counts = [graph.count(name) for name in (KERNEL, "ScatterNdUpdate", "TensorMove", "Assign", "IndexByTensor")]
+    assert counts == [1, 2, 0, 0, 0], str(mla_fx.last_report())
+
+
+@pytest.mark.parametrize("kv_heads, dtype", [(1, BF16), (4, BF16), (2, torch.float16)])
+def test_heads_and_dtypes(converted, kv_heads, dtype):
+    module = Gqa(sized(1, 16, kv_heads=kv_heads)).to(dtype)
+    compared(compiled(module), module, arguments(module.sizes, dtype))
+    assert types(converted.graphs[0]).count(KERNEL) == 1
+
+
+def test_several_steps_and_contexts_on_one_graph(converted):
+    """Blocks may count from the end."""
+    module = Gqa(sized(2, 128)).to(BF16)
+    run = compiled(module)
+    x, table, starts, *caches = arguments(module.sizes, BF16)
+    table[1] -= len(caches[0])
+    for step in (0, 2, 300):
+        compared(run, module, [torch.roll(x, step, -1), table, starts + step, *caches])
+    assert [types(graph).count(KERNEL) for graph in converted.graphs] == [1]
+
+
+def test_a_sequence_without_a_context_gives_zeros(converted):
+    """As the operator itself: rows of a batch that is padded."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 3, 4, WIDTH, generator=draw).to(BF16)
+    caches = [torch.randn(4, 128, 2, WIDTH, generator=draw).to(BF16) for _ in range(2)]
+    call = query, *caches, torch.tensor([[3, 1], [0, 2]]), torch.tensor([0, 130])
+
+    def attend(*call):
+        return torch.ops.mla_fx.paged_attention.batched(*call, scale=0.1)
+
+    found = compiled(attend)(*call)
+    assert (found[0] == 0).all() and types(converted.graphs[0]).count(KERNEL) == 1
+    torch.testing.assert_close(found, attend(*call), rtol=2e-2, atol=2e-2)
+
+
+def test_masks(converted):
+    """One that is declared causal gives lengths; where it is not, the result is NaN."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 3, 4, WIDTH, generator=draw).to(BF16)
+    caches = [torch.randn(4, 128, 2, WIDTH, generator=draw).to(BF16) for _ in range(2)]
+    lens = torch.tensor([[7], [130]])
+    seen = torch.arange(256) < (lens - 2 + torch.arange(3)).unsqueeze(-1)
+    seen = seen.unsqueeze(1)
+    table = torch.tensor([[3, 1], [0, 2]])
+
+    def attend(*call):
+        return torch.ops.mla_fx.paged_attention.batched(*call[:4], None, call[4], scale=0.1)
+
+    run = compiled(attend, causal_masks=True)
+    torch.testing.assert_close(
+        run(query, *caches, table, seen), attend(query, *caches, table, seen), rtol=2e-2, atol=2e-2
+    )
+    assert types(converted.graphs[0]).count(KERNEL) == 1
+    seen[1, 0, 0, 5] = False
+    found = run(query, *caches, table, seen)
+    assert found[1].isnan().all() and not found[0].isnan().any()
+
+
+REFUSED = {
+    "pages of drafts": (
+        sized(3, 16),
+        "with S = 3, key_cache has BlockSize = 16; FusedInferAttentionScore takes multiples of 128",
+    ),
+    "pages": (sized(1, 8), "with S = 1, key_cache has BlockSize = 8; FusedInferAttentionScore takes multiples of 16"),
+    "columns": (sized(1, 16, width=24, columns=24), "query has D = 24; FusedInferAttentionScore takes 16, 32, 48"),
+    "values": (sized(1, 16, columns=32), "value_cache has Dv = 32; FusedInferAttentionScore takes 64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_stays_in_plain_operators(converted, name):
+    sizes, sentence = REFUSED[name]
+    module = Engine(sizes).to(BF16)
+    compared(compiled(module), module, arguments(sizes, BF16))
+    (miss,) = [miss for miss in mla_fx.last_report().misses if miss.pattern == "paged_attention"]
+    assert miss.reason.startswith(f"target 'ge': {sentence}")
+    assert KERNEL not in types(converted.graphs[0])
+
+
+def test_heads_in_another_order(converted):
+    """Head n of the query reads head n % Hkv: the query is turned, not the cache."""
+    module = Turned(sized(1, 128)).to(BF16)
+    compared(compiled(module), module, arguments(module.sizes, BF16))
+    graph = types(converted.graphs[0])
+    assert [graph.count(name) for name in (KERNEL, "TensorMove")] == [1, 0]
+
+
+def test_captured(captured):
+    """The host reads the length of each sequence before the step."""
+    module = Gqa(sized(1, 128)).to(BF16)
+    compared(compiled(module, target="aclgraph"), module, arguments(module.sizes, BF16))
+    (graph,) = captured.graphs
+    assert graph.calls("npu.npu_fused_infer_attention_score_v2.out") == [1]
