@@ -23,6 +23,7 @@ from mla_fx.target import Compiled
 
 from . import limits
 from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_chip
+from .fused_infer_attention_score_rules import GROUP, HEAD_PAGES, HEAD_SIZES
 from .surface import Surface
 
 OPERATOR = "paged_attention"
@@ -37,7 +38,6 @@ BASE = {
     "scale_type": PLAIN_SCALE,
     "input_layout": BSND,
 }
-HEAD_SIZES = tuple(range(16, 257, 16))
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -86,9 +86,9 @@ def refuse_sizes(a: Arguments) -> None:
     heads, kv_heads = a.query.shape[1], a.key_cache.shape[2]
     limits.size("query has D", a.query.shape[2], KERNEL, HEAD_SIZES)
     limits.size("value_cache has Dv", a.value_cache.shape[3], KERNEL, (a.query.shape[2],))
-    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, range(16, 513, 16))
-    if not limits.holds(heads <= 64 * kv_heads):
-        takes = f"{KERNEL} takes up to 64 for each of key_cache"
+    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, HEAD_PAGES)
+    if not limits.holds(heads <= GROUP * kv_heads):
+        takes = f"{KERNEL} takes up to {GROUP} for each of key_cache"
         raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
 
 

@@ -12,6 +12,7 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Compiler, Lowering, Target
 
 from . import toolchain
+from .fused_infer_attention_score_rules import LATENT_TOKENS
 
 
 class AscendTarget(Target):
@@ -24,7 +25,7 @@ class AscendTarget(Target):
     refuses_positions = False  # the vendor's kernels skip negative positions and do not check the end
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
-    max_absorbed_tokens = toolchain.MAX_ABSORBED_TOKENS
+    max_absorbed_tokens = LATENT_TOKENS
 
     def missing(self) -> str | None:
         return toolchain.missing()
