@@ -17,18 +17,12 @@ from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.pages import context_of
 
 from . import causal_masks, limits
+from .fused_infer_attention_score_rules import CAUSAL, CAUSAL_SIZE, CHIPS, LATENT_HEADS, RANK, ROPE
 from .host_numbers import on_host
 from .lengths import Lengths, as_tensor
-from .surface import A2, A3, Surface
+from .surface import Surface
 
 KERNEL = "FusedInferAttentionScore"
-LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-LATENT_TOKENS = 16  # at most, per sequence
-RANK, ROPE = 512, 64
-EXPANDED = 128  # columns of a head's nope part, and of its values
-EXPANDED_UNROTATED = {128: (128,), 192: (128, 192)}  # columns of a head's queries -> of its values
-CAUSAL = 3  # the sparse mode in which the last row sees all keys, and each row before it one less
-CAUSAL_SIZE = 2048  # of the mask that CAUSAL takes, for any lengths
 
 Named = tuple[str, Tensor]
 
@@ -37,7 +31,7 @@ Named = tuple[str, Tensor]
 
 
 def refuse_chip(surface: Surface) -> None:
-    limits.chip(surface, KERNEL, (A2, A3))
+    limits.chip(surface, KERNEL, CHIPS)
 
 
 def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[Named]) -> None:

@@ -4,7 +4,7 @@ That function is for graphs only. Run eagerly, it returns caches to which nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,15 @@ from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
 from mla_fx.target import Compiled
 
 from . import limits
+from .kv_rmsnorm_rope_cache_rules import INT8_PAGE_STEP, KEY_WIDTH, PAGE_STEP, RANK, ROPE, RULES, VALUE_WIDTH
 from .prolog_form import as_pages, multiple_of, page_shapes, page_size, slots
-from .surface import A2, A3, A5, Surface
+from .surface import Surface
 
 OPERATOR = "kv_rmsnorm_rope_cache"
 KERNEL = "KvRmsNormRopeCache"
 
 CACHES = ("k_cache", "ckv_cache")
-INT8_PAGE_SIZES = (128, 32)  # 32 bytes are one unit of memory; the better size first
+INT8_PAGE_SIZES = (128, INT8_PAGE_STEP)  # the better size first
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -49,12 +50,13 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     limits.dtype("kv", a.kv, KERNEL, limits.HALVES)
     for name in ("gamma", "cos", "sin"):
         limits.dtype(name, getattr(a, name), KERNEL, (a.kv.dtype,))
+    rules = limits.rules(surface, KERNEL, RULES)
     if a.v is None:
-        limits.chip(surface, KERNEL, (A2, A3, A5))
         refuse_latent_sizes(a)
+    elif rules.heads_with_v:
+        refuse_key_sizes(a, a.v, rules.heads_with_v)
     else:
-        limits.chip(surface, f"{KERNEL} with v", (A2, A3))
-        refuse_key_sizes(a, a.v)
+        raise NoMatch(f"v is given; {limits.of_release(surface, KERNEL)} takes none on {surface.chip}")
     if a.cache_mode not in CONTIGUOUS_MODES:
         refuse_pages(a)
 
@@ -85,22 +87,22 @@ def refuse_rotation(a: Arguments) -> None:
 
 def refuse_latent_sizes(a: Arguments) -> None:
     rank = a.gamma.shape[0]
-    limits.size("gamma has Hckv", rank, KERNEL, (512,))
-    limits.size("kv has Dr", a.kv.shape[-1] - rank, KERNEL, (64,))
+    limits.size("gamma has Hckv", rank, KERNEL, RANK)
+    limits.size("kv has Dr", a.kv.shape[-1] - rank, KERNEL, ROPE)
 
 
-def refuse_key_sizes(a: Arguments, v: Tensor) -> None:
+def refuse_key_sizes(a: Arguments, v: Tensor, heads: Sequence[int]) -> None:
     assert a.cos is not None, "a call without rotation was refused"
-    limits.size("kv has N", a.kv.shape[1], f"{KERNEL} with v", (1, 2, 4, 8))
-    limits.size("kv has Dk", a.kv.shape[-1], f"{KERNEL} with v", (192,))
-    limits.size("cos has Dr", a.cos.shape[-1], f"{KERNEL} with v", (64,))
-    limits.size("v has Dv", v.shape[-1], f"{KERNEL} with v", (128,))
+    limits.size("kv has N", a.kv.shape[1], f"{KERNEL} with v", heads)
+    limits.size("kv has Dk", a.kv.shape[-1], f"{KERNEL} with v", KEY_WIDTH)
+    limits.size("cos has Dr", a.cos.shape[-1], f"{KERNEL} with v", ROPE)
+    limits.size("v has Dv", v.shape[-1], f"{KERNEL} with v", VALUE_WIDTH)
 
 
 def refuse_pages(a: Arguments) -> None:
     blocks, size = a.k_cache.shape[:2]
     if a.cache_mode not in PLAIN_MODES or is_quantised(a):
-        step = 32 if is_quantised(a) else 16
+        step = INT8_PAGE_STEP if is_quantised(a) else PAGE_STEP
         if not limits.holds(size % step == 0):
             allowed = f"multiples of {step} in cache_mode {a.cache_mode!r}"
             raise NoMatch(f"k_cache has BlockSize = {size}; {KERNEL} takes {allowed}")

@@ -15,7 +15,8 @@ from mla_fx.target import Compiled
 from . import fused_infer_attention_score as kernel
 from . import limits
 from .causal_masks import checked
-from .fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK
+from .fused_infer_attention_score import KERNEL
+from .fused_infer_attention_score_rules import EXPANDED, LATENT_TOKENS, RANK
 from .prolog_form import PAGE_SIZES, page_size
 from .surface import Surface, bound
 

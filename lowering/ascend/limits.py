@@ -27,7 +27,8 @@ def of_release(surface: Surface, kernel: str) -> str:
 def rules(surface: Surface, kernel: str, table: Mapping[Release, Mapping[str, Rules]]) -> Rules:
     """The rules of the release for the chip. Raises NoMatch if the table has none."""
     by_chip = table[surface.cann]
-    chip(surface, of_release(surface, kernel), tuple(by_chip))
+    is_same = all(tuple(other) == tuple(by_chip) for other in table.values())
+    chip(surface, kernel if is_same else of_release(surface, kernel), tuple(by_chip))
     return next(found for prefix, found in by_chip.items() if surface.chip.startswith(prefix))
 
 

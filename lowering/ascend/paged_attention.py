@@ -23,6 +23,7 @@ from mla_fx.target import Compiled
 
 from . import limits
 from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_chip
+from .fused_infer_attention_score_rules import GROUP, HEAD_PAGES, HEAD_SIZES, MOST_COLUMNS, MOST_HEADS
 from .surface import Surface, bound
 
 OPERATOR = "paged_attention"
@@ -37,9 +38,6 @@ BASE = {
     "scale_type": PLAIN_SCALE,
     "input_layout": BSND,
 }
-HEAD_SIZES = tuple(range(16, 257, 16))
-MOST_HEADS = 256
-MOST_COLUMNS = 65535  # of all heads in a row of a page
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -86,7 +84,7 @@ def refuse_lengths(a: Arguments) -> None:
 def refuse_sizes(a: Arguments) -> None:
     assert a.value_cache is not None, "a combined cache was refused"
     refuse_heads(a.query, a.key_cache, a.value_cache)
-    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, range(16, 513, 16))
+    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, HEAD_PAGES)
 
 
 def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
@@ -96,8 +94,8 @@ def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
     heads, width, kv_heads = query.shape[-2], query.shape[-1], key_cache.shape[2]
     limits.size("query has D", width, KERNEL, HEAD_SIZES)
     limits.size("value_cache has Dv", value_cache.shape[3], KERNEL, (width,))
-    if not limits.holds(heads <= 64 * kv_heads):
-        takes = f"{KERNEL} takes up to 64 for each of key_cache"
+    if not limits.holds(heads <= GROUP * kv_heads):
+        takes = f"{KERNEL} takes up to {GROUP} for each of key_cache"
         raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
     if not limits.holds(heads <= MOST_HEADS):
         raise NoMatch(f"query has {heads} heads; {KERNEL} takes up to {MOST_HEADS}")

@@ -12,6 +12,7 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Compiler, Lowering, Target
 
 from . import host_numbers, toolchain
+from .fused_infer_attention_score_rules import LATENT_TOKENS
 
 
 class AscendTarget(Target):
@@ -25,7 +26,7 @@ class AscendTarget(Target):
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
     read_ahead_by = host_numbers.READ
-    max_absorbed_tokens = toolchain.MAX_ABSORBED_TOKENS
+    max_absorbed_tokens = LATENT_TOKENS
 
     def missing(self) -> str | None:
         return toolchain.missing()

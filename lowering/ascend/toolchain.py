@@ -35,7 +35,6 @@ PROLOGS: Mapping[Prolog, str] = {
     "v1": "npu_mla_prolog",
 }
 FORMAT_CASTS = frozenset({"_npu_format_cast"})
-MAX_ABSORBED_TOKENS = 16  # limit of FusedInferAttentionScore with absorbed queries
 
 
 def missing() -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npu import formats
 from npu.ge_interpreter import NEEDS_NZ
-from npu.ge_ops import arithmetic, attention, mla, prolog_rules
+from npu.ge_ops import arithmetic, attention, key_side_rules, mla, prolog_rules
 
 # How GE names what npu_fused_infer_attention_score_v2 takes.
 GE_NAMES = {
@@ -173,7 +173,9 @@ def prolog_arguments(operator: Any, kernel: str, args: tuple[Any, ...], options:
 
 
 def _key_side_arguments(*args: Any, **options: Any) -> dict[str, Any]:
-    return {"is_output_kv": False} | named(torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2, args, options)
+    arguments = {"is_output_kv": False} | named(torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2, args, options)
+    key_side_rules.check("KvRmsNormRopeCache", arguments)
+    return arguments
 
 
 def named(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:

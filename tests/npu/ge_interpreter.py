@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from npu import formats, ge_graph, ge_ops
-from npu.ge_ops import prolog_rules
+from npu.ge_ops import key_side_rules, prolog_rules
 from npu.ge_writes import check_writes
 
 # What the kernels read in FRACTAL_NZ alone.
@@ -57,6 +57,8 @@ class Interpreter:
         arguments = _arguments(op, function, values) | ge_graph.attributes(op)
         if op.type in NEEDS_NZ:
             prolog_rules.check(op.type, arguments)
+        elif op.type == "KvRmsNormRopeCache":
+            key_side_rules.check(op.type, arguments)
         results = function(**arguments)
         return [results] if isinstance(results, Tensor) else results
 

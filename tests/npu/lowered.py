@@ -22,7 +22,7 @@ WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")  # what kernels read in
 class Call:
     """One call; the arguments that it updates are those that a result is named after."""
 
-    def __init__(self, operator: str, args: Sequence[Any], options: dict[str, Any]) -> None:
+    def __init__(self, operator: str, args: Sequence[Any], options: dict[str, Any], surface: Surface = A2) -> None:
         entry = catalogue()[operator]
         is_host = any(isinstance(value, list) for value in args)
         self.overload = entry.host if is_host else entry.overload
@@ -31,7 +31,7 @@ class Call:
         self.options = options
         results = [result.name.removesuffix("_out") for result in self.overload._schema.returns]
         self.updated = {number: name for number, name in enumerate(results) if name in self.given}
-        lowered = importlib.import_module(f"mla_fx.lowering.ascend.{operator}").lower(A2, *args, **options)
+        lowered = importlib.import_module(f"mla_fx.lowering.ascend.{operator}").lower(surface, *args, **options)
         assert callable(lowered), lowered
         self.lowered = lowered
 

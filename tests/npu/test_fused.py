@@ -5,7 +5,7 @@ import torch
 import torch_npu
 from ops.harness import by_name, cases
 
-from npu.ge_ops import prolog_rules
+from npu.ge_ops import key_side_rules, prolog_rules
 
 NZ = 29
 WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
@@ -16,8 +16,9 @@ NUMBERS = {"mla_prolog": ("qc_qr_scale", "kc_scale"), "kv_rmsnorm_rope_cache": (
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
-    """The samples of the prologs are small, as no device takes them."""
-    monkeypatch.setattr(prolog_rules, "check", lambda *_: None)
+    """The samples are small, as no device takes them."""
+    for rules in (key_side_rules, prolog_rules):
+        monkeypatch.setattr(rules, "check", lambda *_: None)
 
 
 def vendor_cases(operator):

@@ -4,6 +4,7 @@ at the sizes of DeepSeek-V3."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from mla_fx.lowering.ascend import prolog_form
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 from mla_fx.ops.vendor.mla_prolog_v3.samples import integers, scale
-from npu.lowered import Call
+from npu.ge_ops import prolog_rules
+from npu.lowered import A2, Call
 
 pytestmark = pytest.mark.campaign  # every mode at full size; tests/npu/test_user_calls.py has each call once
 BF16 = torch.bfloat16
@@ -20,9 +22,9 @@ HE, HCQ, N, D, HCKV, DR = 7168, 1536, 128, 128, 512, 64
 B, S, BLOCKS, PAGE = 2, 3, 4, 128
 
 
-def check(converted, kernel, operator, args, **options):
+def check(converted, kernel, operator, args, surface=A2, **options):
     """Bit by bit: the interpreter's kernels are the operators of the vendor's own interface."""
-    call = Call(operator, args, options)
+    call = Call(operator, args, options, surface)
     torch.testing.assert_close(call.on_npu(converted), call.wanted(), rtol=0, atol=0)
     assert converted.types(converted.graphs[0]).count(kernel) == 1
 
@@ -203,15 +205,17 @@ def test_kv_rmsnorm_rope_cache_with_positions_and_tables_for_all_sequences(conve
 
 
 @pytest.mark.parametrize("cache_mode", KV_MODES)
-def test_kv_rmsnorm_rope_cache_with_v(converted, cache_mode):
+def test_kv_rmsnorm_rope_cache_with_v(converted, monkeypatch, cache_mode):
     """Its key, normalised whole and rotated in part, is 192 wide."""
+    monkeypatch.setattr(prolog_rules, "RELEASE", "9.0.0")
+    surface = replace(A2, cann="9.0.0")
     draw, heads = Sampler(BF16, seed=5), 2
     args = kv_call(cache_mode)
     lead = (B, heads, BLOCKS * PAGE) if cache_mode == "Norm" else (BLOCKS, PAGE, heads)
     args[:2] = draw.normal(B, heads, S, 192), draw.gamma(192)
     caches = draw.normal(*lead, 192), draw.normal(*lead, 128)
     args[5:] = *caches, None, None, None, None, draw.normal(B, heads, S, 128)
-    check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", args, cache_mode=cache_mode)
+    check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", args, surface, cache_mode=cache_mode)
 
 
 # --- attention over pages -----------------------------------------------------------------------------------------

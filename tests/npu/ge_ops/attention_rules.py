@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npu.ge_ops import prolog_rules
+
 LATENT = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
 EXPANDED = ("TND", "NTD_TND")
 PLAIN = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NTD_TND")
@@ -60,6 +62,8 @@ def _check_latent(a: dict[str, Any], layout: str) -> None:
     _require(a["block_table"] is not None, "block_table is not given; latent attention reads pages alone")
     for length in _query_lengths(a, layout):
         _require(0 <= length <= 16, f"a sequence has {length} queries; latent attention takes up to 16")
+    if prolog_rules.RELEASE == "8.5.0.alpha001":
+        _check_old_pages(a, layout)
     if a["query"].dtype == torch.int8:
         _check_int8(a)
     if layout.startswith("T"):
@@ -67,6 +71,14 @@ def _check_latent(a: dict[str, Any], layout: str) -> None:
     steps = a["query"].shape[layout.partition("_")[0].index("S")]
     wanted = 0 if steps == 1 else 3
     _require(a["sparse_mode"] == wanted, f"sparse_mode is {a['sparse_mode']} for {steps} queries; it must be {wanted}")
+
+
+def _check_old_pages(a: dict[str, Any], layout: str) -> None:
+    """CheckFeatureMlaNoquantPa and CheckFeatureMlaNoQuantLayout, as they were."""
+    size, is_nz = a["rest"]["block_size"], a["key"][0].ndim == 5
+    allowed = (128,) if is_nz else (16, 128)
+    _require(size in allowed, f"block_size is {size}; CANN 8.5.0.alpha001 takes {allowed} for latents")
+    _require(not is_nz or "BNSD" not in layout, f"the cache is in FRACTAL_NZ, which {layout!r} did not take")
 
 
 def _check_int8(a: dict[str, Any]) -> None:

@@ -1,0 +1,130 @@
+"""What each release of CANN takes as a key side and as attention, without torch_npu.
+
+tests/test_ascend_prolog_releases.py is about the prolog."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, fakes, index, lower, make
+from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, multi_latent_attention
+from mla_fx.lowering.ascend.fused_infer_attention_score_rules import RULES
+from mla_fx.lowering.ascend.surface import RELEASES
+from npu.ge_ops import key_side_rules
+
+
+@pytest.fixture(autouse=True)
+def mode():
+    with fakes() as fake_mode:
+        yield fake_mode
+
+
+def of(release, **others):
+    return dataclasses.replace(A2, cann=release, **others)
+
+
+# --- the key side ----------------------------------------------------------------------------------------------------
+
+
+def key_side(width=HCKV + DR, gamma=HCKV, rope=DR, heads=1, values=None):
+    call = {
+        "kv": make(B, heads, S, width),
+        "gamma": make(gamma),
+        "cos": make(B, 1, S, rope),
+        "sin": make(B, 1, S, rope),
+        "k_cache": make(8, 128, heads, rope if values is None else width),
+        "ckv_cache": make(8, 128, heads, values or gamma),
+    }
+    return call if values is None else call | {"v": make(B, heads, S, values)}
+
+
+KEY_SIDES = {
+    "latents": {},
+    "another rank": {"width": 320, "gamma": 256},
+    "another rotary part": {"width": 544, "rope": 32},
+    "v": {"width": 192, "gamma": 192, "heads": 2, "values": 128},
+    "v of one head": {"width": 192, "gamma": 192, "values": 128},
+    "v of 3 heads": {"width": 192, "gamma": 192, "heads": 3, "values": 128},
+    "v of another width": {"width": 192, "gamma": 192, "heads": 2, "values": 64},
+    "v of 160 columns": {"width": 160, "gamma": 160, "heads": 2, "values": 128},
+}
+TAKEN = {"8.5.0.alpha001": 1, "8.5.0": 1, "9.0.0": 3, "9.1.0": 3}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_key_sides_by_lowering_and_interpreter(release):
+    taken = 0
+    for given in KEY_SIDES.values():
+        found = lower("kv_rmsnorm_rope_cache", of(release), **key_side(**given))
+        try:
+            key_side_rules.check("KvRmsNormRopeCache", calls()["kv_rmsnorm_rope_cache"] | key_side(**given), release)
+            complaint = None
+        except ValueError as error:
+            complaint = str(error)
+        assert callable(found) == (complaint is None), (found, complaint)
+        taken += complaint is None
+    assert taken == TAKEN[release]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_release_that_has_no_v(release):
+    found = lower("kv_rmsnorm_rope_cache", of(release), **key_side(**KEY_SIDES["v"]))
+    if release in ("9.0.0", "9.1.0"):
+        assert callable(found)
+    else:
+        assert found == f"v is given; KvRmsNormRopeCache of CANN {release} takes none on Ascend910B3"
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def emitted(monkeypatch):
+    """The options of each call of FusedInferAttentionScore, and whether its pages are in FRACTAL_NZ."""
+    found = []
+
+    def attend(query, key, value, **options):
+        found.append((options, key.ndim == 5))
+        return query
+
+    monkeypatch.setattr(fused_infer_attention_score, "attend", attend)
+    return found
+
+
+@pytest.mark.parametrize("size", [16, 48, 64, 128, 512, 1024, 2048])
+def test_pages_of_latents_are_those_of_all_releases(emitted, size):
+    tables = {"block_table": index(B, 4), "context_lens": index(B), "is_causal": False}
+    call = calls()["latent_attention"] | caches(8, size) | tables | {"mask": None}
+    assert callable(lower("latent_attention", of("8.5.0"), **call))
+    latent_attention.plain(**call)
+    ((options, is_nz),) = emitted
+    assert size % options["block_size"] == 0 and not is_nz
+    for release in RELEASES:
+        rules = RULES[release]
+        assert options["block_size"] in rules.pages and options["input_layout"] in rules.layouts
+
+
+@pytest.mark.parametrize("positions", [1, 100, 250, 256])
+def test_contiguous_latents_become_pages_of_all_releases(emitted, positions):
+    latent_attention.plain(**calls()["latent_attention"] | caches(B, positions) | {"mask": None})
+    ((options, _),) = emitted
+    assert all(options["block_size"] in RULES[release].pages for release in RELEASES)
+
+
+@pytest.mark.parametrize("steps", [None, [1, 1]])
+@pytest.mark.parametrize("is_nz", [False, True])
+def test_pages_of_multi_latent_attention_are_those_of_all_releases(emitted, is_nz, steps):
+    call = calls()["multi_latent_attention"] | {"q_seqlen": steps}
+    if is_nz:
+        call |= {"ctkv": make(8, HCKV // 16, 128, 16), "k_rope": make(8, DR // 16, 128, 16), "cache_mode": "nzcache"}
+    if steps:
+        call |= {"q_nope": make(B, 4 * N, HCKV), "q_rope": make(B, 4 * N, DR), "calc_type": "calc_type_spec"}
+    assert callable(lower("multi_latent_attention", of("8.5.0"), **call))
+    multi_latent_attention.as_fused_infer_attention_score(**call)
+    ((options, found_nz),) = emitted
+    assert found_nz == is_nz
+    for release in RELEASES:
+        rules = RULES[release]
+        pages, layouts = (rules.nz_pages, rules.nz_layouts) if is_nz else (rules.pages, rules.layouts)
+        assert options["block_size"] in pages and options["input_layout"] in layouts
