@@ -44,6 +44,13 @@ def test_add_a_pattern_is_found_among_the_patterns(tmp_path):
     assert output_of("-c", COPIED, str(tmp_path)) == "add_a_pattern 1 1\n"
 
 
+@pytest.mark.slow
+def test_server_step_fuses_in_one_graph():
+    told = output_of(str(ROOT / "examples" / "server_step.py"))
+    assert told.count("outputs and caches are as in eager mode") == 4
+    assert "fused mla_prolog x1, latent_attention x1 in" in told and "graphs" not in told
+
+
 @pytest.mark.campaign
 def test_tensor_parallel_fuses_on_each_process():
     run = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"

@@ -35,10 +35,10 @@ def compared(run, module, given):
     assert all(map(torch.equal, given[3:], eager[3:])), "a cache differs"
 
 
-def compiled(module, **options):
+def compiled(module, dynamic=False, **options):
     torch._dynamo.reset()
     backend = mla_fx.get_backend(**{"target": "ge", "soc": "Ascend910B3"} | options)
-    return torch.compile(module, backend=backend, dynamic=False)
+    return torch.compile(module, backend=backend, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.campaign) for k in KINDS])
@@ -67,6 +67,15 @@ def test_several_steps_and_contexts_on_one_graph(converted):
     for step in (0, 2, 300):
         compared(run, module, [torch.roll(x, step, -1), table, starts + step, *caches])
     assert [types(graph).count(KERNEL) for graph in converted.graphs] == [1]
+
+
+def test_batches_of_any_size(converted):
+    """From the second size on, the batch is a symbol; the caches keep their sizes."""
+    module = Gqa(sized(2, 128, batch=4)).to(BF16)
+    run, (x, table, starts, *caches) = compiled(module, dynamic=None), arguments(module.sizes, BF16)
+    for batch in (4, 3, 2):
+        compared(run, module, [x[:batch], table[:batch], starts[:batch], *caches])
+    assert [[types(graph).count(name) for name in (KERNEL, "TensorMove")] for graph in converted.graphs] == [[1, 0]] * 2
 
 
 def test_a_sequence_without_a_context_gives_zeros(converted):

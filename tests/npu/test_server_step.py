@@ -1,0 +1,62 @@
+"""The server step of examples/ on NPUs: prompts, drafts and single tokens, of any number, through one GE graph."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+import mla_fx
+from npu import models
+from npu.converted import types
+from npu.test_examples import example
+
+SIZES = {"HIDDEN": 1024, "HEADS": 4, "QUERY_RANK": 1536, "RANK": 512, "NOPE": 128, "ROPE": 64, "VALUE": 128}
+PAGES = {"BLOCKS": 8, "BLOCK": 128, "SEQUENCES": 3, "MOST": 256}
+
+
+def steps(count):
+    """Prompts first; then each sequence drafts 1 to 4 tokens, and some of the first are accepted. One joins later."""
+    draw, first = random.Random(0), [19, 7]
+    yield [(0, 0, 19), (1, 0, 7)]
+    for number in range(1, count):
+        parts = [(sequence, position, draw.randint(1, 4)) for sequence, position in enumerate(first)]
+        first = [position + draw.randint(1, tokens) for _, position, tokens in parts]
+        if number == 2:
+            parts, first = [*parts, (2, 0, 11)], [*first, 11]
+        yield parts
+
+
+@pytest.fixture
+def server():
+    module = example("server_step")
+    for name, value in (SIZES | PAGES).items():
+        setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(64, marks=pytest.mark.campaign)])
+@torch.no_grad()
+def test_steps(converted, server, count):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = models.dense(server.Attention()).to(torch.bfloat16)
+    plain.latents.normal_()
+    plain.keys.normal_()
+    exact, served = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    run = torch.compile(served, backend=mla_fx.get_backend(target="ge", soc="Ascend910B3"), dynamic=True)
+    tables = torch.randperm(server.BLOCKS)[: server.SEQUENCES * 2].view(server.SEQUENCES, 2)
+    for parts in steps(count):
+        positions, table = server.batch(parts, tables)
+        x = torch.randn(len(positions), server.HIDDEN).to(torch.bfloat16)
+        found, near, wanted = (
+            [step(given, positions, table), step_module.latents, step_module.keys]
+            for step, step_module, given in ((run, served, x), (plain, plain, x), (exact, exact, x.double()))
+        )
+        allowed = [2 * error + 1e-6 for error in models.errors(near, wanted)]
+        assert all(map(float.__le__, models.errors(found, wanted), allowed)), (parts, allowed)
+    (graph,) = converted.graphs
+    kernels = "MlaPrologV3", "FusedInferAttentionScore", "TensorMove", "Assign", "ScatterNdUpdate"
+    assert [types(graph).count(kernel) for kernel in kernels] == [1, 1, 0, 0, 0], str(mla_fx.last_report())
