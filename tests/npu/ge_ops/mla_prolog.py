@@ -193,6 +193,8 @@ def _slots(call: Prolog, page: int) -> Tensor:
     if call.actual_seq_len is None:
         raise ValueError(f"actual_seq_len is None; tokens [T, He] need it in cache_mode {call.cache_mode!r}")
     ends = call.actual_seq_len.tolist()
+    if ends != sorted(ends) or ends[-1:] != [len(call.tokens)]:
+        raise ValueError(f"actual_seq_len is {ends}; it is ends that grow, the last of them {len(call.tokens)}")
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return cache_writes.slots_of_blocks(call.cache_index, lengths, page)
 
