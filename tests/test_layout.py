@@ -12,6 +12,7 @@ from mla_fx.driver import discovery
 ROOT = Path(__file__).parent.parent
 CORE = sorted((ROOT / "mla_fx").rglob("*.py"))
 PLUGINS = sorted([*(ROOT / "patterns").rglob("*.py"), *(ROOT / "lowering").rglob("*.py")])
+KERNELS = sorted((ROOT / "tests" / "npu" / "ge_ops").glob("*.py"))
 OPERATORS = sorted((ROOT / "mla_fx" / "ops").rglob("*.py"))
 LINES = 400
 
@@ -90,6 +91,14 @@ def test_plugins_import_the_core_and_torch(path):
     eager = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
     others = [node.module for node in eager if node.level == 0]
     assert [module for module in others if not is_within(module, *allowed)] == []
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=name_of)
+def test_the_kernels_of_the_npu_tests_share_nothing_with_the_package(path):
+    """What is right for them is the vendor's documents, so that a fault in the package's own operators shows."""
+    allowed = ("torch", "torchair", "npu", *sys.stdlib_module_names)
+    assert [module for module in imports(path) if not is_within(module, *allowed)] == []
+    assert "mla_fx" not in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)

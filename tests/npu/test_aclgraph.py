@@ -9,7 +9,7 @@ import mla_fx
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.passes import read_ahead
 from npu import models
-from npu.test_vendor_calls import BF16, BLOCKS, DR, HCKV, PAGE, D, in_nz, kv_call, pages
+from npu.calls import BF16, BLOCKS, DR, HCKV, PAGE, D, in_nz, kv_call, pages
 
 PROLOG = "npu.npu_mla_prolog_v3.default"
 FRESH_PROLOG = "npu.npu_mla_prolog_v3_functional.default"

@@ -11,6 +11,7 @@ NZ = 29
 WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
 # What `mla_fx` has beyond the vendor's.
 OWN = {"rope_layout": "interleave_half", "gamma_after_cast": False, "rounds_first": False}
+OWN_MODES = {"mla_prolog": ("Norm",), "mla_prolog_v3": ("Norm",), "kv_rmsnorm_rope_cache": ("BNSD",)}
 NUMBERS = {"mla_prolog": ("qc_qr_scale", "kc_scale"), "kv_rmsnorm_rope_cache": ("kc_scale",)}
 
 
@@ -27,7 +28,7 @@ def vendor_cases(operator):
     for case in cases([torch.bfloat16], [operator]):
         arguments = by_name(*case.values)
         is_vendors = all(arguments.pop(name, default) == default for name, default in own.items())
-        is_vendors &= arguments.get("cache_mode") != "BNSD"
+        is_vendors &= arguments.get("cache_mode") not in OWN_MODES[operator]
         caches = [arguments[name] for name in ("k_cache", "ckv_cache") if name in arguments]
         is_vendors &= arguments.get("cache_mode") != "Norm" or all(cache.is_floating_point() for cache in caches)
         is_rotated = all(arguments[name] is not None for name in ("cos", "rope_cos") if name in arguments)

@@ -12,9 +12,9 @@ from mla_fx.lowering.ascend.surface import RELEASES
 
 import mla_fx
 from npu import models
+from npu.calls import prolog_call
 from npu.converted import types
 from npu.ge_ops import prolog_rules
-from npu.test_vendor_calls import prolog_call
 
 HEADS = 32  # the fewest that version 1 takes
 KERNELS = {"v1": "MlaProlog", "v2": "MlaPrologV2", "v3": "MlaPrologV3"}

@@ -9,9 +9,9 @@ from torch import nn
 
 import mla_fx
 from mla_fx.ops.common.sample import Sampler
+from npu.calls import BLOCKS, DR, HCKV, PAGE, D, in_nz, pages
 from npu.converted import types
 from npu.lowered import Call
-from npu.test_vendor_calls import BLOCKS, DR, HCKV, PAGE, D, in_nz, pages
 
 BF16 = torch.bfloat16
 HE, HCQ, N = 1024, 1536, 4

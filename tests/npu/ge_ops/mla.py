@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mla_fx  # noqa: F401  registers torch.ops.mla_fx
+from npu.ge_ops import kv_rmsnorm_rope_cache, mla_prolog
 
 
-def MlaProlog(**arguments: Any) -> tuple[Tensor, ...]:
-    return MlaPrologV2(**arguments)[:4]
+def MlaProlog(token_x: Tensor, **rest: Any) -> tuple[Tensor, ...]:
+    """Its tokens are never int8: the scales that they would need are reserved."""
+    if token_x.dtype == torch.int8:
+        raise ValueError("token_x is torch.int8; of MlaProlog it is torch.bfloat16")
+    return MlaPrologV2(token_x=token_x, **rest)[:4]
 
 
 def MlaPrologV2(kv_cache: Tensor, cache_mode: str, **rest: Any) -> tuple[Tensor, ...]:
@@ -21,23 +24,20 @@ def MlaPrologV2(kv_cache: Tensor, cache_mode: str, **rest: Any) -> tuple[Tensor,
     is_full = rest["token_x"].dtype == torch.int8
     weights = 2 if is_full else int(rest["weight_uq_qr"].dtype == torch.int8)
     caches = 0 if kv_cache.dtype != torch.int8 else 1 if is_full else 2
-    if caches == 1:
-        rest["quant_scale_ckv"] = rest["quant_scale_ckv"].flatten()[:1]
     modes = {"weight_quant_mode": weights, "kv_cache_quant_mode": caches, "query_quant_mode": int(caches == 1)}
     *results, scale, _, _ = MlaPrologV3(kv_cache, cache_mode=cache_mode, **rest, **modes)
     return *results, scale if caches == 1 else scale.new_zeros(1)
 
 
 def MlaPrologV3(kv_cache: Tensor, kr_cache: Tensor, **rest: Any) -> tuple[Tensor, ...]:
-    query, query_rope, *others = torch.ops.mla_fx.mla_prolog_v3_(kv_cache=kv_cache, kr_cache=kr_cache, **rest)
+    call = mla_prolog.Prolog(kv_cache=kv_cache, kr_cache=kr_cache, **rest)
+    query, query_rope, *others = mla_prolog.run(call)
     return query, query_rope, kv_cache, kr_cache, *others
 
 
-def KvRmsNormRopeCache(k_cache: Tensor, ckv_cache: Tensor, is_output_kv: bool, **rest: Any) -> tuple[Tensor, ...]:
-    """What is not output is undefined, here NaN."""
-    caches = {"k_cache": k_cache, "ckv_cache": ckv_cache}
-    rows = torch.ops.mla_fx.kv_rmsnorm_rope_cache_(**caches, **rest, is_output_kv=is_output_kv)
-    return k_cache, ckv_cache, *(row if is_output_kv else torch.full_like(row, torch.nan) for row in rows)
+def KvRmsNormRopeCache(k_cache: Tensor, ckv_cache: Tensor, **rest: Any) -> tuple[Tensor, ...]:
+    call = kv_rmsnorm_rope_cache.KeySide(k_cache=k_cache, ckv_cache=ckv_cache, **rest)
+    return k_cache, ckv_cache, *kv_rmsnorm_rope_cache.run(call)
 
 
 def InterleaveRope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
