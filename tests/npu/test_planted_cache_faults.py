@@ -4,6 +4,7 @@ differ, or the kernel refuses."""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import rows
 from mla_fx.ops.vendor.mla_prolog_v3.samples import integers, scale
 from npu.calls import BF16, BLOCKS, HCKV, PAGE, B, S, kv_call
+from npu.ge_ops import prolog_rules
+from npu.lowered import A2
 from npu.test_vendor_calls import check
 
 
@@ -42,7 +45,9 @@ CALLS = {
 
 def compare(converted, name):
     cache_mode, arguments = CALLS[name]
-    check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", arguments(), cache_mode=cache_mode, epsilon=0.1)
+    options = {"surface": replace(A2, cann="9.0.0"), "cache_mode": cache_mode, "epsilon": 0.1}
+    with mock.patch.object(prolog_rules, "RELEASE", "9.0.0"):
+        check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", arguments(), **options)
 
 
 def caught_by_numbers():
