@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 from ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, fakes, index, lower, make
-from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, multi_latent_attention
+from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, multi_latent_attention, toolchain
 from mla_fx.lowering.ascend.fused_infer_attention_score_rules import RULES
 from mla_fx.lowering.ascend.surface import RELEASES
 from npu.ge_ops import key_side_rules
@@ -22,6 +22,11 @@ def mode():
 
 def of(release, **others):
     return dataclasses.replace(A2, cann=release, **others)
+
+
+def test_the_oldest_release_counts_where_torch_npu_is_missing():
+    assert toolchain.missing() is not None
+    assert toolchain.release({}) == RELEASES[0] and toolchain.release({"cann": "9.0.0"}) == "9.0.0"
 
 
 # --- the key side ----------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ def step(x, gamma, cos, sin, index, k_cache, ckv_cache):
 
 
 def key_side():
-    tables = [torch.randn(2, 1, 3, 4).bfloat16() for _ in range(2)]
-    caches = [torch.zeros(4, 16, 1, width).bfloat16() for width in (4, 16)]
-    return torch.randn(2, 1, 3, 20).bfloat16(), torch.ones(16).bfloat16(), *tables, torch.arange(6), *caches
+    tables = [torch.randn(2, 1, 3, 64).bfloat16() for _ in range(2)]
+    caches = [torch.zeros(4, 16, 1, width).bfloat16() for width in (64, 512)]
+    return torch.randn(2, 1, 3, 576).bfloat16(), torch.ones(512).bfloat16(), *tables, torch.arange(6), *caches
 
 
 def test_the_text_of_a_graph(converted):
@@ -28,16 +28,16 @@ def test_the_text_of_a_graph(converted):
     assert (
         ge_text(converted.graphs[0])
         == """\
-Data_0: bfloat16[2, 1, 3, 20]
-Data_1: bfloat16[16]
-Data_2: bfloat16[2, 1, 3, 4]
-Data_3: bfloat16[2, 1, 3, 4]
+Data_0: bfloat16[2, 1, 3, 576]
+Data_1: bfloat16[512]
+Data_2: bfloat16[2, 1, 3, 64]
+Data_3: bfloat16[2, 1, 3, 64]
 Data_4: int64[6]
-Data_5: bfloat16[4, 16, 1, 4]
-Data_6: bfloat16[4, 16, 1, 16]
+Data_5: bfloat16[4, 16, 1, 64]
+Data_6: bfloat16[4, 16, 1, 512]
 KvRmsNormRopeCache_0(kv=Data_0, gamma=Data_1, cos=Data_2, sin=Data_3, index=Data_4, k_cache=Data_5, ckv_cache=Data_6) \
 cache_mode='PA' epsilon=1e-06
-Reshape_0(x=KvRmsNormRopeCache_0:1, shape=[64, 16])
+Reshape_0(x=KvRmsNormRopeCache_0:1, shape=[64, 512])
 Muls_0(x=Reshape_0) value=0.5
 Cast_0(x=Muls_0) dst_type=27
 NetOutput_0(input0=Cast_0, input1=KvRmsNormRopeCache_0)"""
