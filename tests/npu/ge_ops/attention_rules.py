@@ -122,6 +122,7 @@ def _check_pages(a: dict[str, Any], layout: str) -> None:
     _require(size == found, f"block_size is {size}, the cache {list(key.shape)} has blocks of {found}")
     _require(size % 16 == 0 and 0 < size <= 1024, f"block_size is {size}; it is a multiple of 16 up to 1024")
     _require(a["block_table"].dtype == torch.int32, f"block_table is {a['block_table'].dtype}; it is int32")
+    _check_blocks(a)
     if key.ndim == 4:
         allowed = layout.startswith(("BNSD", "TND"))
         _require(allowed, f"the cache is [blocks, N, BS, D] with input_layout {layout!r}; only BNSD and TND take that")
@@ -132,6 +133,17 @@ def _check_pages(a: dict[str, Any], layout: str) -> None:
         )
         d0 = 32 // key.element_size()
         _require(key.shape[-1] == d0, f"the FRACTAL_NZ cache is {list(key.shape)}; its last axis is {d0}")
+
+
+def _check_blocks(a: dict[str, Any]) -> None:
+    """A device checks none of them, and reads memory of others."""
+    size, count = a["rest"]["block_size"], a["key"][0].shape[0]
+    rows = zip(a["block_table"].tolist(), a["actual_seq_lengths_kv"].tolist(), strict=True)
+    for row, (blocks, length) in enumerate(rows):
+        needed = -(-length // size)
+        _require(needed <= len(blocks), f"sequence {row} has {length} keys, and block_table {len(blocks)} blocks")
+        strange = [block for block in blocks[:needed] if not 0 <= block < count]
+        _require(not strange, f"block_table has {strange} for sequence {row}; blocks are 0 to {count - 1}")
 
 
 def _check_mask(a: dict[str, Any], layout: str) -> None:
