@@ -16,6 +16,7 @@ CONTEXT = 256
 LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 64}
 # DeepSeek-V3's own sizes, but for the vocabulary and the feed-forward part, which nothing here is about.
 REAL = {"hidden_size": 7168, "num_attention_heads": 128}
+EPSILONS = {"q_a_layernorm": 0.1, "kv_a_layernorm": 0.3}
 SMALL = {"hidden_size": 1024, "num_attention_heads": 4}
 
 
@@ -42,7 +43,7 @@ def model(family: str = "deepseek_v3", layers: int = 1, **sizes: Any) -> nn.Modu
         **sizes,
     )
     config._attn_implementation = "sdpa"
-    return dense(kind(config).eval()).to(torch.bfloat16)
+    return with_epsilons(dense(kind(config).eval())).to(torch.bfloat16)
 
 
 def dense(model: nn.Module) -> nn.Module:
@@ -51,6 +52,14 @@ def dense(model: nn.Module) -> nn.Module:
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=draw)
             weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise * weight.shape[-1] ** -0.5)
+    return model
+
+
+def with_epsilons(model: nn.Module) -> nn.Module:
+    """Those of latents are unlike each other, and so large that they show."""
+    for name, module in model.named_modules():
+        if name.endswith(tuple(EPSILONS)):
+            module.variance_epsilon = EPSILONS[name.rpartition(".")[2]]
     return model
 
 

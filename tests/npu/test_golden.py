@@ -79,7 +79,7 @@ Reshape_4(x=Add_0, shape=[1, 1])
 Cast_1(x=256) dst_type=9
 Less_0(x1=Reshape_4, x2=Cast_1)
 SelectV2_0(condition=Less_0, then=Reshape_4, else=Data_9)
-MlaPrologV3_0(token_x=Data_0, weight_dq=Data_10, weight_uq_qr=Data_11, weight_uk=Data_12, weight_dkv_kr=Data_13, rmsnorm_gamma_cq=Data_1, rmsnorm_gamma_ckv=Data_2, rope_sin=ConcatV2_0, rope_cos=ConcatV2_1, kv_cache=Data_6, kr_cache=Data_7, cache_index=SelectV2_0) rmsnorm_epsilon_ckv=1e-06 rmsnorm_epsilon_cq=1e-06
+MlaPrologV3_0(token_x=Data_0, weight_dq=Data_10, weight_uq_qr=Data_11, weight_uk=Data_12, weight_dkv_kr=Data_13, rmsnorm_gamma_cq=Data_1, rmsnorm_gamma_ckv=Data_2, rope_sin=ConcatV2_0, rope_cos=ConcatV2_1, kv_cache=Data_6, kr_cache=Data_7, cache_index=SelectV2_0) rmsnorm_epsilon_ckv=0.3 rmsnorm_epsilon_cq=0.1
 Reshape_5(x=MlaPrologV3_0:2, shape=[1, 1, 256, 512])
 Reshape_6(x=MlaPrologV3_0:3, shape=[1, 1, 256, 64])
 Reshape_7(x=Reshape_5, shape=[1, 256, 512])
@@ -131,7 +131,7 @@ Transpose_0(x=Data_1, perm=[1, 0])
 Reshape_0(x=Data_0, shape=[20, 1024])
 MatMul_0(x1=Reshape_0, x2=Transpose_0)
 Reshape_1(x=MatMul_0, shape=[1, 20, 1536])
-RmsNorm_0(x=Reshape_1, gamma=Data_2)
+RmsNorm_0(x=Reshape_1, gamma=Data_2) epsilon=0.1
 Transpose_1(x=Data_3, perm=[1, 0])
 Reshape_2(x=RmsNorm_0, shape=[20, 1536])
 MatMul_1(x1=Reshape_2, x2=Transpose_1)
@@ -155,7 +155,7 @@ Reshape_9(x=Add_0, shape=[1, 20])
 Cast_1(x=256) dst_type=9
 Less_0(x1=Reshape_9, x2=Cast_1)
 SelectV2_0(condition=Less_0, then=Reshape_9, else=Data_12)
-KvRmsNormRopeCache_0(kv=Reshape_4, gamma=Data_5, cos=ConcatV2_0, sin=ConcatV2_1, index=SelectV2_0, k_cache=Data_10, ckv_cache=Data_9) epsilon=1e-06
+KvRmsNormRopeCache_0(kv=Reshape_4, gamma=Data_5, cos=ConcatV2_0, sin=ConcatV2_1, index=SelectV2_0, k_cache=Data_10, ckv_cache=Data_9) epsilon=0.3
 Reshape_10(x=MatMul_1, shape=[20, 4, 192])
 StridedSliceV2_2(x=Reshape_10, begin=0, end=128, axes=2, strides=1)
 Reshape_11(x=StridedSliceV2_2, shape=[1, 20, 4, 128])

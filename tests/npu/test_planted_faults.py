@@ -75,6 +75,23 @@ def test_halves_are_not_reordered(monkeypatch):
         check("minicpm3")
 
 
+def test_epsilons_are_swapped(monkeypatch):
+    swapped = {
+        "rmsnorm_epsilon_cq": lambda a: a.rmsnorm_epsilon_ckv,
+        "rmsnorm_epsilon_ckv": lambda a: a.rmsnorm_epsilon_cq,
+    }
+    change_prolog(monkeypatch, **swapped)
+    with caught_by_numbers():
+        check()
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"])
+def test_an_epsilon_is_lost(monkeypatch, name):
+    change_prolog(monkeypatch, **{name: lambda a: 1e-5})
+    with caught_by_numbers():
+        check()
+
+
 FAULTS = {
     "the scale is lost": {"softmax_scale": lambda scale: 1.0},
     "pages are read in another order": {"block_table": lambda table: table.flip(1)},

@@ -119,7 +119,8 @@ def test_one_graph_for_pages_of_several_sizes(converted):
     run = compiled(layer, dynamic=True)
     for page in (PAGE, 64, 256):
         check(run, layer, prolog_call("PA_BSND", page=page))
-    assert types(converted.graphs[0]).count("MlaPrologV3") == 1 and len(converted.graphs) == 1
+    (graph,) = converted.graphs
+    assert [types(graph).count(name) for name in ("MlaPrologV3", "TensorMove")] == [1, 0]
 
 
 # --- kv_rmsnorm_rope_cache ----------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_kv_rmsnorm_rope_cache_with_any_number_of_tokens(converted, cache_mode):
 
 # --- attention ----------------------------------------------------------------------------------------------------
 
-LENGTHS, SCALE = [5, 300, 128], 0.07
+LENGTHS, SCALE = [5, 300, 128], 0.2  # scores are so large that a hundredth of them shows
 
 
 def latent_call(batch=3, cache_mode="krope_ctkv"):

@@ -136,6 +136,7 @@ def _check_pages(a: dict[str, Any], layout: str) -> None:
     _require(size == found, f"block_size is {size}, the cache {list(key.shape)} has blocks of {found}")
     _require(size % 16 == 0 and 0 < size <= 1024, f"block_size is {size}; it is a multiple of 16 up to 1024")
     _require(a["block_table"].dtype == torch.int32, f"block_table is {a['block_table'].dtype}; it is int32")
+    _check_blocks(a)
     if key.ndim == 4:
         allowed = layout.startswith(("BNSD", "TND"))
         _require(allowed, f"the cache is [blocks, N, BS, D] with input_layout {layout!r}; only BNSD and TND take that")
@@ -170,20 +171,19 @@ def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
     _require(
         size % least == 0 and size <= 512, f"block_size is {size} for {steps} queries; {least}, 2 * {least} to 512"
     )
-    _check_table(a, len(key), size)
+    batch, lengths = len(a["block_table"]), len(a["actual_seq_lengths_kv"])
+    _require(batch == len(query) == lengths, f"block_table has {batch} rows, there are {lengths} lengths")
 
 
-def _check_table(a: dict[str, Any], blocks: int, size: int) -> None:
-    """Nothing on a device checks the numbers of pages that are read."""
-    lengths, table = a["actual_seq_lengths_kv"].tolist(), a["block_table"]
-    batch, most = table.shape
-    _require(
-        batch == len(a["query"]) == len(lengths), f"block_table has {batch} rows, there are {len(lengths)} lengths"
-    )
-    for row, length in zip(table.tolist(), lengths, strict=True):
-        _require(0 <= length <= most * size, f"a length is {length}; block_table has room for {most * size}")
-        read = row[: -(-length // size)]
-        _require(all(0 <= number < blocks for number in read), f"pages {read} are read; there are {blocks}")
+def _check_blocks(a: dict[str, Any]) -> None:
+    """A device checks none of them, and reads memory of others."""
+    size, count = a["rest"]["block_size"], a["key"][0].shape[0]
+    rows = zip(a["block_table"].tolist(), a["actual_seq_lengths_kv"].tolist(), strict=True)
+    for row, (blocks, length) in enumerate(rows):
+        needed = -(-length // size)
+        _require(needed <= len(blocks), f"sequence {row} has {length} keys, and block_table {len(blocks)} blocks")
+        strange = [block for block in blocks[:needed] if not 0 <= block < count]
+        _require(not strange, f"block_table has {strange} for sequence {row}; blocks are 0 to {count - 1}")
 
 
 def _check_mask(a: dict[str, Any], layout: str) -> None:
