@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npu import formats
 from npu.ge_interpreter import NEEDS_NZ
-from npu.ge_ops import arithmetic, attention, key_side_rules, mla, prolog_rules
+from npu.ge_ops import arithmetic, atb, attention, key_side_rules, mla, prolog_rules
 
 # How GE names what npu_fused_infer_attention_score_v2 takes.
 GE_NAMES = {
@@ -89,42 +89,16 @@ def get_max_workspace(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return query.new_empty(1, dtype=torch.uint8)
 
 
-def npu_multi_head_latent_attention(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    ctkv: Tensor,
-    k_rope: Tensor,
-    block_tables: Tensor,
-    context_lens: list[int],
-    q_headnum: int,
-    qk_scale: float,
-    kv_headnum: int,
-    return_lse: bool = False,
-    *,
-    qseqlen: list[int] | None = None,
-    mask_type: str | None = None,
-    calc_type: str | None = None,
-    cache_mode: str | None = None,
-    **tensors: Tensor | None,
-) -> Tensor | Results:
-    """ATB's; rows of sequences without a context are undefined, so there must be none."""
-    if (q_headnum, kv_headnum) != (q_nope.shape[1], 1) or 0 in context_lens:
-        raise ValueError(f"q_headnum is {q_headnum}, kv_headnum is {kv_headnum}, context_lens is {context_lens}")
-    modes = {"mask_type": mask_type, "calc_type": calc_type, "cache_mode": cache_mode}
-    names = ("mask", "qk_descale", "pv_descale")
-    out, lse = torch.ops.mla_fx.multi_latent_attention.host(
-        q_nope,
-        q_rope,
-        ctkv,
-        k_rope,
-        block_tables,
-        context_lens,
-        q_seqlen=qseqlen,
-        qk_scale=qk_scale,
-        **{name: tensors.get(name) for name in names},
-        **{name: mode for name, mode in modes.items() if mode is not None},
-    )
-    return (out, lse) if return_lse else out
+def npu_multi_head_latent_attention(*args: Any, **options: Any) -> Tensor:
+    return atb.multi_latent_attention(*args, **{name: value for name, value in options.items() if value is not None})[0]
+
+
+def lse(*args: Any, **options: Any) -> Results:
+    """npu_multi_head_latent_attention.lse. Its logarithms are in 16 bits; in int8 torch_npu has the wrong dtype."""
+    *tensors, _ = args
+    given = {name: value for name, value in options.items() if value is not None and name != "workspace"}
+    out, logarithms = atb.multi_latent_attention(*tensors, **given)
+    return out, logarithms.to(out.dtype)
 
 
 def npu_dynamic_quant(x: Tensor, *, smooth_scales: Tensor | None = None, **options: Any) -> Results:
@@ -199,7 +173,7 @@ KERNELS = {
     "npu::npu_fused_infer_attention_score_v2.out": out,
     "npu::_npu_fused_infer_attention_score_v2_get_max_workspace": get_max_workspace,
     "atb::npu_multi_head_latent_attention": npu_multi_head_latent_attention,
-    "atb::npu_multi_head_latent_attention.lse": npu_multi_head_latent_attention,
+    "atb::npu_multi_head_latent_attention.lse": lse,
 }
 
 

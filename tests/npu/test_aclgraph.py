@@ -130,7 +130,8 @@ def test_multi_latent_attention(captured, cache_mode, steps):
         attention = torch.ops.mla_fx.multi_latent_attention
         return attention(*tensors, lengths, None, steps, qk_scale=0.07, **options)[0]
 
-    torch.testing.assert_close(compiled(call)(*tensors), call(*tensors), rtol=0, atol=0)
+    # One ulp of bfloat16: sums in another order may round otherwise.
+    torch.testing.assert_close(compiled(call)(*tensors), call(*tensors), rtol=2**-7, atol=2**-12)
     assert captured.graphs[0].calls("atb.npu_multi_head_latent_attention.default") == [1]
 
 

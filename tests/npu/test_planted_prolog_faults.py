@@ -18,7 +18,7 @@ from npu.test_vendor_calls import NUMBERS, check
 
 
 def blocks_call(cache_mode="PA_BLK_BSND"):
-    """Three sequences, the second of which fills a block and a part of another; the first block is skipped."""
+    """Three sequences; the second fills a block and a part of another, and the first block is skipped."""
     args = prolog_call("PA_BSND", tokens=(134,), z=SMALL)
     blocks = Sampler(torch.bfloat16, seed=8).slots(4, BLOCKS, skip=1)
     return [*args[:9], *args[10:], blocks, *[None] * 7, torch.tensor([3, 133, 134])], {"cache_mode": cache_mode}
