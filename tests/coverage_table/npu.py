@@ -51,7 +51,7 @@ class NpuZooCell(ZooCell):
 
 
 def _family_line(family: str, steps: Results, notes: Notes) -> str:
-    every = [one for found in steps.values() for one in found]
+    every = [one for found in steps.values() for one in _on(GE, found)]  # a captured graph misses the same
     columns = [_with_bodies(_on(GE, part), notes) for found in steps.values() for part in fixed_and_dynamic(found)]
     captured = [_with_bodies(_on(CAPTURED, steps[step]), notes) for step in CAPTURED_STEPS]
     return row((family, *columns, *captured, notes.numbers(reasons(every))))

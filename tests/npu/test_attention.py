@@ -287,9 +287,9 @@ def test_latent_attention_reads_pages_alone(converted):
 
 HEADS = {
     "block_size is 16 for 3 queries; 128, 2 * 128 to 512": {"steps": 3},
-    "pages [0, 1, -1] are read; there are 8": {"table": [[0, 1, -1, 3], [4, 5, 6, 7]]},
-    "pages [4, 8] are read; there are 8": {"table": [[0, 1, 2, 3], [4, 8, 6, 7]]},
-    "a length is 65; block_table has room for 64": {"lengths": [37, 65]},
+    "block_table has [-1] for sequence 0; blocks are 0 to 7": {"table": [[0, 1, -1, 3], [4, 5, 6, 7]]},
+    "block_table has [8] for sequence 1; blocks are 0 to 7": {"table": [[0, 1, 2, 3], [4, 8, 6, 7]]},
+    "sequence 1 has 65 keys, and block_table 4 blocks": {"lengths": [37, 65]},
     "query has 32 columns a head, key 16": {"columns": 16},
     "input_layout is 'TND'; TND reads no pages here": {"layout": "TND"},
     "they are all bfloat16, or all float16": {"dtype": torch.float16},

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mla_fx.lowering.ascend import fused_infer_attention_score as kernel
-from mla_fx.lowering.ascend import latent_attention, toolchain
+from mla_fx.lowering.ascend import latent_attention, numbers_of_sizes
 
 from mla_fx.ops.common.sample import Sampler
 from npu import test_user_calls as user_calls
@@ -229,6 +229,6 @@ def test_negative_blocks_are_handed_on(converted, monkeypatch):
 
 def test_sizes_are_read_from_caches_that_are_written(converted, monkeypatch):
     """Each then keeps the copy that it is written through: user_calls counts them."""
-    monkeypatch.setattr(toolchain, "_read_sizes_as_numbers", lambda graph: None)
+    monkeypatch.setattr(numbers_of_sizes, "read", lambda graph: None)
     with torch.no_grad(), pytest.raises(AssertionError, match=r"\[1, 2\] == \[1, 0\]"):
         user_calls.test_one_graph_for_pages_of_several_sizes(converted)
