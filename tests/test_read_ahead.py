@@ -24,13 +24,13 @@ def run(module, numbers, *given):
 
 def weighted(x, *lengths):
     """A result that depends on which length comes where."""
-    return x * sum(own.number(length, place) * 10**place for length in lengths for place in range(2))
+    return x * sum(own.host_number(length, place) * 10**place for length in lengths for place in range(2))
 
 
 def test_numbers_are_those_of_each_call():
     module = traced(lambda x, positions: weighted(x, positions + 1), torch.ones(2), torch.tensor([3, 4]))
     numbers = read_ahead(module.graph, READ)
-    assert not module.graph.find_nodes(op="call_function", target=own.number.default)
+    assert not module.graph.find_nodes(op="call_function", target=own.host_number.default)
     for positions in ([3, 4], [7, 1]):
         expected = positions[0] + 1 + 10 * (positions[1] + 1)
         assert run(module, numbers, torch.ones(2), torch.tensor(positions)).tolist() == [expected] * 2
@@ -55,7 +55,7 @@ def test_each_input_has_a_symbol_of_its_own():
         return weighted(x, one) + weighted(x, other)
 
     module = traced(function, torch.ones(2), *torch.ones(2, 2).long())
-    first, *others = module.graph.find_nodes(op="call_function", target=own.number.default)
+    first, *others = module.graph.find_nodes(op="call_function", target=own.host_number.default)
     for call in others:
         call.meta["val"] = first.meta["val"]
     read_ahead(module.graph, READ)

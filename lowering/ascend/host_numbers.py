@@ -13,16 +13,16 @@ from mla_fx.graph.torch_private import detect_fake_mode, unknown_number
 from .lengths import Lengths
 from .surface import Surface
 
-READ = frozenset({"number"})
+READ = frozenset({"host_number"})
 
 
-@torch.library.custom_op("mla_fx_ascend::number", mutates_args=())
-def number(values: Tensor, position: int) -> int:
+@torch.library.custom_op("mla_fx_ascend::host_number", mutates_args=())
+def host_number(values: Tensor, position: int) -> int:
     """One element of a tensor of whole numbers."""
     return int(values[position])
 
 
-@number.register_fake
+@host_number.register_fake
 def _(values: Tensor, position: int) -> int:
     return unknown_number(detect_fake_mode([values]))  # type: ignore[no-any-return]
 
@@ -32,4 +32,4 @@ def on_host(surface: Surface, lengths: Lengths) -> Lengths:
     if not isinstance(lengths, Tensor) or not surface.reads_ahead or not isinstance(lengths.shape[0], int):
         return lengths
     values = lengths.to(torch.int64)
-    return [torch.ops.mla_fx_ascend.number(values, position) for position in range(lengths.shape[0])]
+    return [torch.ops.mla_fx_ascend.host_number(values, position) for position in range(lengths.shape[0])]

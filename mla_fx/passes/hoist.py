@@ -212,7 +212,7 @@ def is_fixed(node: Node) -> bool:
 
     Python's own functions compute sizes, or take one of several results."""
     if not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem or isinstance(node.meta["val"], torch.SymInt)
+        return node.target is operator.getitem or isinstance(node.meta.get("val"), torch.SymInt)
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not written(node)
 
 
