@@ -63,6 +63,16 @@ def test_each_input_has_a_symbol_of_its_own():
     assert len(set(values)) == len(values) == 4
 
 
+def test_names_of_inputs_are_their_targets():
+    """torchair's own source of a graph has both."""
+    given = torch.ones(2), torch.tensor([3, 4]), torch.tensor([5, 6])
+    module = traced(lambda x, length, length_1: weighted(x, length, length_1), *given)
+    read_ahead(module.graph, READ)
+    inputs = module.graph.find_nodes(op="placeholder")[3:]
+    assert [node.target for node in inputs] == [node.name for node in inputs]
+    assert len({node.name for node in module.graph.nodes}) == len(module.graph.nodes)
+
+
 def test_a_size_is_read_from_the_inputs():
     """It would need what the graph computes otherwise, here a product."""
 

@@ -81,8 +81,10 @@ def _is_determined(call: Node) -> bool:
 def _new_inputs(graph: Graph, values: Node) -> list[Node]:
     """An input for each element of a tensor. Each has a symbol of its own: equal traces share that of their call."""
     mode, added = detect_fake_mode([values.meta["val"]]), list[Node]()
-    for position in range(values.meta["val"].shape[0]):
+    for _ in range(values.meta["val"].shape[0]):
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            added.append(graph.placeholder(f"{values.name}_{position}"))
-        added[-1].meta["val"] = unknown_number(mode)
+            node = graph.placeholder("length")
+        node.target = node.name  # torchair names inputs by the one, and what reads them by the other
+        node.meta["val"] = unknown_number(mode)
+        added.append(node)
     return added

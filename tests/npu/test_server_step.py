@@ -37,18 +37,16 @@ def server():
     return module
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(64, marks=pytest.mark.campaign)])
-@torch.no_grad()
-def test_steps(converted, server, count):
+def check_steps(server, target, every, *, dynamic):
     torch.manual_seed(0)
     torch._dynamo.reset()
     plain = models.dense(server.Attention()).to(torch.bfloat16)
     plain.latents.normal_()
     plain.keys.normal_()
     exact, served = copy.deepcopy(plain).double(), copy.deepcopy(plain)
-    run = torch.compile(served, backend=mla_fx.get_backend(target="ge", soc="Ascend910B3"), dynamic=True)
+    run = torch.compile(served, backend=mla_fx.get_backend(target=target, soc="Ascend910B3"), dynamic=dynamic)
     tables = torch.randperm(server.BLOCKS)[: server.SEQUENCES * 2].view(server.SEQUENCES, 2)
-    for parts in steps(count):
+    for parts in every:
         positions, table = server.batch(parts, tables)
         x = torch.randn(len(positions), server.HIDDEN).to(torch.bfloat16)
         found, near, wanted = (
@@ -57,6 +55,25 @@ def test_steps(converted, server, count):
         )
         allowed = [2 * error + 1e-6 for error in models.errors(near, wanted)]
         assert all(map(float.__le__, models.errors(found, wanted), allowed)), (parts, allowed)
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(64, marks=pytest.mark.campaign)])
+@torch.no_grad()
+def test_steps(converted, server, count):
+    check_steps(server, "ge", steps(count), dynamic=True)
     (graph,) = converted.graphs
     kernels = "MlaPrologV3", "FusedInferAttentionScore", "TensorMove", "Assign", "ScatterNdUpdate"
     assert [types(graph).count(kernel) for kernel in kernels] == [1, 1, 0, 0, 0], str(mla_fx.last_report())
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(64, marks=pytest.mark.campaign)])
+@torch.no_grad()
+def test_captured_steps(captured, server, count):
+    """A captured graph has one number of tokens, here single ones and a draft of two. Each has a length of its own."""
+    every = [[(0, 19 + step, 1), (1, 7 + 2 * step, 2), (2, 11 + step, 1)] for step in range(count)]
+    check_steps(server, "aclgraph", every, dynamic=False)
+    (graph,) = captured.graphs
+    assert graph.calls("npu.npu_mla_prolog_v3.default", "npu.npu_fused_infer_attention_score_v2.out") == [1, 1]
+    assert graph.calls("aten.copy_.default") == [0]
+    assert len(graph.recordings) == 1
+    assert "4 lengths read by the host before each call" in mla_fx.last_report().notes
