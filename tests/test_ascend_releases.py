@@ -89,7 +89,7 @@ def emitted(monkeypatch):
     """The options of each call of FusedInferAttentionScore, and whether its pages are in FRACTAL_NZ."""
     found = []
 
-    def attend(query, key, value, **options):
+    def attend(surface, query, key, value, **options):
         found.append((options, key.ndim == 5))
         return query
 
@@ -102,7 +102,7 @@ def test_pages_of_latents_are_those_of_all_releases(emitted, size):
     tables = {"block_table": index(B, 4), "context_lens": index(B), "is_causal": False}
     call = calls()["latent_attention"] | caches(8, size) | tables | {"mask": None}
     assert callable(lower("latent_attention", of("8.5.0"), **call))
-    latent_attention.plain(**call)
+    latent_attention.attention(A2, **call)
     ((options, is_nz),) = emitted
     assert size % options["block_size"] == 0 and not is_nz
     for release in RELEASES:
@@ -112,7 +112,7 @@ def test_pages_of_latents_are_those_of_all_releases(emitted, size):
 
 @pytest.mark.parametrize("positions", [1, 100, 250, 256])
 def test_contiguous_latents_become_pages_of_all_releases(emitted, positions):
-    latent_attention.plain(**calls()["latent_attention"] | caches(B, positions) | {"mask": None})
+    latent_attention.attention(A2, **calls()["latent_attention"] | caches(B, positions) | {"mask": None})
     ((options, _),) = emitted
     assert all(options["block_size"] in RULES[release].pages for release in RELEASES)
 
@@ -126,7 +126,7 @@ def test_pages_of_multi_latent_attention_are_those_of_all_releases(emitted, is_n
     if steps:
         call |= {"q_nope": make(B, 4 * N, HCKV), "q_rope": make(B, 4 * N, DR), "calc_type": "calc_type_spec"}
     assert callable(lower("multi_latent_attention", of("8.5.0"), **call))
-    multi_latent_attention.as_fused_infer_attention_score(**call)
+    multi_latent_attention.as_fused_infer_attention_score(A2, **call)
     ((options, found_nz),) = emitted
     assert found_nz == is_nz
     for release in RELEASES:
