@@ -13,7 +13,8 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx.ops  # noqa: F401  registers torch.ops.mla_fx
-from mla_fx.debug.dump import Dump, graph_text
+from mla_fx.debug.dump import Dump
+from mla_fx.debug.graph_text import graph_text
 from mla_fx.debug.report import Miss, PassRecord, Report
 
 aten = torch.ops.aten
@@ -34,11 +35,11 @@ def fused_graph():
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.mla_fx.latent_attention.default)
     node.meta["mla_fx_rule"] = "mla_attention"
     node.meta["mla_fx_replaced"] = [
-        ("bmm", "aten.bmm", "model.py:41"),
-        ("view_2", "aten.view", "model.py:41"),
-        ("view_3", "aten.view", "model.py:41"),
-        ("div", "aten.div", "model.py:42"),
-        ("clone", "aten.clone", ""),
+        ("bmm", "/usr/lib/site-packages/model.py:41", "layers.0"),
+        ("view_2", "/usr/lib/site-packages/model.py:41", "layers.0"),
+        ("view_3", "/usr/lib/site-packages/model.py:41", "layers.0.mix"),
+        ("div", "model.py:42", ""),
+        ("clone", "", ""),
     ]
     return graph
 
@@ -52,20 +53,37 @@ class TestGraphText(TestCase):
         self.assertExpectedInline(
             graph_text(traced(function, torch.randn(3, 4), torch.randn(4, 5, dtype=torch.bfloat16))),
             """\
-def graph(
-    x_1,  # f32[3, 4]
-    w_1,  # bf16[4, 5]
-):
-    _to_copy = aten._to_copy(x_1, dtype=torch.bfloat16)  # bf16[3, 4]
-    mm = aten.mm(_to_copy, w_1)  # bf16[3, 5]
-    split_with_sizes = aten.split_with_sizes(mm, [2, 3], -1)  # (bf16[3, 2], bf16[3, 3])
-    getitem = split_with_sizes[0]  # bf16[3, 2]
-    getitem_1 = split_with_sizes[1]  # bf16[3, 3]
-    transpose = aten.transpose.int(getitem, 0, 1)  # bf16[2, 3]
-    mul = aten.mul.Tensor(transpose, -inf)  # bf16[2, 3]
+# a graph: 12 nodes. Run this file to compute it on random inputs.
+
+
+import torch
+
+from mla_fx.debug.stage import run
+
+
+aten = torch.ops.aten
+
+INPUTS = {
+    "x_1": "f32[3, 4]",
+    "w_1": "bf16[4, 5]",
+}
+
+
+def graph(inputs):
+    _to_copy = aten._to_copy(inputs["x_1"], dtype=torch.bfloat16)  # bf16[3, 4]
+    mm = aten.mm(_to_copy, inputs["w_1"])  # bf16[3, 5]
+    split_with_sizes = aten.split_with_sizes(mm, [2, 3], -1)  # (bf16[3, 2] strides (5, 1), bf16[3, 3] strides (5, 1))
+    getitem = split_with_sizes[0]  # bf16[3, 2] strides (5, 1)
+    getitem_1 = split_with_sizes[1]  # bf16[3, 3] strides (5, 1)
+    transpose = aten.transpose.int(getitem, 0, 1)  # bf16[2, 3] strides (1, 5)
+    mul = aten.mul.Tensor(transpose, float('-inf'))  # bf16[2, 3] strides (1, 2)
     select = aten.select.int(getitem_1, 0, 0)  # bf16[3]
-    slice_1 = aten.slice.Tensor(select, 0, 0, 9223372036854775807, 2)  # bf16[2]
+    slice_1 = aten.slice.Tensor(select, 0, 0, 9223372036854775807, 2)  # bf16[2] strides (2)
     return (mul, slice_1)
+
+
+if __name__ == "__main__":
+    run(graph, INPUTS)
 """,
         )
 
@@ -76,12 +94,32 @@ def graph(
         self.assertExpectedInline(
             re.sub(r"\bs\d+", lambda found: names[found[0]], text),
             """\
-def graph(
-    x_1,  # f32[s0, s1, s2]
-):
-    view = aten.view(x_1, [-1, 2, 4])  # f32[s0*s1, 2, (s2//2)]
-    sum_1 = aten.sum.dim_IntList(view, [0])  # f32[2, (s2//2)]
+# a graph: 4 nodes. Run this file to compute it on random inputs.
+
+
+import torch
+
+from mla_fx.debug.stage import run
+
+
+aten = torch.ops.aten
+s0 = 3  # in this example
+s1 = 5  # in this example
+s2 = 8  # in this example
+
+INPUTS = {
+    "x_1": "f32[s0, s1, s2]",
+}
+
+
+def graph(inputs):
+    view = aten.view(inputs["x_1"], [-1, 2, 4])  # f32[s0*s1, 2, (s2//2)] strides (s2, (s2//2), 1)
+    sum_1 = aten.sum.dim_IntList(view, [0])  # f32[2, (s2//2)] strides (Max(1, (s2//2)), 1)
     return sum_1
+
+
+if __name__ == "__main__":
+    run(graph, INPUTS)
 """,
         )
 
@@ -89,18 +127,36 @@ def graph(
         self.assertExpectedInline(
             graph_text(fused_graph()),
             """\
-def graph(
-    q_1,  # bf16[1, 1, 2, 4]
-    q_rope_1,  # bf16[1, 1, 2, 2]
-    kv_1,  # bf16[1, 3, 4]
-    k_rope_1,  # bf16[1, 3, 2]
-):
+# a graph: 6 nodes. Run this file to compute it on random inputs.
+
+
+import torch
+
+from mla_fx.debug.stage import run
+
+
+mla_fx = torch.ops.mla_fx
+
+INPUTS = {
+    "q_1": "bf16[1, 1, 2, 4]",
+    "q_rope_1": "bf16[1, 1, 2, 2]",
+    "kv_1": "bf16[1, 3, 4]",
+    "k_rope_1": "bf16[1, 3, 2]",
+}
+
+
+def graph(inputs):
     # mla_fx.latent_attention, by rule mla_attention, replaces 5 nodes
-    #   model.py:41: aten.bmm, aten.view x2
-    #   model.py:42: aten.div
-    #   unknown source: aten.clone
-    latent_attention = mla_fx.latent_attention(q_1, q_rope_1, kv_1, k_rope_1, None, scale=0.5)  # bf16[1, 1, 2, 4]
+    #   model.py:41, layers.0: bmm view_2
+    #   model.py:41, layers.0.mix: view_3
+    #   model.py:42: div
+    #   unknown source: clone
+    latent_attention = mla_fx.latent_attention(inputs["q_1"], inputs["q_rope_1"], inputs["kv_1"], inputs["k_rope_1"], None, scale=0.5)  # bf16[1, 1, 2, 4]
     return latent_attention
+
+
+if __name__ == "__main__":
+    run(graph, INPUTS)
 """,
         )
 
@@ -117,27 +173,49 @@ def graph(
         self.assertExpectedInline(
             graph_text(graph),
             """\
-def graph(
-    x,
-):
-    layers_0_weight = attribute('layers.0.weight')
-    view = x.view((2, -1))
-    add = torch.add(view, layers_0_weight, out=None)
-    index_tensor = aten.index.Tensor(add, [None, x])
-    sym_max = torch.sym_max({'a': 1}, slice(None, x, None), ..., torch.strided, 'two\\nlines', value('object'))
+# a graph: 7 nodes. Run this file to compute it on random inputs.
+
+
+import torch
+
+from mla_fx.debug.stage import run
+
+
+aten = torch.ops.aten
+
+INPUTS = {
+    "x": "",
+    "layers.0.weight": "",
+}
+
+
+def graph(inputs):
+    view = inputs["x"].view((2, -1))
+    add = torch.add(view, inputs["layers.0.weight"], out=None)
+    index_tensor = aten.index.Tensor(add, [None, inputs["x"]])
+    sym_max = torch.sym_max({'a': 1}, slice(None, inputs["x"], None), ..., torch.strided, 'two\\nlines', value('object'))
     return (sym_max,)
+
+
+if __name__ == "__main__":
+    run(graph, INPUTS)
 """,
         )
 
 
+def run_text(text):
+    """The module that a text defines."""
+    module = {"__name__": "dumped"}
+    exec(compile(text, "dumped", "exec"), module)
+    return module
+
+
 @pytest.mark.parametrize("graph", [fused_graph(), traced(lambda x: x + 1, torch.ones(2))], ids=["fused", "plain"])
 def test_the_text_is_python_that_assigns_every_node(graph):
-    (function,) = ast.parse(graph_text(graph)).body
+    function = next(part for part in ast.parse(graph_text(graph)).body if isinstance(part, ast.FunctionDef))
     assigned = [statement.targets[0].id for statement in function.body if isinstance(statement, ast.Assign)]
-    names = [node.name for node in graph.nodes if node.op == "call_function"]
-    assert assigned == names
-    arguments = [argument.arg for argument in function.args.args]
-    assert arguments == [node.name for node in graph.find_nodes(op="placeholder")]
+    assert assigned == [node.name for node in graph.nodes if node.op == "call_function"]
+    assert list(run_text(graph_text(graph))["INPUTS"]) == [node.name for node in graph.find_nodes(op="placeholder")]
 
 
 def test_equal_graphs_have_equal_texts():
@@ -153,7 +231,7 @@ def test_no_value_of_a_tensor_is_shown():
         graph.output_node().args = (graph.call_function(aten.add.Tensor, (held, secret)),)
     text = graph_text(graph)
     assert "123456" not in text and "654321" not in text
-    assert "attribute('held')" in text
+    assert 'inputs["held"]' in text and '"held": "f32[2]"' in text
 
 
 def report():
@@ -173,8 +251,9 @@ class TestIndex(TestCase):
     def test_index(self):
         with TemporaryDirectory() as folder:
             dump = Dump(folder)
-            for name in ("captured", "recognise attention", "clean up"):
-                dump.stage(name, fused_graph())
+            dump.stage("captured", traced(lambda x: x + 1, torch.ones(2)))
+            dump.stage("recognise attention", fused_graph())
+            dump.stage("clean up", fused_graph())
             dump.finish(report())
             self.assertExpectedInline(
                 (dump.folder / "index.md").read_text(),
@@ -183,9 +262,9 @@ class TestIndex(TestCase):
 
 | pass | ms | fired | nodes before -> after | graph |
 | --- | ---: | --- | --- | --- |
-| captured |  |  | 6 | [00_captured.py](00_captured.py) |
+| captured |  |  | 3 | [00_captured.py](00_captured.py) |
 | recognise attention | 1.2 | mla_attention x2 | 108 -> 90 | [01_recognise_attention.py](01_recognise_attention.py) |
-| clean up | 0.0 |  | 90 -> 31 | [02_clean_up.py](02_clean_up.py) |
+| clean up | 0.0 |  | 90 -> 31 | [01_recognise_attention.py](01_recognise_attention.py) |
 
 ## Fused
 
@@ -206,7 +285,7 @@ class TestIndex(TestCase):
 def test_stages_are_numbered_files_that_parse(tmp_path):
     dump = Dump(str(tmp_path / "deep" / "dump"))
     dump.stage("captured", fused_graph())
-    dump.stage("choose absorbed or expanded", fused_graph())
+    dump.stage("choose absorbed or expanded", traced(lambda x: x + 1, torch.ones(2)))
     dump.finish(report())
     files = sorted(path.name for path in dump.folder.iterdir())
     assert files == ["00_captured.py", "01_choose_absorbed_or_expanded.py", "index.md"]
@@ -236,7 +315,8 @@ def test_a_stage_is_named_after_its_pass_even_when_its_name_breaks_the_line(tmp_
     dump = Dump(str(tmp_path))
     dump.stage("one\nimport os", fused_graph())
     (path,) = dump.folder.glob("*.py")
-    assert len(ast.parse(path.read_text()).body) == 1
+    imports = [part for part in ast.parse(path.read_text()).body if isinstance(part, ast.Import)]
+    assert [name.name for part in imports for name in part.names] == ["torch"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

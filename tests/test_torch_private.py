@@ -102,6 +102,22 @@ def test_numbers_are_symbols_without_a_value():
     assert str(first) != str(second)
 
 
+def test_symbols_have_the_sizes_of_the_example():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    (size, _) = mode.from_tensor(torch.ones(3, 5)).shape
+    assert isinstance(size, torch.SymInt) and torch_private.hint_of(size) == 3
+    assert torch_private.hint_of(torch_private.unknown_number(mode)) == 2
+
+
+def test_custom_operators_know_where_they_are_defined():
+    @torch.library.custom_op("mla_fx_tests::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert torch_private.defining_module(torch.ops.mla_fx_tests.doubled.default) == __name__
+    assert torch_private.defining_module(torch.ops.aten.add.Tensor) is None
+
+
 def test_memory_is_known_without_being_kept():
     tensor = torch.ones(2)
     reference = torch_private.StorageWeakRef(tensor.untyped_storage())

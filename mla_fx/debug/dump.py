@@ -1,127 +1,19 @@
-"""Graphs as readable text, and a folder with one file per pass."""
+"""A folder with one file per pass, and their index."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
+import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from mla_fx.graph.provenance import REPLACED, RULE, fused_name
-from mla_fx.graph.torch_private import OpOverload, dtype_abbrs
-
+from .graph_text import graph_text
+from .node_text import one_line
 from .report import Report
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-# --- a graph as text ---------------------------------------------------------------------------------------------
-
-
-def graph_text(graph: Graph) -> str:
-    """`graph` as Python source, for reading only.
-
-    Comments give dtypes and shapes and, above each fused operator, what it replaced. No tensor's values are shown.
-    """
-    arguments: list[str] = []
-    body: list[str] = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            arguments.append(_commented(f"    {node.name},", node))
-        elif node.op == "output":
-            body.append(f"    return {_literal(node.args[0])}")
-        else:
-            body += [f"    # {line}" for line in _origin(node)]
-            body.append(_commented(f"    {node.name} = {_call(node)}", node))
-    return "\n".join(["def graph(", *arguments, "):", *body, ""])
-
-
-def _commented(line: str, node: Node) -> str:
-    described = _described(node.meta.get("val", node.meta.get("example_value")))
-    return f"{line}  # {described}" if described else line
-
-
-def _described(value: Any) -> str:
-    """Dtype and shape of a value; an empty string if unknown."""
-    if isinstance(value, torch.Tensor):
-        dtype = dtype_abbrs.get(value.dtype, str(value.dtype).removeprefix("torch."))
-        return f"{dtype}[{', '.join(map(str, value.shape))}]"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(_described(item) or '-' for item in value)})"
-    if isinstance(value, _SYMBOLS):
-        return str(value)
-    return "" if value is None else type(value).__name__
-
-
-def _call(node: Node) -> str:
-    if node.target is operator.getitem:
-        return "{}[{}]".format(*map(_literal, node.args))
-    if node.op == "get_attr":
-        return f"attribute({node.target!r})"
-    args, called = list(node.args), _target_name(node.target)
-    if node.op == "call_method":
-        called = f"{_literal(args.pop(0))}.{node.target}"
-    named = [f"{name}={_literal(value)}" for name, value in node.kwargs.items()]
-    return f"{called}({', '.join([*map(_literal, args), *named])})"
-
-
-def _target_name(target: Any) -> str:
-    if isinstance(target, (OpOverload, str)):
-        return str(target).removesuffix(".default")
-    name = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
-    return re.sub(r"[^\w.]", "_", name.strip("._"))
-
-
-def _literal(value: Any) -> str:
-    """An argument as source text; for anything but nodes and plain values only its type."""
-    if isinstance(value, Node):
-        return value.name
-    if isinstance(value, _SYMBOLS):
-        return f"symbol({str(value)!r})"
-    if value is None or isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        items = ", ".join(map(_literal, value))
-        return f"[{items}]" if isinstance(value, list) else f"({items}{',' * (len(value) == 1)})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
-    if isinstance(value, slice):
-        return f"slice({_literal(value.start)}, {_literal(value.stop)}, {_literal(value.step)})"
-    return "..." if value is Ellipsis else f"value({type(value).__name__!r})"
-
-
-def _origin(node: Node) -> list[str]:
-    """What a fused operator replaced: the calls, grouped by the line of code that made them."""
-    if fused_name(node) is None:
-        return []
-    rule, replaced = node.meta.get(RULE), node.meta.get(REPLACED, ())
-    calls: dict[str, Counter[str]] = {}
-    for _, name, source in replaced:
-        calls.setdefault(source or "unknown source", Counter())[name] += 1
-    title = [_target_name(node.target)]
-    title += [f"by rule {rule}"] if rule else []
-    title += [f"replaces {len(replaced)} nodes"] if replaced else []
-    lines = [f"  {_one_line(source)}: {_tally(names)}" for source, names in calls.items()]
-    return [_one_line(", ".join(title)), *lines]
-
-
-def _one_line(text: str) -> str:
-    """`text` without line breaks, which would end a comment, a heading or the row of a table."""
-    return " ".join(text.split())
-
-
-def _tally(counts: Mapping[str, int]) -> str:
-    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counts.items())
-
-
-# --- a folder of graphs ------------------------------------------------------------------------------------------
 
 
 class Dump:
@@ -130,11 +22,16 @@ class Dump:
     def __init__(self, folder: str) -> None:
         self.folder = _next_free(Path(folder))
         self._stages: list[tuple[str, str, int]] = []
+        self._last = "", ""
 
     def stage(self, name: str, graph: Graph) -> None:
-        """Write the graph after the pass `name`."""
-        file = f"{len(self._stages):02d}_{_file_name(name)}.py"
-        self._write(file, f"# {_one_line(name)}: {len(graph.nodes)} nodes\n\n{graph_text(graph)}")
+        """Write the graph after the pass `name`, unless it is that of the stage before."""
+        text, (before, file) = graph_text(graph, name), self._last
+        code = text.partition("\n")[2]
+        if code != before:
+            file = f"{len(self._stages):02d}_{_file_name(name)}.py"
+            self._write(file, text)
+        self._last = code, file
         self._stages.append((name, file, len(graph.nodes)))
 
     def finish(self, report: Report) -> None:
@@ -142,8 +39,10 @@ class Dump:
         self._write("index.md", _index(report, self._stages))
 
     def _write(self, file: str, text: str) -> None:
+        """Readers see a whole file or none."""
         with _writing(self.folder):
-            (self.folder / file).write_text(text, encoding="utf-8")
+            (begun := self.folder / f".{file}").write_text(text, encoding="utf-8")
+            os.replace(begun, self.folder / file)
 
 
 def _next_free(folder: Path) -> Path:
@@ -192,9 +91,13 @@ def _index(report: Report, stages: list[tuple[str, str, int]]) -> str:
 
 def _row(name: str, milliseconds: str, fired: str, nodes: str, file: str | None) -> str:
     cells = (name, milliseconds, fired, nodes, f"[{file}]({file})" if file else "")
-    return "| " + " | ".join(_one_line(cell).replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(one_line(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _tally(counts: Mapping[str, int]) -> str:
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counts.items())
 
 
 def _section(title: str, items: Iterable[str]) -> list[str]:
-    lines = [f"- {_one_line(item)}" for item in items]
+    lines = [f"- {one_line(item)}" for item in items]
     return ["", f"## {title}", "", *lines] if lines else []

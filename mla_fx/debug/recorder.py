@@ -9,7 +9,8 @@ from torch.fx import Graph
 
 from mla_fx.errors import MlaWarning
 
-from .dump import Dump, graph_text
+from .dump import Dump
+from .graph_text import graph_text
 from .report import Report
 
 
@@ -33,7 +34,7 @@ class Recorder:
 
     def _write(self, name: str, graph: Graph) -> None:
         if self._keep_text:
-            self._report.graphs[name] = graph_text(graph)
+            self._report.graphs[name] = graph_text(graph, name)
         if self._dump is not None:
             self._dump.stage(name, graph)
 

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from .torch_private import OpOverload
 
 _VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
+_KEYWORD = re.compile(r"^kwargs\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -19,7 +20,7 @@ INPUT_NAME = "mla_fx_input"  # of a graph input: the user's name for it
 LAID_OUT = "mla_fx_laid_out"  # of an added graph input: a weight in another layout
 RULE = "mla_fx_rule"  # of a new node: the rule or pass that made it
 STANDS_FOR = "mla_fx_stands_for"  # of a node that replaces another: the other's name in the original graph
-REPLACED = "mla_fx_replaced"  # of a fused operator: names, calls and source lines of what it replaced
+REPLACED = "mla_fx_replaced"  # of a fused operator: names, source lines and modules of what it replaced
 
 
 def count_fused(graph: Graph) -> dict[str, int]:
@@ -66,9 +67,10 @@ def module_of(node: Node | None) -> str:
 def plain_path(path: str) -> str:
     """Turn a path of Dynamo's into the user's: `layers.3.weight` for `L['self'].layers._modules['3']...`.
 
-    Dynamo's path begins with the variable that holds the model; for the compiled function that is `self` or `fn`."""
+    Dynamo's path begins with the variable that holds the model; for the compiled function that is `self` or `fn`.
+    A keyword argument has its own name."""
     named = _VARIABLE.sub(_variable, _MEMBER.sub(r".\1", path))
-    return named.strip(".")
+    return _KEYWORD.sub(r"\1", named).strip(".")
 
 
 def _variable(found: re.Match[str]) -> str:

@@ -37,12 +37,14 @@ __all__ = [
     "OpOverload",
     "StorageWeakRef",
     "codegen_of",
+    "defining_module",
     "detect_fake_mode",
     "dtype_abbrs",
     "fake_tensor",
     "floor_division",
     "guards",
     "has_symbolic_sizes",
+    "hint_of",
     "in_kernel_invocation_manager",
     "is_fake",
     "is_known",
@@ -97,6 +99,14 @@ def make_fx(
     return make_fx(function, decompositions, tracing_mode=tracing_mode)
 
 
+def defining_module(operator: OpOverload) -> str | None:
+    """The Python module that defines a custom operator, which a program imports to have it; None if unknown."""
+    from torch._library.custom_ops import OPDEFS
+
+    defined = OPDEFS.get(str(operator._schema.name))
+    return None if defined is None else str(defined._init_fn.__module__)
+
+
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +115,11 @@ def is_known(shape_env: Any, relation: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(shape_env.create_symboolnode(relation))
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """The number that a symbol had when the graph was traced; 2 if it had none. It adds no guard."""
+    return int(size.node.hint) if size.node.has_hint() else 2
 
 
 def guards(shape_env: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fx.debug.report import Miss
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import REPLACED, fused_name, module_of, name_of, source_of
+from mla_fx.graph.provenance import REPLACED, fused_name, module_of, source_of
 from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.readings.calls import noting
 from mla_fx.rewriting.draft import Draft, fake_of
@@ -133,7 +133,7 @@ def _apply(run: Run, plan: Drafted) -> None:
 
 def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
     """Record on each fused operator which nodes it replaces."""
-    origins = [(node.name, name_of(node), source_of(node)) for node in erased]
+    origins = [(node.name, source_of(node), module_of(node)) for node in erased]
     for node in emit.added:
         if fused_name(node) is not None:
             node.meta[REPLACED] = origins
