@@ -1,15 +1,17 @@
 """`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` reports what fuses in a model,
-`coverage` what fuses in all of them."""
+`coverage` what fuses in all of them, `report` shows a dump in a browser."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .commands.coverage import run_coverage
 from .commands.demo import run_demo
 from .commands.explain import CommandError, run_explain
+from .commands.report import run_report
 from .errors import FusionError, OptionError
 
 
@@ -42,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--json", action="store_true", help="the report for programs, as JSON")
     explain.set_defaults(run=_explain)
+    report = commands.add_parser("report", help="write the pages of a dump, for a browser")
+    report.add_argument("folder", type=Path, metavar="DIR", help="what option dump or MLA_FX_DUMP filled")
+    report.set_defaults(run=_report)
     coverage = commands.add_parser("coverage", help="regenerate the tables of docs/coverage.md, in a clone")
     coverage.add_argument("--only", default="", help="one family or one axis of the zoo: shown, not written")
     coverage.set_defaults(run=lambda options: run_coverage(options.only))
@@ -56,6 +61,11 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     run_explain(options.model, options.target, is_full=options.full, as_json=options.json)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    run_report(options.folder)
     return 0
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch.fx import Graph
 
+from mla_fx.graph.provenance import count_fused
+
 from .graph_text import graph_text
-from .node_text import one_line
+from .layers import Layer, layers_of
+from .node_text import one_line, tally
+from .page import Stage, data_of, page
 from .report import Report
 
 
@@ -21,22 +26,39 @@ class Dump:
 
     def __init__(self, folder: str) -> None:
         self.folder = _next_free(Path(folder))
-        self._stages: list[tuple[str, str, int]] = []
-        self._last = "", ""
+        self._stages: list[Stage] = []
+        self._code = ""
+        self._before: Mapping[str, Layer] = {}
+        self._after: Mapping[str, Layer] = {}
+        self._most_fused = 0
 
     def stage(self, name: str, graph: Graph) -> None:
         """Write the graph after the pass `name`, unless it is that of the stage before."""
-        text, (before, file) = graph_text(graph, name), self._last
+        text = graph_text(graph, name)
         code = text.partition("\n")[2]
-        if code != before:
+        if code != self._code:
             file = f"{len(self._stages):02d}_{_file_name(name)}.py"
             self._write(file, text)
-        self._last = code, file
-        self._stages.append((name, file, len(graph.nodes)))
+            self._keep_layers(graph)
+        else:
+            file = self._stages[-1].file
+        self._code = code
+        self._stages.append(Stage(name, file, len(graph.nodes)))
+
+    def _keep_layers(self, graph: Graph) -> None:
+        """Those of the first graph, and of the last one before fused operators are lowered."""
+        count = sum(count_fused(graph).values())
+        if not self._stages:
+            self._before = self._after = layers_of(graph)
+        elif count >= self._most_fused:
+            self._after, self._most_fused = layers_of(graph), count
 
     def finish(self, report: Report) -> None:
-        """Write `index.md`: the passes with links to their graphs, what fused, and what almost did."""
+        """Write `index.md`: the passes with links to their graphs, what fused, and what almost did; then the page."""
         self._write("index.md", _index(report, self._stages))
+        data = data_of(report, self._stages, self._before, self._after)
+        self._write("graph.json", json.dumps(data))
+        self._write("page.html", page(data))
 
     def _write(self, file: str, text: str) -> None:
         """Readers see a whole file or none."""
@@ -67,13 +89,13 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:80] or "stage"
 
 
-def _index(report: Report, stages: list[tuple[str, str, int]]) -> str:
-    files = {name: file for name, file, _ in stages}
+def _index(report: Report, stages: Sequence[Stage]) -> str:
+    files = {stage.name: stage.file for stage in stages}
     known = {record.name for record in report.passes}
-    rows = [_row(name, "", "", str(count), file) for name, file, count in stages if name not in known]
+    rows = [_row(stage.name, "", "", str(stage.nodes), stage.file) for stage in stages if stage.name not in known]
     for record in report.passes:
         took, nodes = f"{record.milliseconds:.1f}", f"{record.nodes_before} -> {record.nodes_after}"
-        rows.append(_row(record.name, took, _tally(record.fired), nodes, files.get(record.name)))
+        rows.append(_row(record.name, took, tally(record.fired), nodes, files.get(record.name)))
     return "\n".join(
         [
             f"# mla_fx{f' on {report.target}' if report.target else ''}",
@@ -92,10 +114,6 @@ def _index(report: Report, stages: list[tuple[str, str, int]]) -> str:
 def _row(name: str, milliseconds: str, fired: str, nodes: str, file: str | None) -> str:
     cells = (name, milliseconds, fired, nodes, f"[{file}]({file})" if file else "")
     return "| " + " | ".join(one_line(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _tally(counts: Mapping[str, int]) -> str:
-    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counts.items())
 
 
 def _section(title: str, items: Iterable[str]) -> list[str]:

@@ -20,14 +20,14 @@ from .node_text import call_text, described, literal, one_line, origin, value_of
 from .sections import Section, in_sections
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w])|(?<=\.)\d+(?=[.\]]|$)")
-_INPUTS = ("placeholder", "get_attr")
+INPUTS = ("placeholder", "get_attr")
 RUN = "from mla_fx.debug.stage import run"
 
 
 def graph_text(graph: Graph, title: str = "") -> str:
     """`graph` as the source of a Python module. Comments give dtypes and shapes, strides where a value is not
     contiguous, and, above each fused operator, what it replaced. No tensor's values are shown."""
-    return _Writer(graph).text(one_line(title) or "a graph")
+    return Writer(graph).text(one_line(title) or "a graph")
 
 
 @dataclass
@@ -39,16 +39,16 @@ class _Function:
     paths: list[str] = field(default_factory=list)
 
 
-class _Writer:
+class Writer:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.inputs = _input_names(graph)
         self.functions: dict[str, _Function] = {}
 
     def text(self, title: str) -> str:
-        computed = [node for node in self.graph.nodes if node.op not in (*_INPUTS, "output")]
+        computed = [node for node in self.graph.nodes if node.op not in (*INPUTS, "output")]
         body = self._body(in_sections(computed), None)
-        returned = literal(self.graph.output_node().args[0], self._named(None))
+        returned = literal(self.graph.output_node().args[0], self.named(None))
         parts = [
             f"# {title}: {len(self.graph.nodes)} nodes. Run this file to compute it on random inputs.",
             "\n".join(self._imports()),
@@ -85,14 +85,14 @@ class _Writer:
                 lines.append(self._call(item, layer))
                 continue
             lines += [f"    # {line}" for line in origin(item)]
-            lines.append(f"    {self._assigned(item, self._named(layer))}")
+            lines.append(f"    {self._assigned(item, self.named(layer))}")
         return lines
 
     def _assigned(self, node: Node, name_of: Callable[[Node], str]) -> str:
         type_ = described(value_of(node))
         return f"{name_of(node)} = {call_text(node, name_of)}" + (f"  # {type_}" if type_ else "")
 
-    def _named(self, layer: str | None) -> Callable[[Node], str]:
+    def named(self, layer: str | None) -> Callable[[Node], str]:
         def name_of(node: Node) -> str:
             return self._input(node, layer) if node in self.inputs else node.name
 
@@ -107,8 +107,8 @@ class _Writer:
 
     def _call(self, section: Section, layer: str | None) -> str:
         """The call of a section's function, which is written if no equal one is."""
-        takes, gives = _borders(section)
-        text = self._as_any_layer(section, takes, gives)
+        takes, gives = borders(section)
+        text = self.as_any_layer(section, takes, gives)
         path = ".".join(section.path if layer is None else ["{i}" if part == layer else part for part in section.path])
         if text not in self.functions:
             self.functions[text] = function = _Function(self._free_name(section), [])
@@ -126,7 +126,7 @@ class _Writer:
         body = self._body(section.items, section.layer)
         return [head, *body, *([f"    return {', '.join(node.name for node in gives)}"] if gives else [])]
 
-    def _as_any_layer(self, section: Section, takes: Sequence[Node], gives: Sequence[Node]) -> str:
+    def as_any_layer(self, section: Section, takes: Sequence[Node], gives: Sequence[Node]) -> str:
         """The section with numbers for its names: equal for equal layers."""
         nodes = [*section.nodes()]
         numbers = {node: f"v{number}" for number, node in enumerate([*takes, *nodes])}
@@ -146,14 +146,14 @@ class _Writer:
 
 def _of_function(function: _Function) -> list[str]:
     count = len(function.paths)
-    return [f"# {_ranges(function.paths)}" + (f", {count} times" if count > 1 else ""), *function.lines]
+    return [f"# {ranges(function.paths)}" + (f", {count} times" if count > 1 else ""), *function.lines]
 
 
-def _borders(section: Section) -> tuple[list[Node], list[Node]]:
+def borders(section: Section) -> tuple[list[Node], list[Node]]:
     """The values that a section takes from other nodes, and those that it gives to them."""
     inside = dict.fromkeys(section.nodes())
     operands = dict.fromkeys(operand for node in inside for operand in node.all_input_nodes)
-    takes = [node for node in operands if node not in inside and node.op not in _INPUTS]
+    takes = [node for node in operands if node not in inside and node.op not in INPUTS]
     return takes, [node for node in inside if any(user not in inside for user in node.users)]
 
 
@@ -173,7 +173,7 @@ def _input_names(graph: Graph) -> dict[Node, str]:
     """A name of its own for each input and attribute: the user's, if there is one."""
     names: dict[Node, str] = {}
     for node in graph.nodes:
-        if node.op in _INPUTS:
+        if node.op in INPUTS:
             name = str(node.target) if node.op == "get_attr" else one_line(label_of(node))
             names[node] = name if name not in names.values() else f"{name} ({node.name})"
     return names
@@ -210,7 +210,7 @@ def _range(numbers: Iterable[str]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _ranges(paths: Sequence[str]) -> str:
+def ranges(paths: Sequence[str]) -> str:
     """`model.layers.{0-2}.mlp` for the paths of equal modules in three layers."""
     found = _NUMBER.search(paths[0])
     if len(paths) == 1 or found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ NameOf = Callable[[Node], str]
 def one_line(text: str) -> str:
     """`text` without line breaks, which would end a comment, a heading or the row of a table."""
     return " ".join(text.split())
+
+
+def tally(counts: Mapping[str, int]) -> str:
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counts.items())
 
 
 def value_of(node: Node) -> Any:

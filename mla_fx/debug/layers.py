@@ -1,0 +1,77 @@
+"""The layers of a graph for the page: one of each kind, before and after the passes, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from mla_fx.graph.provenance import REPLACED, RULE, fused_name, module_of, source_of
+
+from .graph_text import INPUTS, Writer, borders, ranges
+from .node_text import call_text, described, short_source, target_name, value_of
+from .sections import Section, in_sections
+
+REST = "outside the layers"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The nodes of a layer as JSON values, and a text that is equal for equal layers."""
+
+    text: str
+    nodes: Sequence[Mapping[str, Any]]
+
+
+def layers_of(graph: Graph) -> dict[str, Layer]:
+    """The layers by path; what is in none is one more, under the path `REST`."""
+    writer = Writer(graph)
+    items = in_sections([node for node in graph.nodes if node.op not in (*INPUTS, "output")])
+    parts: dict[str, list[Section]] = {}
+    for item in items:
+        is_layer = isinstance(item, Section) and item.layer is not None
+        section = item if isinstance(item, Section) else Section((), (item,))
+        parts.setdefault(".".join(section.path) if is_layer else REST, []).append(section)
+    return {path: _layer(writer, sections) for path, sections in parts.items()}
+
+
+def _layer(writer: Writer, sections: Sequence[Section]) -> Layer:
+    texts = [writer.as_any_layer(section, *borders(section)) for section in sections]
+    nodes = [_values(writer, node) for section in sections for node in section.nodes()]
+    return Layer("\n".join(texts), nodes)
+
+
+def _values(writer: Writer, node: Node) -> dict[str, Any]:
+    """A node as JSON values; `operands` are the names of other nodes, `inputs` those of inputs of the graph."""
+    operands = node.all_input_nodes
+    return {
+        "name": node.name,
+        "operator": target_name(node.target),
+        "call": call_text(node, writer.named(None)),
+        "type": described(value_of(node)),
+        "module": module_of(node),
+        "source": short_source(source_of(node)),
+        "operands": [operand.name for operand in operands if operand not in writer.inputs],
+        "inputs": [writer.inputs[operand] for operand in operands if operand in writer.inputs],
+        "fused": fused_name(node),
+        "rule": node.meta.get(RULE, ""),
+        "replaced": [name for name, *_ in node.meta.get(REPLACED, ())],
+    }
+
+
+def kinds(before: Mapping[str, Layer], after: Mapping[str, Layer]) -> Iterator[dict[str, Any]]:
+    """The kinds of layers: those with equal nodes before and after. Each is shown by its first layer."""
+    nothing = Layer("", ())
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path in dict.fromkeys([*before, *after]):
+        alike.setdefault((before.get(path, nothing).text, after.get(path, nothing).text), []).append(path)
+    for paths in alike.values():
+        yield {
+            "path": paths[0],
+            "paths": ranges(paths),
+            "count": len(paths),
+            "before": before.get(paths[0], nothing).nodes,
+            "after": after.get(paths[0], nothing).nodes,
+        }

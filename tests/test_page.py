@@ -1,0 +1,136 @@
+"""The page of a dump, in a real browser: what a person asks, and how many clicks the answer takes."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config, StaticCache
+
+import mla_fx
+from mla_fx.__main__ import main
+from mla_fx.commands.tiny_models import TINY, TINY_IF_USED
+
+LAYERS, BROKEN = 5, 3
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The dump of a model whose layer 3 has another norm than RMSNorm, so its prolog does not fuse."""
+    torch.manual_seed(0)
+    known = DeepseekV3Config().to_dict()
+    sizes = {name: size for name, size in (TINY | TINY_IF_USED).items() if name in known}
+    sizes["first_k_dense_replace"] = LAYERS
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, num_hidden_layers=LAYERS)).eval()
+    model.model.layers[BROKEN].self_attn.q_a_layernorm = nn.LayerNorm(48)
+    model.model.layers[BROKEN].self_attn.kv_a_layernorm = nn.LayerNorm(32)
+    folder, cache = tmp_path_factory.mktemp("dump"), StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(torch.tensor([[3, 1, 4]]), past_key_values=cache)
+        step = torch.compile(model, backend=mla_fx.get_backend(target="reference", dump=folder))
+        step(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    return folder
+
+
+def test_layers_with_another_outcome_are_a_kind_of_their_own(folder):
+    data = json.loads((folder / "graph_000" / "graph.json").read_text())
+    kinds = {kind["paths"]: kind for kind in data["kinds"]}
+    assert f"model.layers.{BROKEN}" in kinds
+    fused = {paths: {node["fused"] for node in kind["after"]} - {None} for paths, kind in kinds.items()}
+    assert "mla_prolog" not in fused[f"model.layers.{BROKEN}"]
+    assert sum(kind["count"] for paths, kind in kinds.items() if "mla_prolog" in fused[paths]) == LAYERS - 1
+    (fused_layer, *_) = (kind for kind in data["kinds"] if any(node["fused"] == "mla_prolog" for node in kind["after"]))
+    names = {node["name"] for node in fused_layer["before"]}
+    (prolog,) = (node for node in fused_layer["after"] if node["fused"] == "mla_prolog")
+    assert len(names & set(prolog["replaced"])) > 30
+    for kind in data["kinds"]:
+        for side in ("before", "after"):
+            assert len({node["name"] for node in kind[side]}) == len(kind[side])
+
+
+def test_it_needs_nothing_else_and_holds_no_weight(folder):
+    page = (folder / "graph_000" / "page.html").read_text()
+    assert not re.search(r"https?://(?!www\.w3\.org)", page) and not re.search(r"<(link|img|script)[^>]+(src|href)", page)
+    assert not re.search(r"\btensor\(", page)
+
+
+def test_the_command_lists_the_pages(folder, capsys):
+    (folder / "graph_000" / "page.html").unlink()
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'index.html'}\n"
+    assert 'href="graph_000/page.html"' in (folder / "index.html").read_text()
+    assert "data of the graph" not in (folder / "graph_000" / "page.html").read_text()
+
+
+def test_a_folder_without_a_dump_is_an_error(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"mla_fx: {tmp_path} holds no dump; option dump or the variable MLA_FX_DUMP makes one.\n"
+    )
+
+
+@pytest.fixture
+def page(folder):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
+        errors = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto((folder / "graph_000" / "page.html").as_uri())
+        yield page
+        assert errors == []
+        browser.close()
+
+
+@pytest.mark.slow
+@needs_browser
+class TestQuestions:
+    def test_why_did_layer_3_not_fuse_takes_one_click(self, page):
+        page.get_by_role("button", name=f"model.layers.{BROKEN}: ").click()
+        answer = page.locator("#about").text_content()
+        assert answer.startswith("Not fused here: ") and "mla_prolog: " in answer and "norm" in answer.lower()
+        assert page.locator("#before .missed").count() >= 1
+
+    def test_what_became_of_kv_b_proj_takes_a_word_and_a_key(self, page):
+        page.get_by_role("searchbox").fill("kv_b_proj")
+        assert "before" in page.locator("#found").text_content()
+        page.keyboard.press("Enter")
+        answer = page.locator("#about").text_content()
+        assert "self_attn.kv_b_proj.weight" in answer
+        assert "replaced by " in answer
+
+    def test_which_pass_took_the_time_takes_no_click(self, page):
+        widths = page.locator("#stages .bar").evaluate_all("bars => bars.map((bar) => bar.offsetWidth)")
+        times = [float(cell) for cell in page.locator("#stages td:nth-child(2)").all_text_contents()]
+        assert widths.index(max(widths)) == times.index(max(times))
+
+    def test_a_fused_node_leads_to_what_it_replaced_and_to_the_models_line(self, page):
+        page.locator("#after .fused", has_text="mla_prolog").click()
+        assert page.locator("#before .linked").count() > 30
+        assert "modeling_deepseek_v3.py:" in page.locator("#about").text_content()
+        page.locator("#before .linked").first.click()
+        assert "replaced by mla_prolog" in page.locator("#about").text_content()
+        assert page.locator("#after .linked").count() == 1
+
+    def test_the_drawing_answers_to_clicks_and_keys(self, page):
+        page.locator("#drawing g").first.click()
+        first = page.locator("#before .chosen").text_content()
+        page.locator("#before .chosen").focus()
+        page.keyboard.press("ArrowDown")
+        assert page.locator("#before .chosen").text_content() != first
+        page.get_by_role("button", name="After", exact=True).click()
+        assert "latent_attention" in " ".join(page.locator("#drawing text").all_text_contents())
+
+    def test_it_is_readable_in_the_dark_and_on_paper(self, page):
+        colours = "() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }"
+        light = page.evaluate(colours)
+        page.emulate_media(color_scheme="dark")
+        assert page.evaluate(colours) != light
+        page.emulate_media(media="print")
+        assert page.evaluate("() => getComputedStyle(document.body).display") == "block"
+        assert not page.locator("#search").is_visible()
