@@ -82,16 +82,24 @@ def refuse_computed(surface: Surface, a: latent_attention.Arguments) -> None:
 
 
 def attend(surface: Surface, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Call the kernel's newest interface, or torchair's, which takes lengths as tensors, if the graph computes them."""
+    return attend_and_sum(surface, query, key, value, **options)[0]
+
+
+def attend_and_sum(
+    surface: Surface, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Call the kernel's newest interface, or torchair's, which takes lengths as tensors, if the graph computes them.
+
+    Returns attention and, with `return_softmax_lse`, logarithms of sums: [B,N,S,1], or [T,N,1] in the layout TND."""
     names = [name for name in ("actual_seq_qlen", "actual_seq_kvlen") if name in options]
     lengths = {name: on_host(surface, options[name]) for name in names}
     if not any(isinstance(value, Tensor) for value in lengths.values()):
-        out: Tensor = torch.ops.npu.npu_fused_infer_attention_score_v2(query, key, value, **options | lengths)[0]
-        return out
+        out, lse = torch.ops.npu.npu_fused_infer_attention_score_v2(query, key, value, **options | lengths)
+        return out, lse
     importlib.import_module("torchair.ops._npu_fused_infer_attention_score_v2")  # registers the operator
     tensors = {name: as_tensor(value, torch.int64, query.device) for name, value in lengths.items()}
-    by_tensors: Tensor = torch.ops.air.npu_fused_infer_attention_score_v2(query, key, value, **options | tensors)[0]
-    return by_tensors
+    out, lse = torch.ops.air.npu_fused_infer_attention_score_v2(query, key, value, **options | tensors)
+    return out, lse
 
 
 def attend_to_pages(
@@ -105,8 +113,8 @@ def attend_to_pages(
     steps: Lengths | None = None,
     query_rope: Tensor | None = None,
     **options: Any,
-) -> Tensor:
-    """Attention of query [T,N,D] and query_rope [T,N,Dr] to a paged context, [T,N,Dv].
+) -> tuple[Tensor, Tensor]:
+    """Attention of query [T,N,D] and query_rope [T,N,Dr] to a paged context, [T,N,Dv], and the kernel's sums.
 
     Pages are [BlockNum,BlockSize,Nkv*D], or in FRACTAL_NZ format [BlockNum,Nkv,D/n0,BlockSize,n0].
     A sequence has one query row, or as many as `steps` says."""
@@ -114,7 +122,7 @@ def attend_to_pages(
     queries = [tensor if tensor is None or is_ragged else tensor.unsqueeze(1) for tensor in (query, query_rope)]
     first, rope = (None if tensor is None else tensor.contiguous() for tensor in queries)
     assert first is not None, "query is given"
-    out = attend(
+    out, lse = attend_and_sum(
         surface,
         first,
         key_pages,
@@ -126,7 +134,7 @@ def attend_to_pages(
         **options,
         **({"input_layout": "BSND"} if steps is None else _ragged(steps, query.device)),
     )
-    return out if is_ragged else out.squeeze(1)
+    return out if is_ragged else out.squeeze(1), lse
 
 
 def _ragged(steps: Lengths, device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Lowers multi_latent_attention to ATB's operator. GE has no converter for that, so it gets FusedInferAttentionScore.
+"""Lowers multi_latent_attention to FusedInferAttentionScore, or in captured graphs to ATB's operator.
 
-ATB leaves the rows of sequences without context undefined. `mla_fx.multi_latent_attention` sets them to zero."""
+GE has no converter for ATB's, and torchair does not update its lengths between replays of a captured graph: each new
+length is captured anew. So it is called only where the other kernel does not take the call. ATB leaves the rows of
+sequences without context undefined. `mla_fx.multi_latent_attention` sets them to zero."""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.paged import TILE
 from mla_fx.ops.vendor.multi_latent_attention.arguments import (
-    DECODE,
     INT8,
     MERGED,
     NZ,
@@ -37,20 +38,21 @@ NO_CONVERTER = f"torch.ops.atb has no converter to GE, and {KERNEL}, which has o
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     a = Arguments(*args, **kwargs)
-    if surface.mode == "ge":
-        refuse_for_ge(surface, a)
-        return bound(as_fused_infer_attention_score, surface)
-    refuse_for_atb(surface, a)
-    return as_atb
+    try:
+        refuse_for_kernel(surface, a)
+    except NoMatch:
+        if surface.mode == "ge":
+            raise
+        refuse_for_atb(surface, a)
+        return as_atb
+    return bound(as_fused_infer_attention_score, surface)
 
 
 # --- what the kernels cannot do -----------------------------------------------------------------------------------
 
 
-def refuse_for_ge(surface: Surface, a: Arguments) -> None:
+def refuse_for_kernel(surface: Surface, a: Arguments) -> None:
     mode = modes(a)
-    if mode.calc == RING:
-        raise NoMatch(f"calc_type is {mode.calc!r}; {NO_CONVERTER} {DECODE!r} or {SPEC!r}")
     if mode.cache not in (SPLIT, NZ):
         raise NoMatch(f"cache_mode is {mode.cache!r}; {NO_CONVERTER} {SPLIT!r} or {NZ!r}")
     if mode.calc == SPEC and not is_causal(a.q_nope):
@@ -58,9 +60,15 @@ def refuse_for_ge(surface: Surface, a: Arguments) -> None:
         raise NoMatch(f"q_nope has {heads} heads; {NO_CONVERTER} {SPEC!r} with 128 heads only, where it is causal")
     if a.q_seqlen is not None:
         refuse_packed(surface, "q_seqlen is given")
+    if surface.mode == "aclgraph" and not surface.reads_ahead and is_tensor(a.context_lens, a.q_seqlen):
+        raise NoMatch(f"context_lens is a tensor; a captured {KERNEL} takes numbers on the host")
     assert a.q_rope is not None and a.k_rope is not None, "a merged cache was refused"
     caches = [("ctkv", a.ctkv), ("k_rope", a.k_rope)]
     refuse_latent(surface, ("q_nope", a.q_nope), ("q_rope", a.q_rope), caches)
+
+
+def is_tensor(*lengths: object) -> bool:
+    return any(isinstance(given, Tensor) for given in lengths)
 
 
 def refuse_for_atb(surface: Surface, a: Arguments) -> None:
@@ -88,8 +96,8 @@ def refuse_for_atb(surface: Surface, a: Arguments) -> None:
 
 def as_fused_infer_attention_score(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     a = Arguments(*args, **kwargs)
-    latent = pages(a.ctkv)
-    out = attend_to_pages(
+    latent, is_ring = pages(a.ctkv), modes(a).calc == RING
+    out, lse = attend_to_pages(
         surface,
         a.q_nope,
         latent,
@@ -102,8 +110,12 @@ def as_fused_infer_attention_score(surface: Surface, *args: Any, **kwargs: Any) 
         softmax_scale=a.qk_scale,
         block_size=TILE,
         num_key_value_heads=1,
+        return_softmax_lse=is_ring,
     )
-    return out, out.new_empty(0)
+    if not is_ring:
+        return out, out.new_empty(0)
+    # the kernel's sign for a row that sees no key is plus infinity
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf).squeeze(-1).to(out.dtype)
 
 
 def pages(cache: Tensor) -> Tensor:

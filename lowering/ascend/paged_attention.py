@@ -107,7 +107,7 @@ def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
 def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     a = Arguments(*args, **kwargs)
     assert a.value_cache is not None, "a combined cache was refused"
-    return attend_to_pages(
+    out, _ = attend_to_pages(
         surface,
         a.query,
         a.key_cache.flatten(2),
@@ -118,3 +118,4 @@ def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
         block_size=a.key_cache.shape[1],
         num_key_value_heads=a.key_cache.shape[2],
     )
+    return out

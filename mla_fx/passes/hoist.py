@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.aliasing import owner, written
-from mla_fx.graph.provenance import LAID_OUT, RULE
+from mla_fx.graph.provenance import LAID_OUT, RULE, stand_in
 from mla_fx.graph.torch_private import (
     OpOverload,
     StorageWeakRef,
@@ -35,7 +35,7 @@ from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import RESHAPES, shape_of
-from mla_fx.rewriting.fake_values import hashable
+from mla_fx.rewriting.fake_values import hashable, signature
 
 aten = torch.ops.aten
 PLAIN_WRITES = frozenset({aten.index_put.default, aten.index_copy.default})
@@ -155,6 +155,7 @@ class Hoisted:
 def hoist(graph: Graph, weights: Set[Node]) -> Hoisted:
     """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change."""
     prepared = Hoisted()
+    _drop_copies(graph)
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
     for source in written_inputs & places.keys():
@@ -244,6 +245,19 @@ def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
 
 
 # --- caches ----------------------------------------------------------------------------------------------------------
+
+
+def _drop_copies(graph: Graph) -> None:
+    """Read results of added operators directly where the program copies them over a whole tensor, as `cache.copy_(rows)`
+    does: the functional graph has a copy, and then one that writes."""
+    for copy in graph.find_nodes(op="call_function", target=aten.copy.default):
+        source = args_of(copy)[1]
+        result = _before_reshapes(source)
+        is_added = result.target is operator.getitem and RULE in result.all_input_nodes[0].meta
+        if is_added and signature(source.meta["val"]) == signature(copy.meta["val"]):
+            stand_in(source, copy)
+            copy.replace_all_uses_with(source)
+            graph.erase_node(copy)
 
 
 def _take_viewed(graph: Graph, source: Node) -> list[int] | None:

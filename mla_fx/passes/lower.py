@@ -31,7 +31,8 @@ def lower(
 
     Returns notes for the report with their counts: why calls were not lowered, and how plain operators are computed."""
     emit, notes = Emitter(graph), Counter[str]()
-    own = {entry.overload: entry.decomposition for entry in catalogue().values()}
+    forms = [(entry, form) for entry in catalogue().values() for form in (entry.overload, entry.host)]
+    own = {form: entry.decomposition for entry, form in forms if form is not None}
     bodies = {} if keeps_calls else own
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
