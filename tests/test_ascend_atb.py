@@ -64,7 +64,7 @@ SAMPLES = [
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_every_mode_that_atb_has(sample):
     args = with_lists(sample)
-    lowered = multi_latent_attention.lower(ACLGRAPH, *args, **sample.kwargs)
-    assert callable(lowered), lowered
+    multi_latent_attention.refuse_for_atb(ACLGRAPH, multi_latent_attention.Arguments(*args, **sample.kwargs))
+    lowered = multi_latent_attention.as_atb
     wanted = OPERATOR.host(*args, **sample.kwargs)
     torch.testing.assert_close(lowered(*args, **sample.kwargs), wanted, rtol=0, atol=0)

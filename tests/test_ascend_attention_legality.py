@@ -16,10 +16,6 @@ def mode():
 
 NO_CONVERTER = "torch.ops.atb has no converter to GE, and FusedInferAttentionScore, which has one, takes"
 MLA = {
-    "calc_type": (
-        lambda: {"calc_type": "calc_type_ring"},
-        f"calc_type is 'calc_type_ring'; {NO_CONVERTER} 'calc_type_undefined' or 'calc_type_spec'",
-    ),
     "cache_mode": (
         lambda: {"cache_mode": "int8_nzcache"},
         f"cache_mode is 'int8_nzcache'; {NO_CONVERTER} 'krope_ctkv' or 'nzcache'",
@@ -62,12 +58,12 @@ ATB = {
         "context_lens is a tensor; torch.ops.atb takes a host list, as the overload `host` does",
     ),
     "an empty context": (
-        lambda: {"context_lens": [0, 5]},
+        lambda: {"cache_mode": "int8_nzcache", "context_lens": [0, 5]},
         "context_lens is [0, 5]; MultiLatentAttentionOperation leaves the rows of sequences without a context "
         "undefined",
     ),
     "dtype": (
-        lambda: {"k_rope": make(8, 128, 1, DR, dtype=torch.float32)},
+        lambda: {"cache_mode": "int8_nzcache", "k_rope": make(8, 128, 1, DR, dtype=torch.float32)},
         "k_rope has dtype torch.float32; MultiLatentAttentionOperation takes torch.bfloat16 or torch.float16",
     ),
 }
@@ -76,6 +72,12 @@ ATB = {
 @pytest.mark.parametrize("change, sentence", named(ATB))
 def test_limits_of_multi_latent_attention_in_aclgraph(change, sentence):
     assert lower("multi_latent_attention", Surface("Ascend910B3", "aclgraph", True, "8.5.0"), **change()) == sentence
+
+
+def test_lengths_that_the_host_reads_ahead():
+    """The other kernel takes them; ATB's would keep those of its capture."""
+    captured = Surface("Ascend910B3", "aclgraph", True, "8.5.0", reads_ahead=True)
+    assert callable(lower("multi_latent_attention", captured, context_lens=index(B)))
 
 
 ATB_HAS_NONE = "torch.ops.atb._npu_paged_attention has no fake kernel"

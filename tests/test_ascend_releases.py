@@ -91,9 +91,9 @@ def emitted(monkeypatch):
 
     def attend(surface, query, key, value, **options):
         found.append((options, key.ndim == 5))
-        return query
+        return query, query
 
-    monkeypatch.setattr(fused_infer_attention_score, "attend", attend)
+    monkeypatch.setattr(fused_infer_attention_score, "attend_and_sum", attend)
     return found
 
 

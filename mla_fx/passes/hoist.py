@@ -248,8 +248,8 @@ def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
 
 
 def _drop_copies(graph: Graph) -> None:
-    """Read results of added operators directly where the program copies them over a whole tensor, as `cache.copy_(rows)`
-    does: the functional graph has a copy, and then one that writes."""
+    """Read results of added operators directly where the program copies them over a whole tensor: of `cache.copy_(x)`
+    the functional graph has a copy, and then one that writes."""
     for copy in graph.find_nodes(op="call_function", target=aten.copy.default):
         source = args_of(copy)[1]
         result = _before_reshapes(source)

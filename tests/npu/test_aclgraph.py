@@ -116,23 +116,52 @@ def filled(cache):
     return cache
 
 
-@pytest.mark.parametrize("cache_mode", ["krope_ctkv", "nzcache"])
-@pytest.mark.parametrize("steps", [None, [3, 1, 2]], ids=str)
-def test_multi_latent_attention(captured, cache_mode, steps):
+def latent_call(cache_mode, rows):
     draw, lengths = Sampler(BF16, seed=6), [3, 300, 128]
     caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 1, width) for width in (HCKV, DR)]
     caches = [in_nz(cache) if cache_mode == "nzcache" else cache for cache in caches]
-    rows = len(lengths) if steps is None else sum(steps)
-    tensors = [*(draw.normal(rows, 128, width) for width in (HCKV, DR)), *caches, pages(draw, lengths)]
+    return [*(draw.normal(rows, 128, width) for width in (HCKV, DR)), *caches, pages(draw, lengths)], lengths
+
+
+@pytest.mark.parametrize("cache_mode", ["krope_ctkv", "nzcache"])
+@pytest.mark.parametrize("steps", [None, [3, 1, 2]], ids=str)
+@pytest.mark.parametrize("as_tensors", [False, True], ids=["lists", "tensors"])
+def test_multi_latent_attention(captured, cache_mode, steps, as_tensors):
+    """One capture for all lengths, those of the host and those that it reads ahead."""
+    tensors, lengths = latent_call(cache_mode, 3 if steps is None else sum(steps))
     options = {"cache_mode": cache_mode, "calc_type": "calc_type_undefined" if steps is None else "calc_type_spec"}
+    counts = torch.tensor(steps) if steps and as_tensors else steps
 
-    def call(*tensors):
+    def call(lengths, counts, *tensors):
         attention = torch.ops.mla_fx.multi_latent_attention
-        return attention(*tensors, lengths, None, steps, qk_scale=0.07, **options)[0]
+        return attention(*tensors, lengths, None, counts, qk_scale=0.07, **options)[0]
 
-    # One ulp of bfloat16: sums in another order may round otherwise.
-    torch.testing.assert_close(compiled(call)(*tensors), call(*tensors), rtol=2**-7, atol=2**-12)
-    assert captured.graphs[0].calls("atb.npu_multi_head_latent_attention.default") == [1]
+    run = compiled(call, dynamic=None)
+    for more in range(3):
+        now = [length + more for length in lengths]
+        given = [torch.tensor(now) if as_tensors else now, counts, *tensors]
+        torch.testing.assert_close(run(*given), call(*given), rtol=1e-2, atol=4e-3)
+    graph = captured.graphs[-1]
+    assert graph.calls(ATTENTION, "atb.npu_multi_head_latent_attention.default") == [1, 0]
+    assert len(graph.recordings) == 1
+
+
+def test_atb_is_captured_for_each_length(captured):
+    """torchair updates none of its lengths."""
+    tensors, lengths = latent_call("krope_ctkv", 6)
+    tensors[:2] = (tensor[:, :8].contiguous() for tensor in tensors[:2])
+
+    def call(lengths, *tensors):
+        attention, options = torch.ops.mla_fx.multi_latent_attention, {"calc_type": "calc_type_spec"}
+        return attention(*tensors, lengths, None, [3, 1, 2], qk_scale=0.07, **options)[0]
+
+    run = compiled(call, dynamic=None)
+    for more in range(3):
+        now = [length + more for length in lengths]
+        # one ulp of bfloat16: sums in another order may round otherwise
+        torch.testing.assert_close(run(now, *tensors), call(now, *tensors), rtol=2**-7, atol=2**-12)
+    assert [graph.calls("atb.npu_multi_head_latent_attention.default") for graph in captured.graphs] == [[1], [1]]
+    assert len(captured.graphs[-1].recordings) == 2
 
 
 def test_paged_attention(captured):

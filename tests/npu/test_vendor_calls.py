@@ -182,6 +182,18 @@ def test_multi_latent_attention(converted, cache_mode, heads, steps, as_tensors)
     check_attention(converted, "multi_latent_attention", args, qk_scale=0.07, **options)
 
 
+@pytest.mark.parametrize("cache_mode", ["krope_ctkv", "nzcache"])
+def test_ring_attention(converted, cache_mode):
+    """The kernel marks a row without keys by another infinity than ATB."""
+    draw, lengths = Sampler(BF16, seed=9), [0, 300, 128]
+    caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 1, width) for width in (HCKV, DR)]
+    caches = [in_nz(cache) if cache_mode == "nzcache" else cache for cache in caches]
+    queries = [draw.normal(len(lengths), 16, width) for width in (HCKV, DR)]
+    args = [*queries, *caches, pages(draw, lengths), torch.tensor(lengths)]
+    options = {"cache_mode": cache_mode, "calc_type": "calc_type_ring"}
+    check_attention(converted, "multi_latent_attention", args, qk_scale=0.07, **options)
+
+
 @pytest.mark.campaign
 def test_paged_attention(converted):
     draw, lengths = Sampler(BF16, seed=7), [1, 300, 128]

@@ -1,0 +1,227 @@
+"""Programs for each row of the table of the vendor's documents: in plain PyTorch, and calls of the operators."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import test_packed_prologs
+import test_tiled_prologs
+import torch
+from layers import in_type
+from mla_fx.lowering.ascend.surface import RELEASES
+from test_paged_heads import Gqa, arguments
+from zoo.entries import Entry
+from zoo.mla import Spelling
+from zoo.sizes import DECODE, FEW
+
+import mla_fx
+from mla_fx.ops import catalogue
+from mla_fx.ops.common.sample import Sampler
+from npu import models, test_int8_prologs, test_static_caches
+from npu.calls import BF16, BLOCKS, PAGE, SMALL, B, D, S, Sizes, kv_call, pages, prolog_call, v3_call
+from npu.test_paged_heads import sized
+from npu.test_pages import REAL
+
+V1_HIDDEN, V1_HEADS = 7168, 32  # the only, and the fewest, that version 1 takes
+
+
+@dataclass
+class Program:
+    run: Callable[..., Any]
+    given: list[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def compile(self, target: str) -> None:
+        torch._dynamo.reset()
+        backend = mla_fx.get_backend(target=target, soc="Ascend910B3", **self.options)
+        torch.compile(self.run, backend=backend, dynamic=False)(*copy.deepcopy(self.given))
+
+
+class Programs(NamedTuple):
+    """Of a row. Where no rule reads plain code there is none."""
+
+    plain: list[Callable[[], Program]]
+    calls: list[Callable[[], Program]]
+
+
+# --- plain PyTorch ---------------------------------------------------------------------------------------------------
+
+
+def layer(cache, step=DECODE, declared=True, **spelling):
+    entry = Entry(Spelling(cache=cache, norm="fused", attend="eager", sizes=REAL, **spelling))
+    given = in_type(entry.arguments(step), BF16)
+    return Program(entry.build().bfloat16(), list(given), {"causal_masks": declared})
+
+
+def model(names=(), tokens=1, options=None, **sizes):
+    whole = test_int8_prologs.model_of(names) if names else models.model(**sizes)
+    given = [models.prompt(tokens), models.static_cache(models.model(**sizes))]
+    return Program(lambda ids, cache: whole(ids, past_key_values=cache).last_hidden_state, given, options or {})
+
+
+def small(module, kind):
+    """A layer whose sizes are the module's own numbers."""
+    return Program(kind(BF16), list(module.given(BF16)))
+
+
+class Tiled(test_tiled_prologs.Tiled):
+    rank = 512
+
+
+def coded(kind):
+    layer = kind()
+    return Program(layer, list(test_static_caches.inputs(layer)), {"causal_masks": True})
+
+
+def heads(tokens):
+    sizes = sized(tokens, 128)
+    return Program(Gqa(sizes).to(BF16), list(arguments(sizes, BF16)))
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def call(operator, given, *, is_host=False, backend=None, **modes):
+    """A call whose caches are written back."""
+    entry = catalogue()[operator]
+    overload = entry.host if is_host else entry.overload
+    names = [argument.name for argument in overload._schema.arguments]
+    results = [result.name.removesuffix("_out") for result in overload._schema.returns]
+
+    def run(*given):
+        found = overload(*given, **modes)
+        pairs = dict(zip(results, found if isinstance(found, tuple) else (found,), strict=True))
+        for name, value in zip(names, given, strict=False):
+            if name in pairs:
+                value.copy_(pairs.pop(name))
+        return list(pairs.values())
+
+    return Program(run, list(given), backend or {})
+
+
+def prolog(cache_mode, sizes=SMALL, backend=None):
+    given = prolog_call("TND" if cache_mode == "BSND" else cache_mode, (5,) if cache_mode == "TND" else (B, S), sizes)
+    return call("mla_prolog", given, backend=backend, cache_mode=cache_mode)
+
+
+def prolog_in_blocks(cache_mode):
+    given, draw = prolog_call("PA_BSND", (134,), SMALL), Sampler(BF16, seed=8)
+    given = [*given[:9], *given[10:], draw.slots(4, BLOCKS, skip=1), *[None] * 7, torch.tensor([3, 133, 134])]
+    return call("mla_prolog_v3", given, cache_mode=cache_mode)
+
+
+def int8_prolog(*modes):
+    given, options = v3_call(*modes, z=SMALL)
+    return call("mla_prolog_v3", given, **options)
+
+
+def key_side(cache_mode, int8=False):
+    return call("kv_rmsnorm_rope_cache", kv_call(cache_mode, int8=int8), cache_mode=cache_mode)
+
+
+def key_side_with_v():
+    given, draw = kv_call("PA"), Sampler(BF16, seed=5)
+    caches = draw.normal(BLOCKS, PAGE, 2, 192), draw.normal(BLOCKS, PAGE, 2, 128)
+    given[:2] = draw.normal(B, 2, S, 192), draw.gamma(192)
+    given[5:] = *caches, None, None, None, None, draw.normal(B, 2, S, 128)
+    return call("kv_rmsnorm_rope_cache", given, backend={"cann": RELEASES[2]}, cache_mode="PA")
+
+
+def sample(operator, mode):
+    """With host lists. ATB's latent attention leaves rows without a context undefined, so there each has one."""
+    overload = catalogue()[operator].host
+    names = [argument.name for argument in overload._schema.arguments]
+    found = next(one for one in catalogue()[operator].samples(BF16) if one.mode == mode)
+    given = dict(zip(names, found.args, strict=False)) | found.kwargs
+    given["block_tables"] = given["block_tables"].clamp(min=0)
+    least = operator == "multi_latent_attention"
+    given["context_lens"] = [max(length, least) for length in given["context_lens"].tolist()]
+    for name in {"q_seqlen", "q_seq_lens"} & given.keys():
+        given[name] = None if given[name] is None else given[name].tolist()
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    numbers = {name: value for name, value in given.items() if name not in tensors}
+    return Program(lambda tensors: overload(**tensors, **numbers), [tensors])
+
+
+def quantised_prolog():
+    found = next(iter(catalogue()["mla_prolog_quant"].samples(BF16)))
+    return call("mla_prolog_quant", found.args, **found.kwargs)
+
+
+def heads_in_pages():
+    draw, lengths = Sampler(BF16, seed=7), [1, 300, 128]
+    caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 4, D) for _ in range(2)]
+    given = [draw.normal(len(lengths), 32, D), *caches, pages(draw, lengths), lengths]
+    return call("paged_attention", given, is_host=True, qk_scale=0.09, kv_head_num=4)
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------
+
+part = functools.partial
+
+
+def each(function, *values):
+    return [part(function, value) for value in values]
+
+
+def latent(*modes):
+    return each(part(sample, "multi_latent_attention"), *modes)
+
+
+def per_head(*modes):
+    return each(part(sample, "paged_attention"), *modes)
+
+
+PAGED, UNDECLARED = part(layer, "paged"), part(layer, "paged", declared=False)
+ONE_CACHE, V1 = part(layer, "combined_paged"), {"prolog": "v1"}
+REST = (
+    *("type_dequant_fusion", "type_quant_qkv_offline", "type_quant_qkv_online"),
+    *("compress_type_kvhead", "compress_type_kvhead_rope", "scale_type_logn", "type_bnsd", "NZ"),
+)
+PROLOG = [
+    Programs([PAGED, part(layer, "paged", FEW)], [part(prolog, "PA_BSND")]),
+    Programs([], [part(prolog, "PA_NZ")]),
+    Programs([], each(prolog_in_blocks, "PA_BLK_BSND", "PA_BLK_NZ")),
+    Programs([part(layer, "appended")], each(prolog, "BSND", "TND")),
+    Programs(
+        each(model, test_int8_prologs.V32, test_int8_prologs.R1), [part(int8_prolog, 1, 0), part(int8_prolog, 2, 0)]
+    ),
+    Programs([part(small, test_packed_prologs, test_packed_prologs.Packed)], [part(int8_prolog, 1, 3)]),
+    Programs([part(coded, test_static_caches.Pages)], [part(int8_prolog, 1, 2)]),
+    Programs([], [part(int8_prolog, 2, 1)]),
+    Programs(
+        [part(model, options=V1, hidden_size=V1_HIDDEN, num_attention_heads=V1_HEADS)],
+        [part(prolog, "PA_NZ", Sizes(V1_HIDDEN, V1_HEADS), V1)],
+    ),
+]
+KEY_SIDE = [
+    Programs([part(model, tokens=20)], [part(key_side, "Norm")]),
+    Programs([part(layer, "paged", query="direct")], each(key_side, "PA", "PA_BNSD")),
+    Programs([], [part(key_side, "PA_NZ")]),
+    Programs([], each(key_side, "PA_BLK_BNSD", "PA_BLK_NZ")),
+    Programs([part(coded, test_static_caches.Contiguous)], each(part(key_side, int8=True), "Norm", "PA", "PA_NZ")),
+    Programs([], [key_side_with_v]),
+]
+LATENT = [
+    Programs([PAGED], latent("KROPE_CTKV, decode")),
+    Programs([], latent("NZCACHE, decode")),
+    Programs([part(layer, "paged", FEW)], latent("KROPE_CTKV, SPEC, 128 heads", "NZCACHE, SPEC, 128 heads")),
+    Programs([UNDECLARED], latent("KROPE_CTKV, SPEC", "KROPE_CTKV, SPEC, mask SPEC", "NZCACHE, SPEC, MASK_FREE")),
+    Programs([], latent("KROPE_CTKV, RING", "NZCACHE, RING")),
+    Programs([], latent("INT8_NZCACHE, decode", "INT8_NZCACHE, SPEC")),
+    Programs([], latent("INT8_NZCACHE, RING")),
+    Programs([ONE_CACHE], latent("KVCACHE, decode")),
+]
+QUANTISED = [Programs([part(small, test_tiled_prologs, Tiled)], [quantised_prolog])]
+PER_HEAD = [
+    Programs([part(heads, 1)], [heads_in_pages]),
+    Programs([part(heads, 3)], per_head("calc_type_spec, mask_type_spec")),
+    Programs([], per_head("mask_type_norm, shared", "mask_type_alibi, 3-D")),
+    Programs([ONE_CACHE], per_head("mla_v_head_size")),
+    Programs([], per_head(*REST)),
+]
+ROWS = [*PROLOG, *KEY_SIDE, *LATENT, *QUANTISED, *PER_HEAD]
