@@ -222,6 +222,21 @@ def test_multi_latent_attention(converted, form):
     assert types(converted.graphs[0]).count("FusedInferAttentionScore") == 1
 
 
+def test_caches_that_are_cast_from_codes(converted):
+    """The kernel gets the cast ones, also where lengths are a list."""
+    q_nope, q_rope, *caches, tables = latent_call()
+    codes = [(40 * cache).round().to(torch.int8) for cache in caches]
+
+    def call(q_nope, q_rope, *given):
+        ctkv, k_rope = (cache.to(BF16) for cache in given[:2])
+        return torch.ops.mla_fx.multi_latent_attention(q_nope, q_rope, ctkv, k_rope, tables, LENGTHS, qk_scale=0.005)[0]
+
+    given = q_nope, q_rope, *codes
+    torch.testing.assert_close(compiled(call)(*given), call(*given), rtol=2**-6, atol=0.2)  # of numbers up to 100
+    graph = types(converted.graphs[0])
+    assert [graph.count(kind) for kind in ("FusedInferAttentionScore", "Cast")] == [1, 2]
+
+
 @pytest.mark.parametrize("cache_mode", ["krope_ctkv", "nzcache"])
 def test_one_graph_for_lengths_and_batches_of_any_size(converted, cache_mode):
     def call(*given):
