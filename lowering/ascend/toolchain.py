@@ -1,7 +1,8 @@
 """What both NPU targets need from torch_npu and torchair: whether they are installed, the chip, and the compiler.
 
-Two private functions of torchair are used, `get_npu_default_decompositions` and `add_npu_patch`. Its public backend
-applies them, but has no hook between AOTAutograd and its compiler."""
+Three private functions of torchair are used. `get_npu_default_decompositions` and `add_npu_patch` are applied by its
+public backend, which has no hook between AOTAutograd and its compiler. For `register_inplaceable_npu_op` see
+`_register_in_place`."""
 
 from __future__ import annotations
 
@@ -35,6 +36,8 @@ PROLOGS: Mapping[Prolog, str] = {
     "v1": "npu_mla_prolog",
 }
 FORMAT_CASTS = frozenset({"_npu_format_cast"})
+IN_PLACE = {"npu_kv_rmsnorm_rope_cache_v2": [5, 6], "npu_mla_prolog_v3": [9, 10]}
+"""Operators that write arguments at these positions. A name with _functional is that of the one that returns them."""
 
 
 def missing() -> str | None:
@@ -185,6 +188,7 @@ def compiled(
     add_npu_patch(decompositions, config)
     compiler = _torchair().get_compiler(config)
     converters.register()
+    _register_in_place()
 
     def forward(graph_module: GraphModule, inputs: Sequence[Any], is_inference: bool = False) -> Compiled:
         _mark_weights(graph_module, inputs)
@@ -196,6 +200,18 @@ def compiled(
     backend = aot_autograd(fusing(forward), compiler, decompositions)
     found: Compiled = backend(gm, list(example_inputs))
     return found
+
+
+@functools.cache
+def _register_in_place() -> None:
+    """Tell torchair which operators write caches in place. It registers those that exist when it is imported: none, if
+    that was before torch_npu."""
+    from torchair._acl_concrete_graph.graph_pass import (  # type: ignore[import-not-found]
+        register_inplaceable_npu_op,
+    )
+
+    for name, written in IN_PLACE.items():
+        register_inplaceable_npu_op(f"{name}_functional", name, written)
 
 
 def _check_written_in_place(gm: GraphModule) -> None:
