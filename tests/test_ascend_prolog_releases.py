@@ -89,7 +89,16 @@ CASES = {
     ),
     "int8 caches by column": (lambda: quantised(1, 2), "", {}),
     "int8 latents": (lambda: quantised(2, 1), "kv_cache_quant_mode is 1", {FIRST: "takes 0 or 2"}),
-    "int8 tiles": (lambda: quantised(1, 3), "kv_cache_quant_mode is 3", {FIRST: "takes 0 or 2"}),
+    "int8 tiles": (
+        lambda: quantised(1, 3),
+        "kv_cache_quant_mode is 3",
+        {FIRST: "takes 0 or 2", WIDE: "writes the scales of a token without a slot before the first page"},
+    ),
+    "new int8 tiles": (
+        lambda: fresh("BSND", B, S) | quantised(1, 3) | {"kv_cache": make(B, S, 1, 656, dtype=torch.int8)},
+        "cache_mode is 'BSND'",
+        {FIRST: OLD_MODES},
+    ),
     "another kind of caches": (
         lambda: {"kv_cache_quant_mode": 4},
         "kv_cache_quant_mode is 4",
@@ -127,6 +136,7 @@ ON_A5 = {
     "PA_NZ": (lambda: {"cache_mode": "PA_NZ"}, "", {}),
     "BSND": (lambda: fresh("BSND", B, S), "cache_mode is 'BSND'", {NINE: OLD_MODES}),
     "int8 weights": (lambda: {"weight_quant_mode": 1}, "weight_quant_mode is 1", {NINE: "takes 0"}),
+    "int8 tiles": (lambda: quantised(1, 3), "weight_quant_mode is 1", {NINE: "takes 0"}),
 }
 
 

@@ -76,6 +76,9 @@ def refuse_modes(a: Arguments, kernel: str, rules: Rules) -> None:
 
 
 def refuse_caches(a: Arguments, kernel: str, rules: Rules) -> None:
+    if rules.misplaces_scales and a.kv_cache_quant_mode == PER_TILE and a.cache_mode.startswith("PA"):
+        misplaced = "the scales of a token without a slot before the first page"
+        raise NoMatch(f"kv_cache_quant_mode is {PER_TILE}; {kernel} writes {misplaced}")
     names = ("kv_cache",) if a.kv_cache_quant_mode == PER_TILE else ("kv_cache", "kr_cache")
     for name in names:
         cache: Tensor = getattr(a, name)

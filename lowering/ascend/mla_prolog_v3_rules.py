@@ -28,6 +28,8 @@ class Rules:
     weight_quant_modes: tuple[int, ...]
     cache_quant_modes: tuple[int, ...]
     query_norm_flags: tuple[bool, ...]
+    misplaces_scales: bool = False
+    """Whether the scales of a packed row that has no slot are written before the first page."""
 
 
 # Commit c29bc106 of 2025-11-15, before the first tag; its version.info has this name. torch_npu 2.13 documents these
@@ -67,15 +69,17 @@ ON_950 = replace(
 )
 
 # Branch 9.1.0, commit 06be6c2c of 2026-07-21, on all chips.
-WIDE = replace(
+WIDE_ON_950 = replace(
     PAGED,
     query_ranks=(1536, 2048),  # check 283, CheckHcqSize
     nope=(128, 192),  # check 299, CheckDSize
 )
+# ScatterCacheUnAligned of ../op_kernel/arch22/service_scatter_cache.h, 48: it skips a negative index in NZ alone.
+WIDE = replace(WIDE_ON_950, misplaces_scales=True)
 
 RULES: Mapping[Release, Mapping[str, Rules]] = {
     "8.5.0.alpha001": {A2: FIRST, A3: FIRST},
     "8.5.0": {A2: PAGED, A3: PAGED},  # on 950 it takes mxfp8 alone: tiling 127, GetQuantizationModeV3Mxfp8
     "9.0.0": {A2: PAGED, A3: PAGED, A5: ON_950},
-    "9.1.0": {A2: WIDE, A3: WIDE, A5: WIDE},
+    "9.1.0": {A2: WIDE, A3: WIDE, A5: WIDE_ON_950},
 }

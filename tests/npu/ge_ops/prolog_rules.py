@@ -53,6 +53,8 @@ def of_third(order: int) -> dict[str, Any]:
     if is_first:
         return allowed | {"S": range(17), "query_norm_flag": [False]}
     allowed["kinds of quantisation"] += [(1, 3, 656), (2, 1, 512), (2, 3, 656)]
+    if is_last:  # ScatterCacheUnAligned of arch22 does not skip a negative index
+        allowed["scales in pages"] = [False]
     return allowed
 
 
@@ -76,4 +78,5 @@ def found(kernel: str, a: dict[str, Any]) -> dict[str, Any]:
         "cache_mode": cache_mode,
         "query_norm_flag": bool(a.get("query_norm_flag", False)),
         **({"kinds of quantisation": modes} if kernel == "MlaPrologV3" else {}),
+        "scales in pages": is_paged and modes[1] == 3,
     }
