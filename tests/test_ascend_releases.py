@@ -5,13 +5,15 @@ tests/test_ascend_prolog_releases.py is about the prolog."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, fakes, index, lower, make
 from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, multi_latent_attention, toolchain
 from mla_fx.lowering.ascend.fused_infer_attention_score_rules import RULES
 from mla_fx.lowering.ascend.surface import RELEASES
-from npu.ge_ops import key_side_rules
+from npu import ge_releases, refused
+from npu.ge_ops import attention_rules, key_side_rules
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +64,10 @@ def test_key_sides_by_lowering_and_interpreter(release):
     taken = 0
     for given in KEY_SIDES.values():
         found = lower("kv_rmsnorm_rope_cache", of(release), **key_side(**given))
-        try:
-            key_side_rules.check("KvRmsNormRopeCache", calls()["kv_rmsnorm_rope_cache"] | key_side(**given), release)
-            complaint = None
-        except ValueError as error:
-            complaint = str(error)
-        assert callable(found) == (complaint is None), (found, complaint)
-        taken += complaint is None
+        call = calls()["kv_rmsnorm_rope_cache"] | key_side(**given)
+        complaints = key_side_rules.complaints("KvRmsNormRopeCache", call, release)
+        assert callable(found) == (not complaints), (found, complaints)
+        taken += not complaints
     assert taken == TAKEN[release]
 
 
@@ -133,3 +132,60 @@ def test_pages_of_multi_latent_attention_are_those_of_all_releases(emitted, is_n
         rules = RULES[release]
         pages, layouts = (rules.nz_pages, rules.nz_layouts) if is_nz else (rules.pages, rules.layouts)
         assert options["block_size"] in pages and options["input_layout"] in layouts
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("size", [16, 48, 128, 1024])
+@pytest.mark.parametrize("is_nz", [False, True])
+def test_pages_by_rules_and_interpreter(release, size, is_nz):
+    key = make(8, 1, HCKV // 16, size, 16) if is_nz else make(8, size, HCKV)
+    call = {"query_rope": make(B, S, N, DR), "query": make(B, S, N, HCKV), "key": [key], "block_table": index(B, 4)}
+    rules = RULES[release]
+    for layout in rules.layouts:
+        call |= {"block_size": size, "input_layout": layout, "num_heads": 1}
+        complaints = attention_rules.complaints("FusedInferAttentionScore", call, release)
+        pages, layouts = (rules.nz_pages, rules.nz_layouts) if is_nz else (rules.pages, rules.layouts)
+        assert (not complaints) == (size in pages and layout in layouts), complaints
+
+
+# --- what the interpreter holds operators against --------------------------------------------------------------------
+
+
+def hold(**given):
+    ge_releases.refused.clear()
+    ge_releases.hold("KvRmsNormRopeCache", calls()["kv_rmsnorm_rope_cache"] | key_side(**given))
+    return ge_releases.refused
+
+
+def test_what_other_releases_refuse_is_noted(monkeypatch):
+    assert hold() == set()
+    monkeypatch.setattr(ge_releases, "RELEASE", "9.0.0")
+    assert hold(**KEY_SIDES["v"]) == {f"{release}: KvRmsNormRopeCache: v is given" for release in RELEASES[:2]}
+
+
+def test_what_the_release_of_the_graph_refuses_is_an_error():
+    with pytest.raises(ValueError, match=r"KvRmsNormRopeCache: v is given; in CANN 8\.5\.0 it is no input"):
+        hold(**KEY_SIDES["v"])
+
+
+def test_what_neither_the_oldest_nor_the_newest_release_takes_is_an_error(monkeypatch):
+    def complaints(kernel, call, release):
+        return [] if release == ge_releases.RELEASE else [f"{kernel}: N is 1; CANN {release} takes 2"]
+
+    monkeypatch.setattr(key_side_rules, "complaints", complaints)
+    with pytest.raises(ValueError, match=r"neither .* takes this call: KvRmsNormRopeCache: N is 1; CANN 9\.1\.0 takes"):
+        hold()
+
+
+def test_a_refusal_without_a_name_is_an_error(monkeypatch):
+    monkeypatch.delenv("MLA_FX_ACCEPT", raising=False)
+    reason = "8.5.0.alpha001: MlaPrologV3: He is 1024"
+    refused.check("test_aclgraph.py", {reason})
+    for file, other in (("test_aclgraph.py", f"{reason}0"), ("test_no_such_file.py", reason)):
+        with pytest.raises(AssertionError, match=rf"{file}: run with MLA_FX_ACCEPT=1 .*He is 1024"):
+            refused.check(file, {other})
+
+
+def test_files_that_are_named_exist():
+    folder = Path(ge_releases.__file__).parent
+    assert all((folder / file).exists() for files in refused.accepted().values() for file in files)

@@ -25,3 +25,22 @@ def captured(converted):
 
     captured.graphs.clear()
     return captured
+
+
+@pytest.fixture(autouse=True)
+def refusals(request):
+    """Some release takes every operator that a test runs, which `ge_releases.hold` checks; other releases that refuse
+    it are named in refused.json."""
+    from npu import ge_releases, refused
+
+    ge_releases.refused.clear()
+    yield ge_releases.refused
+    refused.check(request.path.name, ge_releases.refused)
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Operators are held against no release: small ones are computed, which no device takes."""
+    from npu import ge_releases
+
+    monkeypatch.setattr(ge_releases, "hold", lambda *_: None)

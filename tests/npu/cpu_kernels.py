@@ -11,9 +11,9 @@ import torch
 import torch_npu  # noqa: F401  registers the operators
 from torch import Tensor
 
-from npu import formats
+from npu import formats, ge_releases
 from npu.ge_interpreter import NEEDS_NZ
-from npu.ge_ops import arithmetic, atb, attention, key_side_rules, mla, prolog_rules
+from npu.ge_ops import arithmetic, atb, attention, mla
 
 # How GE names what npu_fused_infer_attention_score_v2 takes.
 GE_NAMES = {
@@ -71,9 +71,16 @@ def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half")
 
 
 def npu_fused_infer_attention_score_v2(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
+    call = attention_call(query, key, value, **options)
+    lengths = {name: torch.tensor(length) for name, length in call.items() if name.startswith("actual_seq_lengths")}
+    ge_releases.hold("FusedInferAttentionScore", call)
+    return attention.FusedInferAttentionScore(**call | lengths)
+
+
+def attention_call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> dict[str, Any]:
+    """As GE names it."""
     given = {GE_NAMES.get(name, name): option for name, option in options.items() if option is not None}
-    lengths = {name: torch.tensor(length) for name, length in given.items() if name.startswith("actual_seq_lengths")}
-    return attention.FusedInferAttentionScore(query, [key], [value], **DEFAULTS | given | lengths)
+    return {"query": query, "key": [key], "value": [value]} | DEFAULTS | given
 
 
 def out(query: Tensor, key: Tensor, value: Tensor, *, out: list[Tensor], workspace: Tensor, **options: Any) -> Results:
@@ -142,13 +149,13 @@ def prolog_arguments(operator: Any, kernel: str, args: tuple[Any, ...], options:
         if formats.get_npu_format(arguments[name]) != formats.FRACTAL_NZ:
             raise ValueError(f"{kernel} reads {name} in FRACTAL_NZ (format 29), but it is ND (format 2)")
         arguments[name] = formats.from_nz(arguments[name])
-    prolog_rules.check(kernel, arguments)
+    ge_releases.hold(kernel, arguments)
     return arguments
 
 
 def _key_side_arguments(*args: Any, **options: Any) -> dict[str, Any]:
     arguments = {"is_output_kv": False} | named(torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2, args, options)
-    key_side_rules.check("KvRmsNormRopeCache", arguments)
+    ge_releases.hold("KvRmsNormRopeCache", arguments)
     return arguments
 
 

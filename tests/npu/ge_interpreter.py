@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from npu import formats, ge_graph, ge_ops
-from npu.ge_ops import key_side_rules, prolog_rules
+from npu import formats, ge_graph, ge_ops, ge_releases
 from npu.ge_writes import check_writes
 
 # What the kernels read in FRACTAL_NZ alone.
@@ -55,10 +54,8 @@ class Interpreter:
     def _run(self, op: Any, values: dict[str, Tensor]) -> Sequence[Tensor]:
         function = self.functions[op.type]
         arguments = _arguments(op, function, values) | ge_graph.attributes(op)
-        if op.type in NEEDS_NZ:
-            prolog_rules.check(op.type, arguments)
-        elif op.type == "KvRmsNormRopeCache":
-            key_side_rules.check(op.type, arguments)
+        if op.type in ge_releases.RULES:
+            ge_releases.hold(op.type, arguments)
         results = function(**arguments)
         return [results] if isinstance(results, Tensor) else results
 

@@ -1,10 +1,10 @@
-"""Sizes that the vendor's kernels take, and no larger than they must be."""
+"""Sizes that the kernels of all releases of CANN take, and no larger than they must be."""
 
 from zoo.sizes import Sizes
 
 # Of a model of Hugging Face, and what some families call otherwise or do without.
 CONFIG = {
-    "hidden_size": 1024,
+    "hidden_size": 7168,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -29,5 +29,5 @@ CONTEXT = 128  # a multiple of the 16 rows that a block of them has
 
 # Of a layer of the zoo.
 SIZES = Sizes(
-    hidden=1024, heads=4, nope=128, rope=64, value=128, q_rank=1536, kv_rank=512, context=2 * CONTEXT, block=CONTEXT
+    hidden=7168, heads=4, nope=128, rope=64, value=128, q_rank=1536, kv_rank=512, context=2 * CONTEXT, block=CONTEXT
 )

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("any_size")
 N, D, DR, SIZE, SCALE = 4, 32, 16, 16, 0.15
 LENGTHS = [37, 20]
 TABLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

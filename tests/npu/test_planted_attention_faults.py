@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import fused_infer_attention_score as kernel
 from mla_fx.lowering.ascend import latent_attention, numbers_of_sizes
 
 from mla_fx.ops.common.sample import Sampler
 from npu import test_user_calls as user_calls
 from npu.calls import BF16, BLOCKS, DR, HCKV, PAGE, D
 from npu.lowered import Call
+from npu.planted import caught_by_numbers, change_attention
 
 N, BATCH, SCALE = 4, 2, 0.25  # of scores with a standard deviation of six
 TOKENS = 20  # of a prompt
@@ -90,10 +90,6 @@ COMPARISONS = {
     "contiguous": functools.partial(compare_latent, steps=1, is_paged=False),
     "prompt": compare_prompt,
 }
-
-
-def caught_by_numbers():
-    return pytest.raises(AssertionError, match="Tensor-likes are not close")
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
@@ -174,20 +170,10 @@ REFUSED = {
 }
 
 
-def change_call(monkeypatch, changes):
-    """The kernel gets options that are functions of the right ones."""
-    whole = kernel.attend
-
-    def attend(*args, **options):
-        return whole(*args, **options | {name: change(options[name]) for name, change in changes.items()})
-
-    monkeypatch.setattr(kernel, "attend", attend)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_options(converted, monkeypatch, fault):
     name, changes = FAULTS[fault]
-    change_call(monkeypatch, changes)
+    change_attention(monkeypatch, **changes)
     with caught_by_numbers():
         COMPARISONS[name](converted)
 
@@ -195,7 +181,7 @@ def test_options(converted, monkeypatch, fault):
 @pytest.mark.parametrize("fault", REFUSED)
 def test_options_that_the_kernel_refuses(converted, monkeypatch, fault):
     name, changes, sentence = REFUSED[fault]
-    change_call(monkeypatch, changes)
+    change_attention(monkeypatch, **changes)
     with pytest.raises(ValueError, match=sentence):
         COMPARISONS[name](converted)
 

@@ -14,9 +14,10 @@ from mla_fx.ops.common import cache
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import rows
 from mla_fx.ops.vendor.mla_prolog_v3.samples import integers, scale
+from npu import ge_releases
 from npu.calls import BF16, BLOCKS, HCKV, PAGE, B, S, kv_call
-from npu.ge_ops import prolog_rules
 from npu.lowered import A2
+from npu.planted import caught_by_numbers, change_call, change_results
 from npu.test_vendor_calls import check
 
 
@@ -46,12 +47,8 @@ CALLS = {
 def compare(converted, name):
     cache_mode, arguments = CALLS[name]
     options = {"surface": replace(A2, cann="9.0.0"), "cache_mode": cache_mode, "epsilon": 0.1}
-    with mock.patch.object(prolog_rules, "RELEASE", "9.0.0"):
+    with mock.patch.object(ge_releases, "RELEASE", "9.0.0"):
         check(converted, "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", arguments(), **options)
-
-
-def caught_by_numbers():
-    return pytest.raises(AssertionError, match="Tensor-likes are not equal")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -110,17 +107,16 @@ REFUSED = {
 }
 
 
-def change_call(monkeypatch, change):
-    """The vendor's operator is called as for changed arguments, in spite of what the lowering would do for them."""
-    whole = lowering.vendor_call
-    monkeypatch.setattr(lowering, "vendor_call", lambda a: whole(replace(a, **change(a))))
+def change_arguments(monkeypatch, change):
+    """In spite of what the lowering would do for them."""
+    change_call(monkeypatch, lowering, change)
     monkeypatch.setattr(lowering, "for_each_sequence", lambda table, batch: table.contiguous())
 
 
 @pytest.mark.parametrize("fault", ARGUMENTS)
 def test_arguments(converted, monkeypatch, fault):
     name, change = ARGUMENTS[fault]
-    change_call(monkeypatch, change)
+    change_arguments(monkeypatch, change)
     with caught_by_numbers():
         compare(converted, name)
 
@@ -128,7 +124,7 @@ def test_arguments(converted, monkeypatch, fault):
 @pytest.mark.parametrize("fault", REFUSED)
 def test_arguments_that_the_kernel_refuses(converted, monkeypatch, fault):
     name, change, sentence = REFUSED[fault]
-    change_call(monkeypatch, change)
+    change_arguments(monkeypatch, change)
     with pytest.raises(ValueError, match=sentence):
         compare(converted, name)
 
@@ -165,8 +161,7 @@ def rows_moved(a, results):
 
 @pytest.mark.parametrize("fault", [stale, rows_moved])
 def test_results(converted, monkeypatch, fault):
-    whole = lowering.vendor_call
-    monkeypatch.setattr(lowering, "vendor_call", lambda a: fault(a, whole(a)))
+    change_results(monkeypatch, lowering, fault)
     with caught_by_numbers():
         compare(converted, "pages")
 

@@ -1,15 +1,14 @@
 """Faults planted into the lowering, one at a time: each is caught, by the numbers or by the interpreter's refusal."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import fused_infer_attention_score as attention
 from mla_fx.lowering.ascend import mla_prolog_v3, prolog_form
 
 import mla_fx
 from npu import models
+from npu.planted import change_attention, change_call
 
 pytestmark = pytest.mark.usefixtures("converted")
 
@@ -27,38 +26,18 @@ def caught_by_numbers():
     return pytest.raises(AssertionError, match=r"^\(\[")
 
 
-def change_prolog(monkeypatch, **changes):
-    """Has the kernel called with arguments that are functions of the right ones."""
-    whole = mla_prolog_v3.vendor_call
-
-    def vendor_call(surface, a):
-        return whole(surface, replace(a, **{name: change(a) for name, change in changes.items()}))
-
-    monkeypatch.setattr(mla_prolog_v3, "vendor_call", vendor_call)
-
-
-def change_attention(monkeypatch, **changes):
-    """Has the kernel called with options that are functions of the right ones."""
-    whole = attention.attend
-
-    def call(*args, **options):
-        return whole(*args, **options | {name: change(options[name]) for name, change in changes.items()})
-
-    monkeypatch.setattr(attention, "attend", call)
-
-
 def test_no_fault():
     check()
 
 
 def test_sin_and_cos_are_swapped(monkeypatch):
-    change_prolog(monkeypatch, rope_sin=lambda a: a.rope_cos, rope_cos=lambda a: a.rope_sin)
+    change_call(monkeypatch, mla_prolog_v3, lambda a: {"rope_sin": a.rope_cos, "rope_cos": a.rope_sin})
     with caught_by_numbers():
         check()
 
 
 def test_rows_go_to_another_page(monkeypatch):
-    change_prolog(monkeypatch, cache_index=lambda a: (a.cache_index + 128) % 256)
+    change_call(monkeypatch, mla_prolog_v3, lambda a: {"cache_index": (a.cache_index + 128) % 256})
     with caught_by_numbers():
         check()
 
@@ -76,18 +55,18 @@ def test_halves_are_not_reordered(monkeypatch):
 
 
 def test_epsilons_are_swapped(monkeypatch):
-    swapped = {
-        "rmsnorm_epsilon_cq": lambda a: a.rmsnorm_epsilon_ckv,
-        "rmsnorm_epsilon_ckv": lambda a: a.rmsnorm_epsilon_cq,
-    }
-    change_prolog(monkeypatch, **swapped)
+    change_call(
+        monkeypatch,
+        mla_prolog_v3,
+        lambda a: {"rmsnorm_epsilon_cq": a.rmsnorm_epsilon_ckv, "rmsnorm_epsilon_ckv": a.rmsnorm_epsilon_cq},
+    )
     with caught_by_numbers():
         check()
 
 
 @pytest.mark.parametrize("name", ["rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"])
 def test_an_epsilon_is_lost(monkeypatch, name):
-    change_prolog(monkeypatch, **{name: lambda a: 1e-5})
+    change_call(monkeypatch, mla_prolog_v3, lambda a: {name: 1e-5})
     with caught_by_numbers():
         check()
 

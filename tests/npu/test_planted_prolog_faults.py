@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from mla_fx.lowering.ascend import mla_prolog_v3
@@ -12,8 +10,9 @@ from torch import Tensor
 import mla_fx
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.vendor.mla_prolog_v3 import operator
+from npu import ge_releases
 from npu.calls import BLOCKS, PAGE, SMALL, D, Sizes, prolog_call, v3_call, weights
-from npu.ge_ops import prolog_rules
+from npu.planted import caught_by_numbers, change_call, change_results
 from npu.test_vendor_calls import NUMBERS, check
 
 
@@ -41,10 +40,6 @@ CALLS = {
 def compare(converted, name):
     args, options = CALLS[name]()
     check(converted, "MlaPrologV3", "mla_prolog_v3", args, **options, **NUMBERS, query_norm_flag=True)
-
-
-def caught_by_numbers():
-    return pytest.raises(AssertionError, match="Tensor-likes are not equal")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -115,15 +110,10 @@ ARGUMENTS = {
 }
 
 
-def change_call(monkeypatch, change):
-    whole = mla_prolog_v3.vendor_call
-    monkeypatch.setattr(mla_prolog_v3, "vendor_call", lambda surface, a: whole(surface, replace(a, **change(a))))
-
-
 @pytest.mark.parametrize("fault", ARGUMENTS)
 def test_arguments(converted, monkeypatch, fault):
     name, change = ARGUMENTS[fault]
-    change_call(monkeypatch, change)
+    change_call(monkeypatch, mla_prolog_v3, change)
     with caught_by_numbers():
         compare(converted, name)
 
@@ -156,7 +146,7 @@ REFUSED = {
 @pytest.mark.parametrize("fault", REFUSED)
 def test_arguments_that_the_kernel_refuses(converted, monkeypatch, fault):
     name, change, sentence = REFUSED[fault]
-    change_call(monkeypatch, change)
+    change_call(monkeypatch, mla_prolog_v3, change)
     with pytest.raises(ValueError, match=sentence):
         compare(converted, name)
 
@@ -193,7 +183,7 @@ def rotary_columns_first(weight):
 
 @pytest.mark.parametrize("fault", [None, transposed, rotary_columns_first])
 def test_weights(monkeypatch, fault):
-    monkeypatch.setattr(prolog_rules, "RELEASE", WIDE)
+    monkeypatch.setattr(ge_releases, "RELEASE", WIDE)
     if fault is None:
         compare_layers()
         return
@@ -238,8 +228,7 @@ def queries_unscaled(a, results):
     ],
 )
 def test_results(converted, monkeypatch, name, fault):
-    whole = mla_prolog_v3.vendor_call
-    monkeypatch.setattr(mla_prolog_v3, "vendor_call", lambda surface, a: fault(a, whole(surface, a)))
+    change_results(monkeypatch, mla_prolog_v3, fault)
     with caught_by_numbers():
         compare(converted, name)
 

@@ -11,10 +11,9 @@ from mla_fx.lowering.ascend import first_prologs, mla_prolog_v3, toolchain
 from mla_fx.lowering.ascend.surface import RELEASES
 
 import mla_fx
-from npu import models
+from npu import ge_releases, models
 from npu.calls import prolog_call
 from npu.converted import types
-from npu.ge_ops import prolog_rules
 
 HEADS = 32  # the fewest that version 1 takes
 KERNELS = {"v1": "MlaProlog", "v2": "MlaPrologV2", "v3": "MlaPrologV3"}
@@ -106,20 +105,20 @@ def check_call(converted, tokens, **options):
 
 
 def test_16_tokens(converted, monkeypatch):
-    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    monkeypatch.setattr(ge_releases, "RELEASE", OLDEST)
     for options, kernel in (({"prolog": "v1"}, "MlaProlog"), ({"cann": OLDEST}, "MlaPrologV3")):
         assert check_call(converted, 16, **options) == [kernel]
 
 
 def test_a_growing_cache_on_the_oldest_release(converted, monkeypatch):
-    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    monkeypatch.setattr(ge_releases, "RELEASE", OLDEST)
     kernels, (reason,) = check_step(converted, models.model(hidden_size=7168), models.grown, 1, cann=OLDEST)
     sentence = "cache_mode is 'BSND'; MlaPrologV3 of CANN 8.5.0.alpha001 takes PA_BSND or PA_NZ"
     assert (kernels, reason) == ([0, 1, 1], f"target 'ge': {sentence}")
 
 
 def test_the_newest_release(converted, monkeypatch):
-    monkeypatch.setattr(prolog_rules, "RELEASE", NEWEST)
+    monkeypatch.setattr(ge_releases, "RELEASE", NEWEST)
     found = check_step(converted, models.model(**WIDE), models.static_cache, 1, cann=NEWEST)
     assert found == ([1, 0, 1], [])
 

@@ -17,10 +17,10 @@ import torch
 import torchair
 
 import mla_fx
-from npu import converted, models
+from npu import converted, ge_releases, models
 
 PAGE = Path(__file__).parents[2] / "docs" / "npu.md"
-HEAD = "| model | step | shapes | torchair alone | mla_fx | of them |\n| --- | --- | --- | --- | --- | --- |\n"
+HEAD = "| model | step | shapes | torchair alone | mla_fx | of them | CANN |\n" + 7 * "| --- " + "|\n"
 SHORT = {"MlaPrologV3": "prolog", "KvRmsNormRopeCache": "key side", "FusedInferAttentionScore": "attention"}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2": ("deepseek_v2", {}),
     "MiniCPM3": ("minicpm3", {}),
 }
+WIDTH = {"hidden_size": 7168}  # which every release takes
 STEPS = {"decode": (models.static_cache, 1), "prompt": (models.static_cache, 20), "decode, growing": (models.grown, 1)}
 
 CASES = [
@@ -66,11 +67,21 @@ def alone_per_layer(case: tuple[str, str, str]) -> dict[str, int] | None:
 
 
 def row(case: tuple[str, str, str], alone: dict[str, int] | None) -> str:
+    ge_releases.refused.clear()
     fused = per_layer(*case, mla_fx.get_backend(target="ge"))
     assert fused is not None, "every model here converts"
     kinds = ", ".join(f"{fused[kind]} {short}" for kind, short in SHORT.items() if fused.get(kind))
     count = "does not convert" if alone is None else str(sum(alone.values()))
-    return f"| {' | '.join(case)} | {count} | {sum(fused.values())} | {kinds} |\n"
+    return f"| {' | '.join(case)} | {count} | {sum(fused.values())} | {kinds} | {releases()} |\n"
+
+
+def releases() -> str:
+    """Those that take every operator that ran, and why others do not."""
+    refused = ge_releases.refused
+    taking = [release for release in ge_releases.RELEASES if not any(one.startswith(f"{release}:") for one in refused)]
+    assert taking == list(ge_releases.RELEASES[-len(taking) :]), "a release takes what an older one does"
+    reasons = sorted({reason.partition(": ")[2] for reason in refused})
+    return f"from {taking[0]} ({', '.join(reasons)})" if reasons else "all"
 
 
 def per_layer(name: str, step: str, shapes: str, backend: Callable[..., Any]) -> dict[str, int] | None:
@@ -84,7 +95,7 @@ def per_layer(name: str, step: str, shapes: str, backend: Callable[..., Any]) ->
 def types_of(name: str, step: str, shapes: str, backend: Callable[..., Any], layers: int) -> list[str] | None:
     family, sizes = MODELS[name]
     make_cache, tokens = STEPS[step]
-    model = models.model(family, layers, **sizes)
+    model = models.model(family, layers, **WIDTH, **sizes)
     cache = make_cache(model)
     converted.graphs.clear()
     torch._dynamo.reset()

@@ -11,6 +11,7 @@ from mla_fx.lowering.ascend import prolog_form
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 from mla_fx.ops.vendor.mla_prolog_v3.samples import integers, scale
+from npu import ge_releases
 from npu.calls import (
     BF16,
     BLOCKS,
@@ -29,7 +30,6 @@ from npu.calls import (
     v3_call,
     weights,
 )
-from npu.ge_ops import prolog_rules
 from npu.lowered import A2, Call
 
 SIZES = pytest.mark.parametrize("z", [SMALL, pytest.param(FULL, marks=pytest.mark.campaign)], ids=["small", "full"])
@@ -145,7 +145,7 @@ def test_kv_rmsnorm_rope_cache_with_positions_and_tables_for_all_sequences(conve
 @pytest.mark.parametrize("cache_mode", KV_MODES)
 def test_kv_rmsnorm_rope_cache_with_v(converted, monkeypatch, cache_mode):
     """Its key, normalised whole and rotated in part, is 192 wide."""
-    monkeypatch.setattr(prolog_rules, "RELEASE", "9.0.0")
+    monkeypatch.setattr(ge_releases, "RELEASE", "9.0.0")
     surface = replace(A2, cann="9.0.0")
     draw, heads = Sampler(BF16, seed=5), 2
     args = kv_call(cache_mode)

@@ -1,4 +1,4 @@
-"""What FusedInferAttentionScore does not allow, from its documents, as errors."""
+"""What FusedInferAttentionScore does not allow, from its documents: in any release as errors, and by release."""
 
 from __future__ import annotations
 
@@ -8,17 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu.ge_ops import prolog_rules
-
 LATENT = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
 EXPANDED = ("TND", "NTD_TND")
 PLAIN = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NTD_TND")
 UNSUPPORTED = ("pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix")
 
 
+def complaints(kernel: str, a: dict[str, Any], release: str) -> list[str]:
+    """A sentence for each size of a call with ropes, and for pages that the oldest release does not take. `a` are the
+    inputs by name, and the attributes."""
+    if a.get("query_rope") is None:
+        return []
+    is_latent = a.get("block_table") is not None
+    allowed = {"query": 512 if is_latent else 128, "query_rope": 64, "value": 128}
+    found = {name: _width(a[name], a) for name in ("query", "query_rope")}
+    if not is_latent:
+        found["value"] = a["value"][0].shape[-1]
+    sizes = [
+        f"{kernel}: a head of {name} has {size} columns; CANN {release} takes {allowed[name]}"
+        for name, size in found.items()
+        if size != allowed[name]
+    ]
+    return sizes + _of_old_pages(kernel, a, release) if is_latent and release == "8.5.0.alpha001" else sizes
+
+
+def _of_old_pages(kernel: str, a: dict[str, Any], release: str) -> list[str]:
+    """CheckFeatureMlaNoquantPa and CheckFeatureMlaNoQuantLayout, as they were."""
+    size, layout, is_nz = a["block_size"], a["input_layout"], a["key"][0].ndim == 5
+    found = []
+    if size not in ((128,) if is_nz else (16, 128)):
+        found.append(f"{kernel}: block_size is {size}; CANN {release} takes {'' if is_nz else '16, '}128 for latents")
+    if is_nz and "BNSD" in layout:
+        found.append(f"{kernel}: the cache is in FRACTAL_NZ with {layout!r}; CANN {release} does not take that")
+    return found
+
+
+def _width(query: Tensor, a: dict[str, Any]) -> int:
+    """The columns of a head."""
+    return query.shape[-1] // (a["num_heads"] if a["input_layout"].startswith("BSH") else 1)
+
+
 def check(a: dict[str, Any]) -> None:
-    """Raises ValueError with a sentence. Sizes are free, so that small models run; which form it is, is read off the
-    rest: latent attention has one tensor for keys and values, expanded attention two, and both have ropes."""
+    """Raises ValueError with a sentence. Which form it is, is read off the tensors: latent attention has one for keys
+    and values, expanded attention two, and both have ropes."""
     heads, kv_heads, layout = a["num_heads"], a["kv_heads"], a["input_layout"]
     given = [name for name in UNSUPPORTED if a["rest"].get(name) is not None]
     _require(not given, f"{given} are given; the interpreter knows no such inputs")
@@ -62,8 +94,6 @@ def _check_latent(a: dict[str, Any], layout: str) -> None:
     _require(a["block_table"] is not None, "block_table is not given; latent attention reads pages alone")
     for length in _query_lengths(a, layout):
         _require(0 <= length <= 16, f"a sequence has {length} queries; latent attention takes up to 16")
-    if prolog_rules.RELEASE == "8.5.0.alpha001":
-        _check_old_pages(a, layout)
     if a["query"].dtype == torch.int8:
         _check_int8(a)
     if layout.startswith("T"):
@@ -71,14 +101,6 @@ def _check_latent(a: dict[str, Any], layout: str) -> None:
     steps = a["query"].shape[layout.partition("_")[0].index("S")]
     wanted = 0 if steps == 1 else 3
     _require(a["sparse_mode"] == wanted, f"sparse_mode is {a['sparse_mode']} for {steps} queries; it must be {wanted}")
-
-
-def _check_old_pages(a: dict[str, Any], layout: str) -> None:
-    """CheckFeatureMlaNoquantPa and CheckFeatureMlaNoQuantLayout, as they were."""
-    size, is_nz = a["rest"]["block_size"], a["key"][0].ndim == 5
-    allowed = (128,) if is_nz else (16, 128)
-    _require(size in allowed, f"block_size is {size}; CANN 8.5.0.alpha001 takes {allowed} for latents")
-    _require(not is_nz or "BNSD" not in layout, f"the cache is in FRACTAL_NZ, which {layout!r} did not take")
 
 
 def _check_int8(a: dict[str, Any]) -> None:
@@ -160,7 +182,7 @@ def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
     dtypes = {query.dtype, key.dtype, value.dtype}
     is_half = dtypes in ({torch.bfloat16}, {torch.float16})
     _require(is_half, f"query, key and value are {dtypes}; they are all bfloat16, or all float16")
-    width = query.shape[-1] // heads if layout == "BSH" else query.shape[-1]
+    width = _width(query, a)
     found = key.shape[-1] // kv_heads if key.ndim == 3 else key.shape[-1]
     _require(width == found, f"query has {width} columns a head, key {found}")
     _require(width % 16 == 0 and width <= 512, f"a head has {width} columns; it has a multiple of 16 up to 512")

@@ -1,25 +1,22 @@
-"""What MlaProlog, MlaPrologV2 and MlaPrologV3 do not allow on Ascend910B, as errors: the sizes and modes of their
+"""What MlaProlog, MlaPrologV2 and MlaPrologV3 do not allow on Ascend910B, by release: the sizes and modes of their
 documents, and of CheckDims, CheckCacheMode and GetQuantizationModeV3 in CANN's tiling."""
 
 from __future__ import annotations
 
 from typing import Any
 
-RELEASES = ("8.5.0.alpha001", "8.5.0", "9.0.0", "9.1.0")
-RELEASE = "8.5.0"  # as cann_stub.c calls itself
 POWERS = [2**exponent for exponent in range(8)]
 PAGES = ["PA_BSND", "PA_NZ"]
 
 
-def check(kernel: str, a: dict[str, Any], release: str | None = None) -> None:
-    """Raises ValueError with a sentence. `a` are the inputs by name, weights as matrices, and the attributes."""
-    order = RELEASES.index(release or RELEASE)
-    allowed = of_third(order) if kernel == "MlaPrologV3" else of_first(kernel)
-    for name, value in found(kernel, a).items():
-        if name in allowed and value not in allowed[name]:
-            raise ValueError(
-                f"{kernel}: {name} is {value!r}; CANN {RELEASES[order]} takes {', '.join(map(str, allowed[name]))}"
-            )
+def complaints(kernel: str, a: dict[str, Any], release: str) -> list[str]:
+    """A sentence for each size or mode. `a` are the inputs by name, weights as matrices, and the attributes."""
+    allowed = of_third(release) if kernel == "MlaPrologV3" else of_first(kernel)
+    return [
+        f"{kernel}: {name} is {value!r}; CANN {release} takes {', '.join(map(str, allowed[name]))}"
+        for name, value in found(kernel, a).items()
+        if name in allowed and value not in allowed[name]
+    ]
 
 
 def of_first(kernel: str) -> dict[str, Any]:
@@ -37,8 +34,8 @@ def of_first(kernel: str) -> dict[str, Any]:
     }
 
 
-def of_third(order: int) -> dict[str, Any]:
-    is_first, is_last = order == 0, order == 3
+def of_third(release: str) -> dict[str, Any]:
+    is_first, is_last = release == "8.5.0.alpha001", release == "9.1.0"
     allowed: dict[str, Any] = {
         "He": [6144, 7168, 7680] if is_first else [*range(1024, 8193, 1024), 7680],
         "Hcq": [1536, 2048] if is_last else [1536],

@@ -1,0 +1,38 @@
+"""The releases of CANN against which operators are held: which of them refuse a call, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu.ge_ops import attention_rules, key_side_rules, prolog_rules
+
+RELEASES = ("8.5.0.alpha001", "8.5.0", "9.0.0", "9.1.0")
+OLDEST, *_, NEWEST = RELEASES
+RELEASE = "8.5.0"  # which a graph is made for: as cann_stub.c calls itself
+RULES = {
+    "MlaProlog": prolog_rules,
+    "MlaPrologV2": prolog_rules,
+    "MlaPrologV3": prolog_rules,
+    "KvRmsNormRopeCache": key_side_rules,
+    "FusedInferAttentionScore": attention_rules,
+}
+
+refused: set[str] = set()
+"""What was held since the test began and is refused by another release: the release, the operator and the reason."""
+
+
+def refusals(kernel: str, call: dict[str, Any]) -> dict[str, list[str]]:
+    """The sentences of each release that refuses a call: `call` has inputs and attributes by name."""
+    found = {release: RULES[kernel].complaints(kernel, call, release) for release in RELEASES}
+    return {release: complaints for release, complaints in found.items() if complaints}
+
+
+def hold(kernel: str, call: dict[str, Any]) -> None:
+    """Raises ValueError if RELEASE refuses a call, or the oldest release and the newest one both do."""
+    found = refusals(kernel, call)
+    if RELEASE in found:
+        raise ValueError(found[RELEASE][0])
+    if found.keys() >= {OLDEST, NEWEST}:
+        raise ValueError(f"neither the oldest nor the newest release takes this call: {found[NEWEST][0]}")
+    for release, complaints in found.items():
+        refused.update(f"{release}: {complaint.partition(';')[0]}" for complaint in complaints)
