@@ -148,24 +148,24 @@ def test_pages_by_rules_and_interpreter(release, size, is_nz):
         assert (not complaints) == (size in pages and layout in layouts), complaints
 
 
-# --- what the interpreter holds operators against --------------------------------------------------------------------
+# --- what the interpreter checks operators by ------------------------------------------------------------------------
 
 
-def hold(**given):
+def check(**given):
     ge_releases.refused.clear()
-    ge_releases.hold("KvRmsNormRopeCache", calls()["kv_rmsnorm_rope_cache"] | key_side(**given))
+    ge_releases.check("KvRmsNormRopeCache", calls()["kv_rmsnorm_rope_cache"] | key_side(**given))
     return ge_releases.refused
 
 
 def test_what_other_releases_refuse_is_noted(monkeypatch):
-    assert hold() == set()
+    assert check() == set()
     monkeypatch.setattr(ge_releases, "RELEASE", "9.0.0")
-    assert hold(**KEY_SIDES["v"]) == {f"{release}: KvRmsNormRopeCache: v is given" for release in RELEASES[:2]}
+    assert check(**KEY_SIDES["v"]) == {f"{release}: KvRmsNormRopeCache: v is given" for release in RELEASES[:2]}
 
 
 def test_what_the_release_of_the_graph_refuses_is_an_error():
     with pytest.raises(ValueError, match=r"KvRmsNormRopeCache: v is given; in CANN 8\.5\.0 it is no input"):
-        hold(**KEY_SIDES["v"])
+        check(**KEY_SIDES["v"])
 
 
 def test_what_neither_the_oldest_nor_the_newest_release_takes_is_an_error(monkeypatch):
@@ -174,7 +174,7 @@ def test_what_neither_the_oldest_nor_the_newest_release_takes_is_an_error(monkey
 
     monkeypatch.setattr(key_side_rules, "complaints", complaints)
     with pytest.raises(ValueError, match=r"neither .* takes this call: KvRmsNormRopeCache: N is 1; CANN 9\.1\.0 takes"):
-        hold()
+        check()
 
 
 def test_a_refusal_without_a_name_is_an_error(monkeypatch):

@@ -98,18 +98,18 @@ def _no_compiler(target: str) -> Iterator[None]:
     if target in ("ge", "aclgraph"):
         importlib.import_module("torch_npu")  # which makes torchair importable
         no_check = mock.patch("mla_fx.lowering.ascend.toolchain._check_written_in_place")
-        with mock.patch("torchair.get_compiler", lambda config: _held), no_check:
+        with mock.patch("torchair.get_compiler", lambda config: _checked), no_check:
             yield
         return
     with mock.patch("mla_fx.lowering.inductor.compile_fx_inner", _as_it_is):
         yield
 
 
-def _held(gm: GraphModule, *_: Any, **__: Any) -> mock.Mock:
+def _checked(gm: GraphModule, *_: Any, **__: Any) -> mock.Mock:
     """The vendor's operators are those that CANN takes."""
     from npu import fx_calls  # which imports torch_npu
 
-    fx_calls.hold(gm)
+    fx_calls.check(gm)
     return _as_it_is(gm)
 
 

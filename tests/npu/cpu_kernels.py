@@ -73,7 +73,7 @@ def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half")
 def npu_fused_infer_attention_score_v2(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
     call = attention_call(query, key, value, **options)
     lengths = {name: torch.tensor(length) for name, length in call.items() if name.startswith("actual_seq_lengths")}
-    ge_releases.hold("FusedInferAttentionScore", call)
+    ge_releases.check("FusedInferAttentionScore", call)
     return attention.FusedInferAttentionScore(**call | lengths)
 
 
@@ -149,13 +149,13 @@ def prolog_arguments(operator: Any, kernel: str, args: tuple[Any, ...], options:
         if formats.get_npu_format(arguments[name]) != formats.FRACTAL_NZ:
             raise ValueError(f"{kernel} reads {name} in FRACTAL_NZ (format 29), but it is ND (format 2)")
         arguments[name] = formats.from_nz(arguments[name])
-    ge_releases.hold(kernel, arguments)
+    ge_releases.check(kernel, arguments)
     return arguments
 
 
 def _key_side_arguments(*args: Any, **options: Any) -> dict[str, Any]:
     arguments = {"is_output_kv": False} | named(torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2, args, options)
-    ge_releases.hold("KvRmsNormRopeCache", arguments)
+    ge_releases.check("KvRmsNormRopeCache", arguments)
     return arguments
 
 

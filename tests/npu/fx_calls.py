@@ -1,4 +1,4 @@
-"""The vendor's operators in an FX graph, held against releases of CANN without running it."""
+"""The vendor's operators in an FX graph, checked by releases of CANN without running it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KERNELS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
 }
 
 
-def hold(graph_module: GraphModule) -> None:
-    """As `ge_releases.hold`. Symbolic sizes are those of the current call."""
+def check(graph_module: GraphModule) -> None:
+    """As `ge_releases.check`. Symbolic sizes are those of the current call."""
     for node in graph_module.graph.nodes:
         name = str(node.target).partition(".")[2].removesuffix(".default")
         if name in KERNELS:
             kernel, form = KERNELS[name]
             args, options = map_arg((node.args, node.kwargs), _value)
-            ge_releases.hold(kernel, form(**named(node.target.overloadpacket, args, options)))
+            ge_releases.check(kernel, form(**named(node.target.overloadpacket, args, options)))
 
 
 def _value(node: Node) -> Any:

@@ -55,7 +55,7 @@ class Interpreter:
         function = self.functions[op.type]
         arguments = _arguments(op, function, values) | ge_graph.attributes(op)
         if op.type in ge_releases.RULES:
-            ge_releases.hold(op.type, arguments)
+            ge_releases.check(op.type, arguments)
         results = function(**arguments)
         return [results] if isinstance(results, Tensor) else results
 

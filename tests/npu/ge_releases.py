@@ -1,4 +1,4 @@
-"""The releases of CANN against which operators are held: which of them refuse a call, and why."""
+"""The releases of CANN by which operators are checked: which of them refuse a call, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULES = {
 }
 
 refused: set[str] = set()
-"""What was held since the test began and is refused by another release: the release, the operator and the reason."""
+"""What was checked since the test began and is refused by another release: the release, the operator and the reason."""
 
 
 def refusals(kernel: str, call: dict[str, Any]) -> dict[str, list[str]]:
@@ -27,7 +27,7 @@ def refusals(kernel: str, call: dict[str, Any]) -> dict[str, list[str]]:
     return {release: complaints for release, complaints in found.items() if complaints}
 
 
-def hold(kernel: str, call: dict[str, Any]) -> None:
+def check(kernel: str, call: dict[str, Any]) -> None:
     """Raises ValueError if RELEASE refuses a call, or the oldest release and the newest one both do."""
     found = refusals(kernel, call)
     if RELEASE in found:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,17 +68,16 @@ def alone_per_layer(case: tuple[str, str, str]) -> dict[str, int] | None:
 
 
 def row(case: tuple[str, str, str], alone: dict[str, int] | None) -> str:
-    ge_releases.refused.clear()
-    fused = per_layer(*case, mla_fx.get_backend(target="ge"))
+    with mock.patch.object(ge_releases, "refused", set()) as refused:  # which the table names
+        fused = per_layer(*case, mla_fx.get_backend(target="ge"))
     assert fused is not None, "every model here converts"
     kinds = ", ".join(f"{fused[kind]} {short}" for kind, short in SHORT.items() if fused.get(kind))
     count = "does not convert" if alone is None else str(sum(alone.values()))
-    return f"| {' | '.join(case)} | {count} | {sum(fused.values())} | {kinds} | {releases()} |\n"
+    return f"| {' | '.join(case)} | {count} | {sum(fused.values())} | {kinds} | {releases(refused)} |\n"
 
 
-def releases() -> str:
+def releases(refused: set[str]) -> str:
     """Those that take every operator that ran, and why others do not."""
-    refused = ge_releases.refused
     taking = [release for release in ge_releases.RELEASES if not any(one.startswith(f"{release}:") for one in refused)]
     assert taking == list(ge_releases.RELEASES[-len(taking) :]), "a release takes what an older one does"
     reasons = sorted({reason.partition(": ")[2] for reason in refused})
