@@ -114,6 +114,8 @@ class TestQuestions:
         page.locator("#after .fused", has_text="mla_prolog").click()
         assert page.locator("#before .linked").count() > 30
         assert "modeling_deepseek_v3.py:" in page.locator("#about").text_content()
+        page.get_by_role("button", name="Before", exact=True).click()
+        assert page.locator("#drawing .linked").count() > 30
         page.locator("#before .linked").first.click()
         assert "replaced by mla_prolog" in page.locator("#about").text_content()
         assert page.locator("#after .linked").count() == 1

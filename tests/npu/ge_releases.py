@@ -7,7 +7,7 @@ from typing import Any
 from npu.ge_ops import attention_rules, key_side_rules, prolog_rules
 
 RELEASES = ("8.5.0.alpha001", "8.5.0", "9.0.0", "9.1.0")
-OLDEST, *_, NEWEST = RELEASES
+OLDEST, NEWEST = "8.5.0.alpha001", "9.0.0"  # 9.1.0 is a branch yet
 RELEASE = "8.5.0"  # which a graph is made for: as cann_stub.c calls itself
 RULES = {
     "MlaProlog": prolog_rules,

@@ -14,8 +14,7 @@ import test_tiled_prologs
 import torch
 
 import mla_fx
-from npu import converted, vendor_programs
-from npu.ge_ops import prolog_rules
+from npu import converted, ge_releases, vendor_programs
 from npu.test_packed_prologs import SIZES as PACKED
 from npu.vendor_programs import Program
 
@@ -96,7 +95,7 @@ def test_cell(captured, monkeypatch, cell):
     for make in cell.programs:
         for target in cell.targets:
             program = make()
-            monkeypatch.setattr(prolog_rules, "RELEASE", program.options.get("cann", prolog_rules.RELEASE))
+            monkeypatch.setattr(ge_releases, "RELEASE", program.options.get("cann", ge_releases.RELEASE))
             found, report = compiled(captured, program, target)
             if cell.sentence is None:
                 assert cell.kernel in found, str(report)
