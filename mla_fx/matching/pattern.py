@@ -45,7 +45,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.attention import Attention
 from mla_fx.readings.axes import Axis, Index, extent, fresh, shifted
-from mla_fx.readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_update, is_written_where
+from mla_fx.readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_updates, is_written_where
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction, contraction
 from mla_fx.readings.element import Element, element_of, is_parameter, resolve
@@ -194,7 +194,7 @@ class _Stored(Pattern):
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         try:
-            update = cache_update(element)
+            updates = [*cache_updates(element)]
         except NoMatch as miss:
             if element.origin.target in POSITIONED or is_written_where(element.origin):
                 raise  # a cache write in an unknown spelling is not a plain row
@@ -202,9 +202,16 @@ class _Stored(Pattern):
                 nearest.fail(match, miss)  # a slice may be assigned to something other than a cache
             yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return
+        for update in updates:
+            yield from self._written(update, match, nearest)
+
+    def _written(self, update: CacheUpdate, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         other = match.readings.get(self.beside)
         if isinstance(other, CacheUpdate):
-            update = update.beside(other)
+            try:
+                update = update.beside(other)
+            except NoMatch as miss:
+                return nearest.fail(match, miss)
         written = match.choose(self.name, "append" if update.is_appended else "write").read(self.name, update)
         yield from self.row.bindings(update.row, written, nearest)
 

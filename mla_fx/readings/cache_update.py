@@ -13,7 +13,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import INTEGERS, whole_number
 
-from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, shifted
+from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, reshape, shifted
 from .calls import args_of, argument, options_of
 from .element import Element, element_of, operand, resolve
 from .reading import Parts, Reading, renamed
@@ -61,11 +61,21 @@ class InBlocks(Parts):
 
 
 @dataclass(frozen=True)
+class WholeBlocks(Parts):
+    """Blocks are written whole: each has its number, and `offset` counts its rows. With `wraps`, a negative number
+    counts from the end."""
+
+    block: Element
+    offset: Index
+    wraps: bool
+
+
+@dataclass(frozen=True)
 class CacheUpdate(Reading):
     """Rows that are written into a value along dimension `dim`; `index` holds new indices for the whole value.
 
     `rows` are the new rows, read at `place` as the element `row` and counted along `token`; `where` says where they are
-    written. With `is_paged`, slots count through `dim`, the blocks, and the next dimension, the offsets in a block.
+    written. Slots count through `across` dimensions: with more than one, through blocks and the offsets in a block.
 
     For wider rows, `index` and `row` describe some of the columns, and `rows` holds these."""
 
@@ -76,8 +86,12 @@ class CacheUpdate(Reading):
     place: tuple[Index, ...]
     row: Element
     token: Index
-    where: Appended | From | At | InBlocks
-    is_paged: bool = False
+    where: Appended | From | At | InBlocks | WholeBlocks
+    across: int = 1
+
+    @property
+    def is_paged(self) -> bool:
+        return self.across > 1
 
     @property
     def is_appended(self) -> bool:
@@ -86,7 +100,7 @@ class CacheUpdate(Reading):
     @property
     def behind(self) -> int:
         """The first dimension after those that slots count through."""
-        return self.dim + (2 if self.is_paged else 1)
+        return self.dim + self.across
 
     def beside(self, other: CacheUpdate) -> CacheUpdate:
         """This update with its rows counted like those of another cache. Raises NoMatch if their numbers differ."""
@@ -142,16 +156,44 @@ def _written_at(node: Node) -> Iterator[tuple[Size, Size]]:
 
 
 def cache_update(element: Element) -> CacheUpdate:
-    """Read the value that contains `element` as an updated cache, in the columns that the element reads.
+    """The first of `cache_updates`."""
+    return next(cache_updates(element))
+
+
+def cache_updates(element: Element) -> Iterator[CacheUpdate]:
+    """Read the value that contains `element` as an updated cache, in the columns that the element reads: by rows, and
+    by whole blocks, which only the reader of the rows can tell apart.
 
     Raises NoMatch if it is not one."""
     node, index = element.node, fresh_index(element.node)
     part = Index(0, element.index[-1].terms) if index else ZERO
     width = extent(part)
     if not index or width == shape_of(node)[-1] or digits_of(part) is None:
-        return _update(node, index)
+        yield from _by_rows_and_blocks(_update(node, index))
+        return
     columns = fresh(width)
-    return _of_columns(_update(node, (*index[:-1], shifted(columns, element.index[-1].offset))), columns)
+    for update in _by_rows_and_blocks(_update(node, (*index[:-1], shifted(columns, element.index[-1].offset)))):
+        yield _of_columns(update, columns)
+
+
+def _by_rows_and_blocks(update: CacheUpdate) -> Iterator[CacheUpdate]:
+    """An update, and the same one read as `cache[blocks] = rows`, where the rows of a block are the next dimension."""
+    yield update
+    at, lead = update.where, axes_of(update.token)
+    last = len(update.index) - 1
+    inner = next((dim for dim in range(update.behind, last) if update.index[dim].axis is not None), None)
+    if not isinstance(at, At) or update.is_paged or lead is None or inner is None:
+        return
+    axes = (*lead, *axes_of(update.index[inner]))
+    token = Axis(product(axis.size for axis in axes))
+    digits = reshape((of_axis(token),), (token.size,), [axis.size for axis in axes])
+    if digits is None:
+        return
+    names = dict(zip(axes, digits, strict=True))
+    place = tuple(renamed(part, names) for part in update.place)
+    where = WholeBlocks(renamed(at.slot, names), digits[-1], at.wraps)
+    row, across = resolve(update.rows, place), inner - update.dim + 1
+    yield replace(update, place=place, row=row, token=of_axis(token), where=where, across=across)
 
 
 def _of_columns(update: CacheUpdate, columns: Index) -> CacheUpdate:
@@ -277,7 +319,7 @@ def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Nod
     slot = _slot(block, offset, sizes[dim + 1])
     at = InBlocks(block, offset) if slot is None else At(slot, wraps=True)
     row, token = resolve(rows, place), _counted(lead)
-    return CacheUpdate(node, index, dim, old, rows, place, row, token, at, is_paged=True)
+    return CacheUpdate(node, index, dim, old, rows, place, row, token, at, across=2)
 
 
 def _slot(block: Element, offset: Element, size: Size) -> Element | None:

@@ -15,7 +15,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import OperandAxes, Pattern, refused, rms_norm, var
 from mla_fx.readings.axes import ZERO, Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
-from mla_fx.readings.cache_update import Appended, At, CacheUpdate, From, InBlocks
+from mla_fx.readings.cache_update import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.integers import IntegerSum, integer_sum
 from mla_fx.readings.paged import Paged
@@ -205,7 +205,8 @@ def check_same_write(latent: CacheRoles, keys: CacheRoles, what: str = "latent a
 
 def _wraps(update: CacheUpdate) -> bool:
     """Whether a negative position counts from the end."""
-    return isinstance(update.where, InBlocks) or (isinstance(update.where, At) and update.where.wraps)
+    where = update.where
+    return isinstance(where, InBlocks) or (isinstance(where, (At, WholeBlocks)) and where.wraps)
 
 
 def _counted(update: CacheUpdate) -> object:
@@ -216,6 +217,8 @@ def _counted(update: CacheUpdate) -> object:
         case At(slot):
             return integer_sum(slot)
         case InBlocks(block, offset):
+            return integer_sum(block), offset
+        case WholeBlocks(block, offset):
             return integer_sum(block), offset
         case Appended():
             return None
@@ -259,6 +262,8 @@ def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) 
             found = _slots(cache, slot, is_skipped)
         case InBlocks(block, offset):
             found = _slots_in_blocks(cache, block, offset, is_skipped)
+        case WholeBlocks(block, offset):
+            found = _slots_of_blocks(cache, block, offset, is_skipped)
         case From(start):
             device = cache.update.rows.meta["val"].device
             options = {"start": start, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
@@ -283,18 +288,37 @@ def batch_of_positions(cache: CacheRoles) -> Size:
 
 def _check_apart(cache: CacheRoles) -> None:
     """Raises NoMatch if tokens share a position. Duplicate positions: which row is kept is undefined."""
-    parts = _positioned(cache)
-    if any(axis.size != 1 and all(axis not in part.axes for part in parts) for axis in cache.token):
+    parts, where = _positioned(cache), cache.update.where
+    own = {axis for part in (*parts, *([where.offset] if isinstance(where, WholeBlocks) else [])) for axis in part.axes}
+    if any(axis.size != 1 and axis not in own for axis in cache.token):
         raise NoMatch("all tokens of a sequence are written to one position", parts[0].origin)
 
 
 def _slots(cache: CacheRoles, slot: Element, is_skipped: bool) -> Expression:
-    """Positions that the program computes.
+    """Positions that the program computes."""
+    _check_apart(cache)
+    return _checked(cache, slot, cache.row, _slot_sizes(cache), is_skipped)
+
+
+def _slots_of_blocks(cache: CacheRoles, block: Element, offset: Index, is_skipped: bool) -> Expression:
+    """The slots of whole blocks, block for block. A number outside the cache makes every slot of its block one."""
+    _check_apart(cache)
+    count, *inner = _slot_sizes(cache)
+    size, within = product(inner), axes(offset, "the rows of a block", cache.update.node)
+    blocks = tuple(axis for axis in cache.token if axis not in within)
+    first = _checked(cache, block, (cache.batch, blocks, ()), (count,), is_skipped)
+    options = {"start": 0, "step": 1, "dtype": torch.int64, "device": block.origin.meta["val"].device}
+    rows = Call(torch.ops.prims.iota.default, size, **options, requires_grad=False)
+    slots = Call(aten.add.Tensor, Call(aten.mul.Tensor, first, size), rows)
+    return Call(aten.reshape.default, slots, [batch_of_positions(cache), -1])
+
+
+def _checked(cache: CacheRoles, slot: Element, dims: Dims, sizes: Sequence[Size], is_skipped: bool) -> Expression:
+    """Numbers of slots or blocks, counted from the start.
 
     The new write checks one bound itself: the end of the cache if it refuses rows, the start if it skips them."""
-    _check_apart(cache)
-    sizes, device = _slot_sizes(cache), slot.origin.meta["val"].device
-    given = tensor(slot, cache.row, dtype=torch.int64)
+    device = slot.origin.meta["val"].device
+    given = tensor(slot, dims, dtype=torch.int64)
     is_counted, is_below = _proved(integer_sum(slot), product(sizes))
     if _wraps(cache.update) and not is_counted:
         given = _counted_from_start(given, sizes)
