@@ -61,8 +61,8 @@ CASES = {
         dict.fromkeys((FIRST, PAGED, NINE), "takes 128") | {WIDE: "takes 128 or 192"},
     ),
     "16 tokens": (lambda: of_tokens(B, 16), "", {}),
-    "17 tokens": (lambda: of_tokens(B, 17), "token_x has S = 17", {FIRST: "takes 1 to 16"}),
-    "17 requests as one sequence": (lambda: of_tokens(1, 17), "token_x has S = 17", {FIRST: "takes 1 to 16"}),
+    "17 tokens": (lambda: of_tokens(B, 17), "", {}),
+    "17 requests as one sequence": (lambda: of_tokens(1, 17), "", {}),
     "17 requests": (lambda: of_tokens(17), "", {}),
     "pages of 16": (lambda: caches(8, 16, 1), "", {}),
     "pages of 32": (lambda: caches(8, 32, 1), "kv_cache has BlockSize = 32", {FIRST: "takes 16 or 128"}),
@@ -197,6 +197,8 @@ def test_lowering_and_interpreter_agree(version, release):
     for _ in range(100):
         call = drawn(draw, version)
         found = lower(operator, of(release, prolog=version), **call)
+        if version == "v3" and call["cache_mode"].startswith("PA"):
+            call["token_x"] = call["token_x"].flatten(0, -2)  # as longer sequences are passed
         complaints = prolog_rules.complaints(KERNELS[version], calls()[operator] | call, release)
         assert callable(found) == (not complaints), (found, complaints)
         taken.append(not complaints)

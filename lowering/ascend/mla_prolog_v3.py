@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.ops.vendor.mla_prolog_v3.arguments import Arguments
 from mla_fx.target import Compiled
 
@@ -52,7 +54,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 
 def refuse_sizes(a: Arguments, kernel: str, rules: Rules) -> None:
-    """Check the sizes of the weights, which are numbers even where those of activations are symbols, and the tokens."""
+    """Check the sizes of the weights, which are numbers even where those of activations are symbols."""
     limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, rules.hidden)
     limits.size("weight_dq has Hcq", a.weight_dq.shape[1], kernel, rules.query_ranks)
     heads, nope, rank = a.weight_uk.shape
@@ -60,8 +62,6 @@ def refuse_sizes(a: Arguments, kernel: str, rules: Rules) -> None:
     limits.size("weight_uk has D", nope, kernel, rules.nope)
     limits.size("weight_uk has Hckv", rank, KERNEL, RANK)
     limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, KERNEL, ROPE)
-    if rules.tokens is not None and a.token_x.ndim == 3:
-        limits.between("token_x has S", a.token_x.shape[1], kernel, 1, rules.tokens)
 
 
 def refuse_modes(a: Arguments, kernel: str, rules: Rules) -> None:
@@ -96,8 +96,27 @@ def prolog(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return *others, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
 
 
+def is_long(surface: Surface, a: Arguments) -> bool:
+    """Whether each sequence may have more tokens than the kernel takes of one."""
+    most = limits.rules(surface, KERNEL, RULES).tokens
+    return most is not None and a.token_x.ndim == 3 and not statically_known_true(a.token_x.shape[1] <= most)
+
+
+def one_by_one(a: Arguments) -> Arguments:
+    """The same call with tokens [T, He], of which the kernel takes any number. Slots count through all pages anyway."""
+    assert a.cache_index is not None and a.cache_mode.startswith("PA"), "other cache modes were refused"
+    names = ("token_x", "rope_sin", "rope_cos", "cache_index")
+    return replace(a, **{name: getattr(a, name).flatten(0, 1) for name in names})
+
+
 def vendor_call(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
     """The same for a call in the vendor's own form."""
+    if is_long(surface, a):
+        query, query_rope, query_scale, query_norm, *others = vendor_call(surface, one_by_one(a))
+        lead = a.token_x.shape[:2]
+        query, query_rope = (part.view(*lead, *part.shape[1:]) for part in (query, query_rope))
+        query_norm = query_norm.view(*lead, -1) if a.query_norm_flag else query_norm
+        return query, query_rope, query_scale, query_norm, *others
     dense = (a.rmsnorm_gamma_cq, a.rmsnorm_gamma_ckv, a.rope_sin, a.rope_cos)
     ends = None if a.actual_seq_len is None else as_tensor(a.actual_seq_len, torch.int32, a.token_x.device)
     query, query_rope, query_scale, query_norm, norm_scale, kv_cache, kr_cache = (

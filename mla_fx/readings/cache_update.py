@@ -13,11 +13,11 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import INTEGERS, whole_number
 
-from .axes import ZERO, Axis, Index, axes_of, composite, digits_of, extent, fresh, of_axis, reshape, shifted
+from .axes import ZERO, Axis, Digit, Index, axes_of, combine, composite, digits_of, extent, fresh, of_axis, shifted
 from .calls import args_of, argument, options_of
 from .element import Element, element_of, operand, resolve
 from .reading import Parts, Reading, renamed
-from .sizes import Size, at_most, product
+from .sizes import Size, at_most, product, strides_of
 from .unproved import EQUAL, unproved
 from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
 
@@ -161,39 +161,41 @@ def cache_update(element: Element) -> CacheUpdate:
 
 
 def cache_updates(element: Element) -> Iterator[CacheUpdate]:
-    """Read the value that contains `element` as an updated cache, in the columns that the element reads: by rows, and
-    by whole blocks, which only the reader of the rows can tell apart.
+    """Read the value that contains `element` as an updated cache, in the columns that the element reads: by whole
+    blocks and by rows, which only the reader of the rows can tell apart.
 
     Raises NoMatch if it is not one."""
     node, index = element.node, fresh_index(element.node)
     part = Index(0, element.index[-1].terms) if index else ZERO
     width = extent(part)
     if not index or width == shape_of(node)[-1] or digits_of(part) is None:
-        yield from _by_rows_and_blocks(_update(node, index))
+        yield from _by_blocks_and_rows(_update(node, index))
         return
     columns = fresh(width)
-    for update in _by_rows_and_blocks(_update(node, (*index[:-1], shifted(columns, element.index[-1].offset)))):
+    for update in _by_blocks_and_rows(_update(node, (*index[:-1], shifted(columns, element.index[-1].offset)))):
         yield _of_columns(update, columns)
 
 
-def _by_rows_and_blocks(update: CacheUpdate) -> Iterator[CacheUpdate]:
-    """An update, and the same one read as `cache[blocks] = rows`, where the rows of a block are the next dimension."""
-    yield update
+def _by_blocks_and_rows(update: CacheUpdate) -> Iterator[CacheUpdate]:
+    """An update at positions along one dimension, as one of whole blocks if it may be one, and as it is."""
     at, lead = update.where, axes_of(update.token)
-    last = len(update.index) - 1
-    inner = next((dim for dim in range(update.behind, last) if update.index[dim].axis is not None), None)
-    if not isinstance(at, At) or update.is_paged or lead is None or inner is None:
-        return
-    axes = (*lead, *axes_of(update.index[inner]))
-    token = Axis(product(axis.size for axis in axes))
-    digits = reshape((of_axis(token),), (token.size,), [axis.size for axis in axes])
-    if digits is None:
-        return
-    names = dict(zip(axes, digits, strict=True))
-    place = tuple(renamed(part, names) for part in update.place)
-    where = WholeBlocks(renamed(at.slot, names), digits[-1], at.wraps)
+    inner = next((dim for dim in range(update.behind, len(update.index) - 1) if update.index[dim].axis), None)
+    if isinstance(at, At) and not update.is_paged and lead is not None and inner is not None:
+        yield _of_whole_blocks(update, at, lead, inner)
+    yield update
+
+
+def _of_whole_blocks(update: CacheUpdate, at: At, lead: tuple[Axis, ...], inner: int) -> CacheUpdate:
+    """The same update as `cache[blocks] = rows`, where dimension `inner` counts the rows of a block."""
+    axes = (*lead, *update.index[inner].axes)
+    sizes = [axis.size for axis in axes]
+    token = Axis(product(sizes))
+    parts = [combine(0, [(Digit(token, *part), 1)]) for part in zip(strides_of(sizes), sizes, strict=True)]
+    names = dict(zip(axes, parts, strict=True))
+    place = renamed(update.place, names)
+    where = WholeBlocks(renamed(at.slot, names), parts[-1], at.wraps)
     row, across = resolve(update.rows, place), inner - update.dim + 1
-    yield replace(update, place=place, row=row, token=of_axis(token), where=where, across=across)
+    return replace(update, place=place, row=row, token=of_axis(token), where=where, across=across)
 
 
 def _of_columns(update: CacheUpdate, columns: Index) -> CacheUpdate:

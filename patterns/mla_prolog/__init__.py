@@ -138,7 +138,7 @@ def _call(match: Match, rows: tuple[Axes, Axes], found: Weights, caches: Caches)
     operands = (
         tensor(match["token_x"], (*rows, found.columns["he"])),
         *found.operands(dtype),
-        *tables(rotation, ("sin", "cos"), rows, equal=match.get(Rope, "query_rope.rope")),
+        *tables(rotation, ("sin", "cos"), rows, equal=match.get(Rope, "query_rope.rope"), expand=not rows[0]),
         *index_and_caches,
     )
     return Call(torch.ops.mla_fx.mla_prolog.default, *operands, **options(match), cache_mode=mode)

@@ -91,9 +91,9 @@ def check_step(converted, model, make_cache, tokens, **options):
     return [names.count(kernel) for kernel in KERNELS_OF_A_STEP], [miss.reason for miss in mla_fx.last_report().misses]
 
 
-def check_call(converted, tokens, **options):
+def check_call(converted, tokens, batch=1, **options):
     """Whether a user's call of so many tokens became one kernel, and wrote what it should."""
-    token_x, *_, sin, cos, index, kv_cache, kr_cache = prolog_call("PA_NZ", (1, tokens))
+    token_x, *_, sin, cos, index, kv_cache, kr_cache = prolog_call("PA_NZ", (batch, tokens))
     layer = Prolog(False)
     given = [token_x, sin, cos, index, kv_cache, kr_cache]
     mine, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
@@ -108,6 +108,20 @@ def test_16_tokens(converted, monkeypatch):
     monkeypatch.setattr(ge_releases, "RELEASE", OLDEST)
     for options, kernel in (({"prolog": "v1"}, "MlaProlog"), ({"cann": OLDEST}, "MlaPrologV3")):
         assert check_call(converted, 16, **options) == [kernel]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_17_tokens(converted, monkeypatch, batch):
+    """The oldest release takes so many in [T, He] alone."""
+    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    assert check_call(converted, 17, batch, cann=OLDEST) == ["MlaPrologV3"]
+
+
+def test_planted_fault_17_tokens_of_one_sequence(converted, monkeypatch):
+    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    monkeypatch.setattr(mla_prolog_v3, "is_long", lambda surface, call: False)
+    with pytest.raises(ValueError, match=r"MlaPrologV3: S is 17; CANN 8\.5\.0\.alpha001 takes"):
+        check_call(converted, 17, cann=OLDEST)
 
 
 def test_a_growing_cache_on_the_oldest_release(converted, monkeypatch):

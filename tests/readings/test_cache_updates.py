@@ -5,8 +5,8 @@ import torch
 from traced import B, D, S, T, Traced, agree, dense
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import axes_of, fresh, shifted
-from mla_fx.readings.cache_update import Appended, At, From, cache_update
+from mla_fx.readings.axes import Digit, Index, axes_of, fresh, shifted
+from mla_fx.readings.cache_update import Appended, At, From, WholeBlocks, cache_update, cache_updates
 from mla_fx.readings.element import element_of, resolve
 from mla_fx.readings.views import fresh_index
 
@@ -102,6 +102,31 @@ def test_an_update_in_blocks_is_read(name):
         new.flatten(0, 1)[position] = rows
     else:
         new[(position, *offset)] = rows
+    agree(new, traced.values[found.node])
+
+
+WHOLE_BLOCKS = {  # a cache [B, 1, T, D] as blocks of T rows, or of half as many
+    "assigned": lambda cache, r: written(cache[:, 0], torch.tensor([1, 0]), torch.cat([r[:, 0], r[:, 0, :2]], 1)),
+    "one block": lambda cache, r: written(cache[:, 0], torch.tensor([1]), torch.cat([r[:1, 0], r[:1, 0, :2]], 1)),
+    "copied": lambda cache, r: cache.index_copy(0, torch.tensor([1]), torch.cat([r[:1], r[:1, :, :2]], 2)),
+    "scattered": lambda cache, r: cache[:, 0].scatter(
+        0, torch.tensor([1, 0]).view(B, 1, 1).expand(B, T, D), torch.cat([r[:, 0], r[:, 0, :2]], 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+def test_an_update_of_whole_blocks_is_read(name):
+    traced = Traced(WHOLE_BLOCKS[name], dense(B, 1, T, D), dense(B, 1, S, D))
+    found, by_rows = cache_updates(element_of(traced.out))
+    assert isinstance(found.where, WholeBlocks) and isinstance(by_rows.where, At)
+    agree(replayed(traced, by_rows), traced.values[found.node])
+    assert found.where.offset == Index(0, ((Digit(found.token.axis, 1, T), 1),))
+    new = traced.values[found.old].clone()
+    block = traced.read(found.where.block, found.token).long()
+    offset = torch.arange(len(block)) % T
+    rows = traced.read(found.row, found.token, found.index[-1])
+    new.view(B, T, D)[block, offset] = rows
     agree(new, traced.values[found.node])
 
 
