@@ -1,4 +1,4 @@
-"""Prompts that fill whole pages, which plain code writes by the numbers of the pages: one write by slots for operators."""
+"""Prompts that fill whole pages: plain code writes these by their numbers, operators row by row."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Rules:
     query_ranks: tuple[int, ...]
     nope: tuple[int, ...]
     tokens: int | None
-    """The largest S of token_x [B, S, He], or None. [T, He] has no such limit, and longer calls are passed so."""
+    """The largest S of token_x [B, S, He], or None. [T, He] has no such limit; longer calls are passed so."""
     pages: tuple[int, ...] | range
     cache_modes: tuple[str, ...]
     weight_quant_modes: tuple[int, ...]

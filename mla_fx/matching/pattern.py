@@ -4,8 +4,7 @@ A pattern is a value built from the words below. It says what an element must be
 way to satisfy it, so a choice that fails later is taken back. The deepest failure is kept as the nearest miss.
 
 var("x")                         any element, bound to a name; the same name again means the same tensor
-bound("q", pattern)              the same, for an element that also satisfies a pattern; an element that was bound
-                                 before is not read again
+bound("q", pattern)              the same, for an element that also satisfies a pattern, which is matched once
 contract(a, b, name="uq")        a matrix product of a and b, in either order
 quantised(a, b, name="up")       the same, also of codes that carry their scales
 tokens(value, name="cq.codes")   the codes of a value that the program quantises, with a scale for each token
@@ -202,18 +201,15 @@ class _Stored(Pattern):
                 nearest.fail(match, miss)  # a slice may be assigned to something other than a cache
             yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return
-        for update in updates:
-            yield from self._written(update, match, nearest)
-
-    def _written(self, update: CacheUpdate, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         other = match.readings.get(self.beside)
-        if isinstance(other, CacheUpdate):
+        for update in updates:
             try:
-                update = update.beside(other)
+                found = update.beside(other) if isinstance(other, CacheUpdate) else update
             except NoMatch as miss:
-                return nearest.fail(match, miss)
-        written = match.choose(self.name, "append" if update.is_appended else "write").read(self.name, update)
-        yield from self.row.bindings(update.row, written, nearest)
+                nearest.fail(match, miss)
+                continue
+            written = match.choose(self.name, "append" if found.is_appended else "write").read(self.name, found)
+            yield from self.row.bindings(found.row, written, nearest)
 
 
 @dataclass(frozen=True)
@@ -308,11 +304,9 @@ class AttentionPattern:
         fixed = frozenset(axis for part in (*found.index, found.keys) for axis in part.axes)
         match = Match(fixed=fixed).read("attention", found)
         if len(products) != len(self.scores):
-            what = (
-                "one product of query and key" if len(products) == 1 else f"{len(products)} products of query and key"
-            )
+            what = "one product" if len(products) == 1 else f"{len(products)} products"
             wanted = "one" if len(self.scores) == 1 else "a nope and a rope part"
-            nearest.fail(match, NoMatch(f"the scores are {what}, not {wanted}", found.node))
+            nearest.fail(match, NoMatch(f"the scores are {what} of query and key, not {wanted}", found.node))
             return
         for order in itertools.permutations(products):
             partial: Iterator[Match] = iter((match,))

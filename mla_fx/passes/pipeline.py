@@ -13,8 +13,8 @@ from mla_fx.ops.common.collector import collector_paused
 from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
 from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import triage
-from mla_fx.readings.cache_update import written_alike
 from mla_fx.readings.sizes import size_facts
+from mla_fx.readings.written_alike import written_alike
 from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering

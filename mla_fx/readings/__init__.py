@@ -23,6 +23,7 @@ quantised_tokens.py, quantised_tiles.py   codes that the program computes, with 
 integers.py      sums of positions in whole numbers, and comparisons of two of them
 causal.py        masks that hide exactly the keys after a position
 paged.py         rows that are gathered from pages
+written_alike.py sizes that are equal because rows of the one are written at positions of the other
 rms_norm.py, rope.py, softmax.py, attention.py, cache_update.py   the pieces of MLA
 
 An axis never changes. A reader uses everything that an element carries (factor, dtypes it was rounded to, every axis),

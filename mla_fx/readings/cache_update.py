@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
@@ -17,7 +16,7 @@ from .axes import ZERO, Axis, Digit, Index, axes_of, combine, composite, digits_
 from .calls import args_of, argument, options_of
 from .element import Element, element_of, operand, resolve
 from .reading import Parts, Reading, renamed
-from .sizes import Size, at_most, product, strides_of
+from .sizes import Size, product, strides_of
 from .unproved import EQUAL, unproved
 from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
 
@@ -123,36 +122,6 @@ class CacheUpdate(Reading):
         slots = self.index[self.dim : self.behind]
         groups = sequences, slots, (self.token,)
         return tuple([axis for part in parts for axis in axes_of(part) or ()] for parts in groups)
-
-
-def written_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
-    """Pairs of sizes that the program's own writes require to be equal, though nothing else says so: two or more rows,
-    or columns, are not broadcast."""
-    same: dict[sympy.Symbol, Size] = {}
-    for target in (aten.index_put.default, aten._unsafe_index_put.default):
-        for node in graph.find_nodes(op="call_function", target=target):
-            for size, found in _written_at(node):
-                is_free = isinstance(size, sympy.Symbol) and size not in sympy.sympify(found).free_symbols
-                if is_free and at_most(2, found):
-                    same.setdefault(size, found)
-    return same
-
-
-def _written_at(node: Node) -> Iterator[tuple[Size, Size]]:
-    """Pairs of sizes of a write at positions: the columns written and those of the rows, and the number of positions
-    along one dimension, or along adjacent ones, and that of the rows."""
-    old, places, rows = args_of(node)[:3]
-    used = {dim: where for dim, where in enumerate(places) if where is not None}
-    if any(where.meta["val"].dtype not in INTEGERS for where in used.values()):
-        return  # a boolean mask indexes as many dimensions as it has
-    columns, written = shape_of(old)[max(used) + 1 :], shape_of(rows)
-    yield from zip(reversed(columns), reversed(written), strict=False)
-    counts = {shape_of(where) for where in used.values()}
-    if len(counts) != 1 or max(used) - min(used) >= len(used) or len(written) <= len(columns):
-        return
-    count, *others = counts.pop() or (1,)
-    if not others:
-        yield count, written[-len(columns) - 1]
 
 
 def cache_update(element: Element) -> CacheUpdate:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -14,7 +11,7 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import OperandAxes, Pattern, refused, rms_norm, var
-from mla_fx.readings.axes import ZERO, Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
+from mla_fx.readings.axes import Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
 from mla_fx.readings.cache_update import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.integers import IntegerSum, integer_sum
@@ -25,6 +22,7 @@ from mla_fx.readings.rope import Rope, Table
 from mla_fx.readings.sizes import Size, at_most, plain, product
 from mla_fx.readings.views import shape_of
 
+from .bounds import count, counted_from_start, is_below, is_from_start, or_else, proved
 from .materialize import Axes, Dims, axes, tensor
 from .plan import ByTarget, Call, Expression, Part, Replaced, Representative, result
 from .replacement import replaced
@@ -289,8 +287,8 @@ def batch_of_positions(cache: CacheRoles) -> Size:
 def _check_apart(cache: CacheRoles) -> None:
     """Raises NoMatch if tokens share a position. Duplicate positions: which row is kept is undefined."""
     parts, where = _positioned(cache), cache.update.where
-    own = {axis for part in (*parts, *([where.offset] if isinstance(where, WholeBlocks) else [])) for axis in part.axes}
-    if any(axis.size != 1 and axis not in own for axis in cache.token):
+    own = where.offset.axes if isinstance(where, WholeBlocks) else frozenset()
+    if any(axis.size != 1 and axis not in own.union(*(part.axes for part in parts)) for axis in cache.token):
         raise NoMatch("all tokens of a sequence are written to one position", parts[0].origin)
 
 
@@ -303,10 +301,10 @@ def _slots(cache: CacheRoles, slot: Element, is_skipped: bool) -> Expression:
 def _slots_of_blocks(cache: CacheRoles, block: Element, offset: Index, is_skipped: bool) -> Expression:
     """The slots of whole blocks, block for block. A number outside the cache makes every slot of its block one."""
     _check_apart(cache)
-    count, *inner = _slot_sizes(cache)
+    number, *inner = _slot_sizes(cache)
     size, within = product(inner), axes(offset, "the rows of a block", cache.update.node)
     blocks = tuple(axis for axis in cache.token if axis not in within)
-    first = _checked(cache, block, (cache.batch, blocks, ()), (count,), is_skipped)
+    first = _checked(cache, block, (cache.batch, blocks, ()), (number,), is_skipped)
     options = {"start": 0, "step": 1, "dtype": torch.int64, "device": block.origin.meta["val"].device}
     rows = Call(torch.ops.prims.iota.default, size, **options, requires_grad=False)
     slots = Call(aten.add.Tensor, Call(aten.mul.Tensor, first, size), rows)
@@ -319,12 +317,12 @@ def _checked(cache: CacheRoles, slot: Element, dims: Dims, sizes: Sequence[Size]
     The new write checks one bound itself: the end of the cache if it refuses rows, the start if it skips them."""
     device = slot.origin.meta["val"].device
     given = tensor(slot, dims, dtype=torch.int64)
-    is_counted, is_below = _proved(integer_sum(slot), product(sizes))
+    is_counted, is_inside = proved(integer_sum(slot), product(sizes))
     if _wraps(cache.update) and not is_counted:
-        given = _counted_from_start(given, sizes)
+        given = counted_from_start(given, sizes)
     if is_skipped:
-        return given if is_below else _or_else([_is_below(given, sizes)], given, -1, device)
-    return given if is_counted else _or_else([_is_from_start(given)], given, _count(sizes), device)
+        return given if is_inside else or_else([is_below(given, sizes)], given, -1, device)
+    return given if is_counted else or_else([is_from_start(given)], given, count(sizes), device)
 
 
 def _slots_in_blocks(cache: CacheRoles, block: Element, offset: Element, is_skipped: bool) -> Expression:
@@ -332,59 +330,18 @@ def _slots_in_blocks(cache: CacheRoles, block: Element, offset: Element, is_skip
     _check_apart(cache)
     sizes, device = _slot_sizes(cache), block.origin.meta["val"].device
     counted = [
-        _counted_from_start(tensor(part, cache.row, dtype=torch.int64), (size,))
+        counted_from_start(tensor(part, cache.row, dtype=torch.int64), (size,))
         for part, size in zip((block, offset), sizes, strict=True)
     ]
-    sides = [_is_below(part, (size,)) for part, size in zip(counted, sizes, strict=True)]
-    sides += map(_is_from_start, counted)
+    sides = [is_below(part, (size,)) for part, size in zip(counted, sizes, strict=True)]
+    sides += map(is_from_start, counted)
     slots = Call(aten.add.Tensor, Call(aten.mul.Tensor, counted[0], sizes[1]), counted[1])
-    return _or_else(sides, slots, -1 if is_skipped else _count(sizes), device)
+    return or_else(sides, slots, -1 if is_skipped else count(sizes), device)
 
 
 def _slot_sizes(cache: CacheRoles) -> tuple[Size, ...]:
     """The sizes of the dimensions over which slots are counted."""
     return shape_of(cache.update.old)[cache.update.dim : cache.update.behind]
-
-
-def _count(sizes: Sequence[Size]) -> Any:
-    """The number of slots, computed from the cache's own sizes, so the graph need not know how these are computed."""
-    if all(isinstance(size, int) for size in sizes):
-        return product(sizes)
-    return functools.reduce(lambda *both: Call(operator.mul, *both), sizes)
-
-
-def _proved(position: IntegerSum, slots: Size) -> tuple[bool, bool]:
-    """Whether no position is negative, and whether none is beyond the end."""
-    excesses = IntegerSum(ZERO).plus(position, -1), position.plus(IntegerSum(Index(slots - 1)), -1)
-    is_counted, is_below = (excess.is_at_most_zero for excess in excesses)
-    return is_counted, is_below
-
-
-def _counted_from_start(given: Expression, sizes: Sequence[Size]) -> Expression:
-    """Positions counted from the start. In an indexed assignment, negative ones count from the end."""
-    is_negative = Call(aten.lt.Scalar, given, 0)
-    return Call(aten.where.self, is_negative, Call(aten.add.Tensor, given, _count(sizes)), given)
-
-
-def _is_below(place: Expression, sizes: Sequence[Size]) -> Expression:
-    return Call(aten.lt.Scalar, place, _count(sizes))
-
-
-def _is_from_start(place: Expression) -> Expression:
-    return Call(aten.ge.Scalar, place, 0)
-
-
-def _or_else(
-    conditions: Sequence[Expression],
-    given: Expression,
-    other: Any,
-    device: torch.device,
-    dtype: torch.dtype = torch.int64,
-) -> Expression:
-    """`given` where all conditions hold, and `other` elsewhere."""
-    holds = functools.reduce(lambda *both: Call(aten.logical_and.default, *both), conditions)
-    rest = Call(aten.full.default, [], other, dtype=dtype, device=device, pin_memory=False)
-    return Call(aten.where.self, holds, given, rest)
 
 
 def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expression:
@@ -395,7 +352,7 @@ def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expressi
     if found.wraps and other.wraps:
         return given
     device = found.table.origin.meta["val"].device
-    refusing = _or_else([_is_from_start(given)], given, extent(found.block), device, found.table.dtype)
+    refusing = or_else([is_from_start(given)], given, extent(found.block), device, found.table.dtype)
     return ByTarget(refusing=refusing, skipping=given)
 
 

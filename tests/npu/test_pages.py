@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from layers import in_type
+from zoo.caches import CACHES, Paged
 from zoo.entries import Entry
 from zoo.mla import Spelling
-from zoo.sizes import DECODE, Sizes
+from zoo.sizes import DECODE, Sizes, Step
 
 import mla_fx
 from npu.converted import types
@@ -41,6 +42,35 @@ def test_a_paged_layer(converted, block, kernels, dynamic):
     assert ("IndexByTensor" in graph) == (block == 8), graph
     if kernels[0]:
         assert "TensorMove" not in graph, "a cache is copied"
+
+
+class WholePages(Paged):
+    """Prompts that fill pages, which are written by their numbers."""
+
+    is_ragged = False
+
+    def place(self, sizes, step):
+        table, first = self.table(sizes, step), step.start // sizes.block
+        return table[:, first : first + step.tokens // sizes.block].flatten(), table
+
+    def write(self, cache, rows, place):
+        cache[place] = rows.view(len(place), *cache.shape[1:])
+
+
+@torch.no_grad()
+def test_whole_pages(converted, monkeypatch):
+    """A page of 16 tokens for each sequence: slots for the kernel, and no copy of the cache."""
+    monkeypatch.setitem(CACHES, "paged", WholePages())
+    entry = Entry(replace(PAGED, sizes=replace(REAL, block=16)))
+    module, given = entry.build().bfloat16(), in_type(entry.arguments(Step("page", 16, 32)), torch.bfloat16)
+    exact, eager = copy.deepcopy(module).double(), copy.deepcopy(given)
+    backend = mla_fx.get_backend(target="ge", soc="Ascend910B3", causal_masks=True, absorb="always")
+    (found,) = torch.compile(module, backend=backend)(*given)
+    (wanted,), (near,) = exact(*in_type(copy.deepcopy(eager), torch.float64)), module(*eager)
+    assert (found - wanted).norm() <= 2 * (near - wanted).norm()
+    torch.testing.assert_close(given[4], eager[4], rtol=2**-6, atol=2**-6)
+    graph = types(converted.graphs[-1])
+    assert [graph.count(kernel) for kernel in (*KERNELS, "TensorMove", "ScatterNdUpdate")] == [1, 1, 0, 0]
 
 
 @torch.no_grad()

@@ -113,12 +113,12 @@ def test_16_tokens(converted, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_17_tokens(converted, monkeypatch, batch):
     """The oldest release takes so many in [T, He] alone."""
-    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    monkeypatch.setattr(ge_releases, "RELEASE", OLDEST)
     assert check_call(converted, 17, batch, cann=OLDEST) == ["MlaPrologV3"]
 
 
 def test_planted_fault_17_tokens_of_one_sequence(converted, monkeypatch):
-    monkeypatch.setattr(prolog_rules, "RELEASE", OLDEST)
+    monkeypatch.setattr(ge_releases, "RELEASE", OLDEST)
     monkeypatch.setattr(mla_prolog_v3, "is_long", lambda surface, call: False)
     with pytest.raises(ValueError, match=r"MlaPrologV3: S is 17; CANN 8\.5\.0\.alpha001 takes"):
         check_call(converted, 17, cann=OLDEST)
