@@ -49,7 +49,7 @@ class Cell(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        if self.word != "yes":
+        if not self.word.startswith("yes"):
             return self.word.strip("`")
         return "MlaProlog" if "v1" in self.mode else OWN[self.document]
 

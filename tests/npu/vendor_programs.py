@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import test_packed_prologs
 import test_tiled_prologs
@@ -14,9 +15,10 @@ import torch
 from layers import in_type
 from mla_fx.lowering.ascend.surface import RELEASES
 from test_paged_heads import Gqa, arguments
+from zoo.caches import CACHES
 from zoo.entries import Entry
 from zoo.mla import Spelling
-from zoo.sizes import DECODE, FEW
+from zoo.sizes import DECODE, FEW, Step
 
 import mla_fx
 from mla_fx.ops import catalogue
@@ -24,7 +26,8 @@ from mla_fx.ops.common.sample import Sampler
 from npu import models, test_int8_prologs, test_static_caches
 from npu.calls import BF16, BLOCKS, PAGE, SMALL, B, D, S, Sizes, kv_call, pages, prolog_call, v3_call
 from npu.test_paged_heads import sized
-from npu.test_pages import REAL
+from npu.test_pages import PAGED as BF16_PAGED
+from npu.test_pages import REAL, WholePages
 
 V1_HIDDEN, V1_HEADS = 7168, 32  # the only, and the fewest, that version 1 takes
 
@@ -55,6 +58,14 @@ def layer(cache, step=DECODE, declared=True, **spelling):
     entry = Entry(Spelling(cache=cache, norm="fused", attend="eager", sizes=REAL, **spelling))
     given = in_type(entry.arguments(step), BF16)
     return Program(entry.build().bfloat16(), list(given), {"causal_masks": declared})
+
+
+def whole_pages(**spelling):
+    """A prompt that fills a page of each sequence."""
+    with mock.patch.dict(CACHES, paged=WholePages()):
+        entry = Entry(replace(BF16_PAGED, sizes=replace(REAL, block=16), **spelling))
+        given = in_type(entry.arguments(Step("page", 16, 32)), BF16)
+        return Program(entry.build().bfloat16(), list(given), {"causal_masks": True, "absorb": "always"})
 
 
 def model(names=(), tokens=1, options=None, **sizes):
@@ -185,7 +196,8 @@ REST = (
 PROLOG = [
     Programs([PAGED, part(layer, "paged", FEW)], [part(prolog, "PA_BSND")]),
     Programs([], [part(prolog, "PA_NZ")]),
-    Programs([], each(prolog_in_blocks, "PA_BLK_BSND", "PA_BLK_NZ")),
+    Programs([whole_pages], [part(prolog_in_blocks, "PA_BLK_BSND")]),
+    Programs([], [part(prolog_in_blocks, "PA_BLK_NZ")]),
     Programs([part(layer, "appended")], each(prolog, "BSND", "TND")),
     Programs(
         each(model, test_int8_prologs.V32, test_int8_prologs.R1), [part(int8_prolog, 1, 0), part(int8_prolog, 2, 0)]
@@ -202,7 +214,8 @@ KEY_SIDE = [
     Programs([part(model, tokens=20)], [part(key_side, "Norm")]),
     Programs([part(layer, "paged", query="direct")], each(key_side, "PA", "PA_BNSD")),
     Programs([], [part(key_side, "PA_NZ")]),
-    Programs([], each(key_side, "PA_BLK_BNSD", "PA_BLK_NZ")),
+    Programs([part(whole_pages, query="direct")], [part(key_side, "PA_BLK_BNSD")]),
+    Programs([], [part(key_side, "PA_BLK_NZ")]),
     Programs([part(coded, test_static_caches.Contiguous)], each(part(key_side, int8=True), "Norm", "PA", "PA_NZ")),
     Programs([], [key_side_with_v]),
 ]
