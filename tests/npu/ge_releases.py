@@ -7,7 +7,7 @@ from typing import Any
 from npu.ge_ops import attention_rules, key_side_rules, prolog_rules
 
 RELEASES = ("8.5.0.alpha001", "8.5.0", "9.0.0", "9.1.0")
-OLDEST, NEWEST = "8.5.0.alpha001", "9.0.0"  # 9.1.0 is a branch yet
+OLDEST, *_, NEWEST, BRANCH = RELEASES  # the last one is not out yet
 RELEASE = "8.5.0"  # which a graph is made for: as cann_stub.c calls itself
 RULES = {
     "MlaProlog": prolog_rules,
@@ -28,11 +28,11 @@ def refusals(kernel: str, call: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def check(kernel: str, call: dict[str, Any]) -> None:
-    """Raises ValueError if RELEASE refuses a call, or the oldest release and the newest one both do."""
+    """Raises ValueError if RELEASE refuses a call, or if the oldest release and the newest ones all do."""
     found = refusals(kernel, call)
     if RELEASE in found:
         raise ValueError(found[RELEASE][0])
-    if found.keys() >= {OLDEST, NEWEST}:
-        raise ValueError(f"neither the oldest nor the newest release takes this call: {found[NEWEST][0]}")
+    if found.keys() >= {OLDEST, NEWEST, BRANCH}:
+        raise ValueError(f"neither the oldest nor the newest releases take this call: {found[NEWEST][0]}")
     for release, complaints in found.items():
         refused.update(f"{release}: {complaint.partition(';')[0]}" for complaint in complaints)
