@@ -388,8 +388,8 @@ def test_what_is_compiled_to_be_saved_is_told_from_what_is_cached():
         told.append(torch_compilers.is_saving())
         raise NotImplementedError
 
-    run = torch.compile(torch.nn.Linear(2, 2), backend=backend, fullgraph=True)
-    with pytest.raises(NotImplementedError):
+    with torch._dynamo.config.patch(enable_aot_compile=True), pytest.raises(NotImplementedError):
+        run = torch.compile(torch.nn.Linear(2, 2), backend=backend, fullgraph=True)
         run.forward.aot_compile(((torch.ones(1, 2),), {}))
     with torch._functorch.config.patch(bundled_autograd_cache=True):
         told.append(torch_compilers.is_saving())

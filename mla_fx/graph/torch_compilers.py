@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast, get_origin
 
 import torch
@@ -163,13 +165,18 @@ def is_saving() -> bool:
     """Whether the graph is compiled for `aot_compile`, whose result the user saves and no cache looks up."""
     from torch._functorch import config
 
-    return bool(config.bundled_autograd_cache and config.bypass_autograd_cache_key)
+    is_told = getattr(config, "bypass_autograd_cache_key", config.strict_autograd_cache)  # the second in torch 2.10
+    return bool(config.bundled_autograd_cache and is_told)
 
 
 def not_cached(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Inductor's result for a graph, made so that AOTAutograd's cache does not keep it."""
-    vars(compiled)["_fx_graph_cache_key"] = None
-    return compiled
+    """Inductor's result for a graph, as a function that AOTAutograd's cache does not keep: it keeps what has a key."""
+
+    def call(inputs: Any) -> Any:
+        return compiled(inputs)
+
+    vars(call)["__wrapped__"] = compiled  # `aot_compile` saves what is wrapped
+    return as_boxed(call)
 
 
 def inductor_key(compiled: Callable[..., Any]) -> str | None:
@@ -225,6 +232,12 @@ def compile_fx_frozen(traced: GraphModule, gm: GraphModule, inputs: Sequence[Any
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner, fw_compiler_freezing
 
+    settings = {"cudagraphs": given["cudagraphs"], "graph_id": given["graph_id"]}
+    device = given["boxed_forward_device_index"]
+    if "forward_device" in signature(fw_compiler_freezing).parameters:
+        settings["forward_device"] = device
+    else:  # from torch 2.15 on
+        settings = {"compiler_config_extra": SimpleNamespace(forward_device_index=device, **settings)}
     with config.patch(freezing=True):
         compiled: Callable[..., Any] = fw_compiler_freezing(
             gm,
@@ -232,9 +245,7 @@ def compile_fx_frozen(traced: GraphModule, gm: GraphModule, inputs: Sequence[Any
             dynamo_model=traced,
             num_example_inputs=len(inputs),
             inner_compile=compile_fx_inner,
-            cudagraphs=given["cudagraphs"],
-            graph_id=given["graph_id"],
-            forward_device=given["boxed_forward_device_index"],
+            **settings,
         )
     return compiled
 
@@ -271,7 +282,7 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 def __getattr__(name: str) -> Any:
     """GraphPass, imported when it is needed: the base class of passes that can be part of the key of Inductor's cache.
-    They are also called for training graphs, except in torch 2.11."""
+    They are also called for training graphs, from torch 2.12 on."""
     if name != "GraphPass":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torch._inductor import custom_graph_pass

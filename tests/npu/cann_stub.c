@@ -1,5 +1,7 @@
 /* The CANN functions that must answer something while torch_npu is imported and torchair converts a graph: there is one
  * device, of the 910B kind, and its memory is the host's. Whatever is not here returns 0, see stub_cann.py. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -45,3 +47,19 @@ int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int k
 }
 int aclrtMemset(void *to, size_t room, int value, size_t size) { memset(to, value, size); return 0; }
 int aclrtMemsetAsync(void *to, size_t room, int value, size_t size, void *stream) { memset(to, value, size); return 0; }
+
+/* torch_npu and the CUDA of a torch that has it register the same names of allocator settings, which is an error. So the
+ * registered names, a std::unordered_set, are forgotten when this library is loaded, right before torch_npu. */
+#define GET_NAMES "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
+#define NAMES "_ZZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11EvE4keys" /* in torch 2.10 */
+struct names { void **buckets; size_t bucket_count; void *first; size_t size; };
+__attribute__((constructor)) static void forget_names(void) {
+  void *torch = dlopen("libc10.so", RTLD_NOW | RTLD_NOLOAD);
+  if (torch == NULL) return;
+  struct names *(*get)(void) = (struct names *(*)(void))dlsym(torch, GET_NAMES);
+  struct names *names = get != NULL ? get() : dlsym(torch, NAMES);
+  if (names == NULL || names->buckets == NULL) return;
+  memset(names->buckets, 0, names->bucket_count * sizeof *names->buckets);
+  names->first = NULL;
+  names->size = 0;
+}

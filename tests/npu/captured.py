@@ -110,7 +110,8 @@ graphs: list[RecordedGraph] = []
 
 # torch_npu declares what its `.out` operators return as new tensors, though they return what they write. Where the
 # variable CI is set, torch raises for that instead of warning.
-functorch_config.error_on_custom_op_aliasing = False
+if hasattr(functorch_config, "error_on_custom_op_aliasing"):  # not in torch 2.10
+    functorch_config.error_on_custom_op_aliasing = False
 
 acl_graph.AclGraph = fx2acl_converter.AclGraph = RecordedGraph
 cpu_kernels.register()

@@ -24,6 +24,15 @@ from npu import stub_cann
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
+# The newest torch_npu for each release of torch.
+TORCH_NPU = {
+    "2.10": "2.10.0.post7",
+    "2.11": "2.11.0.post3",
+    "2.12": "2.12.0.post3",
+    "2.13": "2.13.0",
+    "2.14": "2.14.0",
+}
+
 # What torchair imports, as project and as module. Torch and numpy are the environment's own.
 IMPORTED_BY_TORCHAIR = {
     "protobuf": "google.protobuf",
@@ -78,6 +87,14 @@ def package(requirement: str) -> Path:
     return built(f"{requirement}-{PYTHON}", install)
 
 
+def torch_npu(torch: str) -> str:
+    """The version of torch_npu for a version of torch. Raises UnavailableError."""
+    release = ".".join(torch.split(".")[:2])
+    if release not in TORCH_NPU:
+        raise UnavailableError(f"torch_npu is known for torch {', '.join(TORCH_NPU)}, this is {torch}")
+    return TORCH_NPU[release]
+
+
 @functools.cache
 def variables() -> dict[str, str]:
     """The environment variables with which a child process imports torch_npu. Raises UnavailableError."""
@@ -89,9 +106,10 @@ def variables() -> dict[str, str]:
         if shutil.which(tool) is None:
             raise UnavailableError(f"the stub libraries are built with {tool}, which is not installed")
     torch = importlib.metadata.version("torch").split("+")[0]
-    site = package(f"torch-npu=={torch}")
+    version = torch_npu(torch)
+    site = package(f"torch-npu=={version}")
     missing = [project for project, module in IMPORTED_BY_TORCHAIR.items() if not _is_importable(module)]
-    libraries = built(f"stubs-{stub_cann.key()}-torch-{torch}", lambda folder: stub_cann.build(site, folder))
+    libraries = built(f"stubs-{stub_cann.key()}-{version}-torch-{torch}", lambda folder: stub_cann.build(site, folder))
     paths = [site, site / "torch_npu" / "dynamo", *map(package, missing)]
     return {
         "LD_LIBRARY_PATH": _joined(libraries, os.environ.get("LD_LIBRARY_PATH")),
