@@ -154,8 +154,10 @@ def test_every_pass_is_recorded_and_dumped(decode, tmp_path, target):
     assert [record.name for record in report.passes] == [step.name for step in PIPELINE]
     assert [step.name for step in PIPELINE[-4:]] == ["reinplace", "lower", "lower the rest", "hoist"]
     assert all(record.milliseconds > 0 for record in report.passes)
+    index = (tmp_path / "graph_000" / "index.md").read_text()
+    assert all(f"| {step.name} | " in index for step in PIPELINE)
     files = sorted(path.name for path in (tmp_path / "graph_000").glob("*.py"))
-    assert (files[0], files[-1], len(files)) == ("00_captured.py", f"{len(PIPELINE):02}_hoist.py", len(PIPELINE) + 1)
+    assert files[0] == "00_captured.py" and len(files) < len(PIPELINE)  # not all change the graph
     lowered = (tmp_path / "graph_000" / files[-1]).read_text()
     assert ("mla_fx.mla_prolog_(" in lowered) == (target == "reference")
     assert ("aten.amax" in lowered) == (target == "inductor")
