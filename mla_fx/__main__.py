@@ -1,5 +1,5 @@
 """`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` reports what fuses in a model,
-`coverage` what fuses in all of them, `report` shows a dump in a browser."""
+`bisect` which rewrite changes its answer, `coverage` what fuses in all of them, `report` shows a dump in a browser."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .commands.bisect import run_bisect
 from .commands.coverage import run_coverage
 from .commands.demo import run_demo
 from .commands.explain import CommandError, run_explain
@@ -47,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write the pages of a dump, for a browser")
     report.add_argument("folder", type=Path, metavar="DIR", help="what option dump or MLA_FX_DUMP filled")
     report.set_defaults(run=_report)
+    bisect = commands.add_parser("bisect", help="find the first rewrite that makes an answer wrong")
+    bisect.add_argument("script", metavar="SCRIPT", help="a .py file with a build()")
+    bisect.add_argument("--target", default="reference", help="what the graph is compiled for (%(default)s)")
+    bisect.add_argument("--json", action="store_true", help="the result for programs, as JSON")
+    bisect.set_defaults(run=lambda options: run_bisect(options.script, options.target, as_json=options.json))
     coverage = commands.add_parser("coverage", help="regenerate the tables of docs/coverage.md, in a clone")
     coverage.add_argument("--only", default="", help="one family or one axis of the zoo: shown, not written")
     coverage.set_defaults(run=lambda options: run_coverage(options.only))

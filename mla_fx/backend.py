@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from .debug.report import Report
+    from .passes.fuel import Fuel
 
 
 def mla_backend(
@@ -54,6 +55,11 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         return _compile(gm, example_inputs, mode, options, bound=self.bound)
+
+
+def limited(fuel: Fuel, **options: Any) -> Callable[..., Any]:
+    """A backend that applies no more rewrites than `fuel` allows, in all graphs together."""
+    return lambda gm, example_inputs: _compile(gm, example_inputs, None, options, fuel=fuel)
 
 
 def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Report]:
@@ -99,13 +105,14 @@ def _compile(
     *,
     bound: Mapping[str, Any] | None = None,
     sink: Callable[[Report], None] | None = None,
+    fuel: Fuel | None = None,
 ) -> Callable[..., Any]:
     from .driver.compilation import Compilation, through_dynamo
     from .options import MODE, by_name
 
     try:
         given = {**(bound or {}), **by_name(options), **({} if mode is None else {MODE: mode})}
-        compilation = Compilation.prepare(example_inputs, given, keep_text=sink is not None)
+        compilation = Compilation.prepare(example_inputs, given, keep_text=sink is not None, fuel=fuel)
         if sink is not None:
             sink(compilation.report)
         return compilation.compile(gm, example_inputs)

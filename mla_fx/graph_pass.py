@@ -14,6 +14,7 @@ from .graph.torch_compilers import GraphPass, is_packaging
 from .graph.torch_private import OpOverload
 from .ops import catalogue
 from .options import MODE, OWN
+from .passes.fuel import fuel_of_process
 from .passes.lower import lowered
 
 
@@ -61,7 +62,7 @@ class MlaPass(GraphPass):
         `strict` and `expect` are among the options, so a cached graph has met them. None, which disables Inductor's
         cache, if a
         cached graph would not be dumped or counted."""
-        if self._options.dump or report_log.is_anyone_listening():
+        if self._options.dump or fuel_of_process().is_limited or report_log.is_anyone_listening():
             return None
         return cache_key.key(self._options)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 AUTO = "auto"
+DISABLE = "MLA_FX_DISABLE"
 EXPECTED = "it takes operators, or a mapping of operators to a number of calls or a tuple of numbers"
 
 
@@ -49,8 +50,9 @@ class Options:
       FusionError.
     - dump: a folder for the graph after each pass; the variable MLA_FX_DUMP does the same.
     - verify: run the unfused graph next to the fused one and compare, "off", at the "first" call, or "always".
-      `mla_fx.debug.verify` documents what is compared; VerificationError names rule, layer and call.
-    - disable: names of patterns not to apply.
+      `mla_fx.debug.verify` documents what is compared; VerificationError names the result, rule, layer and call,
+      and a program that shows the difference, written to the dump folder or to a temporary one.
+    - disable: names of patterns not to apply; the variable MLA_FX_DISABLE adds more, separated by commas.
     - quant: fuse quantised layers only if the operator has the program's codes and scales ("exact"), or also if it has
       the "vendor"'s; the report names each difference.
     - absorb: attend over latents for few query tokens ("auto"), "always", or "never".
@@ -98,10 +100,17 @@ def parse(given: Mapping[str, Any], targets: Mapping[str, Target], patterns: fro
     for option in theirs:
         _check_known(option, target, asked, targets)
     own = {option: _CHECKS[option](given[option]) for option in given if option in _CHECKS}
-    unknown = sorted(set(own.get("disable", ())) - patterns)
-    if unknown:
-        raise OptionError(f"option disable names {_listed(unknown)}; known patterns are {_listed(sorted(patterns))}")
+    outside = tuple(filter(None, map(str.strip, os.environ.get(DISABLE, "").split(","))))
+    for where, names in (("option disable", own.get("disable", ())), (DISABLE, outside)):
+        _check_patterns(where, names, patterns)
+    own["disable"] = tuple(dict.fromkeys([*own.get("disable", ()), *outside]))
     return Options(target=target, **own, extra=_of_target(theirs, given.get(MODE), asked))
+
+
+def _check_patterns(where: str, names: Iterable[str], patterns: frozenset[str]) -> None:
+    unknown = sorted(set(names) - patterns)
+    if unknown:
+        raise OptionError(f"{where} names {_listed(unknown)}; known patterns are {_listed(sorted(patterns))}")
 
 
 def _of_target(theirs: Mapping[str, Any], mode: Any, asked: Mapping[str, Target]) -> Mapping[str, Any]:

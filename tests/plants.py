@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mla_fx.graph.provenance import module_of
 from mla_fx.rewriting.emitter import Emitter
 
 aten, ops = torch.ops.aten, torch.ops.mla_fx
@@ -47,13 +48,13 @@ FAULTS = {
 }
 
 
-def plant(patch, fault):
-    """Make the rules emit one fault."""
+def plant(patch, fault, path=""):
+    """Make the rules emit one fault, in all modules or where the path of the anchor contains `path`."""
     wrong, change = FAULTS[fault]
     drafted = Emitter.drafted
 
     def planted(self, target, *args, **options):
-        if target is wrong:
+        if target is wrong and path in f".{module_of(self._before)}.":
             args, options = change(self, target, args, options)
         return drafted(self, target, *args, **options)
 

@@ -41,6 +41,11 @@ class Results:
     written: dict[int, Any]
     values: dict[str, Any]
 
+    @property
+    def all(self) -> list[Any]:
+        """What is returned and what would be written."""
+        return [*self.outputs, *self.written.values()]
+
 
 class Dry(Interpreter):
     """Runs a graph in its own precision, without its effects on its inputs."""

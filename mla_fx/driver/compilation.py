@@ -17,6 +17,7 @@ from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
 from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
+from mla_fx.passes.fuel import VARIABLE, Fuel, fuel_of_process
 from mla_fx.passes.pipeline import PIPELINE, TRIAGE, run_pipeline
 from mla_fx.passes.run import Pass, Run
 from mla_fx.passes.triage import tell_undecomposed, triage
@@ -53,10 +54,16 @@ class Compilation:
     input_names: tuple[str, ...] = ()
     key: str | None = None
     source: str = ""
+    fuel: Fuel = field(default_factory=fuel_of_process)
 
     @classmethod
     def prepare(
-        cls, example_inputs: Sequence[Any], given: Mapping[str, Any], *, keep_text: bool = False
+        cls,
+        example_inputs: Sequence[Any],
+        given: Mapping[str, Any],
+        *,
+        keep_text: bool = False,
+        fuel: Fuel | None = None,
     ) -> Compilation:
         """Check the options and choose the target. Raises OptionError."""
         targets, given = discovery.targets(), dict(given)
@@ -64,7 +71,7 @@ class Compilation:
             given["target"] = automatic_target(targets, example_inputs).name
         options = checked(given)
         target = targets[options.target]
-        compilation = cls(options, target, Report(target=target.name), keep_text)
+        compilation = cls(options, target, Report(target=target.name), keep_text, fuel=fuel or fuel_of_process())
         report_log.remember(compilation.report)
         compilation._tell_faults()
         return compilation
@@ -108,7 +115,8 @@ class Compilation:
 
         With `weights`, the graph may need other inputs than it came with; `Run.around` computes them."""
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
-        run = Run(gm.graph, self.options, self.rules, self.report, self.target, weights, on_stage=recorder.stage)
+        given = self.options, self.rules, self.report, self.target, weights, self.fuel
+        run = Run(gm.graph, *given, on_stage=recorder.stage)
         try:
             name_inputs(gm.graph, self.input_names)
             with torch.no_grad():
@@ -121,6 +129,8 @@ class Compilation:
             tell_undecomposed(gm.graph, self.report)
         if run.is_changed:
             gm.recompile()
+        if self.fuel.is_empty:
+            self.report.notes.append(f"{VARIABLE}={self.fuel.limit}: no more rewrites are applied")
         recorder.finish()
         self._judge()
         return run
@@ -128,7 +138,8 @@ class Compilation:
     def _verified(self, run: Run, gm: GraphModule) -> Verification:
         assert run.original is not None and run.rewritten is not None, "a fused graph has its original"
         unfused, fused = (GraphModule(gm, graph.restore()) for graph in (run.original, run.rewritten))
-        return Verification(unfused, fused, self.report, once=self.options.verify == "first")
+        options, once = {"target": self.target.name, **self.options.extra}, self.options.verify == "first"
+        return Verification(unfused, fused, self.report, once, self.options.dump, options)
 
     def leave_alone(self, graph: Graph) -> None:
         """Report on a forward graph that needs gradients."""
@@ -153,8 +164,10 @@ class Compilation:
     # --- graphs that are kept for later processes --------------------------------------------------------------------
 
     def _key(self, inputs: Sequence[Any]) -> str | None:
-        """The cache key. None when dumping, explaining or verifying, and when passes or rules were replaced."""
-        is_usual = self.passes is PIPELINE and self.rules is discovery.rules() and not self.is_broken
+        """The cache key. None when dumping, explaining or verifying, when rewrites are limited, and when passes or
+        rules were replaced."""
+        is_whole = not self.is_broken and not self.fuel.is_limited
+        is_usual = self.passes is PIPELINE and self.rules is discovery.rules() and is_whole
         is_watched = self.keep_text or self.options.dump is not None or self.options.verify != "off"
         is_keepable = is_usual and not is_watched and cache_key.are_plain(inputs)
         return cache_key.key(self.options, inputs) if is_keepable else None

@@ -42,10 +42,13 @@ def _apply_rule(run: Run, rule: Rule) -> None:
     recipes: deque[Recipe] = deque(maxlen=MOST_RECIPES)
     for anchor in list(rule.anchors(run.graph)):
         nearest = NearestMiss()
+        if run.fuel.is_empty:
+            return
         if anchor._erased:
             continue
         if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, nearest, recipes):
             run.fired[rule.name] += 1
+            run.fuel.burn(rule.name, anchor, run.emit.added)
         elif nearest.miss is not None and rule.tells_misses:
             run.report.misses.append(_miss(rule, anchor, nearest.miss, nearest.depth))
 

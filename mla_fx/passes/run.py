@@ -22,6 +22,7 @@ from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rule import Rule
 from mla_fx.target import Lowering, Target
 
+from .fuel import Fuel
 from .invariants import OldReaders, old_readers
 
 
@@ -39,6 +40,7 @@ class Run:
     report: Report
     target: Target = field(default_factory=Target)
     weights: Set[Node] | None = None
+    fuel: Fuel = field(default_factory=Fuel)
     hoisted: Hoisted = field(default_factory=Hoisted)
     numbers: Numbers = field(default_factory=Numbers)
     step: str = "triage"

@@ -1,0 +1,98 @@
+"""How far values are from exact ones, and how far they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TIMES = 2
+ULPS = 4
+SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest element
+NO_FLOAT64 = {"mps", "npu"}
+
+
+class Closeness(NamedTuple):
+    """One output or written input, and the distance of its compiled and its unfused value from the exact one."""
+
+    what: str
+    error: float
+    unfused: float
+    share: float
+    """As a share of the allowed error."""
+
+    def __str__(self) -> str:
+        return f"{self.what} error {self.error:.1e} (unfused {self.unfused:.1e})"
+
+
+def wide_dtype(inputs: Iterable[Any]) -> torch.dtype:
+    """The dtype of exact values, on the devices of these inputs."""
+    devices = {value.device.type for value in inputs if isinstance(value, Tensor)}
+    return torch.float32 if devices & NO_FLOAT64 else torch.float64
+
+
+def closeness(what: str, mine: Any, plain: Any, exact: Any) -> Closeness:
+    """How close a value and that of the unfused program are to the exact one. Whatever is equal to begin with, or is no
+    tensor, counts as exact."""
+    if not isinstance(plain, Tensor) or mine is plain:
+        return Closeness(what, 0.0, 0.0, 0.0)
+    if not _is_alike(mine, plain):
+        return Closeness(what, math.inf, 0.0, math.inf)
+    mine, plain, exact = map(_real, (mine, plain, exact))
+    seen = plain.isfinite() & exact.isfinite()
+    if not plain.is_floating_point() or not seen.any():
+        return Closeness(what, 0.0, 0.0, 0.0)
+    floor = ULPS * torch.finfo(plain.dtype).eps + SAME[exact.dtype]
+    mine, plain, exact = (value.to(exact.dtype)[seen] for value in (mine, plain, exact))
+    (error, mean), (unfused, own_mean) = (_errors(value - exact) for value in (mine, plain))
+    largest, size = _errors(exact)
+    shares = _share(error, TIMES * unfused + floor * largest), _share(mean, TIMES * own_mean + floor * size)
+    return Closeness(what, _share(error, largest), _share(unfused, largest), max(shares))
+
+
+def distance(mine: Any, theirs: Any) -> float:
+    """The distance of two wide values, relative to the largest element."""
+    if not isinstance(theirs, Tensor):
+        return 0.0
+    if not _is_alike(mine, theirs):
+        return math.inf
+    mine, theirs = _real(mine), _real(theirs)
+    if not theirs.is_floating_point():
+        return 0.0
+    seen = theirs.isfinite()
+    return _share(_errors((mine - theirs)[seen])[0], _errors(theirs[seen])[0])
+
+
+def _is_alike(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether both are of the same kind, with equal values wherever they are not finite floating numbers."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    mine, theirs = _real(mine), _real(theirs)
+    if not theirs.is_floating_point():
+        return torch.equal(mine, theirs)
+    wild = ~theirs.isfinite() & ~blind(mine, theirs)
+    is_same_place = torch.equal(~mine.isfinite(), wild)
+    return is_same_place and torch.equal(mine[wild].nan_to_num(0.0), theirs[wild].nan_to_num(0.0))
+
+
+def blind(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Where a row attends to nothing: fused attention gives zeros, a plain softmax NaN."""
+    return theirs.isnan() & mine.isfinite()
+
+
+def _real(value: Tensor) -> Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def _errors(difference: Tensor) -> tuple[float, float]:
+    """The largest value, and the root mean square."""
+    if difference.numel() == 0:
+        return 0.0, 0.0
+    return float(difference.abs().max()), float(difference.abs().square().mean().sqrt())
+
+
+def _share(error: float, whole: float) -> float:
+    return error / whole if whole else math.inf * bool(error)

@@ -1,0 +1,126 @@
+"""Finds which fused call a difference comes from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, module_of, source_of
+from mla_fx.readings.views import MOVERS
+
+from .closeness import distance
+from .graph_part import Part, given
+
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first replaced value that differs: `new` in the fused graph, in place of `old`. `agreeing` are the earlier
+    ones that do not, and what each replaces."""
+
+    unfused: GraphModule
+    fused: GraphModule
+    new: Node
+    old: Node
+    error: float
+    agreeing: Mapping[Node, Node]
+
+    def __str__(self) -> str:
+        computed = _behind(self.new, self.agreeing)
+        rules = dict.fromkeys(rule for one in computed if (rule := one.meta.get(RULE)))
+        source = source_of(self.old)
+        return (
+            f"The first value to differ, by {self.error:.3g}, replaces {self.old}{f' ({source})' if source else ''}; it "
+            f"is computed by {listed(computed)}, added by {', '.join(rules)}"
+        )
+
+    def parts(self) -> tuple[Part, Part]:
+        """What computes the value in the unfused and in the fused graph, from values that both have."""
+        originals = {node.name: node for node in self.unfused.graph.nodes}
+        has_data = _with_data(self.unfused.graph.nodes)
+        shared = dict[Node, Node]()
+        for node in upstream(self.new):
+            old = self.agreeing.get(node, originals.get(node.name))
+            if node is not self.new and old not in (None, self.old) and _is_cut(old, has_data):
+                shared[node] = old
+        fused = Part(self.fused, [self.new], {node: old.name for node, old in shared.items()})
+        names = {shared[node]: name for node, name in fused.inputs.items()}
+        return Part(self.unfused, [self.old], {**given(self.unfused), **names}), fused
+
+
+def find(unfused: GraphModule, fused: GraphModule, values: Any, limit: float) -> Culprit | None:
+    """The first replaced value that differs. `values` returns those of given nodes of a graph by their names."""
+    pairs = _pairs(unfused, fused)
+    theirs = values(unfused, {old.name for old in pairs.values()})
+    ours = values(fused, {node.name for node in pairs})
+    agreeing: dict[Node, Node] = {}
+    for node, old in pairs.items():
+        error = distance(ours[node.name], theirs[old.name])
+        if not error <= limit:
+            return Culprit(unfused, fused, node, old, error, agreeing)
+        agreeing[node] = old
+    return None
+
+
+def _pairs(unfused: GraphModule, fused: GraphModule) -> dict[Node, Node]:
+    """The values that replace others, and what they replace."""
+    originals = {node.name: node for node in unfused.graph.nodes}
+    marked = [(node, node.meta.get(STANDS_FOR)) for node in fused.graph.nodes]
+    return {node: originals[old] for node, old in marked if old in originals}
+
+
+def listed(nodes: Iterable[Node]) -> str:
+    """The fused operators among some nodes, and their modules."""
+    calls = [(name, module_of(node)) for node in nodes if (name := fused_name(node))]
+    names = [f"{name} in {module}" if module else name for name, module in calls]
+    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return ", ".join(names[:MOST_NAMED] + more)
+
+
+def upstream(node: Node) -> Iterator[Node]:
+    """A node and what it is computed from, nearest first."""
+    seen, pending = {node}, deque([node])
+    while pending:
+        yield (one := pending.popleft())
+        new = [operand for operand in one.all_input_nodes if operand not in seen]
+        seen.update(new)
+        pending += new
+
+
+def _behind(node: Node, agreeing: Collection[Node]) -> list[Node]:
+    """A value and what it is computed from, in the same module, except for what is behind agreeing values."""
+    module, pending, found = module_of(node), [node], dict[Node, None]()
+    while pending:
+        one = pending.pop()
+        if one not in agreeing and one not in found and module_of(one) in (module, ""):
+            found[one] = None
+            pending += one.all_input_nodes
+    return [*found]
+
+
+def _is_cut(node: Node, has_data: Collection[Node]) -> bool:
+    """Whether random numbers may take the place of a value: nothing is known about it but its layout.
+
+    Views are not, because another view of the same value would get other numbers; nor are masks and positions, which
+    belong together."""
+    if node.op != "call_function":
+        return True
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and node.target not in MOVERS and node in has_data
+
+
+def _with_data(nodes: Iterable[Node]) -> set[Node]:
+    """The floating values that depend on a floating input, and the groups of values that hold some."""
+    found: set[Node] = set()
+    for node in nodes:
+        value = node.meta.get("val")
+        is_whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        if not is_whole and (node.op == "placeholder" or any(one in found for one in node.all_input_nodes)):
+            found.add(node)
+    return found

@@ -1,0 +1,127 @@
+"""Writes a program that shows a difference without the user's model: `python reproduce.py`.
+
+It holds graphs as functions, and what random inputs look like. The graphs are those of the guilty layer if the
+difference shows there, else the whole ones. `mla_fx.debug.reproduce` runs them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from mla_fx.graph.provenance import label_of, module_of
+
+from .closeness import SAME, wide_dtype
+from .exact import Dry
+from .graph_part import Part
+from .reproduce import difference, drawn
+from .samples import Like, like
+
+FILE = "reproduce.py"
+IMPORTS = ("import sys", "import torch", "from mla_fx.debug import reproduce")
+_IMPORTS = {"device": "from torch import device", "inf": "from math import inf", "nan": "from math import nan"}
+_CLEARED = re.compile(r";  [\w =]+ = None$", re.MULTILINE)
+_SIGNATURE = re.compile(r"def forward\(self(?:, )?")
+
+Values = Callable[[Dry], Mapping[str, Any]]
+"""Runs a graph on the user's inputs and returns the values that it was asked for."""
+
+
+@dataclass(frozen=True)
+class Reproducer:
+    """A program. `call` returns its exit status, 1 if the difference shows, as `shows` says it does."""
+
+    title: str
+    functions: Mapping[str, GraphModule]
+    inputs: Mapping[str, Any]
+    labels: Mapping[str, str]
+    call: str
+    shows: bool
+
+    def saved(self, dump: str | None) -> str:
+        """Write the program; return the sentence that names it."""
+        file = _new_folder(dump) / FILE
+        file.write_text(self.text(), encoding="utf-8")
+        shown = "shows the difference with random inputs" if self.shows else "finds no difference with random inputs"
+        return f"`python {file}` {shown}"
+
+    def text(self) -> str:
+        sources, imports = [], {*IMPORTS}
+        for name, gm in self.functions.items():
+            source, needed = _function(name, gm)
+            sources.append(source)
+            imports |= needed
+        plain = self.title.replace("\\", "/").replace('"', "'")
+        about = f'"""{plain}\n\nThe inputs are random. Written with torch {torch.__version__}."""'
+        table = [f"    {name!r}: {_drawn_by(value)},  # {self.labels[name]}" for name, value in self.inputs.items()]
+        parts = ["\n".join(sorted(imports)), *sources, "\n".join(["INPUTS = {", *table, "}"]), f"sys.exit({self.call})"]
+        return "\n\n\n".join([about, *parts]) + "\n"
+
+
+def of_rule(title: str, candidates: Iterable[tuple[Part, Part, Sequence[str]]], values: Values) -> Reproducer:
+    """The reproducer of a wrong rule, for the first pair of an unfused and a fused part that differ on random inputs.
+
+    Each pair comes with the names of its results."""
+    for unfused, fused, names in candidates:
+        inputs = {**_samples(fused, values), **_samples(unfused, values)}
+        given = drawn(inputs)
+        errors = difference(unfused.module, fused.module, given)
+        shows = not all(error <= SAME[wide_dtype(given.values())] for error in errors)
+        functions = {"unfused": unfused.module, "fused": fused.module}
+        call = f"reproduce.reproduce(unfused, fused, INPUTS, {names!r})"
+        found = Reproducer(title, functions, inputs, {**_labels(fused), **_labels(unfused)}, call, shows)
+        if shows:
+            break
+    return found
+
+
+def of_lowering(title: str, fused: Part, options: Mapping[str, Any], values: Values) -> Reproducer:
+    """The reproducer of a graph that differs once it is compiled."""
+    plain = {name: value for name, value in options.items() if type(value) in (bool, int, float, str)}
+    given = "".join(f", {name}={value!r}" for name, value in plain.items())
+    call = f"reproduce.reproduce_compiled(fused, INPUTS{given})"
+    return Reproducer(title, {"fused": fused.module}, _samples(fused, values), _labels(fused), call, True)
+
+
+def _samples(part: Part, values: Values) -> dict[str, Any]:
+    """What to draw in place of the inputs of a part, by their names in it."""
+    found = values(Dry(part.owner, {node.name for node in part.inputs}))
+    return {name: like(found[node.name]) for node, name in part.inputs.items()}
+
+
+def _labels(part: Part) -> dict[str, str]:
+    """The user's names of the inputs, or the modules that compute them."""
+    return {name: label_of(node) if node.op == "placeholder" else module_of(node) for node, name in part.inputs.items()}
+
+
+def _drawn_by(value: Any) -> str:
+    return f"reproduce.{value!r}" if isinstance(value, Like) else repr(value)
+
+
+def _function(name: str, gm: GraphModule) -> tuple[str, set[str]]:
+    """A graph as a Python function, and the imports that it needs besides torch."""
+    code = gm.graph.python_code("self")
+    text = _CLEARED.sub("", _SIGNATURE.sub(f"def {name}(", code.src.strip()))
+    used = {key: value for key, value in code.globals.items() if key != "torch" and re.search(rf"\b{key}\b", text)}
+    return text, {_IMPORTS.get(key) or _imported(key, value) for key, value in used.items()}
+
+
+def _imported(name: str, value: Any) -> str:
+    return f"from {value.__module__} import {value.__qualname__} as {name}"
+
+
+def _new_folder(dump: str | None) -> Path:
+    """The next free folder for a reproducer in the user's dump folder, or else a temporary one."""
+    if dump is None:
+        return Path(tempfile.mkdtemp(prefix="mla_fx_reproducer_"))
+    numbered = (Path(dump) / f"reproducer_{number:03d}" for number in itertools.count())
+    free = next(folder for folder in numbered if not folder.exists())
+    free.mkdir(parents=True)
+    return free
