@@ -1,6 +1,7 @@
 """Setup of every test: one thread, nothing compiled before, its own caches; slower tiers on request."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -55,6 +56,12 @@ def fresh_dynamo():
 def no_gradients():
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def own_temporary_folder(monkeypatch, tmp_path):
+    """Reproducers without a dump folder are written where pytest cleans up."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from mla_fx.debug.report import Report
 from mla_fx.debug.verify import Verification
 from mla_fx.rewriting.emitter import Emitter
 
-pytestmark = pytest.mark.usefixtures("no_gradients")
+pytestmark = pytest.mark.usefixtures("no_gradients", "own_temporary_folder")
 HALVES = torch.bfloat16, torch.float16
 
 

@@ -79,8 +79,8 @@ def _run(call: Call, compiled: Callable[..., Any]) -> Found:
         outputs = compiled(function)(*args, **kwargs)
     arguments = [(f"argument {name}", value) for name, value in (*enumerate(args), *kwargs.items())]
     seen: set[int] = set()
-    named = [*arguments, ("", function), ("output", outputs)]
-    return {path: _plain(one) for name, value in named for path, one in _tensors(value, name, seen)}
+    left = [found for name, value in (*arguments, ("", function)) for found in _tensors(value, name, seen)]
+    return {path: _plain(value) for path, value in (*left, *_tensors(outputs, "output"))}
 
 
 def _plain(value: Tensor) -> Tensor:

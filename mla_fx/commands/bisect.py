@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,6 +24,7 @@ from .demo import progress, require
 from .explain import Call, CommandError, script_call
 
 Tell = Callable[[str], None]
+ALL = sys.maxsize  # a limit, too, so that no cache answers
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Bisection:
 def run_bisect(script: str, target: str, *, as_json: bool = False) -> int:
     """Print the runs and the guilty rewrite; return 1 if an answer is wrong."""
     require("rich")
-    tell: Tell = (lambda line: None) if as_json else print
+    tell: Tell = (lambda line: None) if as_json else functools.partial(print, flush=True)
     with progress() as announce, warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaWarning)
         announce(f"building {script}")
@@ -114,14 +117,14 @@ def bisect(call: Call, target: str, tell: Tell = lambda line: None, announce: Te
     except Exception as error:
         raise CommandError(f"the program fails in eager mode: {type(error).__name__}: {error}") from error
 
-    def attempt(limit: float) -> Step:
-        announce(f"compiling with {'all' if limit == math.inf else limit} rewrites")
+    def attempt(limit: int) -> Step:
+        announce(f"compiling with {'all' if limit == ALL else limit} rewrites")
         step = _attempt(answers, judge, target, limit)
         found.steps.append(step)
         tell(str(step))
         return step
 
-    last = attempt(math.inf)
+    last = attempt(ALL)
     if not last.is_wrong:
         return found
     found.wrong, first = last, attempt(0)
@@ -138,7 +141,7 @@ def bisect(call: Call, target: str, tell: Tell = lambda line: None, announce: Te
     return found
 
 
-def _attempt(answers: Answers, judge: Judge, target: str, limit: float) -> Step:
+def _attempt(answers: Answers, judge: Judge, target: str, limit: int) -> Step:
     fuel, failure = Fuel(limit), ""
     torch.compiler.reset()
     try:

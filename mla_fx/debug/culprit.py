@@ -34,10 +34,10 @@ class Culprit:
     def __str__(self) -> str:
         computed = _behind(self.new, self.agreeing)
         rules = dict.fromkeys(rule for one in computed if (rule := one.meta.get(RULE)))
-        source = source_of(self.old)
+        source = f" ({source_of(self.old)})" if source_of(self.old) else ""
         return (
-            f"The first value to differ, by {self.error:.3g}, replaces {self.old}{f' ({source})' if source else ''}; it "
-            f"is computed by {listed(computed)}, added by {', '.join(rules)}"
+            f"The first value to differ, by {self.error:.3g}, replaces {self.old}{source}; it is computed by "
+            f"{listed(computed)}, added by {', '.join(rules)}"
         )
 
     def parts(self) -> tuple[Part, Part]:
