@@ -52,7 +52,7 @@ class Step:
 
     def to_dict(self) -> dict[str, Any]:
         worst = self.worst
-        return {"rewrites": self.fuel, "wrong": self.is_wrong, "result": worst.what, "error": worst.error}
+        return {"rewrites": self.fuel, "wrong": self.is_wrong, "result": worst.what, "error": _finite(worst.error)}
 
 
 @dataclass
@@ -90,8 +90,8 @@ class Bisection:
             after = self.wrong.worst
             before = self.right.found.get(after.what)
             found = {
-                **asdict(self.guilty), "number": self.wrong.fuel, "result": after.what, "after": after.error,
-                "before": before and before.error, "eager": after.unfused,
+                **asdict(self.guilty), "number": self.wrong.fuel, "result": after.what,
+                "before": before and _finite(before.error), "after": _finite(after.error), "eager": after.unfused,
             }  # fmt: skip
         return {"guilty": found, "wrong": self.wrong is not None, "steps": [step.to_dict() for step in self.steps]}
 
@@ -141,6 +141,11 @@ def bisect(call: Call, target: str, tell: Tell = lambda line: None, announce: Te
     return found
 
 
+def _finite(error: float) -> float | None:
+    """A number as JSON has it."""
+    return error if math.isfinite(error) else None
+
+
 def _attempt(answers: Answers, judge: Judge, target: str, limit: int) -> Step:
     fuel, failure = Fuel(limit), ""
     torch.compiler.reset()
@@ -153,4 +158,5 @@ def _attempt(answers: Answers, judge: Judge, target: str, limit: int) -> Step:
         closeness, failure = {}, f"the run raises {type(error).__name__}: {str(error).splitlines()[0]};"
     finally:
         torch.compiler.reset()
-    return Step(len(fuel.applied), closeness, tuple(fuel.applied), failure)
+    applied = len(fuel.applied) if limit == ALL else limit
+    return Step(applied, closeness, tuple(fuel.applied), failure)
