@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fx.graph.provenance import label_of, module_of
+from mla_fx.graph.torch_private import OpOverload, defining_module
 
 from .closeness import SAME, wide_dtype
 from .exact import Dry
@@ -110,7 +111,10 @@ def _function(name: str, gm: GraphModule) -> tuple[str, set[str]]:
     code = gm.graph.python_code("self")
     text = _CLEARED.sub("", _SIGNATURE.sub(f"def {name}(", code.src.strip()))
     used = {key: value for key, value in code.globals.items() if key != "torch" and re.search(rf"\b{key}\b", text)}
-    return text, {_IMPORTS.get(key) or _imported(key, value) for key, value in used.items()}
+    targets = [node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload)]
+    modules = {defining_module(target) for target in targets if target.namespace != "mla_fx"} - {None}
+    named = {_IMPORTS.get(key) or _imported(key, value) for key, value in used.items()}
+    return text, named | {f"import {module}" for module in modules}
 
 
 def _imported(name: str, value: Any) -> str:
