@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .errors import OptionError
+from .graph.torch_compilers import debug_folder
 
 if TYPE_CHECKING:
     from .target import Target
@@ -40,6 +41,12 @@ class Expectation:
         )
 
 
+def _usual_dump() -> str | None:
+    """The folder that variables ask for."""
+    asked = os.environ.get("TORCH_COMPILE_DEBUG") == "1"
+    return os.environ.get("MLA_FX_DUMP") or (str(debug_folder() / "mla_fx") if asked else None)
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of a compilation.
@@ -48,7 +55,8 @@ class Options:
     - strict: raise FusionError if a layer that looks like MLA does not fuse, or if a pass fails.
     - expect: operators that each graph with attention must fuse, or their numbers of calls; anything else raises
       FusionError.
-    - dump: a folder for the graph after each pass; the variable MLA_FX_DUMP does the same.
+    - dump: a folder for the graph after each pass; the variable MLA_FX_DUMP does the same, and TORCH_COMPILE_DEBUG=1
+      does it in torch's own folder.
     - verify: run the unfused graph next to the fused one and compare, "off", at the "first" call, or "always".
       `mla_fx.debug.verify` documents what is compared; VerificationError names the result, rule, layer and call,
       and a program that shows the difference, written to the dump folder or to a temporary one.
@@ -63,7 +71,7 @@ class Options:
     target: str = AUTO
     strict: bool = False
     expect: Expectation | None = None
-    dump: str | None = field(default_factory=lambda: os.environ.get("MLA_FX_DUMP"))
+    dump: str | None = field(default_factory=_usual_dump)
     verify: str = "off"
     disable: tuple[str, ...] = ()
     quant: str = "exact"

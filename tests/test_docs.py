@@ -64,6 +64,7 @@ def names(monkeypatch, tmp_path):
         "slots": torch.tensor([3, 17]),
         "rows": torch.randn(2, 576),
         "block_table": torch.tensor([[1, 0]]),
+        "is_right": lambda: True,
     }
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None):
         yield given

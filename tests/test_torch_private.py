@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import logging
+import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -149,6 +153,19 @@ def test_nested_values_are_taken_apart():
     assert torch_private.tree_unflatten(leaves, structure) == nested
     assert torch_private.tree_map(str, nested) == {"one": ("1", ["2.5"]), "two": "3"}
     assert torch_private.tree_map_only(float, str, nested) == {"one": (1, ["2.5"]), "two": 3}
+
+
+def test_artefacts_go_to_a_trace_that_is_asked_for(monkeypatch):
+    log, found = logging.getLogger("torch.__trace"), []
+    monkeypatch.setattr(log, "handlers", [])
+    torch_private.trace_artifact("untold", "string", lambda: 1 / 0)
+    assert not torch_private.is_traced()
+    log.addHandler(handler := logging.Handler())
+    handler.emit = found.append
+    torch_private.trace_artifact("told", "json", lambda: {"a": 1})
+    assert torch_private.is_traced()
+    assert found[-1].metadata["artifact"] == {"name": "told", "encoding": "json"}
+    assert json.loads(found[-1].payload) == {"a": 1}
 
 
 def test_a_graph_keeps_how_it_is_called():
@@ -379,6 +396,25 @@ def test_inductor_tells_that_it_makes_a_package():
     assert not torch_compilers.is_packaging()
     with torch._inductor.virtualized.V.set_aot_compilation(True):
         assert torch_compilers.is_packaging()
+
+
+def test_debug_files_have_a_folder(tmp_path):
+    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
+        assert torch_compilers.debug_folder().parent == tmp_path
+
+
+def test_the_bisector_is_asked(monkeypatch):
+    from torch._inductor import compiler_bisector
+
+    assert not torch_compilers.is_bisected_out(lambda: "a rewrite")
+    bisector = compiler_bisector.CompilerBisector
+    subsystem = bisector.get_subsystem_object("inductor", "post_grad_passes")
+    monkeypatch.setattr(bisector, "bisection_enabled", True)
+    for name, value in (("BACKEND", "inductor"), ("SUBSYSTEM", subsystem.name), ("MAX", "0")):
+        monkeypatch.setenv(f"TORCH_BISECT_{name}", value)
+    monkeypatch.setattr(compiler_bisector, "get_env_val", os.environ.get)  # torch remembers what it read
+    monkeypatch.setattr(compiler_bisector, "subsystem_call_counter", Counter())
+    assert [torch_compilers.is_bisected_out(lambda: "a rewrite") for _ in range(3)] == [False, True, True]
 
 
 def test_what_is_compiled_to_be_saved_is_told_from_what_is_cached():

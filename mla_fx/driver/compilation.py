@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.debug.recorder import Recorder
 from mla_fx.debug.report import Report
+from mla_fx.debug.torch_logs import tell
 from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
 from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs
@@ -215,7 +216,8 @@ class Compilation:
     # --- judgement ---------------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Compare the result with `expect` and `strict`, and warn the user about what was not fused."""
+        """Tell torch's logs the result, compare it with `expect` and `strict`, and warn about what was not fused."""
+        tell(self.report)
         expected = self.options.expect
         if expected is not None and self.report.has_attention and not expected.is_met(self.report.fused):
             raise FusionError(f"expected {expected}, fused {self.report.fused}\n{self.report}")

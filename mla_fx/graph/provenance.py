@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch.fx import Graph, Node
+from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from .torch_private import OpOverload
 
@@ -20,6 +22,7 @@ INPUT_NAME = "mla_fx_input"  # of a graph input: the user's name for it
 LAID_OUT = "mla_fx_laid_out"  # of an added graph input: a weight in another layout
 RULE = "mla_fx_rule"  # of a new node: the rule or pass that made it
 STANDS_FOR = "mla_fx_stands_for"  # of a node that replaces another: the other's name in the original graph
+SOURCES = "from_node"  # torch's: the nodes of earlier graphs that a node comes from
 REPLACED = "mla_fx_replaced"  # of a fused operator: names, source lines and modules of what it replaced
 
 
@@ -94,6 +97,26 @@ def label_of(node: Node) -> str:
 def stand_in(new: Node, old: Node) -> None:
     """Record which value of the original graph a node replaces."""
     new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.name))
+
+
+def note_sources(new: Iterable[Node], replaced: Sequence[Node], rule: str) -> None:
+    """Record for torch that each new node comes from whatever the replaced nodes come from."""
+    found = {(source.graph_id, source.name): source for node in replaced for source in node.meta.get(SOURCES, ())}
+    if not found:
+        return
+    whole = NodeSource(None, f"mla_fx: {rule}", [NodeSourceAction.REPLACE, NodeSourceAction.CREATE])
+    last = replaced[-1]  # given to NodeSource, it would be copied with everything it comes from
+    whole.node_info = NodeSource.NodeInfo(last.name, str(last.target), id(last.graph))
+    whole.from_node = list(found.values())
+    for node in new:
+        node.meta[SOURCES] = [whole]
+
+
+def inherit_sources(new: Node, old: Node) -> None:
+    """Record for torch that a new node comes from where an old one does, unless it has sources of its own. A source
+    without a name does not count: torch notes one on every node that a pass of Inductor adds."""
+    if SOURCES in old.meta and not any(source.name for source in new.meta.get(SOURCES, ())):
+        new.meta[SOURCES] = list(old.meta[SOURCES])
 
 
 def is_laid_out(node: Node) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_frozen",
     "compile_fx_inner",
+    "debug_folder",
     "dynamo_run",
     "inductor_decompositions",
     "inductor_key",
@@ -29,6 +30,7 @@ __all__ = [
     "inductor_options",
     "inductor_type",
     "input_path",
+    "is_bisected_out",
     "is_boxed",
     "is_freezing",
     "is_frozen",
@@ -127,6 +129,26 @@ def is_lifted(attribute: Node) -> bool:
 
     AOTAutograd's description of its inputs decides; names may be anything."""
     return "desc" in attribute.meta
+
+
+# --- debugging -------------------------------------------------------------------------------------------------------
+
+
+def debug_folder() -> Path:
+    """Where this process puts files if TORCH_COMPILE_DEBUG asks for them."""
+    from torch._dynamo.utils import get_debug_dir
+
+    return Path(get_debug_dir())
+
+
+def is_bisected_out(what: Callable[[], str]) -> bool:
+    """Whether torch's bisector of compilers wants the next rewrite of an operator graph left out.
+
+    It counts the questions, and `what` describes the rewrite that it finds guilty. Its subsystems are a fixed list, so
+    ours are among Inductor's own rewrites of operator graphs."""
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    return CompilerBisector.disable_subsystem("inductor", "post_grad_passes", what)
 
 
 # --- Inductor --------------------------------------------------------------------------------------------------------

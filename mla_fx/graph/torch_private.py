@@ -49,11 +49,13 @@ __all__ = [
     "is_fake",
     "is_known",
     "is_traceable_wrapper_subclass",
+    "is_traced",
     "make_fx",
     "memory_of",
     "python_dispatcher",
     "remainders",
     "share_storage",
+    "trace_artifact",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -197,3 +199,21 @@ def python_dispatcher() -> Any:
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def is_traced() -> bool:
+    """Whether torch writes its structured trace, as TORCH_TRACE asks. Before the first event of a process, it may seem
+    so although it does not."""
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: Literal["string", "json"], payload: Callable[[], Any]) -> None:
+    """Add an artefact to torch's structured trace. If there is no trace, `payload` is not called."""
+    from torch._logging._internal import trace_structured_artifact
+
+    trace_structured_artifact(name, encoding, payload)

@@ -12,7 +12,8 @@ from torch.fx import Node
 
 from mla_fx.debug.report import Miss
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import REPLACED, fused_name, module_of, source_of
+from mla_fx.graph.provenance import REPLACED, fused_name, module_of, note_sources, source_of
+from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.readings.calls import noting
 from mla_fx.rewriting.draft import Draft, fake_of
@@ -55,8 +56,11 @@ def _apply_rule(run: Run, rule: Rule) -> None:
 
 def _miss(rule: Rule, anchor: Node, miss: NoMatch, depth: int) -> Miss:
     node = miss.node if miss.node is not None else anchor
-    place = node.name, source_of(node), module_of(node)
-    return Miss(rule.name, miss.reason, *place, depth, rule.looks_like_mla(anchor))
+    return Miss(rule.name, miss.reason, *_place(node), depth, rule.looks_like_mla(anchor))
+
+
+def _place(node: Node) -> tuple[str, str, str]:
+    return node.name, source_of(node), module_of(node)
 
 
 def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bool:
@@ -70,7 +74,7 @@ def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bo
             if not found.is_closed:
                 _check_loss(plan)
             _ask_target(run, rule, plan)
-            _apply(run, plan)
+            _apply(run, rule, anchor, plan)
             return True
     return False
 
@@ -103,7 +107,7 @@ def _rewrite(
             _check_quantisation(run, planned)
             checked = _check_loss(plan)
             found = recipe(run.emit, anchor, looked_into, plan, checked)
-            _apply(run, plan)
+            _apply(run, rule, anchor, plan)
     except NoMatch as miss:
         nearest.fail(match, miss)
         return False
@@ -130,8 +134,13 @@ def _check_quantisation(run: Run, plan: Plan) -> None:
         raise NoMatch(f"{'; '.join(plan.differences)}; quant='vendor' takes the operator's codes")
 
 
-def _apply(run: Run, plan: Drafted) -> None:
-    _note_origins(run.emit, apply(run.emit, plan))
+def _apply(run: Run, rule: Rule, anchor: Node, plan: Drafted) -> None:
+    """Raises NoMatch if torch's bisector leaves this rewrite out."""
+    if is_bisected_out(lambda: f"mla_fx: {rule.name} at {', '.join(filter(None, _place(anchor)))}"):
+        raise NoMatch("torch's bisector leaves this rewrite out")
+    erased = apply(run.emit, plan)
+    _note_origins(run.emit, erased)
+    note_sources(run.emit.added, erased, rule.name)
 
 
 def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:

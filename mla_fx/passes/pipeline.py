@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
+from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
 from mla_fx.ops.common.collector import collector_paused
 from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
@@ -108,15 +109,15 @@ PIPELINE = (
     Pass("functionalize", take_back_in_place_forms),
     TRIAGE,
     Pass("recognise attention", recognise(Stage.ATTENTION)),
-    Pass("choose absorbed or expanded", choose_absorbed),
+    Pass("choose absorbed or expanded", choose_absorbed, is_optional=True),
     Pass("recognise context", recognise(Stage.CONTEXT)),
     Pass("recognise prolog", recognise(Stage.PROLOG)),
     Pass("recognise cache", recognise(Stage.CACHE)),
     Pass("recognise pieces", recognise_pieces),
     Pass("clean up", clean_up),
-    Pass("reinplace", reinplace_caches),
+    Pass("reinplace", reinplace_caches, is_optional=True),
     Pass("lower", lower_fused),
-    Pass("lower the rest", lower_plain),
+    Pass("lower the rest", lower_plain, is_optional=True),
     Pass("hoist", hoist_weights),
 )
 
@@ -137,7 +138,8 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
 def _run_pass(run: Run, step: Pass) -> None:
     run.step = step.name
     start, nodes, fired = time.perf_counter(), len(run.graph.nodes), run.fired.copy()
-    step.apply(run)
+    if not (step.is_optional and run.fired and is_bisected_out(lambda: f"mla_fx: {step.name}")):
+        step.apply(run)
     if run.original is not None:
         check(run.graph, run.original.originals, run.readers_before)
         run.readers_before = old_readers(run.graph)

@@ -103,5 +103,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Pass:
+    """A pass over the graph; one that is optional may be left out, and the graph is right all the same."""
+
     name: str
     apply: Callable[[Run], None]
+    is_optional: bool = False

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import RULE, fused_name
+from mla_fx.graph.provenance import RULE, fused_name, inherit_sources
 from mla_fx.graph.torch_private import share_storage, tree_map_only
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
@@ -55,6 +55,7 @@ class Emitter:
             yield
         for node in self.added:
             node.meta[RULE] = rule
+            inherit_sources(node, anchor)
             for name in ("stack_trace", "nn_module_stack", "seq_nr"):
                 if name in anchor.meta and name not in node.meta:
                     node.meta[name] = anchor.meta[name]
