@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import ops
 from .backend import explain, get_backend, mla_backend
 from .driver.expectations import expecting
-from .driver.report_log import last_report
+from .driver.report_log import last_report, report
 from .errors import FusionError, MlaWarning, NoMatch, OptionError, VerificationError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ __all__ = [
     "ops",
     "refresh",
     "register_patterns",
+    "report",
 ]
 
 _LAZY = {

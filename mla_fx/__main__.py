@@ -1,5 +1,6 @@
 """`python -m mla_fx`: `demo` compares a stock and a fused decode step, `explain` reports what fuses in a model,
-`bisect` which rewrite changes its answer, `coverage` what fuses in all of them, `report` shows a dump in a browser."""
+`bisect` which rewrite changes its answer, `coverage` what fuses in all of them, `report` shows a dump in a browser,
+`doctor` what works on this machine."""
 
 from __future__ import annotations
 
@@ -8,12 +9,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import __version__
 from .commands.bisect import run_bisect
+from .commands.costs import Machine, Step
 from .commands.coverage import run_coverage
 from .commands.demo import run_demo
-from .commands.explain import CommandError, run_explain
+from .commands.doctor import run_doctor
+from .commands.errors import CommandError
+from .commands.explain import ALL, BY_DEFAULT, Asked, run_explain
 from .commands.report import run_report
 from .errors import FusionError, OptionError
+
+STATUS = "Exit status: 0 if it fused, 1 if attention that looks like MLA did not, 2 for an error."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,20 +36,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mla_fx", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"mla_fx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="compare a decode step of DeepSeek-V3's attention, stock and fused")
     demo.add_argument("--context", type=int, default=4096, help="tokens in the cache (%(default)s)")
     demo.add_argument("--layers", type=int, default=1, help="decoder layers (%(default)s)")
     demo.set_defaults(run=_demo)
-    explain = commands.add_parser("explain", help="report what fuses in a model, what almost does, and why not")
-    explain.add_argument(
-        "model", metavar="MODEL_OR_SCRIPT", help="a transformers model type, or a .py file with a build()"
+    explain = commands.add_parser(
+        "explain", help="report what fuses in a model, what almost does, and why not", epilog=STATUS
     )
-    # Passes are the same for every target; this one compiles in seconds.
-    explain.add_argument("--target", default="reference", help="what the graph is compiled for (%(default)s)")
     explain.add_argument(
-        "--full", action="store_true", help="the full model on the meta device, not a tiny one"
+        "model",
+        metavar="MODEL",
+        help="a model type of transformers, a config.json or its folder, or a .py file with a build()",
     )
+    # The rules are the same for every target; the reference compiles in seconds.
+    explain.add_argument(
+        "--target", action="append", help=f"what to compile for, several times or {ALL!r} ({BY_DEFAULT})"
+    )
+    explain.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the backend or of a target"
+    )
+    explain.add_argument("--full", action="store_true", help="a model type's full model on meta, not a tiny one")
+    step, machine = Step(), Machine()
+    for name, default, what in (
+        ("batch", step.batch, "sequences in a step of a full model"),
+        ("tokens", step.tokens, "new tokens per sequence"),
+        ("context", step.context, "tokens per sequence in the cache after the step"),
+    ):
+        explain.add_argument(f"--{name}", type=int, default=default, help=f"{what} (%(default)s)")
+    for name, rate, what in (
+        ("bandwidth", machine.bandwidth, "GB/s of memory, to predict times"),
+        ("flops", machine.flops, "TFLOP/s of products"),
+    ):
+        explain.add_argument(f"--{name}", type=float, default=rate, help=f"{what} (%(default)s)")
     explain.add_argument("--json", action="store_true", help="the report for programs, as JSON")
     explain.set_defaults(run=_explain)
     report = commands.add_parser("report", help="write the pages of a dump, for a browser")
@@ -53,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     bisect.add_argument("--target", default="reference", help="what the graph is compiled for (%(default)s)")
     bisect.add_argument("--json", action="store_true", help="the result for programs, as JSON")
     bisect.set_defaults(run=lambda options: run_bisect(options.script, options.target, as_json=options.json))
+    needed = "Exit status: 0, or 1 if something that is needed does not work."
+    doctor = commands.add_parser("doctor", help="say what works on this machine", epilog=needed)
+    doctor.add_argument("--json", action="store_true", help="the findings for programs, as JSON")
+    doctor.set_defaults(run=lambda options: run_doctor(as_json=options.json))
     coverage = commands.add_parser("coverage", help="regenerate the tables of docs/coverage.md, in a clone")
     coverage.add_argument("--only", default="", help="one family or one axis of the zoo: shown, not written")
     coverage.set_defaults(run=lambda options: run_coverage(options.only))
@@ -66,8 +97,18 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    run_explain(options.model, options.target, is_full=options.full, as_json=options.json)
-    return 0
+    step = Step(options.batch, options.tokens, options.context)
+    machine = Machine(options.bandwidth, options.flops)
+    if step.batch < 1 or not 1 <= step.tokens <= step.context:
+        raise CommandError("--batch and --tokens take one or more, and --context at least as many as --tokens.")
+    if not (machine.bandwidth > 0 and machine.flops > 0):
+        raise CommandError("--bandwidth and --flops take numbers above zero.")
+    unreadable = [given for given in options.option if "=" not in given]
+    if unreadable:
+        raise CommandError(f"--option is {unreadable[0]!r}; it takes NAME=VALUE, such as soc=Ascend910B3.")
+    given = dict(one.split("=", 1) for one in options.option)
+    targets = options.target or [BY_DEFAULT]
+    return run_explain(Asked(options.model, targets, given, step, machine, options.full, options.json))
 
 
 def _report(options: argparse.Namespace) -> int:

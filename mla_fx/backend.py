@@ -67,8 +67,8 @@ def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Repor
     the rest did not.
 
     Like `torch._dynamo.explain`, this forgets what was compiled before. Of a model on meta tensors, one layer of each
-    kind
-    is traced and counted as often as there are such layers; with `expect`, all are traced."""
+    kind is traced and counted as often as there are such layers; with `expect`, all are traced. Its graphs are
+    rewritten for the target, which does not compile them."""
 
     @functools.wraps(getattr(function, "forward", function))
     def explained(*args: Any, **kwargs: Any) -> Report:

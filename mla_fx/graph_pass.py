@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 
 from .debug.report import Report
-from .driver import cache_key, report_log
+from .driver import cache_key
+from .driver.cached_reports import LOST, CachedReports
 from .driver.compilation import Compilation, checked, through_dynamo
 from .errors import FusionError, NoMatch, OptionError
 from .graph.torch_compilers import GraphPass, is_packaging
@@ -26,11 +28,12 @@ class MlaPass(GraphPass):
     options
     of `mla_backend` except `verify` and a target's own options, because the pass does not compile the graph. `target`
     says
-    for which compiler operators are lowered; Inductor by default. `report` is that of the last graph."""
+    for which compiler operators are lowered; Inductor by default."""
 
     def __init__(self, **options: Any) -> None:
         self.given = {"target": "inductor", **options}
-        self.report: Report | None = None
+        self._report: Report | None = None
+        self._cached = CachedReports(self._use)
         self._options = checked(self.given)
         if self._options.verify != "off":
             raise OptionError("option verify does not apply to MlaPass, which has no unfused graph to run")
@@ -45,26 +48,42 @@ class MlaPass(GraphPass):
             return  # a backward graph; the warning came with its forward graph
         if is_inference is None:
             is_inference = not any(name.startswith("primals_") for name in inputs)
-        compilation = Compilation.prepare(rest[0] if rest else (), self.given)
-        self.report = compilation.report
+        compilation = self._prepare(rest[0] if rest else ())
         try:
             if is_inference:
                 compilation.rewrite(gm)
                 _check_portable(gm.graph)
             else:
                 compilation.leave_alone(gm.graph)
+            self._cached.add(compilation.report)
         except Exception as error:
             raise through_dynamo(error) from error.__cause__
+
+    @property
+    def report(self) -> Report | None:
+        """The report of the last graph. If Inductor took it from its cache, that of its first compilation."""
+        self._cached.read()
+        return self._report
 
     def uuid(self) -> str | None:
         """A hash of the options and of the sources of all rules, operators and lowerings.
 
         `strict` and `expect` are among the options, so a cached graph has met them. None, which disables Inductor's
-        cache, if a
-        cached graph would not be dumped or counted."""
-        if self._options.dump or fuel_of_process().is_limited or report_log.is_anyone_listening():
+        cache, if a cached graph would not be dumped, or if the process limits rewrites."""
+        if self._options.dump or fuel_of_process().is_limited:
             return None
+        self._cached.watch()  # Inductor asks before it looks into its cache
         return cache_key.key(self._options)
+
+    def _prepare(self, inputs: Sequence[Any]) -> Compilation:
+        compilation = Compilation.prepare(inputs, self.given)
+        self._report = compilation.report
+        return compilation
+
+    def _use(self, found: Report | None) -> None:
+        """Report on a graph from Inductor's cache, and warn as its first compilation did."""
+        compilation = self._prepare(())
+        compilation.use_report(found or Report(target=compilation.target.name, notes=[LOST]))
 
     def __deepcopy__(self, memo: Any) -> MlaPass:
         """The pass itself: Inductor runs copies of its configuration, and the user reads the report of this object."""

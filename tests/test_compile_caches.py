@@ -23,7 +23,7 @@ from zoo.sizes import DECODE
 import mla_fx
 from mla_fx.debug.memory import Memory
 from mla_fx.debug.report import Miss, PassRecord, Report
-from mla_fx.driver import cache_key, compilation, report_cache
+from mla_fx.driver import cache_key, cached_reports, compilation, report_cache
 from mla_fx.graph.torch_compilers import cache_folder
 
 ROOT = Path(__file__).parents[1]
@@ -214,3 +214,56 @@ def test_reports_are_kept_whole():
     kept = report_cache.from_text(report_cache.as_text(reported(hindrances=["training"], is_training=True)))
     assert kept == reported(notes=[report_cache.FROM_CACHE], hindrances=["training"], is_training=True)
     assert str(kept.passes[0].fired) == "Counter({'mla_prolog': 1})"
+
+
+# --- Inductor's cache below a pass, which is not called for what is found there ---------------------------------------
+
+
+def with_pass(graph_pass, layer):
+    """Compiles a layer again with a pass, and checks its results; whether Inductor found it in its cache."""
+    module, arguments = layer
+    torch._dynamo.reset()
+    counted()
+    with torch.no_grad(), torch._inductor.config.patch(post_grad_custom_pre_pass=graph_pass):
+        check_same(module, arguments, torch.compile(module))
+    return counted().get("fxgraph_cache_hit", 0) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_both_caches", [False, True], ids=["inductor", "autograd"])
+def test_a_pass_reports_what_comes_from_a_cache(layer, has_both_caches, monkeypatch):
+    """Once for each compilation, and for all who count."""
+    monkeypatch.setattr(cache_key, "source_hash", lambda: f"of this test, {has_both_caches}")
+    first, second = mla_fx.MlaPass(), mla_fx.MlaPass()
+    with functorch_config.patch(enable_autograd_cache=has_both_caches):
+        assert not with_pass(first, layer)
+        for _ in range(2):
+            with mla_fx.expecting(mla_prolog=1, latent_attention=1), mla_fx.report() as report:
+                assert with_pass(second, layer)
+            notes = [report_cache.FROM_CACHE, *first.report.notes]
+            assert report.fused == second.report.fused == mla_fx.last_report().fused == ALL
+            assert report.notes == second.report.notes == notes
+    with pytest.raises(mla_fx.FusionError, match=r"expected \{'mla_prolog': 2\}"), mla_fx.expecting(mla_prolog=2):
+        assert with_pass(second, layer)
+
+
+@pytest.mark.slow
+def test_a_pass_says_that_a_report_is_lost(layer, monkeypatch):
+    monkeypatch.setattr(cache_key, "source_hash", lambda: "of a lost report")
+    graph_pass = mla_fx.MlaPass()
+    assert not with_pass(graph_pass, layer)
+    for saved in (cache_folder() / "mla_fx").iterdir():
+        saved.unlink()
+    assert with_pass(graph_pass, layer)
+    assert (graph_pass.report.fused, graph_pass.report.notes) == ({}, [cached_reports.LOST])
+
+
+def test_a_pass_warns_again(monkeypatch):
+    monkeypatch.setattr(cache_key, "source_hash", lambda: "of a training graph")
+    for is_found in (0, 1):
+        torch._dynamo.reset()
+        counted()
+        patch = torch._inductor.config.patch(post_grad_custom_pre_pass=mla_fx.MlaPass())
+        with patch, pytest.warns(mla_fx.MlaWarning, match="fuses inference only"):
+            torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2))
+        assert counted().get("fxgraph_cache_hit", 0) == is_found

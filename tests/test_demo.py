@@ -12,7 +12,7 @@ import torch
 import mla_fx
 from mla_fx.__main__ import main
 from mla_fx.commands import demo
-from mla_fx.commands.explain import decode_call
+from mla_fx.commands.models import tiny_call
 
 TOY = {
     "vocab_size": 512,
@@ -143,7 +143,7 @@ def test_explain_a_script(tmp_path, capsys):
 
 
 def test_hybrids_get_a_layer_with_attention():
-    model, _, kwargs = decode_call("bailing_hybrid")
+    model, _, kwargs = tiny_call("bailing_hybrid")
     assert "full_attention" in model.config.layer_types
     assert kwargs["input_ids"].shape == (1, 1)
 

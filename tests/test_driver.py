@@ -282,12 +282,9 @@ def test_a_pass_that_fails_in_inductor_breaks_no_model(decode, monkeypatch):
     assert graph_pass.report.fused == {}
 
 
-def test_nothing_comes_from_a_cache_that_is_to_be_counted_or_dumped(tmp_path):
+def test_nothing_comes_from_a_cache_that_is_to_be_dumped(tmp_path):
     assert mla_fx.MlaPass(dump=str(tmp_path)).uuid() is None
-    graph_pass = mla_fx.MlaPass()
-    with pytest.raises(mla_fx.FusionError), mla_fx.expecting(mla_prolog=1):
-        assert graph_pass.uuid() is None
-    assert graph_pass.uuid() is not None
+    assert mla_fx.MlaPass().uuid() is not None
 
 
 # --- what is not looked at -------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ def test_layers_are_counted_by_their_kind():
     args, kwargs = decode(model)
     report = mla_fx.explain(model, target="inductor")(*args, **kwargs)
     assert report.fused == {"mla_prolog": 5, "latent_attention": 5}
-    assert report.modules["mla_prolog"] == [f"model.layers.{place}.self_attn" for place in (0, 2)]
+    assert report.modules["mla_prolog"] == [f"model.layers.{place}.self_attn" for place in range(5)]
+    assert list(report.layers) == [f"model.layers.{place}" for place in range(5)]
     assert report.notes[0] == (
         "traced one of each group of equal layers: model.layers.0 for 2, model.layers.2 for 3"
     )
@@ -68,11 +69,15 @@ class Parts(nn.Module):
         return hidden + residual
 
 
+def paths(*places):
+    return [f"parts.{place}" for place in places]
+
+
 @pytest.mark.parametrize("others", [{"width": 9}, {"factor": 2.0}, {"place": 7}], ids=["size", "attribute", "no place"])
 def test_what_differs_in_anything_is_of_another_kind(others):
     parts = [Part(**{"place": place, **(others if place == 1 else {})}) for place in range(4)]
     with one_of_each_kind(Parts(*parts).to("meta")) as layers:
-        assert layers == {"parts.0": 3}
+        assert layers == {"parts.0": paths(0, 2, 3)}
 
 
 def test_what_shares_weights_within_is_of_another_kind():
@@ -81,7 +86,7 @@ def test_what_shares_weights_within_is_of_another_kind():
         parts[1].down.weight = parts[1].up.weight
         parts[2].down.weight = nn.Parameter(parts[2].up.weight.data)  # two parameters, one memory
     with one_of_each_kind(Parts(*parts)) as layers:
-        assert layers == {"parts.0": 2, "parts.1": 2}
+        assert layers == {"parts.0": paths(0, 3), "parts.1": paths(1, 2)}
 
 
 def test_a_layer_passes_on_what_it_would_change():
@@ -89,7 +94,7 @@ def test_a_layer_passes_on_what_it_would_change():
     seen = []
     model.parts[1].down.register_forward_hook(lambda *_: seen.append("down"))
     with one_of_each_kind(model) as layers, torch.no_grad():
-        assert layers == {"parts.0": 2}  # a hook makes a difference
+        assert layers == {"parts.0": paths(0, 2)}  # a hook makes a difference
         model(torch.empty(3, 8, device="meta"))
     assert seen == ["down"]
 

@@ -146,7 +146,7 @@ def test_the_repr_is_a_line():
 def test_a_report_as_json(made):
     """Every field under its name but the texts, with those of each part."""
     told = json.loads(json.dumps(made.to_dict()))
-    assert set(told) == {part.name for part in fields(Report)} - {"graphs"}
+    assert set(told) == {part.name for part in fields(Report)} - {"graphs"} | {"layers"}
     assert told["fused"] == made.fused
     assert told["misses"][0] == vars(miss())
     assert told["passes"][0]["fired"] == {"mla_prolog": 1}

@@ -392,6 +392,27 @@ def test_frozen_weights_are_marked():
     assert torch_compilers.is_frozen(frozen) and not torch_compilers.is_frozen(torch.ones(2))
 
 
+def test_what_was_compiled_is_told_once():
+    told = []
+    for _ in range(2):
+        torch_compilers.when_compiled(told.append)
+    torch.compile(plus_one, backend="eager")(torch.ones(2))
+    assert len(told) == 1
+    torch._dynamo.reset()
+    torch.compile(plus_one, backend="eager")(torch.ones(2))
+    assert len(told) == 1
+
+
+def test_inductor_counts():
+    before = torch_compilers.inductor_counts()
+    before["a count of ours"] += 1
+    assert torch_compilers.inductor_counts()["a count of ours"] == before.pop("a count of ours")
+
+
+def test_inductor_has_a_compiler():
+    assert isinstance(torch_compilers.cpp_compiler(), str)
+
+
 def test_inductor_tells_that_it_makes_a_package():
     assert not torch_compilers.is_packaging()
     with torch._inductor.virtualized.V.set_aot_compilation(True):

@@ -15,7 +15,7 @@ from mla_fx.debug.closeness import Closeness, closeness, distance, wide_dtype
 from mla_fx.debug.exact import COMPLEX, FLOATS
 from mla_fx.graph.torch_private import memory_of
 
-from .explain import Call
+from .models import Call
 
 Found = Mapping[str, Tensor]
 

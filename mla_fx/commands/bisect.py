@@ -16,12 +16,14 @@ import torch
 
 from mla_fx.backend import limited
 from mla_fx.debug.closeness import Closeness
+from mla_fx.debug.optional import require
 from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.passes.fuel import VARIABLE, Fuel, Rewrite
 
 from .answers import Answers, Judge
-from .demo import progress, require
-from .explain import Call, CommandError, script_call
+from .demo import progress
+from .errors import CommandError
+from .models import Call, script_call
 
 Tell = Callable[[str], None]
 ALL = sys.maxsize  # a limit, too, so that no cache answers

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import mla_fx
+from mla_fx.debug.optional import require
 
-from .demo import require
-from .explain import CommandError
+from .errors import CommandError
 
 PROGRAM = "coverage_table"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import statistics
 import time
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.debug.memory import readable_size
+from mla_fx.debug.optional import require
 
 ATTENTION = {
     "hidden_size": 7168,
@@ -36,13 +36,6 @@ Way = Callable[..., Any]
 """A model, compiled or not: called with `input_ids` and `past_key_values`, it returns an object with `logits`."""
 Latents = list[tuple[Tensor, Tensor]]
 Announce = Callable[[str], None]
-
-
-def require(*modules: str) -> None:
-    """Raise ModuleNotFoundError that says what to install if an optional dependency is missing."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(f"this needs {' and '.join(missing)}; pip install 'mla_fx[demo]' brings them.")
 
 
 def deepseek_v3(layers: int = 1, dtype: torch.dtype = torch.bfloat16, **dimensions: int) -> Any:

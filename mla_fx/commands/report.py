@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mla_fx.debug.page import page
 
-from .explain import CommandError
+from .errors import CommandError
 
 
 def run_report(folder: Path) -> Path:

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from mla_fx.graph.torch_private import memory_of, tree_map
 
 PLAIN = (bool, int, float, str, bytes, set, torch.dtype, torch.device)
-LayerCounts = Mapping[str, int]  # how many layers the one at this path represents
+EqualLayers = Mapping[str, list[str]]  # the paths of all layers that the one at this path represents
 
 
 @dataclass
 class Kind:
-    """Equal layers: the first and its path, the others, and what the first returned last."""
+    """Equal layers: the first and its place, the others by their places, and what the first returned last."""
 
     first: nn.Module
     place: int
-    others: list[nn.Module] = field(default_factory=list)
+    others: dict[int, nn.Module] = field(default_factory=dict)
     returned: Any = None
 
     def holds(self, layer: nn.Module, place: int) -> bool:
@@ -48,19 +48,19 @@ class Kind:
 
 
 @contextlib.contextmanager
-def one_of_each_kind(function: Callable[..., Any]) -> Iterator[LayerCounts]:
+def one_of_each_kind(function: Callable[..., Any]) -> Iterator[EqualLayers]:
     """Compute only the first layer of each kind in a model on meta tensors.
 
-    Yields the number of layers that each of those represents; empty if no layer is skipped."""
+    Yields the paths of the layers that each of those represents; empty if no layer is skipped."""
     path, layers = _layers(function) if isinstance(function, nn.Module) else ("", nn.ModuleList())
     kinds = [kind for kind in _kinds(layers) if kind.others]
     with contextlib.ExitStack() as restored:
         for kind in kinds:
             restored.callback(kind.first.register_forward_hook(kind.remember).remove)
-            for layer in kind.others:
+            for layer in kind.others.values():
                 layer.forward = kind.pass_on
                 restored.callback(delattr, layer, "forward")
-        yield {f"{path}.{kind.place}": 1 + len(kind.others) for kind in kinds}
+        yield {f"{path}.{kind.place}": [f"{path}.{place}" for place in (kind.place, *kind.others)] for kind in kinds}
 
 
 def _kinds(layers: nn.ModuleList) -> list[Kind]:
@@ -70,7 +70,7 @@ def _kinds(layers: nn.ModuleList) -> list[Kind]:
         if kind is None:
             kinds.append(Kind(layer, place))
         else:
-            kind.others.append(layer)
+            kind.others[place] = layer
     return kinds
 
 

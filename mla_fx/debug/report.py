@@ -6,9 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .memory import Memory
+from .outcomes import Outcome, outcomes_of, rows_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
 
@@ -104,34 +108,71 @@ class Report:
             whole.graphs.update({prefix + name: text for name, text in report.graphs.items()})
         return whole
 
-    def standing_for(self, layers: Mapping[str, int]) -> Report:
-        """The same for a model with only some layers traced: by path, how many layers each represents."""
+    @property
+    def layers(self) -> dict[str, list[Outcome]]:
+        """By the path of each layer, what fused in it and its nearest miss: one outcome, or several if those of graphs
+        differ."""
+        return outcomes_of(self)
+
+    def standing_for(self, layers: Mapping[str, Sequence[str]]) -> Report:
+        """The same for a model with only some layers traced: by the path of each, the paths of all that it
+        represents."""
         if not layers:
             return self
-        counts = {name: sum(_first_of(layers, path) for path in paths) for name, paths in self.modules.items()}
-        listed = ", ".join(f"{path} for {count}" for path, count in layers.items())
+        modules = {
+            name: [equal for path in paths for equal in _equal(layers, path)] for name, paths in self.modules.items()
+        }
+        misses = [replace(miss, module=path) for miss in self.misses for path in _equal(layers, miss.module)]
+        fused = {name: len(paths) for name, paths in modules.items()}
+        listed = ", ".join(f"{path} for {len(equal)}" for path, equal in layers.items())
         note = f"traced one of each group of equal layers: {listed}"
-        return replace(self, fused=counts, notes=[note, *self.notes])
+        return replace(self, fused=fused, modules=modules, misses=misses, notes=[note, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values, under the names of its fields; without `graphs`, the texts of stages."""
+        """The report as JSON values, under the names of its fields, and `layers`; without `graphs`, the texts of
+        stages."""
         values = {part.name: _plain(getattr(self, part.name)) for part in fields(self) if part.name != "graphs"}
-        return {**values, "parts": [part.to_dict() for part in self.parts]}
+        layers = {path: [outcome.to_dict() for outcome in outcomes] for path, outcomes in self.layers.items()}
+        return {**values, "layers": layers, "parts": [part.to_dict() for part in self.parts]}
+
+    def table(self) -> Table:
+        """The layers as a table of rich. Raises ModuleNotFoundError if rich is not installed."""
+        from .report_table import rich_table
+
+        return rich_table(self)
+
+    __rich__ = table
+
+    def _repr_html_(self) -> str:
+        """The layers and the notes, for notebooks."""
+        from .report_table import html_table
+
+        return html_table(self)
 
     def __repr__(self) -> str:
         graphs = f" in {len(self.parts)} graphs" if self.parts else ""
         return f"<Report on {self.target or 'no target'}: {self._outcome}{graphs}; {len(self.misses)} misses>"
 
     def __str__(self) -> str:
-        where = f"{',' * bool(self.pieces)}{f' in {len(self.parts)} graphs' if self.parts else ''}"
-        lines = [f"mla_fx on {self.target}: {self._outcome}{where} in {self.milliseconds:.1f} ms"]
-        lines += [f"  {line}" for line in self._of_parts()]
-        lines += [f"  {note}" for note in (*dict.fromkeys(map(str, self.memory)), *self._notes())]
-        lines += [f"  verify: {line}" for line in self.verified]
+        lines = [f"{self.headline} in {self.milliseconds:.1f} ms" if self.target else self.headline]
+        lines += [f"  {line}" for line in (*self._of_parts(), *self._of_layers(), *self.remarks())]
         if self.misses:
             lines.append("nearest misses:")
             lines += [f"  {line}" for line in _counted(self.misses)]
         return "\n".join(lines)
+
+    @property
+    def headline(self) -> str:
+        """The target and what fused, in a line."""
+        if not self.target:
+            return "mla_fx: nothing was compiled"
+        where = f"{',' * bool(self.pieces)}{f' in {len(self.parts)} graphs' if self.parts else ''}"
+        return f"mla_fx on {self.target}: {self._outcome}{where}"
+
+    def remarks(self) -> list[str]:
+        """Lines on memory, notes, and what was verified; what several graphs say alike is one line."""
+        verified = (f"verify: {line}" for line in self.verified)
+        return [*dict.fromkeys(map(str, self.memory)), *self._notes(), *verified]
 
     @property
     def _outcome(self) -> str:
@@ -148,6 +189,13 @@ class Report:
             alike.setdefault(part._outcome + without, []).append(number)
         for outcome, numbers in alike.items():
             yield f"graph{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {outcome}"
+
+    def _of_layers(self) -> Iterator[str]:
+        """A line for each kind of layer with something fused; misses have their own lines."""
+        for row in rows_of({path: outcomes for path, outcomes in self.layers.items() if path}):
+            if any(outcome.fused for outcome in row.outcomes):
+                told = (outcome.told(of_several=bool(self.parts)) for outcome in row.outcomes)
+                yield f"{row.layers}: {'; '.join(told)}"
 
     def _notes(self) -> Iterator[str]:
         """The notes; those of several graphs once."""
@@ -181,6 +229,7 @@ def _counted(misses: Sequence[Miss]) -> Iterator[str]:
         yield f"{patterns}: {first.sentence}{times}{where}"
 
 
-def _first_of(layers: Mapping[str, int], path: str) -> int:
-    """How many modules the module at a path represents: as many as its layer does, or one."""
-    return next((count for layer, count in layers.items() if f"{path}.".startswith(f"{layer}.")), 1)
+def _equal(layers: Mapping[str, Sequence[str]], path: str) -> Iterator[str]:
+    """The paths of all modules that the module at a path represents: one in each layer that its own represents."""
+    layer = next((layer for layer in layers if f"{path}.".startswith(f"{layer}.")), None)
+    yield from [path] if layer is None else (other + path[len(layer) :] for other in layers[layer])

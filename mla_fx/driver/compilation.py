@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.debug.recorder import Recorder
@@ -43,12 +44,16 @@ def checked(given: Mapping[str, Any]) -> Options:
 
 @dataclass
 class Compilation:
-    """What is known about one call of the backend; only the report outlives it."""
+    """What is known about one call of the backend; only the report outlives it.
+
+    With `is_dry`, for `explain` on meta tensors, the target's compiler is not called: there are no values to run with,
+    and a device's compiler may want some. The result is the graph as it was."""
 
     options: Options
     target: Target
     report: Report
     keep_text: bool = False
+    is_dry: bool = False
     passes: tuple[Pass, ...] = PIPELINE
     rules: tuple[Rule, ...] = field(default_factory=discovery.rules)
     is_broken: bool = False
@@ -72,7 +77,10 @@ class Compilation:
             given["target"] = automatic_target(targets, example_inputs).name
         options = checked(given)
         target = targets[options.target]
-        compilation = cls(options, target, Report(target=target.name), keep_text, fuel=fuel or fuel_of_process())
+        is_dry = keep_text and any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
+        compilation = cls(
+            options, target, Report(target=target.name), keep_text, is_dry, fuel=fuel or fuel_of_process()
+        )
         report_log.remember(compilation.report)
         compilation._tell_faults()
         return compilation
@@ -85,7 +93,8 @@ class Compilation:
             self._fail("reading Dynamo's graph", error)
         self.key, self.source = self._key(example_inputs), gm.code
         self._check_saved()
-        return self.target.compile(gm, example_inputs, self, self.options.extra)
+        compiled = self.target.compile(gm, example_inputs, self, self.options.extra)
+        return gm.forward if self.is_dry else compiled
 
     def __call__(self, compiler: Compiler) -> Compiler:
         """Return `compiler` with every graph fused first. If it cannot compile a fused graph, it gets the original
@@ -98,6 +107,8 @@ class Compilation:
                 return compile_graph(inputs)
             prepares = self.target.prepares and self.options.lay_out
             run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
+            if self.is_dry:
+                return lambda *given: gm(*given)
             try:
                 compiled = run.around(compile_graph(run.fake_inputs(inputs)))
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
@@ -180,12 +191,16 @@ class Compilation:
         return not self.is_broken
 
     def load_report(self, graph_key: str | None) -> bool:
-        """Use the saved report for this compilation, and judge it like the original."""
+        """Use the saved report for this compilation."""
         found = report_cache.load(self.key, self.source, graph_key) if self.key and graph_key else None
         if found is not None:
-            vars(self.report).update(vars(found))
-            self._judge()
+            self.use_report(found)
         return found is not None
+
+    def use_report(self, found: Report) -> None:
+        """Use the report of a cached graph, and judge it like the original."""
+        vars(self.report).update(vars(found))
+        self._judge()
 
     # --- the fence ---------------------------------------------------------------------------------------------------
 

@@ -51,4 +51,5 @@ def from_text(text: str) -> Report:
     parts["passes"] = [PassRecord(**{**record, "fired": Counter(record["fired"])}) for record in parts["passes"]]
     parts["memory"] = [Memory(**memory) for memory in parts["memory"]]
     parts["notes"] = [FROM_CACHE, *parts["notes"]]
+    del parts["layers"]  # follow from the others
     return Report(**parts)

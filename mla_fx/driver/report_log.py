@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mla_fx.debug.report import Report
 
 _listeners: ContextVar[tuple[list[Report], ...]] = ContextVar("listeners", default=())
+_of_all_threads: dict[int, list[Report]] = {}  # by identity
 
 
 class _Run:
@@ -47,7 +48,7 @@ _run = _Run()
 def remember(report: Report) -> None:
     """Publish a report as soon as its compilation begins."""
     _run.add(report)
-    for reports in _listeners.get():
+    for reports in (*_listeners.get(), *list(_of_all_threads.values())):
         reports.append(report)
 
 
@@ -77,5 +78,19 @@ def listening() -> Iterator[list[Report]]:
         _listeners.reset(token)
 
 
-def is_anyone_listening() -> bool:
-    return bool(_listeners.get())
+@contextlib.contextmanager
+def report() -> Iterator[Report]:
+    """Report on everything that is compiled in this block, in all threads.
+
+    `with mla_fx.report() as report: model(...)` makes one report of all graphs: parts of a graph break, several shapes,
+    layers compiled one by one, and graphs that come from PyTorch's caches. It is empty until the block ends. What was
+    compiled before and only runs is not in it."""
+    from mla_fx.debug.report import Report
+
+    whole, reports = Report(), list[Report]()
+    _of_all_threads[id(reports)] = reports
+    try:
+        yield whole
+    finally:
+        del _of_all_threads[id(reports)]
+        vars(whole).update(vars(Report.merged(reports)))

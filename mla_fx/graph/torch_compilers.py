@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -22,8 +23,10 @@ __all__ = [
     "compile_fx",
     "compile_fx_frozen",
     "compile_fx_inner",
+    "cpp_compiler",
     "debug_folder",
     "dynamo_run",
+    "inductor_counts",
     "inductor_decompositions",
     "inductor_key",
     "inductor_modes",
@@ -40,6 +43,7 @@ __all__ = [
     "not_cached",
     "passing_dynamo",
     "static_inputs",
+    "when_compiled",
 ]
 
 # --- Dynamo and AOTAutograd ------------------------------------------------------------------------------------------
@@ -74,6 +78,14 @@ def dynamo_run() -> object | None:
 
 class _RunMark:
     """Identifies what is compiled between two resets of Dynamo."""
+
+
+def when_compiled(callback: Callable[[Any], None]) -> None:
+    """Call `callback` whenever Dynamo has compiled something, until its next reset; in the thread that compiled."""
+    from torch._dynamo.callback import callback_handler, on_compile_end
+
+    if callback not in callback_handler.end_callbacks:
+        on_compile_end(callback)
 
 
 def aot_autograd(
@@ -210,6 +222,21 @@ def inductor_key(compiled: Callable[..., Any]) -> str | None:
     forward = getattr(serialize and serialize(), "compiled_fw", None)
     key, _ = getattr(forward, "fx_graph_cache_info", (None, ()))
     return key
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor uses on CPUs. Raises an error with a sentence if there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def inductor_counts() -> Counter[str]:
+    """Inductor's counters. What is counted while a graph is compiled is counted again when it comes from a cache."""
+    from torch._dynamo.utils import counters
+
+    counts: Counter[str] = counters["inductor"]
+    return counts
 
 
 def cache_folder() -> Path:

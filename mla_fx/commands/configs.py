@@ -1,0 +1,69 @@
+"""Configurations as model hubs publish them: a `config.json`, or a folder that has one. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mla_fx.debug.optional import require
+
+from .errors import CommandError
+from .tiny_models import mla_families
+
+FILE = "config.json"
+
+
+def is_config(given: str) -> bool:
+    """Whether this names a configuration, and not a model type or a script."""
+    return given.endswith(".json") or Path(given).is_dir()
+
+
+def read_config(given: str) -> Any:
+    """The configuration of the text model, from local files alone, without running code that comes with them."""
+    require("transformers")
+    path = Path(given) / FILE if Path(given).is_dir() else Path(given)
+    model_type = _model_type(path)
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers checks sizes in its own ways
+        raise CommandError(f"transformers does not take {path} as a {model_type}: {_first_line(error)}") from error
+    config = config.get_text_config()
+    if not getattr(config, "kv_lora_rank", None):
+        raise CommandError(f"{path} has no kv_lora_rank, so its model has no Multi-head Latent Attention.")
+    return config
+
+
+def attention_layers(config: Any) -> int:
+    """How many layers have latent attention; hybrids list the kind of each."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "linear_attention" in kinds:
+        return sum(kind != "linear_attention" for kind in kinds)
+    return int(config.num_hidden_layers)
+
+
+def _model_type(path: Path) -> str:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CommandError(f"{path} does not exist.") from None
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} cannot be read as JSON: {_first_line(error)}.") from error
+    model_type = found.get("model_type") if isinstance(found, dict) else None
+    if not model_type:
+        raise CommandError(f"{path} has no model_type, so it is no configuration of a model.")
+    if model_type not in CONFIG_MAPPING:
+        families = ", ".join(mla_families())
+        raise CommandError(
+            f"{path} is of model type {model_type!r}, which transformers does not have; those with Multi-head Latent "
+            f"Attention are {families}."
+        )
+    return str(model_type)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,0 +1,128 @@
+"""A report by layers: what fused in each layer, and why not more."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .report import Miss, Report
+
+_LAYER = re.compile(r".*\.\d+(?=\.[A-Za-z_])|\d+(?=\.[A-Za-z_])")
+_RANGE = 3  # consecutive numbers from which on a range is shorter
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened to a layer: its fused operators in each of these graphs, and its nearest miss, if there is one."""
+
+    fused: tuple[tuple[str, int], ...]
+    missed: Miss | None = None
+    graphs: tuple[int, ...] = (0,)
+
+    def told(self, *, of_several: bool) -> str:
+        """The operators, and where there are several graphs, their numbers."""
+        operators = ", ".join(name if count == 1 else f"{name} x{count}" for name, count in self.fused) or "nothing"
+        several = "s" if len(self.graphs) > 1 else ""
+        return f"{operators} in graph{several} {', '.join(map(str, self.graphs))}" if of_several else operators
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What it has in common with the outcomes of equal layers."""
+        return self.fused, self.missed and self.missed.kind, self.graphs
+
+    def to_dict(self) -> dict[str, Any]:
+        missed = self.missed and {"pattern": self.missed.pattern, "reason": self.missed.sentence}
+        return {"graphs": list(self.graphs), "fused": dict(self.fused), "missed": missed}
+
+
+Layers = Mapping[str, Sequence[Outcome]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers that differ in their numbers alone."""
+
+    layers: str
+    outcomes: Sequence[Outcome]
+
+
+def outcomes_of(report: Report) -> dict[str, list[Outcome]]:
+    """By the path of each layer, its outcomes; graphs in which it has the same one share it."""
+    found: dict[str, list[Outcome]] = {}
+    for number, graph in enumerate(report.parts or [report]):
+        for path, outcome in _in_graph(graph, number):
+            outcomes = found.setdefault(path, [])
+            same = next((place for place, other in enumerate(outcomes) if _are_alike(other, outcome)), None)
+            if same is None:
+                outcomes.append(outcome)
+            else:
+                outcomes[same] = replace(outcomes[same], graphs=(*outcomes[same].graphs, number))
+    return dict(sorted(found.items(), key=lambda layer: _by_number(layer[0])))
+
+
+def rows_of(layers: Layers) -> list[Row]:
+    """A row for each kind of layer."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for path, outcomes in layers.items():
+        kind = _list_of(path), *(outcome.kind for outcome in outcomes)
+        alike.setdefault(kind, []).append(path)
+    return [Row(_named_together(paths), layers[paths[0]]) for paths in alike.values()]
+
+
+def layer_of(path: str) -> str:
+    """The layer that a module is in: the part of its path up to the last number that a name follows."""
+    found = _LAYER.match(path)
+    return found[0] if found else path
+
+
+def _in_graph(report: Report, number: int) -> Iterator[tuple[str, Outcome]]:
+    fused: dict[str, Counter[str]] = {}
+    misses: dict[str, list[Miss]] = {}
+    for name, paths in report.modules.items():
+        for path in paths:
+            fused.setdefault(layer_of(path), Counter())[name] += 1
+    for miss in report.misses:
+        misses.setdefault(layer_of(miss.module), []).append(miss)
+    for path in dict.fromkeys(chain(fused, misses)):
+        nearest = max(misses.get(path, ()), key=lambda miss: (miss.looks_like_mla, miss.depth), default=None)
+        yield path, Outcome(tuple(fused.get(path, Counter()).items()), nearest, (number,))
+
+
+def _are_alike(one: Outcome, other: Outcome) -> bool:
+    return replace(one, graphs=()).kind == replace(other, graphs=()).kind
+
+
+def _list_of(path: str) -> str:
+    """The list that a layer is in; the path itself if it is in none."""
+    before, _, last = path.rpartition(".")
+    return before if last.isdecimal() else path
+
+
+def _named_together(paths: Sequence[str]) -> str:
+    """`model.layers.0 … 60 (61)` for layers of one list, in order."""
+    if len(paths) == 1:
+        return paths[0] or "the whole graph"
+    before = paths[0].rpartition(".")[0]
+    numbers = [int(path.rpartition(".")[2]) for path in paths]
+    return f"{before}.{', '.join(_ranges(numbers))} ({len(paths)})".lstrip(".")
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[str]:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    for run in runs:
+        yield f"{run[0]} … {run[-1]}" if len(run) >= _RANGE else ", ".join(map(str, run))
+
+
+def _by_number(path: str) -> list[Any]:
+    """A key that sorts layer 10 after layer 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]

@@ -1,0 +1,50 @@
+"""A report as a table: for terminals through rich, for notebooks as HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from .optional import require
+from .outcomes import rows_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .report import Report
+
+HEADINGS = ("layers", "fused", "why not more")
+
+
+def rich_table(report: Report) -> Table:
+    """A table of rich. Raises ModuleNotFoundError if rich is not installed."""
+    require("rich")
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*HEADINGS, box=SIMPLE_HEAD, title=report.headline, title_justify="left")
+    for row in _cells(report):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def html_table(report: Report) -> str:
+    """A table of HTML, with the notes below it."""
+    head = _html_row("th", HEADINGS)
+    body = "".join(_html_row("td", row) for row in _cells(report))
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.remarks())
+    listed = f"<ul>{notes}</ul>" if notes else ""
+    return f"<table><caption>{html.escape(report.headline)}</caption>{head}{body}</table>{listed}"
+
+
+def _cells(report: Report) -> Iterator[tuple[str, str, str]]:
+    for row in rows_of(report.layers):
+        for number, outcome in enumerate(row.outcomes):
+            missed = str(outcome.missed) if outcome.missed else ""
+            yield "" if number else row.layers, outcome.told(of_several=bool(report.parts)), missed
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,0 +1,182 @@
+"""`python -m mla_fx explain` on published configurations, for one target and for several."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+import mla_fx
+from mla_fx.__main__ import main
+from mla_fx.commands import explain
+from mla_fx.commands.demo import ATTENTION
+from mla_fx.debug.report import Miss, Report
+
+TINY = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "vocab_size": 128,
+}
+V3 = {
+    **TINY,
+    **ATTENTION,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "vocab_size": 129280,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+NO_NPU = importlib.util.find_spec("torch_npu") is None
+
+
+def written(folder, content, name="config.json"):
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def told(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+def test_a_configuration(tmp_path, capsys, is_folder):
+    path = written(tmp_path, TINY)
+    flags = "--batch", "3", "--tokens", "2", "--context", "22", "--bandwidth", "500", "--flops", "50"
+    assert main(["explain", str(tmp_path) if is_folder else path, "--json", *flags]) == 0
+    found = told(capsys)
+    report, costs = found["targets"]["reference"], found["costs"]
+    fused = {"graphs": [0], "fused": {"mla_prolog": 1, "latent_attention": 1}, "missed": None}
+    assert report["layers"] == {f"model.layers.{layer}": [fused] for layer in range(4)}
+    assert costs["step"] == {"batch": 3, "tokens": 2, "context": 22}
+    assert (costs["layers"], costs["cache_per_token"], costs["caches_read"]) == (4, 80, 3 * 22 * 80)
+    absorbed = costs["forms"]["absorbed"]
+    assert absorbed["seconds"] == max(absorbed["bytes"] / 500e9, absorbed["flops"] / 50e12)
+
+
+@pytest.mark.slow
+def test_deepseek_v3_as_published(tmp_path, capsys):
+    assert main(["explain", written(tmp_path, V3)]) == 0
+    text = capsys.readouterr().out
+    assert "mla_fx on reference: fused mla_prolog x61, latent_attention x61" in text
+    assert "\n  model.layers.0 … 60 (61): mla_prolog, latent_attention\n" in text
+    assert "per layer: weights 374.2 MB, cache 1152 B per token, caches read 4.719 MB" in text
+
+
+@pytest.mark.skipif(not NO_NPU, reason="torch_npu is installed")
+def test_targets_that_cannot_be_used_are_named(tmp_path, capsys):
+    assert main(["explain", written(tmp_path, TINY), "--json", "--target", "ge", "--target", "aclgraph"]) == 0
+    found = told(capsys)
+    assert list(found["targets"]) == ["reference"]
+    assert "target 'ge' cannot be used here: torch_npu is not installed" in found["absent"]["ge"]
+    assert "'reference' shows what the rules find" in found["absent"]["aclgraph"]
+
+
+def test_all_targets(monkeypatch):
+    class Known:
+        def __init__(self, reason=None):
+            self.missing = lambda: reason
+
+    known = {"ge": Known("no torch_npu"), "inductor": Known(), "reference": Known()}
+    monkeypatch.setattr(explain.discovery, "targets", lambda: known)
+    assert explain._usable(["all"])[0] == ["inductor", "reference"]
+    assert explain._usable(["inductor", "inductor"]) == (["inductor"], {})
+    assert explain._usable(["ge", "inductor"])[0] == ["inductor", "reference"]
+    assert explain._usable(["abacus"]) == (["abacus"], {})
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "cannot be read as JSON: "),
+        ("[]", "has no model_type, so it is no configuration of a model."),
+        ({"model_type": "deepseek_v99"}, "is of model type 'deepseek_v99', which transformers does not have; "),
+        ({"model_type": "llama"}, "has no kv_lora_rank, so its model has no Multi-head Latent Attention."),
+        ({**TINY, "hidden_size": "many"}, "transformers does not take "),
+    ],
+    ids=["no JSON", "no object", "unknown", "no MLA", "wrong type"],
+)
+def test_a_configuration_that_is_wrong_is_a_sentence(tmp_path, capsys, content, complaint):
+    assert main(["explain", written(tmp_path, content)]) == 2
+    message = capsys.readouterr().err
+    assert complaint in message
+    assert message.startswith("mla_fx: ") and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", ["missing.json", "."])
+def test_a_configuration_that_is_not_there_is_a_sentence(tmp_path, capsys, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", given]) == 2
+    name = "missing.json" if given != "." else "config.json"
+    assert capsys.readouterr().err == f"mla_fx: {name} does not exist.\n"
+
+
+@pytest.mark.parametrize(
+    "flags", [("--batch", "0"), ("--tokens", "0"), ("--context", "0"), ("--bandwidth", "0"), ("--flops", "nan")]
+)
+def test_sizes_and_rates_are_checked(capsys, flags):
+    assert main(["explain", "deepseek_v3", *flags]) == 2
+    assert "take" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"mla_fx {mla_fx.__version__}\n")
+
+
+def test_the_exit_status_tells_unfused_mla():
+    def missed(layer, *, looks_like_mla=True):
+        return Miss("mla_prolog", "no", "mm", "", f"layers.{layer}.attn", 3, looks_like_mla)
+
+    fused = {"latent_attention": ["layers.0.attn"]}
+    assert not explain.leaves_mla(Report(modules=fused, misses=[missed(0)]))
+    assert explain.leaves_mla(Report(modules=fused, misses=[missed(1)]))
+    assert not explain.leaves_mla(Report(misses=[missed(1, looks_like_mla=False)]))
+    assert explain.leaves_mla(Report(hindrances=["dropout"]))
+
+
+UNFUSED = """
+import torch
+from mla_fx.cases import Layer, inputs
+
+class Dropping(Layer):
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), -1) @ key.mT + mask
+        return torch.nn.functional.dropout(scores.softmax(-1), 0.5) @ value
+
+def build():
+    return Dropping().eval(), inputs()
+"""
+
+
+def test_a_model_whose_mla_does_not_fuse(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(UNFUSED)
+    assert main(["explain", str(script)]) == 1
+    assert "attention with dropout is not fused" in capsys.readouterr().out
