@@ -171,12 +171,12 @@ def _module_of_target(node: Node) -> str | None:
 
 def _input_names(graph: Graph) -> dict[Node, str]:
     """A name of its own for each input and attribute: the user's, if there is one."""
-    names: dict[Node, str] = {}
+    names: dict[str, Node] = {}
     for node in graph.nodes:
         if node.op in INPUTS:
             name = str(node.target) if node.op == "get_attr" else one_line(label_of(node))
-            names[node] = name if name not in names.values() else f"{name} ({node.name})"
-    return names
+            names[name if name not in names else f"{name} ({node.name})"] = node
+    return {node: name for name, node in names.items()}
 
 
 def _collapsed(inputs: dict[Node, str]) -> list[tuple[str, str]]:

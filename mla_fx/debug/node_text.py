@@ -3,6 +3,7 @@ shown."""
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -93,7 +94,7 @@ def literal(value: Any, name_of: NameOf) -> str:
     if isinstance(value, SYMBOLS):
         return str(value)
     if isinstance(value, float):
-        return repr(value) if torch.tensor(value).isfinite() else f"float({str(value)!r})"
+        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
     if isinstance(value, torch.device):
         return repr(str(value))
     if value is None or isinstance(value, PLAIN):
