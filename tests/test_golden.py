@@ -21,7 +21,7 @@ class TestOneLayer(TestCase):
         self.assertExpectedInline(
             self.graph("clean up"),
             """\
-# clean up: 59 nodes. Run this file to compute it on random inputs.
+# a graph: 59 nodes. Run this file to compute it on random inputs.
 
 
 import torch

@@ -37,7 +37,7 @@ class Recorder:
 
     def _write(self, name: str, graph: Graph) -> None:
         if self._keep_text:
-            self._report.graphs[name] = graph_text(graph, name)
+            self._report.graphs[name] = graph_text(graph)
         if self._dump is not None:
             self._dump.stage(name, graph)
         if self._trace is not None:
