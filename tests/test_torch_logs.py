@@ -73,8 +73,8 @@ def test_the_trace_has_each_stage_that_changed_the_graph_and_the_report(decode, 
     assert [stage for stage, _ in stages] == STAGES
     assert name == "mla_fx_report" and json.loads(told) == mla_fx.last_report().to_dict()
     graphs = mla_fx.explain(decode[0], target="reference")(*decode[1]).graphs
-    changed = {text.partition("\n")[2]: text for text in reversed(graphs.values())}
-    assert [text for _, text in stages] == list(reversed(changed.values()))
+    changed = dict.fromkeys(text.partition("\n")[2] for text in graphs.values())
+    assert [text.partition("\n")[2] for _, text in stages] == list(changed)
 
 
 def test_an_unchanged_graph_has_a_report_alone(trace):
