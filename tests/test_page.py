@@ -127,7 +127,7 @@ class TestQuestions:
         page.keyboard.press("ArrowDown")
         assert page.locator("#before .chosen").text_content() != first
         page.get_by_role("button", name="After", exact=True).click()
-        assert "mla_prolog" in page.locator("#drawing text").all_text_contents()
+        assert "mla_prolog_" in page.locator("#drawing text").all_text_contents()  # in place
 
     def test_it_is_readable_in_the_dark_and_on_paper(self, page):
         colours = "() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }"
