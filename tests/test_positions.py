@@ -173,7 +173,7 @@ def test_blocks_and_offsets_at_the_edges(target):
     if target == "inductor":
         calls = {place: calls[place] for place in ((2, 7), (2, 8), (2, -9), (-5, 3), (-4, -8))}
     report = compare(Blocks(), calls, target=target, leaves_caches=target == "reference")
-    assert report.fused == {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
+    assert report.fused == {"mla_prolog": 1, "latent_attention": 1}
 
 
 def test_blocks_and_offsets_of_columns_at_the_edges():

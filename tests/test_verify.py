@@ -67,8 +67,8 @@ def test_the_report_says_what_was_measured(dtype, target):
     number = r"\d\.\de[-+]\d+"
     (line,) = mla_fx.last_report().verified
     assert re.fullmatch(
-        rf"call 1: rules agree in float64 to {number}; output 0 error {number} \(unfused {number}\), "
-        rf"input caches\[0\] error {number} \(unfused {number}\)",
+        rf"call 1: rules agree in float64 to {number}; input caches\[0\] error {number} \(unfused {number}\), "
+        rf"output 0 error {number} \(unfused {number}\)",
         line,
     )
     assert f"verify: {line}" in str(mla_fx.last_report())

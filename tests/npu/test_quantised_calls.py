@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -330,7 +331,9 @@ def test_one_prolog(name, tmp_path):
     build, mode = LAYERS[name]
     report = report_of(build(), dump=str(tmp_path))
     assert report.fused == {PROLOG: 1, ATTENTION: 1}, str(report)
-    (graph,) = (path.read_text() for path in tmp_path.glob("*/*_clean_up.py"))
+    (index,) = tmp_path.glob("*/index.md")
+    file = re.search(r"^\| clean up \|.*\((\S+)\)", index.read_text(), re.MULTILINE)[1]
+    graph = index.with_name(file).read_text()
     calls = [graph.count(f"npu.{name}(") for name in ("npu_dynamic_quant", "npu_quant_matmul")]
     assert f"weight_quant_mode={mode}" in graph and calls == [mode - 1, 0]
 
