@@ -46,18 +46,21 @@ class Writer:
         self.functions: dict[str, _Function] = {}
 
     def text(self, title: str) -> str:
-        computed = [node for node in self.graph.nodes if node.op not in (*INPUTS, "output")]
-        body = self._body(in_sections(computed), None)
+        body = self._body(self.sections(), None)
         returned = literal(self.graph.output_node().args[0], self.named(None))
         parts = [
             f"# {title}: {len(self.graph.nodes)} nodes. Run this file to compute it on random inputs.",
             "\n".join(self._imports()),
-            "\n".join(self._head(body)),
+            "\n".join(self._head()),
             "\n".join(["def graph(inputs):", *body, f"    return {returned}"]),
             *("\n".join(_of_function(function)) for function in self.functions.values()),
             'if __name__ == "__main__":\n    run(graph, INPUTS)\n',
         ]
         return "\n\n\n".join(part for part in parts if part)
+
+    def sections(self) -> tuple[Node | Section, ...]:
+        """What the graph computes, in the sections of its layers and modules."""
+        return in_sections([node for node in self.graph.nodes if node.op not in (*INPUTS, "output")])
 
     # --- above the functions -----------------------------------------------------------------------------------------
 
@@ -66,7 +69,7 @@ class Writer:
         modules = {module for node in self.graph.nodes if (module := _module_of_target(node)) is not None}
         return [*(f"import {module}" for module in sorted({"torch", *modules})), "", RUN]
 
-    def _head(self, body: Sequence[str]) -> list[str]:
+    def _head(self) -> list[str]:
         """The operators' namespaces, the symbols of this example, and the inputs."""
         targets = (node.target for node in self.graph.nodes)
         names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})

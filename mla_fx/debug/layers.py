@@ -10,9 +10,9 @@ from torch.fx import Graph, Node
 
 from mla_fx.graph.provenance import REPLACED, RULE, fused_name, module_of, source_of
 
-from .graph_text import INPUTS, Writer, borders, ranges
+from .graph_text import Writer, borders, ranges
 from .node_text import call_text, described, short_source, target_name, value_of
-from .sections import Section, in_sections
+from .sections import Section
 
 REST = "outside the layers"
 
@@ -28,9 +28,8 @@ class Layer:
 def layers_of(graph: Graph) -> dict[str, Layer]:
     """The layers by path; what is in none is one more, under the path `REST`."""
     writer = Writer(graph)
-    items = in_sections([node for node in graph.nodes if node.op not in (*INPUTS, "output")])
     parts: dict[str, list[Section]] = {}
-    for item in items:
+    for item in writer.sections():
         is_layer = isinstance(item, Section) and item.layer is not None
         section = item if isinstance(item, Section) else Section((), (item,))
         parts.setdefault(".".join(section.path) if is_layer else REST, []).append(section)

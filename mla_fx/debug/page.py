@@ -1,4 +1,4 @@
-"""One HTML file that shows what became of a graph: stages, layers before and after as code and as drawings, misses."""
+"""The page of a dumped graph, as one HTML file: its passes, its layers before and after them, and its misses."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _emit(title: str, text: str) -> None:
 
 
 def tell(report: Report) -> None:
-    """Emit what became of a graph; nothing unless someone asked for torch's trace or this log."""
+    """Write a report to torch's trace and to this log, if they are on."""
     trace_artifact("mla_fx_report", "json", report.to_dict)
     if log.isEnabledFor(logging.INFO):
         first, _, rest = str(report).partition("\n")
