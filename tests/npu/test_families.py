@@ -2,6 +2,7 @@
 outputs and caches are as exact as eager's."""
 
 import copy
+from statistics import median
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 QUICK = ("youtu", "mistral4")
 WITHOUT_CONVERTER = ("glm5_next",)  # nan_to_num of None, which torchair converts wrongly
-TIES = ("hy_v4",)  # of the first token that is drawn its indexer scores several keys alike: the next one is taken
+DRAWS = 5  # the median counts: where keys or experts score almost alike, any rounding may choose others
 OPERATORS = ("MlaPrologV3", "KvRmsNormRopeCache", "FusedInferAttentionScore")
 
 WHOLE, PROLOG, ATTENTION, BODIES = [2, 0, 2], [2, 0, 0], [0, 0, 2], [0, 0, 0]
@@ -60,18 +61,25 @@ def in_double(cache):
     return double
 
 
+def errors_of_a_draw(model, compiled, double):
+    """How far each value is from float64, fused and eager."""
+    theirs = empty_cache(model, "static", CONTEXT)
+    model(tokens(1, 12), past_key_values=theirs)
+    ours, exact, ids = copy.deepcopy(theirs), in_double(theirs), tokens(1, 1)
+    wanted = step(double, exact, ids)
+    return errors(step(compiled, ours, ids), wanted), errors(step(model, theirs, ids), wanted)
+
+
 @pytest.mark.parametrize("family", at_each_family())
 def test_decode_step(converted, family):
     model = tiny_model(family, torch.bfloat16, **CONFIG)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the way to run experts that torchair converts
-    theirs, ids = empty_cache(model, "static", CONTEXT), tokens(1, 2 if family in TIES else 1)[:, -1:]
-    model(tokens(1, 12), past_key_values=theirs)
-    ours, double = copy.deepcopy(theirs), in_double(theirs)
-    found = step(torch.compile(model, backend=mla_fx.get_backend(target="ge")), ours, ids)
-    exact = step(copy.deepcopy(model).double(), double, ids)
-    allowed = [2 * error + 1e-6 for error in errors(step(model, theirs, ids), exact)]
-    assert all(error <= limit for error, limit in zip(errors(found, exact), allowed, strict=True)), allowed
+    compiled = torch.compile(model, backend=mla_fx.get_backend(target="ge"))
+    double = copy.deepcopy(model).double()
+    drawn = [errors_of_a_draw(model, compiled, double) for _ in range(DRAWS)]
+    fused, eager = ([median(of_value) for of_value in zip(*found, strict=True)] for found in zip(*drawn, strict=True))
+    assert all(error <= 2 * limit + 1e-6 for error, limit in zip(fused, eager, strict=True)), (fused, eager)
     operators = [name for graph in converted.graphs for name in types(graph)]
     assert [operators.count(name) for name in OPERATORS] == EXPECTED[family], str(mla_fx.last_report())
 
