@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from .errors import OptionError
 from .graph.torch_private import OpOverload
 
 Compiled = Callable[..., Any]
+
+# A graph of torch's, or the operators of one in another format, each as a line of text.
+Shown = Graph | Sequence[str]
 
 # Gets what is known about a call's arguments; returns the plain function to trace in its place. Raises NoMatch with the
 # reason if the call stays.
@@ -106,6 +109,10 @@ class Target:
     def decompositions(self) -> Mapping[Any, Compiled]:
         """The decompositions to use when a lowering is traced."""
         return {}
+
+    def shown(self, made: Compiled, graph: Graph) -> Shown | None:
+        """What the target's compiler made of a graph, for a dump; None if it cannot be shown."""
+        return None
 
     def compile(
         self,

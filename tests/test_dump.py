@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fx.ops  # noqa: F401  registers torch.ops.mla_fx
 from mla_fx.debug.dump import Dump
 from mla_fx.debug.graph_text import graph_text
+from mla_fx.debug.recorded import recorded
 from mla_fx.debug.report import Miss, PassRecord, Report
 
 aten = torch.ops.aten
@@ -234,6 +235,13 @@ def test_no_value_of_a_tensor_is_shown():
     assert 'inputs["held"]' in text and '"held": "f32[2]"' in text
 
 
+def fill(dump, stages):
+    last = None
+    for number, (name, made) in enumerate(stages.items()):
+        last = recorded(number, name, made, last)
+        dump.stage(last, made)
+
+
 def report():
     return Report(
         target="inductor",
@@ -251,9 +259,8 @@ class TestIndex(TestCase):
     def test_index(self):
         with TemporaryDirectory() as folder:
             dump = Dump(folder)
-            dump.stage("captured", traced(lambda x: x + 1, torch.ones(2)))
-            dump.stage("recognise attention", fused_graph())
-            dump.stage("clean up", fused_graph())
+            captured = traced(lambda x: x + 1, torch.ones(2))
+            fill(dump, {"captured": captured, "recognise attention": fused_graph(), "clean up": fused_graph()})
             dump.finish(report())
             self.assertExpectedInline(
                 (dump.folder / "index.md").read_text(),
@@ -284,11 +291,12 @@ class TestIndex(TestCase):
 
 def test_stages_are_numbered_files_that_parse(tmp_path):
     dump = Dump(str(tmp_path / "deep" / "dump"))
-    dump.stage("captured", fused_graph())
-    dump.stage("choose absorbed or expanded", traced(lambda x: x + 1, torch.ones(2)))
+    other = traced(lambda x: x + 1, torch.ones(2))
+    fill(dump, {"captured": fused_graph(), "choose absorbed or expanded": other, "compiled": ["x = Add(y)"]})
     dump.finish(report())
     files = sorted(path.name for path in dump.folder.iterdir())
-    assert files == ["00_captured.py", "01_choose_absorbed_or_expanded.py", "graph.json", "index.md", "page.html"]
+    stages = ["00_captured.py", "01_choose_absorbed_or_expanded.py", "02_compiled.txt"]
+    assert files == [*stages, "graph.json", "index.md", "page.html"]
     for path in dump.folder.glob("*.py"):
         ast.parse(path.read_text())
 
@@ -303,7 +311,7 @@ def test_every_graph_has_a_folder_of_its_own(tmp_path):
 @pytest.mark.parametrize("name", ["../../escape", "/absolute/path", "..", "", "a\0b", "CON: x|y", "x" * 500])
 def test_nothing_is_written_outside_the_folder(tmp_path, name):
     dump = Dump(str(tmp_path / "dump"))
-    dump.stage(name, fused_graph())
+    fill(dump, {name: fused_graph()})
     dump.finish(report())
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.parent for path in written} == {dump.folder}
@@ -313,7 +321,7 @@ def test_nothing_is_written_outside_the_folder(tmp_path, name):
 
 def test_a_stage_is_named_after_its_pass_even_when_its_name_breaks_the_line(tmp_path):
     dump = Dump(str(tmp_path))
-    dump.stage("one\nimport os", fused_graph())
+    fill(dump, {"one\nimport os": fused_graph()})
     (path,) = dump.folder.glob("*.py")
     imports = [part for part in ast.parse(path.read_text()).body if isinstance(part, ast.Import)]
     assert [name.name for part in imports for name in part.names] == ["torch"]
@@ -329,4 +337,4 @@ def test_a_folder_that_disappears_is_named(tmp_path):
     dump = Dump(str(tmp_path))
     dump.folder.rmdir()
     with pytest.raises(OSError, match=re.escape(str(Path(tmp_path) / "graph_000"))):
-        dump.stage("captured", fused_graph())
+        fill(dump, {"captured": fused_graph()})

@@ -20,7 +20,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compiler_bisector import CompilerBisector
 
 import mla_fx
-from mla_fx.debug import torch_logs
+from mla_fx.debug import recorder
 from mla_fx.driver import report_cache
 from mla_fx.passes import absorb
 
@@ -84,7 +84,7 @@ def test_an_unchanged_graph_has_a_report_alone(trace):
 
 def test_stages_are_not_written_unless_there_is_a_trace(decode, monkeypatch, capfd):
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # pytest listens to it
-    monkeypatch.setattr(torch_logs, "graph_text", None)
+    monkeypatch.setattr(recorder, "recorded", None)
     run(*decode, target="reference", strict=True)
     assert mla_fx.last_report().notes == [] and capfd.readouterr().err == ""
 

@@ -194,12 +194,17 @@ def compiled(
         _mark_weights(graph_module, inputs)
         made = compiler(graph_module, list(inputs))
         if config.mode.value != GE_MODE:
-            _check_written_in_place(made.runner.fx_graph)
+            _check_written_in_place(runner(made).fx_graph)
         return made  # type: ignore[no-any-return]
 
     backend = aot_autograd(fusing(forward), compiler, decompositions)
     found: Compiled = backend(gm, list(example_inputs))
     return found
+
+
+def runner(made: Any) -> Any:
+    """What torchair's compiler put around its graph."""
+    return made.runner
 
 
 @functools.cache

@@ -6,19 +6,18 @@ import contextlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch.fx import Graph
 
-from mla_fx.graph.provenance import count_fused
+from mla_fx.target import Shown
 
-from .graph_text import graph_text
 from .layers import Layer, layers_of
 from .node_text import one_line, tally
-from .page import Stage, data_of, page
-from .report import Report
+from .page import data_of, page
+from .recorded import Stage
+from .report import PassRecord, Report
 
 
 class Dump:
@@ -27,31 +26,22 @@ class Dump:
     def __init__(self, folder: str) -> None:
         self.folder = _next_free(Path(folder))
         self._stages: list[Stage] = []
-        self._code = ""
         self._before: Mapping[str, Layer] = {}
         self._after: Mapping[str, Layer] = {}
-        self._most_fused = 0
 
-    def stage(self, name: str, graph: Graph) -> None:
-        """Write the graph after the pass `name`, unless it is that of the stage before."""
-        text = graph_text(graph, name)
-        code = text.partition("\n")[2]
-        if code != self._code:
-            file = f"{len(self._stages):02d}_{_file_name(name)}.py"
-            self._write(file, text)
-            self._keep_layers(graph)
-        else:
-            file = self._stages[-1].file
-        self._code = code
-        self._stages.append(Stage(name, file, len(graph.nodes)))
+    def stage(self, stage: Stage, shown: Shown) -> None:
+        """Write a stage, unless nothing changed in it."""
+        self._stages.append(stage)
+        if stage.is_new:
+            self._write(stage.file, stage.titled)
+        if stage.is_new and isinstance(shown, Graph):
+            self._keep_layers(layers_of(shown))
 
-    def _keep_layers(self, graph: Graph) -> None:
+    def _keep_layers(self, layers: Mapping[str, Layer]) -> None:
         """Those of the first graph, and of the last one before fused operators are lowered."""
-        count = sum(count_fused(graph).values())
-        if not self._stages:
-            self._before = self._after = layers_of(graph)
-        elif count >= self._most_fused:
-            self._after, self._most_fused = layers_of(graph), count
+        self._before = self._before or layers
+        if _count_fused(layers) >= _count_fused(self._after):
+            self._after = layers
 
     def finish(self, report: Report) -> None:
         """Write `index.md`: the passes with links to their graphs, what fused, and what almost did; then the page."""
@@ -85,17 +75,14 @@ def _writing(folder: Path) -> Iterator[None]:
         raise OSError(f"The dump folder {str(folder)!r} cannot be written: {error.strerror or error}.") from error
 
 
-def _file_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:80] or "stage"
+def _count_fused(layers: Mapping[str, Layer]) -> int:
+    return sum(node["fused"] is not None for layer in layers.values() for node in layer.nodes)
 
 
 def _index(report: Report, stages: Sequence[Stage]) -> str:
-    files = {stage.name: stage.file for stage in stages}
-    known = {record.name for record in report.passes}
-    rows = [_row(stage.name, "", "", str(stage.nodes), stage.file) for stage in stages if stage.name not in known]
-    for record in report.passes:
-        took, nodes = f"{record.milliseconds:.1f}", f"{record.nodes_before} -> {record.nodes_after}"
-        rows.append(_row(record.name, took, tally(record.fired), nodes, files.get(record.name)))
+    records = {record.name: record for record in report.passes}
+    rows = [_row(records.pop(stage.name, PassRecord(stage.name)), stage) for stage in stages]
+    rows += [_row(record) for record in records.values()]
     return "\n".join(
         [
             f"# mla_fx{f' on {report.target}' if report.target else ''}",
@@ -111,8 +98,12 @@ def _index(report: Report, stages: Sequence[Stage]) -> str:
     )
 
 
-def _row(name: str, milliseconds: str, fired: str, nodes: str, file: str | None) -> str:
-    cells = (name, milliseconds, fired, nodes, f"[{file}]({file})" if file else "")
+def _row(record: PassRecord, stage: Stage | None = None) -> str:
+    took, nodes = f"{record.milliseconds:.1f}", f"{record.nodes_before} -> {record.nodes_after}"
+    if stage is not None and not record.nodes_before:
+        took, nodes = "", str(stage.nodes)  # no pass made it
+    graph = f"[{stage.file}]({stage.file})" if stage is not None else ""
+    cells = record.name, took, tally(record.fired), nodes, graph
     return "| " + " | ".join(one_line(cell).replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -22,12 +22,13 @@ from .sections import Section, in_sections
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w])|(?<=\.)\d+(?=[.\]]|$)")
 INPUTS = ("placeholder", "get_attr")
 RUN = "from mla_fx.debug.stage import run"
+A_GRAPH = "# a graph"
 
 
-def graph_text(graph: Graph, title: str = "") -> str:
+def graph_text(graph: Graph) -> str:
     """`graph` as the source of a Python module. Comments give dtypes and shapes, strides where a value is not
     contiguous, and, above each fused operator, what it replaced. No tensor's values are shown."""
-    return Writer(graph).text(one_line(title) or "a graph")
+    return Writer(graph).text()
 
 
 @dataclass
@@ -45,11 +46,11 @@ class Writer:
         self.inputs = _input_names(graph)
         self.functions: dict[str, _Function] = {}
 
-    def text(self, title: str) -> str:
+    def text(self) -> str:
         body = self._body(self.sections(), None)
         returned = literal(self.graph.output_node().args[0], self.named(None))
         parts = [
-            f"# {title}: {len(self.graph.nodes)} nodes. Run this file to compute it on random inputs.",
+            f"{A_GRAPH}: {len(self.graph.nodes)} nodes. Run this file to compute it on random inputs.",
             "\n".join(self._imports()),
             "\n".join(self._head()),
             "\n".join(["def graph(inputs):", *body, f"    return {returned}"]),

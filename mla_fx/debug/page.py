@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .layers import Layer, kinds
 from .memory import Memory, readable_size
 from .node_text import one_line, tally
+from .recorded import Stage
 from .report import PassRecord, Report
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _DATA = '"data of the graph"'
 _WIDE, _HIGH = 120, 40  # pixels between two nodes
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The graph after a pass: the file with its text, and its number of nodes."""
-
-    name: str
-    file: str
-    nodes: int
 
 
 def data_of(

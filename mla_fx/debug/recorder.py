@@ -9,39 +9,61 @@ from torch.fx import Graph
 
 from mla_fx.errors import MlaWarning
 from mla_fx.graph.torch_private import is_traced
+from mla_fx.target import Shown
 
 from .dump import Dump
-from .graph_text import graph_text
+from .recorded import Stage, recorded
 from .report import Report
 from .torch_logs import StageTrace
 
 
 class Recorder:
-    """Writes the stages of one graph. A failure is reported once and then ignored: no compilation depends on it."""
+    """Writes the stages of one graph, once for all who read them; if nobody does, it does nothing.
+
+    A failure is reported once and then ignored: no compilation depends on it."""
 
     def __init__(self, report: Report, folder: str | None, *, keep_text: bool) -> None:
         self._report = report
-        self._keep_text = keep_text
-        self._trace = StageTrace() if is_traced() else None
+        self._readers: list[Callable[[Stage, Shown], None]] = []
         self._dump: Dump | None = None
-        self._fenced(lambda: self._open(folder))
+        self._last: Stage | None = None
+        self._count = 0
+        self._fenced(lambda: self._open(folder, keep_text))
 
     def stage(self, name: str, graph: Graph) -> None:
-        self._fenced(lambda: self._write(name, graph))
+        if self._readers:
+            self._fenced(lambda: self._write(name, graph))
 
     def finish(self) -> None:
         self._fenced(self._close)
 
-    def _open(self, folder: str | None) -> None:
-        self._dump = Dump(folder) if folder else None
-
-    def _write(self, name: str, graph: Graph) -> None:
-        if self._keep_text:
-            self._report.graphs[name] = graph_text(graph)
+    def compiled(self, name: str, show: Callable[[], Shown | None]) -> None:
+        """Add what a compiler made of the graph, if that can be shown, to a dump."""
         if self._dump is not None:
-            self._dump.stage(name, graph)
-        if self._trace is not None:
-            self._trace.stage(name, graph)
+            self._fenced(lambda: self._add(name, show()))
+
+    def _open(self, folder: str | None, keep_text: bool) -> None:
+        if folder:
+            self._dump = Dump(folder)
+            self._readers.append(self._dump.stage)
+        if keep_text:
+            self._readers.append(self._keep)
+        if is_traced():
+            self._readers.append(StageTrace().stage)
+
+    def _write(self, name: str, shown: Shown) -> None:
+        self._last = recorded(self._count, name, shown, self._last)
+        self._count += 1
+        for read in self._readers:
+            read(self._last, shown)
+
+    def _keep(self, stage: Stage, shown: Shown) -> None:
+        self._report.graphs[stage.name] = stage.text
+
+    def _add(self, name: str, shown: Shown | None) -> None:
+        if shown is not None:
+            self._write(name, shown)
+            self._close()
 
     def _close(self) -> None:
         if self._dump is not None:
@@ -51,6 +73,6 @@ class Recorder:
         try:
             write()
         except Exception as error:
-            self._dump, self._trace, self._keep_text = None, None, False
+            self._dump, self._readers = None, []
             self._report.notes.append(f"the dump is incomplete: {error}")
             warnings.warn(f"mla_fx: the dump is incomplete: {error}", MlaWarning, stacklevel=2)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
-
-from torch.fx import Graph
 
 from mla_fx.graph.torch_private import trace_artifact
+from mla_fx.target import Shown
 
-from .graph_text import graph_text
+from .recorded import Stage
 from .report import PassRecord, Report
 
 log = logging.getLogger("mla_fx")
@@ -19,24 +17,21 @@ class StageTrace:
     """Emits the graph after each pass that changed it and, with the first of these, the captured graph."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._code = ""
-        self._held: list[tuple[str, str]] = []
+        self._held: list[Stage] = []
+        self._is_changed = False
 
-    def stage(self, name: str, graph: Graph) -> None:
-        title, text = f"mla_fx_{self._count:02d}_{re.sub(r'[^a-z0-9]+', '_', name.lower())}", graph_text(graph, name)
-        code = text.partition("\n")[2]
-        if not self._count:
-            self._held = [(title, text)]
-        elif code != self._code:
-            for held in (*self._held, (title, text)):
-                _emit(*held)
-            self._held = []
-        self._count, self._code = self._count + 1, code
+    def stage(self, stage: Stage, shown: Shown) -> None:
+        if not stage.is_new:
+            return
+        self._held.append(stage)
+        if self._is_changed or len(self._held) > 1:
+            for held in self._held:
+                _emit(held)
+            self._held, self._is_changed = [], True
 
 
-def _emit(title: str, text: str) -> None:
-    trace_artifact(title, "string", lambda: text)
+def _emit(stage: Stage) -> None:
+    trace_artifact(f"mla_fx_{stage.title}", "string", lambda: stage.titled)
 
 
 def tell(report: Report) -> None:

@@ -110,7 +110,9 @@ class Compilation:
             if self.is_dry:
                 return lambda *given: gm(*given)
             try:
-                compiled = run.around(compile_graph(run.fake_inputs(inputs)))
+                made = compile_graph(run.fake_inputs(inputs))
+                run.on_compiled(f"compiled for {self.target.name}", lambda: self.target.shown(made, gm.graph))
+                compiled = run.around(made)
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
                 if not run.is_changed:
@@ -128,7 +130,7 @@ class Compilation:
         With `weights`, the graph may need other inputs than it came with; `Run.around` computes them."""
         recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
         given = self.options, self.rules, self.report, self.target, weights, self.fuel
-        run = Run(gm.graph, *given, on_stage=recorder.stage)
+        run = Run(gm.graph, *given, on_stage=recorder.stage, on_compiled=recorder.compiled)
         try:
             name_inputs(gm.graph, self.input_names)
             with torch.no_grad():

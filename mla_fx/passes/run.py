@@ -20,7 +20,7 @@ from mla_fx.passes.read_ahead import Numbers
 from mla_fx.rewriting.cleanup import Snapshot
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rule import Rule
-from mla_fx.target import Lowering, Target
+from mla_fx.target import Lowering, Shown, Target
 
 from .fuel import Fuel
 from .invariants import OldReaders, old_readers
@@ -52,6 +52,7 @@ class Run:
     original: Snapshot | None = None
     rewritten: Snapshot | None = None
     on_stage: Callable[[str, Graph], None] = lambda name, graph: None
+    on_compiled: Callable[[str, Callable[[], Shown | None]], None] = lambda name, show: None
     readers_before: OldReaders = field(default_factory=dict)
     unfused: int | None = None
     caches: int | None = None

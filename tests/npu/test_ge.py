@@ -6,7 +6,7 @@ import torch_npu
 
 from npu import formats
 from npu.ge_ops import arithmetic
-from npu.ge_text import ge_text
+from npu.golden import ge_text
 
 
 def step(x, gamma, cos, sin, index, k_cache, ckv_cache):

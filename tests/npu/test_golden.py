@@ -9,7 +9,7 @@ from transformers import StaticCache
 
 import mla_fx
 from npu import converted, models
-from npu.ge_text import ge_text
+from npu.golden import ge_text
 
 
 class Layer(nn.Module):
