@@ -1,5 +1,6 @@
 """The stages of a model's dump: each runs by itself, computes what the model computes, and has equal layers once."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, StaticCache
 
 import mla_fx
+from mla_fx.commands.costs import Sizes, Step
 from mla_fx.commands.tiny_models import TINY, TINY_IF_USED
 from mla_fx.debug.stage import expanded, random_input
+from mla_fx.debug.work import amount
 
 LAYERS, LENGTH = 6, 16
 
@@ -107,3 +110,18 @@ def test_a_stage_runs_as_a_program(folder):
     assert {line.partition(":")[0] for line in lines[1:]} == {
         f"written past_key_values.layers[{number}].{name}" for number in range(LAYERS) for name in CACHES
     }
+
+
+def test_the_cost_of_a_layer_is_that_of_its_projections_its_attention_and_its_mlp(model, folder):
+    sizes, step = Sizes.of(model.config), Step(batch=1, tokens=1, context=LENGTH)
+    mlp = 2 * 3 * model.config.hidden_size * model.config.intermediate_size
+    data = json.loads((folder / "graph.json").read_text())
+    assert sum(kind["count"] for kind in data["kinds"] if kind["path"].startswith("model.layers.")) == LAYERS
+    for kind in data["kinds"]:
+        if kind["path"].startswith("model.layers."):
+            assert kind["work"]["before"]["flops"] == sizes.expanded(step).flops + mlp
+            assert kind["work"]["after"]["flops"] == sizes.absorbed(step).flops + mlp
+            assert kind["work"]["after"]["bytes"] < kind["work"]["before"]["bytes"]
+    flops = next(row for row in data["cost"] if row[0] == "FLOPs")
+    head = 2 * model.config.hidden_size * model.config.vocab_size
+    assert flops[2] == amount(LAYERS * (sizes.absorbed(step).flops + mlp) + head, "FLOP")

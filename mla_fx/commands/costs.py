@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mla_fx.debug.work import amount
+
 ITEM = 2  # bytes of a value
 NAMES = {
     "hidden": "hidden_size",
@@ -141,22 +143,14 @@ def told(sizes: Sizes, layers: int, step: Step, machine: Machine) -> str:
     """The costs as text."""
     lines = [
         f"attention of {layers} layers, new tokens {step.batch} x {step.tokens}, {step.context} tokens in the cache",
-        f"  per layer: weights {_amount(sizes.weights, 'B')}, cache {sizes.cache_per_token} B per token, "
-        f"caches read {_amount(sizes.caches_read(step), 'B')}",
+        f"  per layer: weights {amount(sizes.weights, 'B')}, cache {sizes.cache_per_token} B per token, "
+        f"caches read {amount(sizes.caches_read(step), 'B')}",
     ]
     for name, cost in (("absorbed", sizes.absorbed(step)), ("expanded", sizes.expanded(step))):
         bound = "memory" if machine.is_bound_by_memory(cost) else "arithmetic"
         seconds = machine.seconds(cost)
         lines.append(
-            f"  {name}: {_amount(cost.bytes, 'B')} moved, {_amount(cost.flops, 'FLOP')} per layer; at least "
+            f"  {name}: {amount(cost.bytes, 'B')} moved, {amount(cost.flops, 'FLOP')} per layer; at least "
             f"{seconds * 1e6:.1f} us, {seconds * layers * 1e3:.2f} ms for all layers, bound by {bound}"
         )
     return "\n".join([*lines, f"  at {machine.bandwidth:g} GB/s and {machine.flops:g} TFLOP/s"])
-
-
-def _amount(number: float, unit: str) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < 1000 or prefix == "T":
-            break
-        number /= 1000
-    return f"{number:.4g} {prefix}{unit}"

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from torch.fx import Graph
 
+from mla_fx.graph.provenance import count_fused
 from mla_fx.target import Shown
 
+from .graph_text import symbols
 from .layers import Layer, layers_of
 from .node_text import one_line, tally
-from .page import data_of, page
+from .page import Side, data_of, page
 from .recorded import Stage
 from .report import PassRecord, Report
 
@@ -23,11 +25,12 @@ from .report import PassRecord, Report
 class Dump:
     """The stages of one graph, in the next free `graph_NNN` in the user's folder."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, fuses_loops: bool = False) -> None:
         self.folder = _next_free(Path(folder))
         self._stages: list[Stage] = []
-        self._before: Mapping[str, Layer] = {}
-        self._after: Mapping[str, Layer] = {}
+        self._layers: dict[Side, Mapping[str, Layer]] = {"before": {}, "after": {}}
+        self._sizes: Mapping[str, int] = {}
+        self._fuses_loops = fuses_loops
 
     def stage(self, stage: Stage, shown: Shown) -> None:
         """Write a stage, unless nothing changed in it."""
@@ -35,18 +38,20 @@ class Dump:
         if stage.is_new:
             self._write(stage.file, stage.titled)
         if stage.is_new and isinstance(shown, Graph):
-            self._keep_layers(layers_of(shown))
+            self._keep_layers(shown)
 
-    def _keep_layers(self, layers: Mapping[str, Layer]) -> None:
+    def _keep_layers(self, graph: Graph) -> None:
         """Those of the first graph, and of the last one before fused operators are lowered."""
-        self._before = self._before or layers
-        if _count_fused(layers) >= _count_fused(self._after):
-            self._after = layers
+        if sum(count_fused(graph).values()) < _count_fused(self._layers["after"]):
+            return
+        self._layers["after"] = layers_of(graph, is_fused=self._fuses_loops)
+        if not self._layers["before"]:
+            self._layers["before"], self._sizes = self._layers["after"], symbols(graph)
 
     def finish(self, report: Report) -> None:
         """Write `index.md`: the passes with links to their graphs, what fused, and what almost did; then the page."""
         self._write("index.md", _index(report, self._stages))
-        data = data_of(report, self._stages, self._before, self._after)
+        data = data_of(report, self._stages, self._layers, self._sizes)
         self._write("graph.json", json.dumps(data))
         self._write("page.html", page(data))
 

@@ -75,7 +75,7 @@ class Writer:
         targets = (node.target for node in self.graph.nodes)
         names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})
         lines = [f"{name} = torch.ops.{name}" for name in names]
-        lines += [f"{name} = {size}  # in this example" for name, size in _symbols(self.graph).items()]
+        lines += [f"{name} = {size}  # in this example" for name, size in symbols(self.graph).items()]
         entries = [f"    {_quoted(name)}: {_quoted(type_)}," for name, type_ in _collapsed(self.inputs)]
         return [*lines, *([""] * bool(lines)), "INPUTS = {", *entries, "}"]
 
@@ -223,7 +223,7 @@ def ranges(paths: Sequence[str]) -> str:
     return f"{paths[0][: found.start()]}{{{_range(one[0] for one in numbers if one)}}}{paths[0][found.end() :]}"
 
 
-def _symbols(graph: Graph) -> dict[str, int]:
+def symbols(graph: Graph) -> dict[str, int]:
     """The symbols in the types of inputs, each with its size in this example."""
     values = [value_of(node) for node in graph.find_nodes(op="placeholder")]
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -11,8 +11,10 @@ from torch.fx import Graph, Node
 from mla_fx.graph.provenance import REPLACED, RULE, fused_name, module_of, source_of
 
 from .graph_text import Writer, borders, ranges
+from .memory import Lives
 from .node_text import call_text, described, short_source, target_name, value_of
 from .sections import Section
+from .work import Meter
 
 REST = "outside the layers"
 
@@ -23,26 +25,27 @@ class Layer:
 
     text: str
     nodes: Sequence[Mapping[str, Any]]
+    temporaries: int | None = 0
 
 
-def layers_of(graph: Graph) -> dict[str, Layer]:
-    """The layers by path; what is in none is one more, under the path `REST`."""
-    writer = Writer(graph)
+def layers_of(graph: Graph, *, is_fused: bool = False) -> dict[str, Layer]:
+    """The layers by path; what is in none is one more, under the path `REST`. `is_fused` as for `Lives`."""
+    writer, meter, lives = Writer(graph), Meter(graph), Lives(graph, is_fused=is_fused)
     parts: dict[str, list[Section]] = {}
     for item in writer.sections():
         is_layer = isinstance(item, Section) and item.layer is not None
         section = item if isinstance(item, Section) else Section((), (item,))
         parts.setdefault(".".join(section.path) if is_layer else REST, []).append(section)
-    return {path: _layer(writer, sections) for path, sections in parts.items()}
+    layers: dict[str, Layer] = {}
+    for path, sections in parts.items():
+        texts = [writer.as_any_layer(section, *borders(section)) for section in sections]
+        nodes = [node for section in sections for node in section.nodes()]
+        values = [_values(writer, meter, node) for node in nodes]
+        layers[path] = Layer("\n".join(texts), values, lives.peak(nodes))
+    return layers
 
 
-def _layer(writer: Writer, sections: Sequence[Section]) -> Layer:
-    texts = [writer.as_any_layer(section, *borders(section)) for section in sections]
-    nodes = [_values(writer, node) for section in sections for node in section.nodes()]
-    return Layer("\n".join(texts), nodes)
-
-
-def _values(writer: Writer, node: Node) -> dict[str, Any]:
+def _values(writer: Writer, meter: Meter, node: Node) -> dict[str, Any]:
     """A node as JSON values; `operands` are the names of other nodes, `inputs` those of inputs of the graph."""
     operands = node.all_input_nodes
     return {
@@ -57,6 +60,7 @@ def _values(writer: Writer, node: Node) -> dict[str, Any]:
         "fused": fused_name(node),
         "rule": node.meta.get(RULE, ""),
         "replaced": [name for name, *_ in node.meta.get(REPLACED, ())],
+        **asdict(meter.of(node)),
     }
 
 
@@ -67,10 +71,21 @@ def kinds(before: Mapping[str, Layer], after: Mapping[str, Layer]) -> Iterator[d
     for path in dict.fromkeys([*before, *after]):
         alike.setdefault((before.get(path, nothing).text, after.get(path, nothing).text), []).append(path)
     for paths in alike.values():
+        sides = {"before": before.get(paths[0], nothing), "after": after.get(paths[0], nothing)}
         yield {
             "path": paths[0],
             "paths": ranges(paths),
             "count": len(paths),
-            "before": before.get(paths[0], nothing).nodes,
-            "after": after.get(paths[0], nothing).nodes,
+            **{side: layer.nodes for side, layer in sides.items()},
+            "work": {side: _work(layer) for side, layer in sides.items()},
         }
+
+
+def _work(layer: Layer) -> dict[str, Any]:
+    """The sums of a layer's FLOPs and bytes; `uncounted` operators have FLOPs that nobody knows."""
+    return {
+        "flops": sum(node["flops"] or 0 for node in layer.nodes),
+        "uncounted": sum(node["flops"] is None for node in layer.nodes),
+        "bytes": sum(node["bytes"] for node in layer.nodes),
+        "temporaries": layer.temporaries,
+    }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -49,27 +50,38 @@ class Memory:
         return f"{sizes}; {peaks}"
 
 
-def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
-    """The most bytes that live at once, without the graph's inputs; a view lives as long as its base.
+class Lives:
+    """How long the values of a graph live; a view lives as long as its base.
 
     With `is_fused`, values that a compiler of loops computes where they are read, or writes in place, are not
     counted."""
-    owners = owners_in(graph)
-    unstored = _computed_where_read(owners) | _written_in_place(graph, owners) if is_fused else set()
-    last = _last_reads(owners, unstored)
-    made = (node for node, base in owners.items() if base is node and node.op == "call_function")
-    sizes = {node: _size(node.meta.get("val")) for node in made if node not in unstored}
-    if not all(isinstance(size, int) for size in sizes.values()):
-        return None
-    ending = Counter[int]()
-    for node, size in sizes.items():
-        ending[last[node]] += size
-    live = peak = 0
-    for place, node in enumerate(owners):
-        live += sizes.get(node, 0)
-        peak = max(peak, live)
-        live -= ending[place]
-    return peak
+
+    def __init__(self, graph: Graph, *, is_fused: bool = False) -> None:
+        owners = owners_in(graph)
+        unstored = _computed_where_read(owners) | written_in_place(graph, owners) if is_fused else set()
+        made = (node for node, base in owners.items() if base is node and node.op == "call_function")
+        self._sizes = {node: _size(node.meta.get("val")) for node in made if node not in unstored}
+        self._last = _last_reads(owners, unstored)
+        self._places = {node: place for place, node in enumerate(owners)}
+
+    def peak(self, nodes: Iterable[Node] | None = None) -> int | None:
+        """The most bytes of temporaries that live at once, of those that some nodes compute; None if a size is a
+        symbol."""
+        sizes = [
+            (node, self._sizes[node]) for node in (self._places if nodes is None else nodes) if node in self._sizes
+        ]
+        if not all(isinstance(size, int) for _, size in sizes):
+            return None
+        changes = Counter[int]()
+        for node, size in sizes:
+            changes[self._places[node]] += size
+            changes[self._last[node] + 1] -= size
+        return max(accumulate(changes[place] for place in sorted(changes)), default=0)
+
+
+def peak_of_temporaries(graph: Graph, *, is_fused: bool = False) -> int | None:
+    """The most bytes that live at once, without the graph's inputs."""
+    return Lives(graph, is_fused=is_fused).peak()
 
 
 def _last_reads(owners: Mapping[Node, Node], unstored: Set[Node]) -> dict[Node, int]:
@@ -111,7 +123,7 @@ def _kinds_of(target: OpOverload) -> frozenset[str]:
     return frozenset({target._opname, *(tag.name for tag in target.tags)})
 
 
-def _written_in_place(graph: Graph, owners: Mapping[Node, Node]) -> set[Node]:
+def written_in_place(graph: Graph, owners: Mapping[Node, Node]) -> set[Node]:
     """What is computed from a graph input and copied into it, if nothing reads the old value after that."""
     found = set[Node]()
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -130,11 +142,12 @@ def _size(value: Any) -> Any:
 
 def bytes_of_caches(graph: Graph) -> int | None:
     """The most that the fused attentions of a graph read of caches: whole caches, or all pages in their tables."""
-    sizes = [size for node in graph.nodes for size in _sizes_of_caches(node)]
+    sizes = [size for node in graph.nodes for size, _ in sizes_of_caches(node)]
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
-def _sizes_of_caches(call: Node) -> Iterator[Any]:
+def sizes_of_caches(call: Node) -> Iterator[tuple[Any, Any]]:
+    """How much of each cache a fused attention reads, and how large that is, in bytes."""
     operator = call.target
     if not isinstance(operator, OpOverload) or operator.namespace != "mla_fx" or operator._opname not in ATTENTION:
         return
@@ -145,7 +158,7 @@ def _sizes_of_caches(call: Node) -> Iterator[Any]:
     for name in CACHES & values.keys():
         cache = values[name]
         count = cache.numel() if pages is None else math.prod(cache.shape[1:]) * pages
-        yield count * cache.element_size()
+        yield count * cache.element_size(), _size(cache)
 
 
 def readable_size(size: float) -> str:

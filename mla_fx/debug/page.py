@@ -5,30 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .layers import Layer, kinds
 from .memory import Memory, readable_size
 from .node_text import one_line, tally
 from .recorded import Stage
 from .report import PassRecord, Report
+from .work import amount
 
+Side = Literal["before", "after"]
+Row = tuple[str, ...]
 _TEMPLATE = Path(__file__).with_name("page.html")
 _DATA = '"data of the graph"'
 _WIDE, _HIGH = 120, 40  # pixels between two nodes
+SIDES: Sequence[Side] = ("before", "after")
 
 
 def data_of(
-    report: Report, stages: Sequence[Stage], before: Mapping[str, Layer], after: Mapping[str, Layer]
+    report: Report, stages: Sequence[Stage], layers: Mapping[Side, Mapping[str, Layer]], sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What a page shows, as JSON values."""
+    """What a page shows, as JSON values. `sizes` are those of symbols in this example."""
     passes = {record.name: record for record in report.passes}
+    found = [*kinds(layers["before"], layers["after"])]
+    for kind in found:
+        kind["cost"] = [*_work([{**kind, "count": 1}]), *_temporaries(*(kind["work"][side]["temporaries"] for side in SIDES))]
     return {
         "report": report.to_dict(),
         "outcome": str(report).partition("\n")[0].partition(": ")[2],
         "stages": [_stage(stage, passes.get(stage.name, PassRecord(stage.name))) for stage in stages],
-        "kinds": [*kinds(before, after)],
-        "cost": [*_costs(stages, report.memory)],
+        "kinds": found,
+        "cost": [*_nodes(stages, report.passes), *_work(found), *_memory(report.memory)],
+        "sizes": ", ".join(f"{name} = {size}" for name, size in sizes.items()),
     }
 
 
@@ -42,14 +50,40 @@ def _stage(stage: Stage, record: PassRecord) -> dict[str, Any]:
     }
 
 
-def _costs(stages: Sequence[Stage], memory: Sequence[Memory]) -> Iterator[tuple[str, str, str]]:
-    """Rows of what, before and after."""
+# --- costs: rows of what, before and after ---------------------------------------------------------------------------
+
+
+def _nodes(stages: Sequence[Stage], passes: Sequence[PassRecord]) -> Iterator[Row]:
     if stages:
-        yield "nodes", str(stages[0].nodes), str(stages[-1].nodes)
+        after = passes[-1].nodes_after if passes else stages[-1].nodes
+        yield "nodes", str(stages[0].nodes), str(after)
+
+
+def _work(kinds: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """FLOPs and bytes of some kinds of layers."""
+
+    def total(side: str, what: str) -> int:
+        return sum(int(kind["count"] * kind["work"][side][what]) for kind in kinds)
+
+    yield "FLOPs", *(amount(total(side, "flops"), "FLOP") for side in SIDES)
+    uncounted = [total(side, "uncounted") for side in SIDES]
+    if any(uncounted):
+        yield "operators whose FLOPs are unknown", *map(str, uncounted)
+    yield "moved", *(readable_size(total(side, "bytes")) for side in SIDES)
+
+
+def _temporaries(before: int | None, after: int | None) -> Iterator[Row]:
+    if before is not None and after is not None:
+        yield "temporaries", readable_size(before), readable_size(after)
+
+
+def _memory(memory: Sequence[Memory]) -> Iterator[Row]:
     for entry in memory:
-        if entry.temporaries is not None and entry.unfused is not None:
-            yield "temporaries", readable_size(entry.unfused), readable_size(entry.temporaries)
+        yield from _temporaries(entry.unfused, entry.temporaries)
         yield "copies of weights", readable_size(0), readable_size(entry.weights)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
 
 
 def page(graph: Mapping[str, Any]) -> str:
@@ -61,7 +95,7 @@ def page(graph: Mapping[str, Any]) -> str:
 
 
 def _drawn(kind: Mapping[str, Any]) -> dict[str, Any]:
-    places = {f"places_{side}": _places(kind[side]) for side in ("before", "after")}
+    places = {f"places_{side}": _places(kind[side]) for side in SIDES}
     return {**kind, **places}
 
 

@@ -22,13 +22,13 @@ class Recorder:
 
     A failure is reported once and then ignored: no compilation depends on it."""
 
-    def __init__(self, report: Report, folder: str | None, *, keep_text: bool) -> None:
+    def __init__(self, report: Report, folder: str | None, *, keep_text: bool, fuses_loops: bool) -> None:
         self._report = report
         self._readers: list[Callable[[Stage, Shown], None]] = []
         self._dump: Dump | None = None
         self._last: Stage | None = None
         self._count = 0
-        self._fenced(lambda: self._open(folder, keep_text))
+        self._fenced(lambda: self._open(folder, keep_text, fuses_loops))
 
     def stage(self, name: str, graph: Graph) -> None:
         if self._readers:
@@ -42,9 +42,9 @@ class Recorder:
         if self._dump is not None:
             self._fenced(lambda: self._add(name, show()))
 
-    def _open(self, folder: str | None, keep_text: bool) -> None:
+    def _open(self, folder: str | None, keep_text: bool, fuses_loops: bool) -> None:
         if folder:
-            self._dump = Dump(folder)
+            self._dump = Dump(folder, fuses_loops=fuses_loops)
             self._readers.append(self._dump.stage)
         if keep_text:
             self._readers.append(self._keep)

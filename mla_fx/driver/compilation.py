@@ -128,7 +128,8 @@ class Compilation:
         """Run the passes over an operator graph. Whatever fails in them, the user gets a graph that runs.
 
         With `weights`, the graph may need other inputs than it came with; `Run.around` computes them."""
-        recorder = Recorder(self.report, self.options.dump, keep_text=self.keep_text)
+        keeps, fuses = self.keep_text, self.target.fuses_loops
+        recorder = Recorder(self.report, self.options.dump, keep_text=keeps, fuses_loops=fuses)
         given = self.options, self.rules, self.report, self.target, weights, self.fuel
         run = Run(gm.graph, *given, on_stage=recorder.stage, on_compiled=recorder.compiled)
         try:
