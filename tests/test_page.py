@@ -121,13 +121,63 @@ class TestQuestions:
         assert page.locator("#after .linked").count() == 1
 
     def test_the_drawing_answers_to_clicks_and_keys(self, page):
-        page.locator("#drawing g").first.click()
+        page.locator("#drawing g:not(.folded)").first.click()
         first = page.locator("#before .chosen").text_content()
         page.locator("#before .chosen").focus()
         page.keyboard.press("ArrowDown")
         assert page.locator("#before .chosen").text_content() != first
         page.get_by_role("button", name="After", exact=True).click()
         assert "mla_prolog_" in page.locator("#drawing text").all_text_contents()  # in place
+
+    def test_modules_that_no_pattern_matched_are_folded(self, page):
+        def nodes():
+            return page.locator("#drawing g:not(.folded)").count()
+
+        def codes():
+            return page.locator("#before button").count()
+
+        def module(name):
+            return page.get_by_role("button", name=re.compile(rf"^{name}, \d+ nodes$"))
+
+        page.get_by_role("button", name="model.layers.1").or_(
+            page.get_by_role("button", name="model.layers.{1-")
+        ).click()
+        before, hidden = nodes(), int(re.search(r", (\d+) nodes", module("mlp").get_attribute("aria-label"))[1])
+        assert hidden > 5 and module("input_layernorm").count() == module("post_attention_layernorm").count() == 1
+        assert before == page.locator("#drawing g rect[style*=fill]").count() + 2  # matched, and the layer's own sums
+        module("mlp").click()
+        assert nodes() == before + hidden and module("mlp").count() == 0
+        assert "mlp: " in page.locator("#about").text_content()
+        module("input_layernorm").focus()
+        page.keyboard.press("Enter")
+        assert module("input_layernorm").count() == 0 and nodes() > before + hidden
+        page.keyboard.press("Enter")  # the first of its nodes has the focus
+        assert page.locator("#before .chosen").count() == 1
+        page.get_by_role("button", name="Unfold modules").click()
+        assert nodes() == codes() and page.locator("#drawing .folded").count() == 0
+        page.get_by_role("button", name="Fold modules").click()
+        assert nodes() == before and module("mlp").count() == 1
+
+    def test_a_line_of_a_folded_module_marks_its_box(self, page):
+        page.locator("#before button", has_text="mlp.gate_proj").first.click()
+        (label,) = page.locator("#drawing .chosen").evaluate_all("all => all.map((one) => one.ariaLabel)")
+        assert label.startswith("mlp, ")
+
+    def test_a_miss_is_never_folded_away(self, page):
+        page.get_by_role("button", name=f"model.layers.{BROKEN}: ").click()
+        assert page.locator("#drawing .missed").count() >= 1
+        assert page.locator("#drawing .folded.missed").count() == 0
+
+    def test_the_cost_of_the_graph_and_of_a_layer_is_shown(self, page):
+        for table in ("#cost", "#kind_cost"):
+            rows = page.locator(f"{table} tr").evaluate_all(
+                "all => all.map((row) => [...row.cells].map((one) => one.textContent))"
+            )
+            costs = {what: cells for what, *cells in rows}
+            assert costs[""] == ["before", "after"] and costs["FLOPs"][0].endswith(
+                " MFLOP" if table == "#cost" else " kFLOP"
+            )
+            assert {"moved", "temporaries"} < costs.keys()
 
     def test_it_is_readable_in_the_dark_and_on_paper(self, page):
         colours = "() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ Side = Literal["before", "after"]
 Row = tuple[str, ...]
 _TEMPLATE = Path(__file__).with_name("page.html")
 _DATA = '"data of the graph"'
-_WIDE, _HIGH = 120, 40  # pixels between two nodes
 SIDES: Sequence[Side] = ("before", "after")
 
 
@@ -29,7 +28,8 @@ def data_of(
     passes = {record.name: record for record in report.passes}
     found = [*kinds(layers["before"], layers["after"])]
     for kind in found:
-        kind["cost"] = [*_work([{**kind, "count": 1}]), *_temporaries(*(kind["work"][side]["temporaries"] for side in SIDES))]
+        temporaries = (kind["work"][side]["temporaries"] for side in SIDES)
+        kind["cost"] = [*_work([{**kind, "count": 1}]), *_temporaries(*temporaries)]
     return {
         "report": report.to_dict(),
         "outcome": str(report).partition("\n")[0].partition(": ")[2],
@@ -88,44 +88,9 @@ def _memory(memory: Sequence[Memory]) -> Iterator[Row]:
 
 def page(graph: Mapping[str, Any]) -> str:
     """The page of a dumped graph, whose data is in its `graph.json`. It needs no other file and no network."""
-    drawn = [_drawn(kind) for kind in graph["kinds"]]
-    data = json.dumps({**graph, "kinds": drawn}).replace("<", "\\u003c")  # which could end the script
+    data = json.dumps(graph).replace("<", "\\u003c")  # which could end the script
     title = one_line(f"mla_fx on {graph['report']['target']}")
     return _TEMPLATE.read_text(encoding="utf-8").replace("page title", _escaped(title), 1).replace(_DATA, data, 1)
-
-
-def _drawn(kind: Mapping[str, Any]) -> dict[str, Any]:
-    places = {f"places_{side}": _places(kind[side]) for side in SIDES}
-    return {**kind, **places}
-
-
-def _places(nodes: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Where each node lies in a drawing from the top down, in pixels: below its operands, in their middle if there is
-    room."""
-    import networkx
-
-    names = [node["name"] for node in nodes]
-    drawn = networkx.DiGraph()
-    drawn.add_nodes_from(names)
-    drawn.add_edges_from((name, node["name"]) for node in nodes for name in node["operands"] if name in drawn)
-    rows = {name: row for row, group in enumerate(networkx.topological_generations(drawn)) for name in group}
-    for name in names:
-        if not drawn.pred[name] and drawn.succ[name]:
-            rows[name] = min(rows[reader] for reader in drawn.succ[name]) - 1
-    columns: dict[str, float] = {}
-    for row in sorted(set(rows.values())):
-        centres = {name: _mean(columns[name] for name in drawn.pred[name]) for name in names if rows[name] == row}
-        free = 0.0
-        for name in sorted(centres, key=centres.__getitem__):
-            columns[name] = max(free, centres[name])
-            free = columns[name] + 1
-    return [(round(_WIDE * columns[name]), round(_HIGH * rows[name])) for name in names]
-
-
-def _mean(columns: Iterable[float]) -> float:
-    """The middle of some columns; of none, the first."""
-    found = [*columns]
-    return sum(found) / len(found) if found else 0.0
 
 
 def _escaped(text: str) -> str:
