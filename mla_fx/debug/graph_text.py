@@ -47,34 +47,49 @@ class Writer:
         self.functions: dict[str, _Function] = {}
 
     def text(self) -> str:
-        body = self._body(self.sections(), None)
-        returned = literal(self.graph.output_node().args[0], self.named(None))
+        whole = self._whole("graph", self.sections())
         parts = [
             f"{A_GRAPH}: {len(self.graph.nodes)} nodes. Run this file to compute it on random inputs.",
-            "\n".join(self._imports()),
+            "\n".join([*self.imports(), "", RUN]),
             "\n".join(self._head()),
-            "\n".join(["def graph(inputs):", *body, f"    return {returned}"]),
+            whole,
             *("\n".join(_of_function(function)) for function in self.functions.values()),
             'if __name__ == "__main__":\n    run(graph, INPUTS)\n',
         ]
         return "\n\n\n".join(part for part in parts if part)
 
+    def function(self, name: str) -> str:
+        """The graph as one function; it needs `imports` and `namespaces`."""
+        return self._whole(name, self._computed())
+
+    def _whole(self, name: str, items: Iterable[Node | Section]) -> str:
+        body = self._body(items, None)
+        returned = literal(self.graph.output_node().args[0], self.named(None))
+        return "\n".join([f"def {name}(inputs):", *body, f"    return {returned}"])
+
     def sections(self) -> tuple[Node | Section, ...]:
         """What the graph computes, in the sections of its layers and modules."""
-        return in_sections([node for node in self.graph.nodes if node.op not in (*INPUTS, "output")])
+        return in_sections(self._computed())
+
+    def _computed(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.op not in (*INPUTS, "output")]
 
     # --- above the functions -----------------------------------------------------------------------------------------
 
-    def _imports(self) -> list[str]:
+    def imports(self) -> list[str]:
         """Of torch, of the functions called, and of what defines operators of other packages."""
         modules = {module for node in self.graph.nodes if (module := _module_of_target(node)) is not None}
-        return [*(f"import {module}" for module in sorted({"torch", *modules})), "", RUN]
+        return [f"import {module}" for module in sorted({"torch", *modules})]
+
+    def namespaces(self) -> list[str]:
+        """Of the operators."""
+        targets = (node.target for node in self.graph.nodes)
+        names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})
+        return [f"{name} = torch.ops.{name}" for name in names]
 
     def _head(self) -> list[str]:
         """The operators' namespaces, the symbols of this example, and the inputs."""
-        targets = (node.target for node in self.graph.nodes)
-        names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})
-        lines = [f"{name} = torch.ops.{name}" for name in names]
+        lines = self.namespaces()
         lines += [f"{name} = {size}  # in this example" for name, size in symbols(self.graph).items()]
         entries = [f"    {_quoted(name)}: {_quoted(type_)}," for name, type_ in _collapsed(self.inputs)]
         return [*lines, *([""] * bool(lines)), "INPUTS = {", *entries, "}"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node, symbolic_trace
+from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
+from torch.fx.node import map_aggregate
+from torch.fx.proxy import GraphAppendingTracer
 
 from mla_fx.errors import VerificationError
-from mla_fx.graph.torch_private import tree_leaves
+from mla_fx.graph.torch_private import OpOverloadPacket, tree_leaves
 
 from .closeness import SAME, distance, wide_dtype
 from .exact import Wide
@@ -27,7 +29,7 @@ def reproduce(
     """Run both, print what differs, and return the exit status: 1 if something does. `names` are those of the
     results."""
     values = drawn(inputs)
-    errors = difference(symbolic_trace(unfused), symbolic_trace(fused), values)
+    errors = difference(traced(unfused, inputs), traced(fused, inputs), values)
     name = str(_dtype(values)).removeprefix("torch.")
     for what, error in zip(names, errors, strict=True):
         print(f"{what}: fused and unfused are {error:.3g} apart in {name}, relative to the largest element")
@@ -41,7 +43,7 @@ def reproduce(
 
 def reproduce_compiled(fused: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> int:
     """Compile a fused graph, print how what was compiled differs, and return the exit status: 1 if it does."""
-    gm = symbolic_trace(fused)
+    gm = traced(fused, inputs)
     try:
         with torch.no_grad():
             torch.compile(gm, backend="mla", options={**options, "verify": "first"})(*_ordered(gm, drawn(inputs)))
@@ -50,6 +52,18 @@ def reproduce_compiled(fused: Callable[..., Any], inputs: Mapping[str, Any], **o
         return 1
     print(AGREE)
     return 0
+
+
+def traced(function: Callable[[Mapping[str, Proxy]], Any], names: Iterable[str]) -> GraphModule:
+    """A function of the inputs by their names, with a call of an operator for each of its lines."""
+    graph = Graph()
+    tracer = GraphAppendingTracer(graph)
+    result = function({name: Proxy(graph.placeholder(name), tracer) for name in names})
+    graph.output(map_aggregate(result, lambda value: value.node if isinstance(value, Proxy) else value))
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverloadPacket):
+            node.target = node.target.default
+    return GraphModule({}, graph)
 
 
 def drawn(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ difference shows there, else the whole ones. `mla_fx.debug.reproduce` runs them.
 from __future__ import annotations
 
 import itertools
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +16,16 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fx.graph.provenance import label_of, module_of
-from mla_fx.graph.torch_private import OpOverload, defining_module
 
 from .closeness import SAME, wide_dtype
 from .exact import Dry
 from .graph_part import Part
+from .graph_text import Writer
 from .reproduce import difference, drawn
 from .samples import Like, like
 
 FILE = "reproduce.py"
-IMPORTS = ("import sys", "import torch", "from mla_fx.debug import reproduce")
-_IMPORTS = {"device": "from torch import device", "inf": "from math import inf", "nan": "from math import nan"}
-_CLEARED = re.compile(r";  [\w =]+ = None$", re.MULTILINE)
-_SIGNATURE = re.compile(r"def forward\(self(?:, )?")
+IMPORTS = ("import sys", "from mla_fx.debug import reproduce")
 
 Values = Callable[[Dry], Mapping[str, Any]]
 """Runs a graph on the user's inputs and returns the values that it was asked for."""
@@ -54,16 +50,16 @@ class Reproducer:
         return f"`python {file}` {shown}"
 
     def text(self) -> str:
-        sources, imports = [], {*IMPORTS}
-        for name, gm in self.functions.items():
-            source, needed = _function(name, gm)
-            sources.append(source)
-            imports |= needed
+        writers = {name: Writer(gm.graph) for name, gm in self.functions.items()}
+        imports = {*IMPORTS, *(line for writer in writers.values() for line in writer.imports())}
+        namespaces = {line for writer in writers.values() for line in writer.namespaces()}
+        sources = [writer.function(name) for name, writer in writers.items()]
         plain = self.title.replace("\\", "/").replace('"', "'")
         about = f'"""{plain}\n\nThe inputs are random. Written with torch {torch.__version__}."""'
         table = [f"    {name!r}: {_drawn_by(value)},  # {self.labels[name]}" for name, value in self.inputs.items()]
-        parts = ["\n".join(sorted(imports)), *sources, "\n".join(["INPUTS = {", *table, "}"]), f"sys.exit({self.call})"]
-        return "\n\n\n".join([about, *parts]) + "\n"
+        names = "\n".join([*sorted(imports), "", *sorted(namespaces)])
+        parts = [about, names, *sources, "\n".join(["INPUTS = {", *table, "}"]), f"sys.exit({self.call})"]
+        return "\n\n\n".join(parts) + "\n"
 
 
 def of_rule(title: str, candidates: Iterable[tuple[Part, Part, Sequence[str]]], values: Values) -> Reproducer:
@@ -104,21 +100,6 @@ def _labels(part: Part) -> dict[str, str]:
 
 def _drawn_by(value: Any) -> str:
     return f"reproduce.{value!r}" if isinstance(value, Like) else repr(value)
-
-
-def _function(name: str, gm: GraphModule) -> tuple[str, set[str]]:
-    """A graph as a Python function, and the imports that it needs besides torch."""
-    code = gm.graph.python_code("self")
-    text = _CLEARED.sub("", _SIGNATURE.sub(f"def {name}(", code.src.strip()))
-    used = {key: value for key, value in code.globals.items() if key != "torch" and re.search(rf"\b{key}\b", text)}
-    targets = [node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload)]
-    modules = {defining_module(target) for target in targets if target.namespace != "mla_fx"} - {None}
-    named = {_IMPORTS.get(key) or _imported(key, value) for key, value in used.items()}
-    return text, named | {f"import {module}" for module in modules}
-
-
-def _imported(name: str, value: Any) -> str:
-    return f"from {value.__module__} import {value.__qualname__} as {name}"
 
 
 def _new_folder(dump: str | None) -> Path:

@@ -80,6 +80,17 @@ class Like:
         return (numbers.sort().values if self.ascending else numbers).reshape(sizes)
 
 
+def any_like(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> Like:
+    """What to draw for a tensor that nobody has seen: matrices of scale 1/sqrt(columns), vectors around one, whole
+    numbers of 0 and 1, and any codes of a byte."""
+    if dtype.is_floating_point or dtype.is_complex:
+        mean, std = (0.0, shape[-1] ** -0.5) if len(shape) > 1 and shape[-1] else (1.0, 0.3)
+        return Like(shape, stride, dtype, device, mean=mean, std=std, low=-torch.inf, high=torch.inf)
+    if dtype == torch.bool or dtype.itemsize > 1:
+        return Like(shape, stride, dtype, device, mean=0.5, high=1)
+    return Like(shape, stride, dtype, device, low=torch.iinfo(dtype).min, high=torch.iinfo(dtype).max)
+
+
 def like(value: Any) -> Any:
     """What to draw in place of a tensor; any other value is itself."""
     if not isinstance(value, Tensor):

@@ -16,6 +16,8 @@ from torch import Tensor
 import mla_fx.ops  # noqa: F401  registers the fused operators
 from mla_fx.graph.torch_private import dtype_abbrs, tree_leaves
 
+from .samples import any_like
+
 DTYPES = {name: dtype for dtype, name in dtype_abbrs.items()}
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>.*?)\](?: strides \((?P<strides>.*?)\))?(?: on (?P<device>\S+))?")
 _RANGE = re.compile(r"\{([\d,-]+)\}")
@@ -44,20 +46,11 @@ def random_input(name: str, type_: str, sizes: Mapping[str, int]) -> Any:
     if found is None:
         return _size(type_, sizes) if type_ else sys.exit(f"The graph needs {name}, whose type is unknown.")
     shape, dtype = _sizes(found["shape"], sizes), DTYPES[found["dtype"]]
+    strides = (
+        torch.empty(shape, device="meta").stride() if found["strides"] is None else _sizes(found["strides"], sizes)
+    )
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    value = _random(shape, dtype, generator)
-    if found["strides"] is not None:
-        value = torch.empty_strided(shape, _sizes(found["strides"], sizes), dtype=dtype).copy_(value)
-    return value.to(found["device"] or "cpu")
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Dense numbers: matrices of scale 1/sqrt(columns), vectors around one."""
-    if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
-        most = 256 if dtype.itemsize == 1 and dtype != torch.bool else 2
-        return torch.randint(most, shape, generator=generator).to(dtype)
-    numbers = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
-    return (numbers * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * numbers).to(dtype)
+    return any_like(shape, strides, dtype, found["device"] or "cpu").draw(generator)
 
 
 def summary(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 # The class of operators in graphs. torch has no public name for it.
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 # A weak reference to memory, which no later memory can be mistaken for.
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OpOverload",
+    "OpOverloadPacket",
     "StorageWeakRef",
     "codegen_of",
     "defining_module",
