@@ -14,7 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from zoo.entries import DEFAULT, Entry
+from zoo.entries import DEFAULT, Entry, TwoGraphs
 from zoo.negatives import expanded_cache
 from zoo.sizes import DECODE, PREFILL
 
@@ -124,17 +124,7 @@ def test_explain_leaves_no_texts_behind(decode):
 
 
 def test_explain_merges_the_graphs_between_breaks():
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Entry(DEFAULT).build() for _ in range(2))
-
-        def forward(self, arguments):
-            first = self.layers[0](*arguments)
-            torch._dynamo.graph_break()
-            return first, self.layers[1](*arguments)
-
-    report = mla_fx.explain(Broken(), target="reference")(Entry(DEFAULT).arguments(DECODE))
+    report = mla_fx.explain(TwoGraphs(), target="reference")(Entry(DEFAULT).arguments(DECODE))
     assert report.fused == {"mla_prolog": 2, "latent_attention": 2}
     assert {name.split(":")[0] for name in report.graphs} == {"graph 0", "graph 1"}
     assert "mla_prolog x2" in str(report)

@@ -8,24 +8,14 @@ import sys
 
 import pytest
 import torch
+from families import SIZES
 
 import mla_fx
 from mla_fx.__main__ import main
 from mla_fx.commands import demo
 from mla_fx.commands.models import tiny_call
 
-TOY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
+TOY = {name: SIZES[name] for name in (*demo.ATTENTION, "intermediate_size")} | {"vocab_size": 512}
 CONTEXT = 32
 SCRIPTS = {
     "def construct(): pass": "defines no build()",

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, StaticCache
+from families import empty_cache, tiny_model
+from transformers import AutoModelForCausalLM
 
 import mla_fx
 from mla_fx.commands.costs import Sizes, Step
-from mla_fx.commands.tiny_models import TINY, TINY_IF_USED
 from mla_fx.debug.stage import expanded, random_input
 from mla_fx.debug.work import amount
 
@@ -20,17 +20,12 @@ LAYERS, LENGTH = 6, 16
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    known = DeepseekV3Config().to_dict()
-    sizes = {name: size for name, size in (TINY | TINY_IF_USED).items() if name in known}
-    sizes["first_k_dense_replace"] = LAYERS
-    config = DeepseekV3Config(**sizes, num_hidden_layers=LAYERS)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return tiny_model("deepseek_v3", num_hidden_layers=LAYERS, first_k_dense_replace=LAYERS)
 
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
-    folder, cache = tmp_path_factory.mktemp("dump"), StaticCache(config=model.config, max_cache_len=LENGTH)
+    folder, cache = tmp_path_factory.mktemp("dump"), empty_cache(model, "static", LENGTH)
     options = {"target": "reference", "dump": str(folder), "strict": True}
     with torch.no_grad():
         model(torch.tensor([[3, 1, 4]]), past_key_values=cache)
@@ -55,7 +50,7 @@ def of_the_model(model, inputs):
     model = AutoModelForCausalLM.from_config(model.config).double().eval()
     state = {name: value for name, value in inputs.items() if name in model.state_dict()}
     model.load_state_dict(state | {"lm_head.weight": inputs["lm_head.weight"]}, strict=True)
-    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+    cache = empty_cache(model, "static", LENGTH)
     for number, layer in enumerate(cache.layers):
         keys, values, length = (inputs[f"past_key_values.layers[{number}].{name}"] for name in CACHES)
         layer.lazy_initialization(keys.double(), values.double())
@@ -93,7 +88,7 @@ def test_equal_layers_are_one_function(folder):
         assert "arg0_1" not in text
         layers = re.findall(r"^def (model_layers_\d+)\(", text, re.MULTILINE)
         assert len(layers) <= 3, f"{path.name}: {layers}"
-        assert f'"model.layers.{{0-{LAYERS - 1}}}.self_attn.kv_b_proj.weight": "f32[128, 32]"' in text
+        assert f'"model.layers.{{0-{LAYERS - 1}}}.self_attn.kv_b_proj.weight": "f32[112, 32]"' in text
         first = 0 if len(layers) == 1 else 1  # the first layer also makes what all need
         assert f"# model.layers.{{{first}-{LAYERS - 1}}}, {LAYERS - first} times" in text
 
@@ -106,7 +101,7 @@ def test_two_stages_differ_in_few_lines(folder):
 def test_a_stage_runs_as_a_program(folder):
     run = subprocess.run([sys.executable, stages(folder)[-1]], capture_output=True, text=True, check=True)
     lines = run.stdout.splitlines()
-    assert re.fullmatch(r"output 0: f32\[1, 1, 64\] sum \S+, of magnitudes \S+", lines[0])
+    assert re.fullmatch(r"output 0: f32\[1, 1, 128\] sum \S+, of magnitudes \S+", lines[0])
     assert {line.partition(":")[0] for line in lines[1:]} == {
         f"written past_key_values.layers[{number}].{name}" for number in range(LAYERS) for name in CACHES
     }

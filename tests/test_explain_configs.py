@@ -6,6 +6,7 @@ import importlib.util
 import json
 
 import pytest
+from families import SIZES
 
 import mla_fx
 from mla_fx.__main__ import main
@@ -17,23 +18,13 @@ TINY = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    **{name: SIZES[name] for name in (*ATTENTION, "intermediate_size", "moe_intermediate_size", "vocab_size")},
     "num_hidden_layers": 4,
     "first_k_dense_replace": 1,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
-    "vocab_size": 128,
 }
 V3 = {
     **TINY,

@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 from families import empty_cache, tiny_model, tokens
-from torch import nn
-from zoo.entries import DEFAULT, Entry
+from zoo.entries import DEFAULT, Entry, TwoGraphs
 from zoo.sizes import DECODE, FEW
 
 import mla_fx
@@ -57,20 +56,9 @@ def test_layers_compiled_one_by_one():
     assert all(set(part.fused) == set(ALL) for part in report.parts)
 
 
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Entry(DEFAULT).build() for _ in range(2))
-
-    def forward(self, arguments):
-        first = self.layers[0](*arguments)
-        torch._dynamo.graph_break()
-        return first, self.layers[1](*arguments)
-
-
 def test_graph_breaks():
     with mla_fx.report() as report:
-        torch.compile(Broken(), backend=BACKEND)(Entry(DEFAULT).arguments(DECODE))
+        torch.compile(TwoGraphs(), backend=BACKEND)(Entry(DEFAULT).arguments(DECODE))
     assert [part.fused for part in report.parts] == [ALL] * 2
     assert {path: [one.graphs for one in outcomes] for path, outcomes in report.layers.items()} == {
         "layers.0": [(0,)],

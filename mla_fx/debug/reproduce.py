@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy, Tracer
 from torch.fx.node import map_aggregate
-from torch.fx.proxy import GraphAppendingTracer
 
 from mla_fx.errors import VerificationError
 from mla_fx.graph.torch_private import OpOverloadPacket, tree_leaves
@@ -55,15 +54,15 @@ def reproduce_compiled(fused: Callable[..., Any], inputs: Mapping[str, Any], **o
 
 
 def traced(function: Callable[[Mapping[str, Proxy]], Any], names: Iterable[str]) -> GraphModule:
-    """A function of the inputs by their names, with a call of an operator for each of its lines."""
-    graph = Graph()
-    tracer = GraphAppendingTracer(graph)
+    """The graph of a function of the inputs by their names; what it makes of none of them is a constant."""
+    tracer = Tracer()
+    tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), (graph := Graph()), {}
     result = function({name: Proxy(graph.placeholder(name), tracer) for name in names})
     graph.output(map_aggregate(result, lambda value: value.node if isinstance(value, Proxy) else value))
     for node in graph.nodes:
         if isinstance(node.target, OpOverloadPacket):
             node.target = node.target.default
-    return GraphModule({}, graph)
+    return GraphModule(tracer.root, graph)
 
 
 def drawn(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -197,3 +197,16 @@ def expanded_cache_arguments(sizes: Sizes, step: Step) -> tuple[Any, ...]:
 
 
 assert PREFILL.tokens > SURELY_ABSORBED
+
+
+class TwoGraphs(nn.Module):
+    """Two layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Entry(DEFAULT).build() for _ in range(2))
+
+    def forward(self, arguments: Any) -> Any:
+        first = self.layers[0](*arguments)
+        torch._dynamo.graph_break()
+        return first, self.layers[1](*arguments)
