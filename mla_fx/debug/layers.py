@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -14,7 +14,7 @@ from .graph_text import Writer, borders, ranges
 from .memory import Lives
 from .node_text import call_text, described, short_source, target_name, value_of
 from .sections import Section
-from .work import Meter
+from .work import Meter, Work
 
 REST = "outside the layers"
 
@@ -37,15 +37,18 @@ def layers_of(graph: Graph, *, is_fused: bool = False) -> dict[str, Layer]:
         section = item if isinstance(item, Section) else Section((), (item,))
         parts.setdefault(".".join(section.path) if is_layer else REST, []).append(section)
     layers: dict[str, Layer] = {}
+    works: dict[str, list[Work]] = {}  # of equal layers once
     for path, sections in parts.items():
         texts = [writer.as_any_layer(section, *borders(section)) for section in sections]
         nodes = [node for section in sections for node in section.nodes()]
-        values = [_values(writer, meter, node) for node in nodes]
-        layers[path] = Layer("\n".join(texts), values, lives.peak(nodes))
+        text = "\n".join(texts)
+        works[text] = works.get(text) or [meter.of(node) for node in nodes]
+        values = [{**_values(writer, node), **vars(work)} for node, work in zip(nodes, works[text], strict=True)]
+        layers[path] = Layer(text, values, lives.peak(nodes))
     return layers
 
 
-def _values(writer: Writer, meter: Meter, node: Node) -> dict[str, Any]:
+def _values(writer: Writer, node: Node) -> dict[str, Any]:
     """A node as JSON values; `operands` are the names of other nodes, `inputs` those of inputs of the graph."""
     operands = node.all_input_nodes
     return {
@@ -60,7 +63,6 @@ def _values(writer: Writer, meter: Meter, node: Node) -> dict[str, Any]:
         "fused": fused_name(node),
         "rule": node.meta.get(RULE, ""),
         "replaced": [name for name, *_ in node.meta.get(REPLACED, ())],
-        **asdict(meter.of(node)),
     }
 
 

@@ -67,6 +67,7 @@ def module_of(node: Node | None) -> str:
     return plain_path(str(list(stack.values())[-1][0])) if stack else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def plain_path(path: str) -> str:
     """Turn a path of Dynamo's into the user's: `layers.3.weight` for `L['self'].layers._modules['3']...`.
 
