@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(decode, tmp_path, stric
 def test_a_dump_that_breaks_off_is_told_once(tmp_path, monkeypatch):
     report = mla_fx.Report()
     recorder = Recorder(report, str(tmp_path), keep_text=True)
-    monkeypatch.setattr("mla_fx.debug.recorder.graph_text", fail)
+    monkeypatch.setattr("mla_fx.debug.recorder.recorded", fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

@@ -22,7 +22,7 @@ class Recorder:
 
     A failure is reported once and then ignored: no compilation depends on it."""
 
-    def __init__(self, report: Report, folder: str | None, *, keep_text: bool, fuses_loops: bool) -> None:
+    def __init__(self, report: Report, folder: str | None, *, keep_text: bool, fuses_loops: bool = False) -> None:
         self._report = report
         self._readers: list[Callable[[Stage, Shown], None]] = []
         self._dump: Dump | None = None
@@ -42,7 +42,7 @@ class Recorder:
         if self._dump is not None:
             self._fenced(lambda: self._add(name, show()))
 
-    def _open(self, folder: str | None, keep_text: bool, fuses_loops: bool) -> None:
+    def _open(self, folder: str | None, keep_text: bool, fuses_loops: bool = False) -> None:
         if folder:
             self._dump = Dump(folder, fuses_loops=fuses_loops)
             self._readers.append(self._dump.stage)
