@@ -60,6 +60,8 @@ class Options:
     - verify: run the unfused graph next to the fused one and compare, "off", at the "first" call, or "always".
       `mla_fx.debug.verify` documents what is compared; VerificationError names the result, rule, layer and call,
       and a program that shows the difference, written to the dump folder or to a temporary one.
+    - prove: check each rewrite, once for each kind of layer, by running both sides on small random numbers: "on",
+      "off", or "required", which refuses what cannot be checked.
     - disable: names of patterns not to apply; the variable MLA_FX_DISABLE adds more, separated by commas.
     - quant: fuse quantised layers only if the operator has the program's codes and scales ("exact"), or also if it has
       the "vendor"'s; the report names each difference.
@@ -73,6 +75,7 @@ class Options:
     expect: Expectation | None = None
     dump: str | None = field(default_factory=_usual_dump)
     verify: str = "off"
+    prove: str = "on"
     disable: tuple[str, ...] = ()
     quant: str = "exact"
     absorb: str = "auto"
@@ -217,6 +220,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "expect": lambda value: None if value is None else expectation(value),
     "dump": _folder,
     "verify": _one_of("verify", "off", "first", "always"),
+    "prove": _one_of("prove", "on", "off", "required"),
     "disable": _names,
     "quant": _one_of("quant", "exact", "vendor"),
     "absorb": _one_of("absorb", "auto", "always", "never"),

@@ -12,6 +12,9 @@ import torch._functorch.config
 from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE
 
+from mla_fx.passes import prove
+from mla_fx.proving import check
+
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
 
 
@@ -50,6 +53,21 @@ def inductor_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def refuted(request, monkeypatch):
+    """Rewrites that the option prove found wrong. That fails a test, if it is not about them."""
+    found = []
+
+    def difference(plan):
+        result = check.difference(plan)
+        found.extend([] if result is None else [result])
+        return result
+
+    monkeypatch.setattr(prove, "difference", difference)
+    yield found
+    assert request.node.get_closest_marker("refutes") or not found, found
 
 
 @pytest.fixture

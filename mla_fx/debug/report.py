@@ -64,7 +64,9 @@ class Report:
     became operators, for targets that want them. `modules` has the path of the module that calls each fused operator,
     such
     as `model.layers.3.self_attn`. `notes` says what was read and what was not; `hindrances` are those notes that kept a
-    graph with possible MLA from being read. `verified` has a line for each call that the option verify compared."""
+    graph with possible MLA from being read. `verified` has a line for each call that the option verify compared. `checked` counts the rewrites that
+    the option prove compared, one for each kind of layer; `unchecked` says which it could not, `refuted` which would
+    have changed a result and were not made."""
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
@@ -80,6 +82,9 @@ class Report:
     modules: dict[str, list[str]] = field(default_factory=dict)
     parts: list[Report] = field(default_factory=list)
     verified: list[str] = field(default_factory=list)
+    checked: int = 0
+    unchecked: list[str] = field(default_factory=list)
+    refuted: list[str] = field(default_factory=list)
 
     @property
     def milliseconds(self) -> float:
@@ -102,6 +107,9 @@ class Report:
             whole.hindrances += report.hindrances
             whole.memory += report.memory
             whole.verified += report.verified
+            whole.checked += report.checked
+            whole.unchecked += report.unchecked
+            whole.refuted += report.refuted
             whole.has_attention |= report.has_attention
             whole.is_training |= report.is_training
             prefix = f"graph {number}: " if len(reports) > 1 else ""
@@ -172,7 +180,8 @@ class Report:
     def remarks(self) -> list[str]:
         """Lines on memory, notes, and what was verified; what several graphs say alike is one line."""
         verified = (f"verify: {line}" for line in self.verified)
-        return [*dict.fromkeys(map(str, self.memory)), *self._notes(), *verified]
+        proved = (f"prove: {line}" for line in (*self.refuted, *dict.fromkeys(self.unchecked)))
+        return [*dict.fromkeys(map(str, self.memory)), *self._notes(), *verified, *proved]
 
     @property
     def _outcome(self) -> str:

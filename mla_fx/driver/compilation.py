@@ -239,11 +239,15 @@ class Compilation:
         expected = self.options.expect
         if expected is not None and self.report.has_attention and not expected.is_met(self.report.fused):
             raise FusionError(f"expected {expected}, fused {self.report.fused}\n{self.report}")
+        if self.report.refuted and self.options.strict:
+            raise FusionError(f"a rewrite was wrong and was not made: {self.report.refuted[0]}")
         reason = self._looks_unfused()
         if reason and self.options.strict:
             raise FusionError(f"attention that looks like MLA was not fused: {reason}")
         if self.is_broken:
             return  # the failure itself was already reported
+        if self.report.refuted:
+            self._warn(f"mla_fx: a rewrite was wrong and was not made: {self.report.refuted[0]}")
         if self.report.is_training:
             self._warn("mla_fx fuses inference only; a graph that needs gradients is left unchanged")
         elif reason:

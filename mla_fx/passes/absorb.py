@@ -13,6 +13,9 @@ kind of device has its own threshold. S <= 8 is always absorbed. Above that, a c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
@@ -22,6 +25,8 @@ from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.fake_values import hashable
+from mla_fx.rewriting.replacement import Drafted
 from mla_fx.target import Target
 
 ALWAYS = 2**62
@@ -38,14 +43,19 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
     return MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"]) if given is None else given
 
 
-def absorb(graph: Graph, emit: Emitter, policy: str, target: Target) -> None:
+def absorb(
+    graph: Graph, emit: Emitter, policy: str, target: Target, prove: Callable[[Drafted], None]
+) -> None:
     """Rewrites every mla_attention whose S is provably small to latent_attention.
 
     If S is a symbol that may be large, the call gets the limit at which it decides at run time. It stays expanded if
     the target cannot run the operator.
 
     An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
-    call therefore stays an mla_attention, which computes the absorbed query in float32."""
+    call therefore stays an mla_attention, which computes the absorbed query in float32.
+
+    `prove` is called for each kind of call, and refuses with NoMatch."""
+    proved: set[Any] = set()
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         q_nope, _, kv_cache, *_ = args_of(node)
         limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
@@ -55,7 +65,12 @@ def absorb(graph: Graph, emit: Emitter, policy: str, target: Target) -> None:
                 node.update_kwarg("max_absorbed_tokens", ALWAYS)
                 continue
             with emit.at(node, "absorb"):
-                _absorb(node, emit, *args_of(node))
+                expanded = _absorbed(node, emit, *args_of(node))
+            kind = hashable((node.args, node.kwargs), emit.fakes.signature)
+            if kind not in proved:
+                prove(Drafted.of([(node, expanded)], {*node.all_input_nodes}))
+            proved.add(kind)
+            _replace(node, expanded)
         elif not isinstance(tokens, int):
             node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
 
@@ -67,14 +82,18 @@ def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
     return at_most(tokens, limit) and not is_cold_prefill
 
 
-def _absorb(node: Node, emit: Emitter, *operands: Node) -> None:
+def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Node:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
     options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
     query = emit.inline(absorb_query, q_nope, weight_uk)
     target = torch.ops.mla_fx.latent_attention.default
     out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
     out.meta[REPLACED] = node.meta.get(REPLACED, [])
-    expanded = emit.inline(expand_output, out, weight_uv)
+    expanded: Node = emit.inline(expand_output, out, weight_uv)
+    return expanded
+
+
+def _replace(node: Node, expanded: Node) -> None:
     stand_in(expanded, node)
     node.replace_all_uses_with(expanded)
     node.graph.erase_node(node)

@@ -22,6 +22,7 @@ from mla_fx.rewriting.plan import Plan
 from mla_fx.rewriting.replacement import Drafted, apply, check_nothing_is_lost, drafted
 from mla_fx.rule import Rule
 
+from .prove import prove
 from .repeat import Recipe, recipe, replay
 from .run import Run
 
@@ -106,6 +107,8 @@ def _rewrite(
             planned, plan = _taken(run, rule, planned, match.alike)
             _check_quantisation(run, planned)
             checked = _check_loss(plan)
+            if not planned.differences:
+                prove(run, rule.name, plan)
             found = recipe(run.emit, anchor, looked_into, plan, checked)
             _apply(run, rule, anchor, plan)
     except NoMatch as miss:

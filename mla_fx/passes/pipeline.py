@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Mapping
 
 from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
+from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
 from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
@@ -25,6 +28,7 @@ from .apply_rules import recognise
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
+from .prove import prove
 from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -48,7 +52,8 @@ def look_around(run: Run) -> None:
 
 def choose_absorbed(run: Run) -> None:
     if run.is_changed:
-        absorb(run.graph, run.emit, run.options.absorb, run.target)
+        with contextlib.suppress(NoMatch):  # the attentions that are left stay expanded
+            absorb(run.graph, run.emit, run.options.absorb, run.target, functools.partial(prove, run, "absorb"))
 
 
 def recognise_pieces(run: Run) -> None:

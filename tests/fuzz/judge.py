@@ -28,7 +28,7 @@ aten = torch.ops.aten
 SECONDS = 10
 
 SAME = ("fused", "unfused")
-FAILURES = ("wrong", "fallback", "error", "hang")
+FAILURES = ("wrong", "refuted", "fallback", "error", "hang")
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,8 @@ def _rewritten(program: Program, expected: Expected) -> Outcome:
     failed = [note for note in report.notes if "failed" in note]
     if failed:
         return Outcome("fallback", failed[0])
+    if report.refuted:
+        return Outcome("refuted", report.refuted[0])
     fused = dict(report.fused)
     if not fused:
         same = _text(program.gm) == before

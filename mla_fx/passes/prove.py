@@ -1,0 +1,32 @@
+"""Checks a plan before it is applied, as the option `prove` asks."""
+
+from __future__ import annotations
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import module_of
+from mla_fx.proving.check import UncheckedError, difference
+from mla_fx.rewriting.replacement import Drafted
+
+from .run import Run
+
+
+def prove(run: Run, rule: str, plan: Drafted) -> None:
+    """Raises NoMatch if the plan computes something else than what it replaces, which is a fault of the rule; with
+    `prove="required"` also if that cannot be found out."""
+    if run.options.prove == "off":
+        return
+    try:
+        found = difference(plan)
+    except UncheckedError as error:
+        reason = f"{rule} could not be checked: {error}"
+        if run.options.prove == "required":
+            raise NoMatch(reason) from error
+        run.report.unchecked.append(reason)
+        return
+    if found is None:
+        run.report.checked += 1
+        return
+    where = module_of(found.old)
+    reason = f"{rule} would change {found.old.name}{f' of {where}' if where else ''}: {found.sentence}"
+    run.report.refuted.append(reason)
+    raise NoMatch(reason, found.old)

@@ -1,0 +1,67 @@
+"""Random values for what a region reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .numbers import Numbers
+
+SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
+VISIBLE = 0.7  # of flags
+CODES = (torch.int8, torch.uint8)
+TRIES = 4
+
+
+class Inputs:
+    """Draws values one after another. Each of `TRIES` attempts draws whole numbers from a smaller range: what they
+    count is not known, and a program raises an error for those that it cannot use."""
+
+    def __init__(self, numbers: Numbers, small: Mapping[int, int], attempt: int) -> None:
+        self.numbers, self.small, self.attempt = numbers, small, attempt
+        self.given: Any = {"generator": torch.Generator("cpu").manual_seed(attempt), "device": "cpu"}
+
+    def drawn(self, leaf: Node) -> Any:
+        if leaf.op == "get_attr":
+            own = _own(leaf)
+            if not isinstance(own, Tensor) or own.numel() == 1:
+                return own
+        value = leaf.meta["val"]
+        if isinstance(value, Tensor):
+            return self._tensor(value.dtype, [self.small[size] for size in self.numbers.of(value)])
+        number = self.numbers.of(value)
+        return self.small.get(number, number)
+
+    def _tensor(self, dtype: torch.dtype, sizes: list[int]) -> Tensor:
+        if dtype.is_complex:
+            return torch.randn(sizes, dtype=torch.complex128, **self.given)
+        if dtype.is_floating_point:
+            return torch.randn(sizes, dtype=torch.float64, **self.given) * SPREAD
+        if dtype == torch.bool:
+            flags = torch.rand(sizes, **self.given) < VISIBLE
+            return flags.index_fill(-1, torch.tensor(0, device="cpu"), True) if sizes else flags
+        if dtype in CODES:
+            least = -100 if dtype == torch.int8 else 0
+            return torch.randint(least, 100, sizes, dtype=dtype, **self.given)
+        return self._places(math.prod(sizes)).reshape(sizes).to(dtype)
+
+    def _places(self, count: int) -> Tensor:
+        """Positions, slots, blocks or lengths: all different as long as the program takes that."""
+        if self.attempt == 0:
+            return torch.randperm(count + 2, **self.given)[:count] + 1
+        if self.attempt == 1:
+            return torch.randperm(count, **self.given)
+        return torch.randint(0, TRIES - self.attempt, (count,), **self.given)
+
+
+def _own(leaf: Node) -> Any:
+    """The constant that a graph holds. One number may be what a rule read; of more, only the shape is looked at."""
+    owner: Any = leaf.graph.owning_module
+    for name in str(leaf.target).split("."):
+        owner = getattr(owner, name, None)
+    return owner.double() if isinstance(owner, Tensor) and owner.is_floating_point() else owner

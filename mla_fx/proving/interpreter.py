@@ -1,0 +1,86 @@
+"""Runs the calls of graphs and plans on small tensors of float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from mla_fx.graph.torch_private import OpOverload
+from mla_fx.rewriting.draft import Draft, is_value, value_of
+
+from .numbers import Numbers
+
+Part = Node | Draft
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+# Arguments with whole numbers that are not sizes.
+DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
+
+
+class Interpreter:
+    """Runs calls with the numbers of `small` in place of their sizes. `values` begins with those of the leaves.
+
+    A result with larger steps than those of `coarsest` is rounded; others are not."""
+
+    def __init__(
+        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype
+    ) -> None:
+        self.numbers, self.small, self.values = numbers, small, values
+        self.step = torch.finfo(coarsest).eps
+
+    def run(self, part: Part) -> Any:
+        if part not in self.values:
+            self.values[part] = self._result(part)
+        return self.values[part]
+
+    def _result(self, part: Part) -> Any:
+        target = part.target
+        if isinstance(target, GraphModule):
+            return target
+        args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
+        if not isinstance(target, OpOverload):
+            return target(*args, **kwargs)
+        given = {**dict(zip(_names(target), args, strict=False)), **kwargs}
+        _set_defaults(part, given, self.numbers)
+        result = target(**{name: self._small(name, value) for name, value in given.items()})
+        return self._rounded(result, value_of(part))
+
+    def _operand(self, leaf: Any) -> Any:
+        return self.run(leaf) if is_value(leaf) else leaf
+
+    def _small(self, name: str, value: Any) -> Any:
+        if type(value) is int:
+            return value if name in DIMENSIONS else self.small.get(value, value)
+        if isinstance(value, (list, tuple)):
+            return [self._small(name, part) for part in value]
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value.is_floating_point else torch.complex128 if value in COMPLEX else value
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _rounded(self, result: Any, fake: Any) -> Any:
+        """The result as the program's dtype holds it, if that is coarse."""
+        dtype = getattr(fake, "dtype", None)
+        if dtype is None or not dtype.is_floating_point or torch.finfo(dtype).eps <= self.step:
+            return result
+        return result.to(dtype).double()
+
+
+@functools.cache
+def _names(target: OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in target._schema.arguments)
+
+
+def _set_defaults(part: Part, given: dict[str, Any], numbers: Numbers) -> None:
+    """Write down what PyTorch computes from a size or from a dtype."""
+    names = _names(part.target)
+    if part.target.namespace != "aten" or not {"scale", "normalized_shape"}.intersection(names):
+        return
+    fake = value_of(part.args[0])
+    if names[:1] == ("query",) and given.get("scale") is None:
+        given["scale"] = numbers.of(fake.shape[-1]) ** -0.5
+    if "eps" in names and given.get("eps") is None:
+        given["eps"] = torch.finfo(fake.dtype).eps

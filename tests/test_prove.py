@@ -1,0 +1,235 @@
+"""The option prove: plans with a planted fault are refused before they are made, right ones are not."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import ALL, check_same, with_backend
+from test_own_patterns import EXAMPLE, forget
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+from zoo.entries import Entry
+from zoo.mla import Spelling
+from zoo.sizes import FEW
+
+import mla_fx
+from mla_fx.cases import D, Layer, inputs
+from mla_fx.driver import discovery
+from mla_fx.passes import prove
+from mla_fx.proving import check
+from mla_fx.proving.equations import of_cuts, of_views
+from mla_fx.proving.small_sizes import small_sizes
+from mla_fx.rewriting.draft import Draft, value_of
+from mla_fx.rewriting.replacement import Drafted
+
+aten = torch.ops.aten
+
+# --- planted faults --------------------------------------------------------------------------------------------------
+
+Fault = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def changed(name: str, target: Any, *args: Any) -> Fault:
+    """An operand is passed through a call."""
+    return lambda given: {**given, name: Draft(target, (given[name], *args), {}, value_of(given[name]))}
+
+
+def swapped(one: str, other: str) -> Fault:
+    return lambda given: {**given, one: given[other], other: given[one]}
+
+
+def option(name: str, change: Callable[[Any], Any]) -> Fault:
+    return lambda given: {**given, name: change(given[name])}
+
+
+def doubled(number):
+    return 2 * number
+
+
+FAULTS: dict[tuple[str, str], Fault] = {
+    ("mla_prolog", "a factor"): changed("weight_uk", aten.mul.Tensor, 1.001),
+    ("mla_prolog", "a sign"): changed("rope_sin", aten.neg.default),
+    ("mla_prolog", "another frequency"): changed("rope_cos", aten.roll.default, [1], [-1]),
+    ("mla_prolog", "cos for sin"): swapped("rope_sin", "rope_cos"),
+    ("mla_prolog", "the next column"): changed("weight_uq_qr", aten.roll.default, [1], [-1]),
+    ("mla_prolog", "another head's columns"): changed("weight_uk", aten.flip.default, [0]),
+    ("mla_prolog", "another row of a projection"): changed("weight_dkv_kr", aten.flip.default, [0]),
+    ("mla_prolog", "the next slot"): changed("cache_index", aten.add.Tensor, 1),
+    ("mla_prolog", "another sequence's tokens"): changed("token_x", aten.flip.default, [0]),
+    ("mla_prolog", "the epsilon of a norm"): option("rmsnorm_epsilon_cq", doubled),
+    ("mla_prolog", "the epsilon of the other norm"): option("rmsnorm_epsilon_ckv", doubled),
+    ("mla_prolog", "gamma plus one"): changed("rmsnorm_gamma_ckv", aten.add.Tensor, 1.0),
+    ("mla_prolog", "another rotation"): option("rope_layout", lambda layout: "half_half"),
+    ("mla_prolog", "a cache that is moved"): changed("kv_cache", aten.flip.default, [0]),
+    ("latent_attention", "the scale of scores"): option("scale", lambda scale: scale * math.sqrt(1.001)),
+    ("latent_attention", "a mask that is off by one"): changed("mask", aten.roll.default, [1], [-1]),
+    ("latent_attention", "no mask"): lambda given: {**given, "mask": None},
+    ("latent_attention", "another sequence's cache"): changed("kv_cache", aten.flip.default, [0]),
+    ("latent_attention", "the cache of one token ago"): changed("kr_cache", aten.roll.default, [1], [1]),
+    ("latent_attention", "another head's rotary query"): changed("query_rope", aten.flip.default, [1]),
+}
+ABSORBED = Spelling(keys="absorbed_einsum", attend="eager")
+
+
+def with_fault(plan: Drafted, operator: str, fault: Fault) -> Drafted:
+    """The same plan, but for the operands of an operator."""
+    made: dict[Any, Any] = {}
+
+    def again(part: Draft | Node) -> Draft | Node:
+        if not isinstance(part, Draft):
+            return part
+        if part not in made:
+            args, kwargs = map_aggregate((part.args, part.kwargs), lambda leaf: again(leaf) if leaf in drafts else leaf)
+            if part in plan.fused and part.target._opname == operator:
+                names = [argument.name for argument in part.target._schema.arguments]
+                args, kwargs = (), fault({**dict(zip(names, args, strict=False)), **kwargs})
+            made[part] = Draft(part.target, args, kwargs, part.value)
+        return made[part]
+
+    drafts = set(plan.calls)
+    return Drafted.of([(old, again(new)) for old, new in plan.replaced], plan.sources, plan.exact)
+
+
+@pytest.mark.refutes
+@pytest.mark.parametrize(("operator", "fault"), FAULTS, ids=map(": ".join, FAULTS))
+def test_a_plan_with_a_fault_is_refused(monkeypatch, operator, fault):
+    """The model runs as it was; the report, a warning and `strict` tell which result would have changed."""
+    monkeypatch.setattr(
+        prove, "difference", lambda plan: check.difference(with_fault(plan, operator, FAULTS[operator, fault]))
+    )
+    entry = Entry(ABSORBED)
+    with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"), torch.no_grad():
+        check_same(entry.build(), entry.arguments(FEW), with_backend(entry.build()))
+    report = mla_fx.last_report()
+    assert operator not in report.fused
+    assert any(" would change " in reason and ": at [" in reason for reason in report.refuted), report
+
+
+def test_the_same_plan_without_a_fault_is_made(monkeypatch):
+    """Building the plan anew changes nothing."""
+    monkeypatch.setattr(
+        prove, "difference", lambda plan: check.difference(with_fault(plan, "mla_prolog", lambda given: given))
+    )
+    entry = Entry(ABSORBED)
+    with torch.no_grad():
+        check_same(entry.build(), entry.arguments(FEW), with_backend(entry.build()))
+    assert mla_fx.last_report().fused == ALL
+    assert (mla_fx.last_report().checked, mla_fx.last_report().unchecked) == (2, [])
+
+
+# --- a user's own rule -----------------------------------------------------------------------------------------------
+
+CAREFUL = """        if (up.factor, out.factor) != (1.0, 1.0):
+            raise NoMatch("a product is multiplied by a number", out.node)
+"""
+
+
+@pytest.fixture
+def careless(tmp_path, monkeypatch):
+    """The rule of the example, which forgets that a product may have a factor."""
+    monkeypatch.setattr(discovery, "_registered", [])
+    text = EXAMPLE.read_text()
+    assert CAREFUL in text
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_output.py").write_text(text.replace(CAREFUL, "").replace('"latent_output"', '"careless"'))
+    mla_fx.register_patterns(tmp_path / "mine")
+    yield
+    forget()
+
+
+class Doubled(Layer):
+    def attend(self, *operands):
+        return super().attend(*operands) * 2.0
+
+
+def run(case, **options):
+    """A layer, eager and compiled; the report."""
+    layer = case().eval()
+    with torch.no_grad():
+        check_same(layer, inputs(), with_backend(layer, **options))
+    return mla_fx.last_report()
+
+
+@pytest.mark.refutes
+@pytest.mark.usefixtures("careless")
+def test_a_rule_that_forgets_a_factor_is_refused():
+    """With what it is told. Without the factor, the rule is applied."""
+    with pytest.warns(mla_fx.MlaWarning) as caught:
+        report = run(Doubled)
+    assert report.fused == ALL
+    (reason,) = report.refuted
+    assert re.sub(r"-?\d\.\d+", "#", reason) == "own_output would change mm_4: at [3, 20] it would be # for #"
+    assert [str(warning.message) for warning in caught] == [f"mla_fx: a rewrite was wrong and was not made: {reason}"]
+    torch._dynamo.reset()
+    with pytest.raises(mla_fx.FusionError, match="a rewrite was wrong and was not made: own_output would change"):
+        run(Doubled, strict=True)
+    torch._dynamo.reset()
+    assert run(Layer).fused == {**ALL, "careless": 1}
+
+
+@pytest.mark.usefixtures("careless")
+def test_without_the_check_the_answer_is_wrong():
+    with pytest.raises(AssertionError):
+        run(Doubled, prove="off")
+
+
+class TwiceTheKeys(Layer):
+    """A layer that differs from DeepSeek's only in what it makes of the latents."""
+
+    def keys(self, latent, k_rope):
+        key, value = super().keys(latent, k_rope)
+        return torch.cat((2 * key[..., :D], key[..., D:]), dim=-1), -value
+
+
+def test_a_layer_with_other_keys_and_values_is_fused_rightly_or_not_at_all():
+    report = run(TwiceTheKeys)
+    assert report.refuted == [] and report.checked, report
+
+
+# --- what cannot be checked ------------------------------------------------------------------------------------------
+
+
+def unchecked(plan):
+    raise check.UncheckedError("its tensors are too large to be computed")
+
+
+@pytest.mark.parametrize(("prove_", "fused"), [("on", ALL), ("off", ALL), ("required", {})])
+def test_what_cannot_be_checked_is_made_unless_that_is_required(monkeypatch, prove_, fused):
+    monkeypatch.setattr(prove, "difference", unchecked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mla_fx.MlaWarning)
+        report = run(Layer, prove=prove_)
+    told = "mla_attention could not be checked: its tensors are too large to be computed"
+    assert report.fused == fused
+    assert (told in report.unchecked) == (prove_ == "on")
+    assert any(miss.reason == told for miss in report.misses) == (prove_ == "required")
+
+
+# --- small sizes -----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_become_small_and_keep_their_sums_and_products():
+    """Those of a decode step of DeepSeek-V3."""
+    equations = [
+        *of_views((1, 1, 24576), (1, 1, 128, 192)),
+        *of_views((512, 32768), (512, 128, 256)),
+        *of_cuts(128, 192),
+        *of_cuts(512, 576),
+        *of_cuts(128, 256),
+        *of_cuts(32, 64),
+    ]
+    small = small_sizes([1, 7168, 1536, 576, 4096], equations)
+    assert dict(small) == {
+        **{1: 1, 32: 5, 64: 10, 128: 6, 192: 16, 256: 12, 512: 7, 576: 17, 1536: 8, 4096: 9, 7168: 10},
+        **{24576: 96, 32768: 72},
+    }
+
+
+def test_sizes_that_contradict_each_other_stay():
+    """12 is 3 times 4, and 5 plus 7."""
+    small = small_sizes([100], [*of_views((36,), (6, 6)), *of_cuts(6, 36)])
+    assert small[36] == small[6] ** 2 == small[6] + small[30]
