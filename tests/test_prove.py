@@ -223,10 +223,12 @@ def test_sizes_become_small_and_keep_their_sums_and_products():
         *of_cuts(32, 64),
     ]
     small = small_sizes([1, 7168, 1536, 576, 4096], equations)
+    # fmt: off
     assert dict(small) == {
-        **{1: 1, 32: 5, 64: 10, 128: 6, 192: 16, 256: 12, 512: 7, 576: 17, 1536: 8, 4096: 9, 7168: 10},
-        **{24576: 96, 32768: 72},
+        1: 1, 32: 5, 64: 10, 128: 6, 192: 16, 256: 12, 512: 7, 576: 17,
+        1536: 8, 4096: 9, 7168: 10, 24576: 96, 32768: 72,
     }
+    # fmt: on
 
 
 def test_sizes_that_contradict_each_other_stay():

@@ -460,3 +460,11 @@ def test_the_shape_of_a_pad_stays_a_symbol_in_python():
     with mode, torch_private.python_dispatcher():
         torch.nn.functional.pad(value, (0, 1))
     assert mode.shape_env.guards == []
+
+
+def test_operators_run_in_cpp_alone():
+    included, key = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PythonDispatcher
+    with torch_private.python_dispatcher():
+        assert included(key)
+        with torch_private.python_dispatcher_off():
+            assert not included(key)

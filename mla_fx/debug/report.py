@@ -60,13 +60,11 @@ class Report:
     """What happened to a graph, or to several; then `parts` holds the report of each, and everything else is their sum.
 
     `fused` counts the operators of latent attention; `pieces` the norms and rotations that no larger operator took and
-    that
-    became operators, for targets that want them. `modules` has the path of the module that calls each fused operator,
-    such
-    as `model.layers.3.self_attn`. `notes` says what was read and what was not; `hindrances` are those notes that kept a
-    graph with possible MLA from being read. `verified` has a line for each call that the option verify compared. `checked` counts the rewrites that
-    the option prove compared, one for each kind of layer; `unchecked` says which it could not, `refuted` which would
-    have changed a result and were not made."""
+    that became operators, for targets that want them. `modules` has the path of the module that calls each fused
+    operator, such as `model.layers.3.self_attn`. `notes` says what was read and what was not; `hindrances` are those
+    notes that kept a graph with possible MLA from being read. `verified` has a line for each call that the option
+    verify compared. `checked` counts the rewrites that the option prove compared, one for each kind of layer;
+    `unchecked` says which it could not compare, `refuted` which would have changed a result and were not made."""
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)

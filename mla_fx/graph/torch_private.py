@@ -54,6 +54,7 @@ __all__ = [
     "make_fx",
     "memory_of",
     "python_dispatcher",
+    "python_dispatcher_off",
     "remainders",
     "share_storage",
     "trace_artifact",
@@ -200,6 +201,11 @@ def python_dispatcher() -> Any:
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()
+
+
+def python_dispatcher_off() -> Any:
+    """A context in which operators run in C++ alone, also inside `python_dispatcher`. Real tensors need no more."""
+    return torch._C._DisablePythonDispatcher()
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

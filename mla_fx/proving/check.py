@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.torch_private import tree_leaves, unset_fake_temporarily
-from mla_fx.rewriting.draft import value_of
+from mla_fx.graph.torch_private import python_dispatcher_off, tree_leaves, unset_fake_temporarily
+from mla_fx.rewriting.draft import Draft, value_of
 from mla_fx.rewriting.replacement import Drafted
 
 from .inputs import TRIES, Inputs
@@ -22,32 +22,32 @@ from .small_sizes import small_sizes
 
 CLOSE = 1e-10  # relative to the largest number of a result
 LARGEST = 2**27  # elements of all tensors of a region
+FIRST, SECOND = 5, 7  # the smallest sizes that are chosen, of two draws
 
 Sizes = tuple[Numbers, Mapping[int, int]]
 
 
 class Difference(NamedTuple):
-    """A value for which the plan computes something else."""
+    """A value of the graph, and how the plan changes it."""
 
     old: Node
     sentence: str
 
 
 class UncheckedError(Exception):
-    """A plan that cannot be run; the message says why."""
+    """A plan that cannot be compared; the message says why."""
 
 
 def difference(plan: Drafted) -> Difference | None:
-    """The first value that the plan computes differently, or None. Raises UncheckedError if that cannot be found out.
+    """The first value that the plan changes, or None. Raises UncheckedError if that cannot be found out.
 
     A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So it counts only if
     it is still there when such sizes, and then all of them, stay as they are."""
     region, found, reason = Region.of(plan), None, ""
-    with unset_fake_temporarily(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+    with unset_fake_temporarily(), python_dispatcher_off(), torch.no_grad():
         for sizes in (_small, _small_but_for_numbers, _own):
             try:
-                each = (_difference(plan, region, numbers, small) for numbers, small in sizes(region))
-                found = next(filter(None, each), None)
+                found = next(filter(None, (_difference(plan, region, *each) for each in sizes(region))), None)
             except UncheckedError as error:
                 reason = reason or str(error)
                 continue
@@ -58,10 +58,13 @@ def difference(plan: Drafted) -> Difference | None:
     return found
 
 
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
 def _small(region: Region) -> Iterator[Sizes]:
-    """Twice, if there are symbols: each time, they have other numbers."""
+    """Two draws if there are symbols."""
     numbers = Numbers(region.values, apart=True)
-    for first in (5, 7) if numbers.symbols else (5,):
+    for first in (FIRST, SECOND) if numbers.symbols else (FIRST,):
         yield numbers, small_sizes(region.sizes(numbers), region.equations(numbers), first=first)
 
 
@@ -84,6 +87,9 @@ def _affordable(region: Region, numbers: Numbers, small: Mapping[int, int]) -> I
     yield numbers, small
 
 
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
 def _difference(plan: Drafted, region: Region, numbers: Numbers, small: Mapping[int, int]) -> Difference | None:
     run, olds = _run(plan, region, numbers, small)
     for (old, new), before in zip(plan.replaced, olds, strict=True):
@@ -103,9 +109,9 @@ def _run(
     """The old values for the first inputs that make them finite."""
     coarsest, reason = _coarsest(plan), "its results are not finite"
     for attempt in range(TRIES):
+        inputs = Inputs(numbers, small, attempt)
+        run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, coarsest)
         try:
-            inputs = Inputs(numbers, small, attempt)
-            run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, coarsest)
             olds = [run.run(old) for old in plan.olds]
         except Exception as error:  # PyTorch refuses numbers that are out of range, and sizes that do not fit
             reason = f"the program does not run: {error}"
@@ -116,14 +122,11 @@ def _run(
 
 
 def _coarsest(plan: Drafted) -> torch.dtype:
-    """The dtype that results may be rounded to without further notice; never one of 8 bits."""
-    results = tree_leaves([value_of(part) for part in (*plan.olds, *plan.fused)])
-    dtypes = {value.dtype for value in results if isinstance(value, Tensor) and value.is_floating_point()}
-    return max((dtype for dtype in dtypes if dtype.itemsize > 1), key=step_of, default=torch.float64)
-
-
-def step_of(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
+    """The dtype that the operators' contract lets everything be rounded to; never one of 8 bits."""
+    results: list[Node | Draft] = [*plan.olds, *plan.fused]
+    tensors = [value for value in tree_leaves(list(map(value_of, results))) if isinstance(value, Tensor)]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def _compared(before: Tensor, after: Tensor) -> str | None:
@@ -131,9 +134,9 @@ def _compared(before: Tensor, after: Tensor) -> str | None:
         return f"its shape would be {list(after.shape)} for {list(before.shape)}"
     if before.numel() == 0:
         return None
-    errors = (before.double() - after.double()).abs()
+    errors = (before.double() - after.double()).abs().flatten()
     worst = int(errors.argmax())
-    if bool(errors.flatten()[worst] <= CLOSE * before.double().abs().max()):
+    if bool(errors[worst] <= CLOSE * before.double().abs().max()):
         return None
     place = [int(index) for index in torch.unravel_index(torch.tensor(worst, device="cpu"), before.shape)]
     one, other = before.flatten()[worst].item(), after.flatten()[worst].item()

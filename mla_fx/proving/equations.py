@@ -97,7 +97,8 @@ def _repeat(result: Shape, _: Any, times: Sequence[int]) -> Iterator[Equation]:
 
 
 def _arange(_: Any, start: Any, end: Any, step: int = 1) -> Iterator[Equation]:
-    return of_cuts(start, end) if isinstance(start, int) and isinstance(end, int) and 0 <= start else iter(())
+    is_counted = isinstance(start, int) and isinstance(end, int) and start >= 0
+    return of_cuts(start, end) if is_counted else iter(())
 
 
 # Of a call: functions of its result and its arguments.

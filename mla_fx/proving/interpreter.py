@@ -24,7 +24,7 @@ DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 class Interpreter:
     """Runs calls with the numbers of `small` in place of their sizes. `values` begins with those of the leaves.
 
-    A result with larger steps than those of `coarsest` is rounded; others are not."""
+    A result whose dtype has larger steps than `coarsest` is rounded to it. No other is."""
 
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype
@@ -38,14 +38,15 @@ class Interpreter:
         return self.values[part]
 
     def _result(self, part: Part) -> Any:
-        target = part.target
+        target: Any = part.target
         if isinstance(target, GraphModule):
             return target
         args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
         if not isinstance(target, OpOverload):
             return target(*args, **kwargs)
         given = {**dict(zip(_names(target), args, strict=False)), **kwargs}
-        _set_defaults(part, given, self.numbers)
+        if target.namespace == "aten":
+            self._set_defaults(part.args[0] if part.args else None, given, _names(target))
         result = target(**{name: self._small(name, value) for name, value in given.items()})
         return self._rounded(result, value_of(part))
 
@@ -62,25 +63,19 @@ class Interpreter:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def _rounded(self, result: Any, fake: Any) -> Any:
-        """The result as the program's dtype holds it, if that is coarse."""
         dtype = getattr(fake, "dtype", None)
         if dtype is None or not dtype.is_floating_point or torch.finfo(dtype).eps <= self.step:
             return result
         return result.to(dtype).double()
 
+    def _set_defaults(self, first: Any, given: dict[str, Any], names: tuple[str, ...]) -> None:
+        """Write down what PyTorch would compute from a size or a dtype, which are others here."""
+        if names[:1] == ("query",) and given.get("scale") is None:
+            given["scale"] = self.numbers.of(value_of(first).shape[-1]) ** -0.5
+        if "normalized_shape" in names and given.get("eps") is None:
+            given["eps"] = torch.finfo(value_of(first).dtype).eps
+
 
 @functools.cache
 def _names(target: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in target._schema.arguments)
-
-
-def _set_defaults(part: Part, given: dict[str, Any], numbers: Numbers) -> None:
-    """Write down what PyTorch computes from a size or from a dtype."""
-    names = _names(part.target)
-    if part.target.namespace != "aten" or not {"scale", "normalized_shape"}.intersection(names):
-        return
-    fake = value_of(part.args[0])
-    if names[:1] == ("query",) and given.get("scale") is None:
-        given["scale"] = numbers.of(fake.shape[-1]) ** -0.5
-    if "eps" in names and given.get("eps") is None:
-        given["eps"] = torch.finfo(fake.dtype).eps

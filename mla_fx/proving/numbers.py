@@ -16,8 +16,8 @@ UNKNOWN = 8  # for a symbol that is the size of nothing
 
 
 class Numbers:
-    """A number for each symbol. With `apart`, no symbol has the number of another size, and each one keeps its divisors;
-    otherwise a symbol has the number that the compiler has seen."""
+    """A number for each symbol: the one that the compiler has seen. With `apart`, it is multiplied by a prime: then no
+    symbol has the number of another size, and each keeps its divisors."""
 
     def __init__(self, values: Iterable[Any], *, apart: bool) -> None:
         primes = (number for number in itertools.count(11, 2) if sympy.isprime(number))

@@ -1,4 +1,4 @@
-"""The part of a graph that a plan stands for: the calls from the values that it reads to those that it replaces."""
+"""The part of a graph that a plan replaces: the calls from the values that it reads to those that it replaces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
@@ -16,7 +17,13 @@ from mla_fx.rewriting.replacement import Drafted
 from .equations import EQUATIONS, Equation
 from .numbers import Numbers
 
+aten = torch.ops.aten
+
 NEAR = 1e-6
+FEW = 30  # calls
+CODES = (torch.int8, torch.uint8)
+ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
+CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,19 @@ class Region:
 
     @classmethod
     def of(cls, plan: Drafted) -> Region:
+        """Numbers that a plan reads are drawn, unless others are computed with them that are drawn: the tokens behind
+        codes and their scales."""
+        sources = {origin for source in plan.sources for origin in _origins(source)}
+        while True:
+            region = cls._behind(plan, sources)
+            inside = {*region.leaves, *region.calls}
+            dependent = {leaf for leaf in region.leaves if leaf.op == "call_function" and _depends_on(leaf, inside)}
+            if not dependent:
+                return region
+            sources -= dependent
+
+    @classmethod
+    def _behind(cls, plan: Drafted, sources: Set[Node]) -> Region:
         leaves: list[Node] = []
         calls: dict[Node | Draft, None] = {}
         seen: set[Node | Draft] = set()
@@ -37,7 +57,7 @@ class Region:
             if part in seen:
                 return
             seen.add(part)
-            if isinstance(part, Node) and part not in olds and _is_leaf(part, plan.sources):
+            if isinstance(part, Node) and (part.op != "call_function" or (part in sources and part not in olds)):
                 leaves.append(part)
                 return
             for operand in part.operands if isinstance(part, Draft) else part.all_input_nodes:
@@ -66,7 +86,7 @@ class Region:
                 yield from find(numbers.of(value_of(call)), *numbers.of(fake_of(call.args)))
 
     def sizes_in_numbers(self, sizes: Set[int]) -> set[int]:
-        """The sizes that numbers of the program may stand for: the 1536 of a mean, the 192 of 1 / sqrt(192)."""
+        """The sizes that numbers of the program may be: the 1536 of a mean, the 192 of 1 / sqrt(192)."""
         found: list[Any] = []
         map_aggregate(tuple((call.args, call.kwargs) for call in self.calls), found.append)
         powers = (power for number in found if type(number) in (int, float) and number for power in _powers(number))
@@ -86,10 +106,43 @@ def _collect(values: Iterable[Any], sizes: set[int]) -> None:
             _collect(value, sizes)
 
 
-def _is_leaf(node: Node, sources: Set[Node]) -> bool:
-    """Whether a value is drawn. Whole numbers are computed from the graph's inputs, because a plan may rest on how they
-    depend on each other."""
-    if node.op != "call_function":
-        return True
-    value = node.meta.get("val")
-    return node in sources and isinstance(value, Tensor) and value.is_floating_point()
+def _origins(source: Node) -> Iterable[Node]:
+    """The values that are drawn for one that a plan reads: itself, or what codes are rounded from. None for other whole
+    numbers: these are computed from the graph's inputs, because a plan may rest on how they depend on each other."""
+    value = source.meta.get("val")
+    if source.op != "call_function" or not isinstance(value, Tensor):
+        return ()
+    node, is_rounded = source, value.dtype in CODES
+    for _ in range(FEW):
+        operands = _tensors(node)
+        is_rounded |= node.target in ROUNDS
+        if len(operands) != 1:
+            break
+        (node,) = operands
+    if is_rounded:
+        return map(_uncast, _tensors(node))
+    return (source,) if value.is_floating_point() else ()
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), Tensor)]
+
+
+def _uncast(node: Node) -> Node:
+    while node.target in CASTS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _depends_on(node: Node, inside: Set[Node | Draft]) -> bool:
+    """Whether a few calls compute a value from others of a region."""
+    pending, seen = list(node.all_input_nodes), set[Node]()
+    while pending:
+        operand = pending.pop()
+        if operand in inside or operand in seen:
+            continue
+        if operand.op == "placeholder" or len(seen) == FEW:
+            return False
+        seen.add(operand)
+        pending += operand.all_input_nodes
+    return True
