@@ -87,9 +87,9 @@ PAGED = {
         lambda: {"mask": make(1, 300), "mask_type": "norm"},
         f"mask_type is 'mask_type_norm'; {NO_GRAPH} 'undefined'",
     ),
-    "input_layout": (
-        lambda: {"input_layout": "type_bnsd"},
-        f"input_layout is 'type_bnsd'; {NO_GRAPH} 'type_bsnd'",
+    "BlockSize, heads first": (
+        lambda: {"input_layout": "type_bnsd"} | dict.fromkeys(("key_cache", "value_cache"), make(8, 4, 1024, D)),
+        "key_cache has BlockSize = 1024; FusedInferAttentionScore takes multiples of 16 up to 512",
     ),
     "NZ": (
         lambda: {"key_cache": make(8, 32, 128, 16), "value_cache": make(8, 32, 128, 16)},
@@ -146,6 +146,14 @@ PAGED = {
     "an empty context": (
         lambda: {"context_lens": [0, 5]},
         f"context_lens is [0, 5], which may hold 0; {NO_GRAPH} a context for each row of query",
+    ),
+    "razor": (
+        lambda: {"compress_type": "kvhead_rope"},
+        f"compress_type is 'compress_type_kvhead_rope'; {NO_GRAPH} no numbers that are added to scores",
+    ),
+    "fewer rows, compressed": (
+        lambda: {"compress_type": "kvhead", "kv_head_num": 4},
+        f"query has 8 rows and context_lens 2; {NO_GRAPH} equally many",
     ),
     "fewer rows": (
         lambda: {"query": make(1, N, D)},

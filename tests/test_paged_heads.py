@@ -7,7 +7,7 @@ import contextlib
 import copy
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -58,15 +58,22 @@ class Engine(nn.Module):
         )
 
     def forward(self, x, table, starts, key_cache, value_cache):
-        heads = HEADS, self.kv_heads, self.kv_heads
-        query, *rows = ((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
+        query, *rows = self.project(x)
         positions = starts.unsqueeze(1) + torch.arange(x.shape[1])
         slots = table.gather(1, positions // self.block) * self.block + positions % self.block
         for cache, row in zip((key_cache, value_cache), rows, strict=True):
-            self.flat(cache)[slots] = row
+            self.store(cache, slots, row)
         tables = self.tables(table)
         key, value = (self.context(cache, own) for cache, own in zip((key_cache, value_cache), tables, strict=True))
         return self.attend(query, self.keys(key), self.values(value), positions)
+
+    def project(self, x):
+        """[B, S, heads, columns] of queries, keys and values."""
+        heads = HEADS, self.kv_heads, self.kv_heads
+        return [(x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True)]
+
+    def store(self, cache, slots, row):
+        self.flat(cache)[slots] = row
 
     def flat(self, cache):
         """[BlockNum * BlockSize, Hkv, columns]."""
@@ -110,6 +117,18 @@ def arguments(sizes, dtype=torch.float64):
     caches = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     x = torch.randn(z.batch, z.tokens, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     return x, table, torch.tensor(STARTS[: z.batch]), *caches
+
+
+def heads_first(given):
+    """The same with caches of pages [Hkv, BlockSize, columns]."""
+    return *given[:3], *(cache.transpose(1, 2).contiguous() for cache in given[3:])
+
+
+def table_of_each_head(sizes, dtype=torch.float64):
+    """Tables and lengths of B * Hkv heads; caches have pages of one."""
+    x, *_ = arguments(sizes, dtype)
+    _, *rest = arguments(replace(sizes, batch=sizes.batch * sizes.kv_heads, kv_heads=1), dtype)
+    return x, *rest
 
 
 def compared(run, module, given, close):
@@ -226,6 +245,39 @@ class HeadsFirst(Engine):
         return cache.transpose(1, 2)[table].transpose(2, 3).flatten(1, 2)
 
 
+class PagesOfHeads(Engine):
+    """Caches [BlockNum, Hkv, BlockSize, columns]."""
+
+    def store(self, cache, slots, row):
+        cache[slots // self.block, :, slots % self.block] = row
+
+    def context(self, cache, table):
+        return cache[table].transpose(2, 3).flatten(1, 2)
+
+
+class RowsOfHeads(PagesOfHeads):
+    """The same, written as rows of one head."""
+
+    def store(self, cache, slots, row):
+        first = (slots // self.block).unsqueeze(-1) * self.kv_heads + torch.arange(self.kv_heads)
+        cache.view(-1, row.shape[-1])[first * self.block + (slots % self.block).unsqueeze(-1)] = row
+
+
+class TableOfEachHead(Gqa):
+    """Compressed heads: each key head of a sequence has a table and a length of its own, in pages of one head."""
+
+    def project(self, x):
+        return [part.unflatten(2, (self.kv_heads, -1)).transpose(1, 2).flatten(0, 1) for part in super().project(x)]
+
+
+class LogarithmOfLength(Gqa):
+    """Queries are scaled by the length of their context, as in Qwen."""
+
+    def attend(self, query, key, value, positions):
+        lengths = positions.view(*positions.shape, 1, 1) + 1
+        return super().attend(query * (lengths.to(query.dtype).log() / 2).clamp(min=1), key, value, positions)
+
+
 class Padded(Engine):
     """Values as wide as the keys."""
 
@@ -296,7 +348,7 @@ class Upcast(Eager):
 
 SPELLINGS = [Engine, Eager, Filled, Expanded, Turned, Grouped, Gqa, BlocksSelected, BlocksEmbedded, Slots]
 SPELLINGS += [BlocksAndOffsets, SlotOfEachToken, HeadsFirst, Padded, Scaled, ByLength, OneFurther, Window, Slopes]
-SPELLINGS += [Biases, Unmasked, Upcast]
+SPELLINGS += [Biases, Unmasked, Upcast, LogarithmOfLength]
 
 
 @pytest.mark.slow
@@ -304,6 +356,19 @@ SPELLINGS += [Biases, Unmasked, Upcast]
 @pytest.mark.parametrize("kind", SPELLINGS, ids=lambda kind: kind.__name__)
 def test_spellings(kind, tokens):
     assert fused(kind(Sizes(tokens=tokens))) == 1
+
+
+@pytest.mark.parametrize("kind", [PagesOfHeads, RowsOfHeads], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+def test_heads_first_in_a_page(kind, target):
+    module = kind(Sizes(columns=6)).float()
+    given = heads_first(arguments(module.sizes, torch.float32))
+    assert fused(module, given=given, close=FLOAT32, target=target) == 1
+
+
+def test_a_table_of_each_head():
+    module = TableOfEachHead(Sizes(batch=2, columns=6))
+    assert fused(module, given=table_of_each_head(module.sizes)) == 1
 
 
 @pytest.mark.slow

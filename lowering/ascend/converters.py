@@ -79,24 +79,47 @@ def amax(self: Any, dim: Sequence[int] = (), keepdim: bool = False, meta_outputs
 def index_put(
     self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, meta_outputs: Any = None
 ) -> Any:
-    """`aten::index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False)` along the first axes."""
+    """`aten::index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False)` along the first axes. One
+    of them may be whole, between others: `self[blocks, :, offsets] = values`, whose axis is the next of the values."""
     from torchair._ge_concrete_graph import ge_apis as ge
     from torchair.ge._ge_graph import DataType
 
-    if accumulate or any(index is None or index.dtype == DataType.DT_BOOL for index in indices):
+    given = [index for index in indices if index is not None]
+    is_between = len(indices) - len(given) <= 1 and None not in (indices[0], indices[-1])
+    if accumulate or not is_between or any(index.dtype == DataType.DT_BOOL for index in given):
         raise NotImplementedError(
             f"aten.index_put with accumulate={accumulate} or indices without numbers is not converted"
         )
     axes, sizes = len(indices), _sizes(self)
-    numbers = [ge.Cast(index, dst_type=DataType.DT_INT64) for index in indices]
+    numbers = [
+        _all(size) if index is None else _from_start(index, size, len(given) < axes)
+        for index, size in zip(indices, sizes, strict=False)
+    ]
     places = ge.Shape(functools.reduce(ge.Add, numbers))
-    # FloorMod, because an index may count from the end
-    found = [ge.FloorMod(ge.BroadcastTo(index, places), size) for index, size in zip(numbers, sizes, strict=False)]
+    found = [ge.BroadcastTo(number, places) for number in numbers]
     shape = places
     if rest := sizes[axes:]:
         columns = ge.Cast(ge.Pack(rest, N=len(rest), axis=0), dst_type=DataType.DT_INT32)
         shape = ge.ConcatV2([places, columns], 0, N=2)
     return written(self, ge.Pack(found, N=axes, axis=-1), ge.BroadcastTo(values, shape))
+
+
+def _all(size: Any) -> Any:
+    """All int64 numbers below a size."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge._ge_graph import DataType
+
+    first, step = (ge.Const(number, dtype=DataType.DT_INT64) for number in (0, 1))
+    return ge.Range(first, size, step)
+
+
+def _from_start(index: Any, size: Any, is_column: bool) -> Any:
+    """An index in int64, which may count from the end, as one that does not."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge._ge_graph import DataType
+
+    number = ge.FloorMod(ge.Cast(index, dst_type=DataType.DT_INT64), size)
+    return ge.Unsqueeze(number, axes=[-1]) if is_column else number
 
 
 def _sizes(self: Any) -> list[Any]:

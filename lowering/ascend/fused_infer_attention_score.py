@@ -112,14 +112,15 @@ def attend_to_pages(
     *,
     steps: Lengths | None = None,
     query_rope: Tensor | None = None,
+    heads_first: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of query [T,N,D] and query_rope [T,N,Dr] to a paged context, [T,N,Dv], and the kernel's sums.
 
-    Pages are [BlockNum,BlockSize,Nkv*D], or in FRACTAL_NZ format [BlockNum,Nkv,D/n0,BlockSize,n0].
-    A sequence has one query row, or as many as `steps` says."""
-    is_ragged = steps is not None
-    queries = [tensor if tensor is None or is_ragged else tensor.unsqueeze(1) for tensor in (query, query_rope)]
+    Pages are [BlockNum,BlockSize,Nkv*D], with `heads_first` [BlockNum,Nkv,BlockSize,D], or in FRACTAL_NZ format
+    [BlockNum,Nkv,D/n0,BlockSize,n0]. A sequence has one query row, or as many as `steps` says."""
+    is_ragged, token = steps is not None, 2 if heads_first else 1
+    queries = [tensor if tensor is None or is_ragged else tensor.unsqueeze(token) for tensor in (query, query_rope)]
     first, rope = (None if tensor is None else tensor.contiguous() for tensor in queries)
     assert first is not None, "query is given"
     out, lse = attend_and_sum(
@@ -132,9 +133,9 @@ def attend_to_pages(
         block_table=block_tables.to(torch.int32).contiguous(),
         num_query_heads=query.shape[1],
         **options,
-        **({"input_layout": "BSND"} if steps is None else _ragged(steps, query.device)),
+        **({"input_layout": "BNSD" if heads_first else "BSND"} if steps is None else _ragged(steps, query.device)),
     )
-    return out if is_ragged else out.squeeze(1), lse
+    return out if is_ragged else out.squeeze(token), lse
 
 
 def _ragged(steps: Lengths, device: torch.device) -> dict[str, Any]:

@@ -79,6 +79,14 @@ def dense(name: str, tensor: Tensor, kernel: str, first: int = 0) -> None:
         wanted = wanted * tensor.shape[axis]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    try:
+        dense("it", tensor, "")
+    except NoMatch:
+        return False
+    return True
+
+
 def holds(condition: bool | torch.SymBool) -> bool:
     """Whether the condition is true for all sizes, or for those of the current call; then it becomes a guard."""
     if statically_known_true(condition):

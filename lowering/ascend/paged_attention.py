@@ -1,4 +1,6 @@
-"""Lowers the base scenario of paged_attention to FusedInferAttentionScore.
+"""Lowers the base scenario of paged_attention, in either layout or compressed, to FusedInferAttentionScore.
+
+Compressed, each key head of a token has a table and a length of its own: the kernel takes it as a sequence.
 
 ATB's own operators in torch_npu have neither a converter to GE nor a fake kernel, so no graph can contain them."""
 
@@ -11,8 +13,9 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.vendor.paged_attention.arguments import Arguments
 from mla_fx.ops.vendor.paged_attention.options import (
-    BSND,
+    BNSD,
     DECODING,
+    KVHEAD_ROPE,
     PLAIN_SCALE,
     UNCOMPRESSED,
     UNMASKED,
@@ -33,10 +36,8 @@ NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}
 BASE = {
     "mask_type": UNMASKED,
     "quant_type": UNQUANTIZED,
-    "compress_type": UNCOMPRESSED,
     "calc_type": DECODING,
     "scale_type": PLAIN_SCALE,
-    "input_layout": BSND,
 }
 
 
@@ -57,10 +58,12 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 def refuse_scenario(a: Arguments) -> None:
     options = read_options(a)
-    chosen = (options.mask, options.quant, options.compress, options.calc, options.scale, options.layout)
+    chosen = (options.mask, options.quant, options.calc, options.scale)
     for (name, wanted), value in zip(BASE.items(), chosen, strict=True):
         if value != wanted:
             raise NoMatch(f"{name} is {value!r}; {NO_GRAPH} {wanted!r}")
+    if options.compress == KVHEAD_ROPE:
+        raise NoMatch(f"compress_type is {options.compress!r}; {NO_GRAPH} no numbers that are added to scores")
     if options.nz:
         raise NoMatch(f"the caches are NZ; {NO_GRAPH} plain ones here")
     if a.value_cache is None:
@@ -74,8 +77,9 @@ def refuse_lengths(a: Arguments) -> None:
     given: object = a.context_lens
     if isinstance(given, Tensor):
         raise NoMatch(f"context_lens is a tensor, which may hold 0; {NO_GRAPH} a context for each row of query")
-    if not limits.holds(a.query.shape[0] == len(a.context_lens)):
-        counts = f"query has {a.query.shape[0]} rows and context_lens {len(a.context_lens)}"
+    rows = queries(a).shape[0]
+    if not limits.holds(rows == len(a.context_lens)):
+        counts = f"query has {rows} rows and context_lens {len(a.context_lens)}"
         raise NoMatch(f"{counts}; {NO_GRAPH} equally many")
     if not all(limits.holds(length > 0) for length in a.context_lens):
         raise NoMatch(f"context_lens is {given}, which may hold 0; {NO_GRAPH} a context for each row of query")
@@ -83,8 +87,24 @@ def refuse_lengths(a: Arguments) -> None:
 
 def refuse_sizes(a: Arguments) -> None:
     assert a.value_cache is not None, "a combined cache was refused"
-    refuse_heads(a.query, a.key_cache, a.value_cache)
-    limits.page_size("key_cache", a.key_cache.shape[1], KERNEL, HEAD_PAGES)
+    turn = 1, (2 if has_heads_first(a) else 1)
+    refuse_heads(queries(a), a.key_cache.transpose(*turn), a.value_cache.transpose(*turn))
+    limits.page_size("key_cache", block_size(a), KERNEL, HEAD_PAGES)
+
+
+def queries(a: Arguments) -> Tensor:
+    """[T,N,D] of sequences with a table each."""
+    options = read_options(a)
+    return a.query if options.compress == UNCOMPRESSED else a.query.reshape(-1, options.group, a.query.shape[2])
+
+
+def has_heads_first(a: Arguments) -> bool:
+    """Whether pages are [Nkv,BlockSize,D], and not [BlockSize,Nkv,D]."""
+    return read_options(a).layout == BNSD
+
+
+def block_size(a: Arguments) -> int:
+    return a.key_cache.shape[2 if has_heads_first(a) else 1]
 
 
 def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
@@ -107,15 +127,18 @@ def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
 def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     a = Arguments(*args, **kwargs)
     assert a.value_cache is not None, "a combined cache was refused"
+    heads_first = has_heads_first(a)
+    keys, values = (cache if heads_first else cache.flatten(2) for cache in (a.key_cache, a.value_cache))
     out, _ = attend_to_pages(
         surface,
-        a.query,
-        a.key_cache.flatten(2),
-        a.value_cache.flatten(2),
+        queries(a),
+        keys,
+        values,
         a.block_tables,
         a.context_lens,
+        heads_first=heads_first,
         softmax_scale=a.qk_scale,
-        block_size=a.key_cache.shape[1],
-        num_key_value_heads=a.key_cache.shape[2],
+        block_size=block_size(a),
+        num_key_value_heads=a.key_cache.shape[1 if heads_first else 2],
     )
-    return out
+    return out.reshape(*a.query.shape[:2], -1)

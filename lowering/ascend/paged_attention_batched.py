@@ -1,5 +1,5 @@
-"""Lowers paged_attention.batched to FusedInferAttentionScore over pages: queries [B,S,N,D], pages [BlockNum,BlockSize,
-Nkv*D].
+"""Lowers paged_attention.batched to FusedInferAttentionScore over pages: queries [B,S,N,D] and pages [BlockNum,BlockSize,
+Nkv*D], or queries [B,N,S,D] and pages [BlockNum,Nkv,BlockSize,D], whichever of both the caches are in memory.
 
 A single token of each sequence is decoded (incre_flash_attention in CANN's sources, pages in steps of 16); several
 tokens are a prompt (prompt_flash_attention, pages in steps of 128)."""
@@ -21,6 +21,7 @@ from . import fused_infer_attention_score as kernel
 from . import limits
 from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
+from .fused_infer_attention_score_rules import HEAD_PAGES
 from .latent_attention import in_parts
 from .paged_attention import refuse_heads
 from .prolog_form import PAGE_SIZES, page_size
@@ -38,20 +39,33 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel.refuse_chip(surface)
     limits.dtype("query", a.query, KERNEL, limits.HALVES)
     refuse_heads(a.query, a.key_cache, a.value_cache)
-    for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
+    for name, cache in caches(a).items():
         limits.dtype(name, cache, KERNEL, (a.query.dtype,))
-        limits.dense(name, cache, KERNEL)
+    if not has_heads_first(a):
+        for name, cache in caches(a).items():
+            limits.dense(name, cache, KERNEL)
     refuse_pages(a)
     if surface.mode == "aclgraph":
         kernel.refuse_computed(surface, one_headed(a))
     kernel.refuse_masks(surface, one_headed(a), a.query.shape[1])
 
 
+def caches(a: Arguments) -> dict[str, Tensor]:
+    return {"key_cache": a.key_cache, "value_cache": a.value_cache}
+
+
+def has_heads_first(a: Arguments) -> bool:
+    """Whether the pages of both caches are [Nkv,BlockSize,D] in memory, and not [BlockSize,Nkv,D]."""
+    return all(limits.is_dense(cache.transpose(1, 2)) and not limits.is_dense(cache) for cache in caches(a).values())
+
+
 def refuse_pages(a: Arguments) -> None:
     positions, sizes = a.key_cache.shape[1], page_sizes(a)
+    what = f"with S = {a.query.shape[1]}, key_cache has BlockSize = {positions}"
     if page_size(positions, sizes) is None:
-        what = f"with S = {a.query.shape[1]}, key_cache has BlockSize = {positions}"
         raise NoMatch(f"{what}; {KERNEL} takes multiples of {sizes[-1]}")
+    if has_heads_first(a) and not limits.holds(positions <= HEAD_PAGES[-1]):
+        raise NoMatch(f"{what}; {KERNEL} takes up to {HEAD_PAGES[-1]} if heads come first in a page")
     blocks, others = a.key_cache.shape[0], a.value_cache.shape[0]
     if not limits.holds(blocks == others):
         takes = f"{KERNEL} takes one table, for caches with equal numbers of blocks"
@@ -75,29 +89,36 @@ def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     """[B,S,N,D]."""
     a = Arguments(*args, **kwargs)
     batch, tokens, heads, _ = a.query.shape
-    device, size = a.query.device, page_size(a.key_cache.shape[1], page_sizes(a))
+    device, heads_first = a.query.device, has_heads_first(a)
+    size = a.key_cache.shape[1] if heads_first else page_size(a.key_cache.shape[1], page_sizes(a))
     assert size is not None, "other blocks are refused"
     context = context_of(a.key_cache, a.block_table)
     lengths = kernel.lengths(one_headed(a))
     out = kernel.attend(
         surface,
-        a.query.contiguous(),
-        pages(a.key_cache, size),
-        pages(a.value_cache, size),
+        turned(a.query, heads_first).contiguous(),
+        pages(a.key_cache, size, heads_first),
+        pages(a.value_cache, size, heads_first),
         actual_seq_kvlen=kernel.equal(batch, context, device) if lengths is None else lengths.expand(batch),
         block_table=table(a, size),
         block_size=size,
         num_query_heads=heads,
         num_key_value_heads=a.key_cache.shape[2],
         softmax_scale=a.scale,
-        input_layout="BSND",
+        input_layout="BNSD" if heads_first else "BSND",
         **kernel.rows(tokens, device),
     )
-    return checked(out, a.mask, lengths)
+    return checked(turned(out, heads_first), a.mask, lengths)
 
 
-def pages(cache: Tensor, size: int) -> Tensor:
-    return cache.reshape(-1, size, cache.shape[2] * cache.shape[3])
+def turned(rows: Tensor, heads_first: bool) -> Tensor:
+    """Between [B,S,N,D] and [B,N,S,D]."""
+    return rows.transpose(1, 2) if heads_first else rows
+
+
+def pages(cache: Tensor, size: int, heads_first: bool) -> Tensor:
+    """A block is a page if its heads come first, else as many pages as it has room for."""
+    return cache.transpose(1, 2) if heads_first else cache.reshape(-1, size, cache.shape[2] * cache.shape[3])
 
 
 def table(a: Arguments, size: int) -> Tensor:

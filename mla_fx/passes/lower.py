@@ -14,6 +14,7 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.readings.calls import CASTS, args_of
 from mla_fx.readings.views import RESHAPES
+from mla_fx.rewriting.cleanup import drop_turns
 from mla_fx.rewriting.draft import fake_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Lowering
@@ -84,6 +85,7 @@ def _replace(
 ) -> None:
     with emit.at(node, "lower"):
         results = emit.inline(function, *operands, decompositions=decompositions, **node.kwargs)
+        drop_turns(emit.added)
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
     else:

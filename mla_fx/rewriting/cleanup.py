@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
@@ -89,6 +90,28 @@ def _drop_round_trips(emit: Emitter, wide: Node, narrow: Node) -> None:
             with emit.before(user):
                 view = emit.call(user.target, narrow, *user.args[1:], **user.kwargs)
             _drop_round_trips(emit, user, view)
+
+
+def drop_turns(nodes: Iterable[Node]) -> None:
+    """Read a value directly where a permutation undoes the one that the value went through: GE would copy it twice."""
+    for node in nodes:
+        outer = _permutation(node)
+        inner = None if outer is None else _permutation(source := node.all_input_nodes[0])
+        if outer is not None and inner is not None and [inner[dim] for dim in outer] == list(range(len(outer))):
+            node.replace_all_uses_with(source.all_input_nodes[0])
+
+
+def _permutation(node: Node) -> list[int] | None:
+    """The dimension of its operand that each dimension of a value is; None if the node permutes none."""
+    if node.target not in (aten.permute.default, aten.transpose.int):
+        return None
+    rank = node.meta["val"].dim()
+    if node.target is aten.permute.default:
+        return [dim % rank for dim in node.args[1]]
+    one, other = (dim % rank for dim in node.args[1:])
+    dims = list(range(rank))
+    dims[one], dims[other] = other, one
+    return dims
 
 
 def _strides(node: Node) -> list[Size]:

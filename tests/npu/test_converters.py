@@ -35,6 +35,21 @@ def test_index_put(converted, count, dynamic):
     check(converted, lambda x, values, *indices: x.index_put(indices, values), x, values, *indices, dynamic=dynamic)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_index_put_around_a_whole_axis(converted, dynamic):
+    """Of which the values have the next axis; one index counts from the end."""
+    torch.manual_seed(0)
+    x, values = torch.randn(6, 2, 7, 3), torch.randn(2, 3, 2, 3)
+    indices = torch.tensor([[4], [0]]), torch.tensor([2, -1, 5])
+
+    def put(x, values, first, third):
+        x = x.clone()
+        x[first, :, third] = values
+        return x
+
+    check(converted, put, x, values, *indices, dynamic=dynamic)
+
+
 @pytest.mark.parametrize("options", [{"accumulate": True}, {"mask": True}], ids=str)
 def test_index_put_that_is_not_converted(converted, options):
     x = torch.randn(6, 3)

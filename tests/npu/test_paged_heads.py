@@ -8,7 +8,23 @@ import copy
 
 import pytest
 import torch
-from test_paged_heads import ByLength, Eager, Engine, Expanded, Gqa, Grouped, Sizes, Turned, arguments
+from test_paged_heads import (
+    ByLength,
+    Eager,
+    Engine,
+    Expanded,
+    Gqa,
+    Grouped,
+    LogarithmOfLength,
+    PagesOfHeads,
+    RowsOfHeads,
+    Sizes,
+    TableOfEachHead,
+    Turned,
+    arguments,
+    heads_first,
+    table_of_each_head,
+)
 
 import mla_fx
 from npu import models
@@ -16,7 +32,7 @@ from npu.converted import types
 
 WIDTH, BF16 = 64, torch.bfloat16
 KERNEL = "FusedInferAttentionScore"
-KINDS = (Engine, Eager, Grouped, Gqa, Expanded, ByLength)
+KINDS = (Engine, Eager, Grouped, Gqa, Expanded, ByLength, LogarithmOfLength)
 QUICK = (Gqa, Grouped)
 
 
@@ -49,6 +65,35 @@ def test_a_layer(converted, kind, tokens, block):
     graph = types(converted.graphs[0])
     counts = [graph.count(name) for name in (KERNEL, "ScatterNdUpdate", "TensorMove", "Assign", "IndexByTensor")]
     assert counts == [1, 2, 0, 0, 0], str(mla_fx.last_report())
+
+
+@pytest.mark.parametrize("kind", [PagesOfHeads, pytest.param(RowsOfHeads, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("tokens, block", [(1, 16), (1, 384), (3, 128), (20, 256)])
+@pytest.mark.parametrize("target", ["ge", "aclgraph"])
+def test_heads_first_in_a_page(converted, captured, kind, tokens, block, target):
+    """The vendor's layout BNSD: the pages are passed as they are."""
+    module = kind(sized(tokens, block)).to(BF16)
+    compared(compiled(module, target=target), module, heads_first(arguments(module.sizes, BF16)))
+    if target == "aclgraph":
+        assert captured.graphs[0].calls("npu.npu_fused_infer_attention_score_v2.out") == [1]
+        return
+    graph = types(converted.graphs[0])
+    counts = [graph.count(name) for name in (KERNEL, "ScatterNdUpdate", "TensorMove", "Assign", "IndexByTensor")]
+    assert counts == [1, 2, 0, 0, 0], str(mla_fx.last_report())
+    (kernel,) = [op for op in converted.graphs[0].op if op.type == KERNEL]
+    assert all(name.startswith("ScatterNdUpdate") for name in kernel.input[1:3]) == (kind is PagesOfHeads)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("target", ["ge", "aclgraph"])
+def test_a_table_of_each_head(converted, captured, tokens, target):
+    """Each is a sequence of the kernel."""
+    module = TableOfEachHead(sized(tokens, 128, batch=2)).to(BF16)
+    compared(compiled(module, target=target), module, table_of_each_head(module.sizes, BF16))
+    if target == "ge":
+        assert types(converted.graphs[0]).count(KERNEL) == 1
+    else:
+        assert captured.graphs[0].calls("npu.npu_fused_infer_attention_score_v2.out") == [1]
 
 
 @pytest.mark.parametrize("kv_heads, dtype", [(1, BF16), (4, BF16), (2, torch.float16)])
@@ -125,6 +170,14 @@ REFUSED = {
     "columns": (sized(1, 16, width=24, columns=24), "query has D = 24; FusedInferAttentionScore takes 16, 32, 48"),
     "values": (sized(1, 16, columns=32), "value_cache has Dv = 32; FusedInferAttentionScore takes 64"),
 }
+
+
+def test_blocks_of_heads_that_are_larger_than_a_page(converted):
+    """Unlike rows of heads, they are not several pages."""
+    module = PagesOfHeads(sized(1, 1024)).to(BF16)
+    compared(compiled(module), module, heads_first(arguments(module.sizes, BF16)))
+    (miss,) = [miss for miss in mla_fx.last_report().misses if miss.pattern == "paged_attention"]
+    assert "key_cache has BlockSize = 1024; FusedInferAttentionScore takes up to 512 if heads come first" in miss.reason
 
 
 @pytest.mark.parametrize("name", REFUSED)

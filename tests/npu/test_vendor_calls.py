@@ -200,3 +200,20 @@ def test_paged_attention(converted):
     caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 4, D) for _ in range(2)]
     args = [draw.normal(len(lengths), 32, D), *caches, pages(draw, lengths), lengths]
     check_attention(converted, "paged_attention", args, qk_scale=0.09, kv_head_num=4)
+
+
+@pytest.mark.campaign
+def test_paged_attention_with_heads_first(converted):
+    draw, lengths = Sampler(BF16, seed=7), [1, 300, 128]
+    caches = [draw.normal(len(lengths) * BLOCKS, 4, PAGE, D) for _ in range(2)]
+    args = [draw.normal(len(lengths), 32, D), *caches, pages(draw, lengths), lengths]
+    check_attention(converted, "paged_attention", args, qk_scale=0.09, kv_head_num=4, input_layout="type_bnsd")
+
+
+@pytest.mark.campaign
+def test_paged_attention_with_a_table_for_each_head(converted):
+    draw, lengths = Sampler(BF16, seed=7), [1, 300, 128, 17, 250, 9]
+    caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 1, D) for _ in range(2)]
+    args = [draw.normal(3, 32, D), *caches, pages(draw, lengths), lengths]
+    options = {"kv_head_num": 2, "compress_type": "compress_type_kvhead"}
+    check_attention(converted, "paged_attention", args, qk_scale=0.09, **options)

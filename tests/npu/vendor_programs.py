@@ -14,7 +14,16 @@ import test_tiled_prologs
 import torch
 from layers import in_type
 from mla_fx.lowering.ascend.surface import RELEASES
-from test_paged_heads import Gqa, arguments
+from test_paged_heads import (
+    Gqa,
+    LogarithmOfLength,
+    PagesOfHeads,
+    Slopes,
+    TableOfEachHead,
+    arguments,
+    heads_first,
+    table_of_each_head,
+)
 from zoo.caches import CACHES
 from zoo.entries import Entry
 from zoo.mla import Spelling
@@ -88,9 +97,13 @@ def coded(kind):
     return Program(layer, list(test_static_caches.inputs(layer)), {"causal_masks": True})
 
 
-def heads(tokens):
-    sizes = sized(tokens, 128)
-    return Program(Gqa(sizes).to(BF16), list(arguments(sizes, BF16)))
+def heads(tokens, kind=Gqa, given=arguments):
+    sizes = sized(tokens, 128, batch=2)
+    return Program(kind(sizes).to(BF16), list(given(sizes, BF16)))
+
+
+def pages_of_heads(sizes, dtype):
+    return heads_first(arguments(sizes, dtype))
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
@@ -163,11 +176,16 @@ def quantised_prolog():
     return call("mla_prolog_quant", found.args, **found.kwargs)
 
 
-def heads_in_pages():
-    draw, lengths = Sampler(BF16, seed=7), [1, 300, 128]
-    caches = [draw.normal(len(lengths) * BLOCKS, PAGE, 4, D) for _ in range(2)]
-    given = [draw.normal(len(lengths), 32, D), *caches, pages(draw, lengths), lengths]
-    return call("paged_attention", given, is_host=True, qk_scale=0.09, kv_head_num=4)
+def heads_in_pages(page=(PAGE, 4), kv_heads=4, lengths=(1, 300, 128), **modes):
+    draw = Sampler(BF16, seed=7)
+    caches = [draw.normal(len(lengths) * BLOCKS, *page, D) for _ in range(2)]
+    given = [draw.normal(3, 32, D), *caches, pages(draw, lengths), list(lengths)]
+    return call("paged_attention", given, is_host=True, qk_scale=0.09, kv_head_num=kv_heads, **modes)
+
+
+def compressed_heads():
+    lengths = 1, 300, 128, 17, 250, 9
+    return heads_in_pages((PAGE, 1), 2, lengths, compress_type="compress_type_kvhead")
 
 
 # --- the rows --------------------------------------------------------------------------------------------------------
@@ -189,10 +207,6 @@ def per_head(*modes):
 
 PAGED, UNDECLARED = part(layer, "paged"), part(layer, "paged", declared=False)
 ONE_CACHE, V1 = part(layer, "combined_paged"), {"prolog": "v1"}
-REST = (
-    *("type_dequant_fusion", "type_quant_qkv_offline", "type_quant_qkv_online"),
-    *("compress_type_kvhead", "compress_type_kvhead_rope", "scale_type_logn", "type_bnsd", "NZ"),
-)
 PROLOG = [
     Programs([PAGED, part(layer, "paged", FEW)], [part(prolog, "PA_BSND")]),
     Programs([], [part(prolog, "PA_NZ")]),
@@ -235,6 +249,15 @@ PER_HEAD = [
     Programs([part(heads, 3)], per_head("calc_type_spec, mask_type_spec")),
     Programs([], per_head("mask_type_norm, shared", "mask_type_alibi, 3-D")),
     Programs([ONE_CACHE], per_head("mla_v_head_size")),
-    Programs([], per_head(*REST)),
+    Programs(
+        [part(heads, 1, PagesOfHeads, pages_of_heads), part(heads, 3, PagesOfHeads, pages_of_heads)],
+        [part(heads_in_pages, (4, PAGE), input_layout="type_bnsd")],
+    ),
+    Programs([part(heads, 1, TableOfEachHead, table_of_each_head)], [compressed_heads]),
+    Programs([part(heads, 1, Slopes)], per_head("compress_type_kvhead_rope")),
+    Programs([part(heads, 1, LogarithmOfLength)], per_head("scale_type_logn")),
+    Programs([], per_head("type_dequant_fusion")),
+    Programs([], per_head("type_quant_qkv_offline", "type_quant_qkv_online")),
+    Programs([], per_head("NZ")),
 ]
 ROWS = [*PROLOG, *KEY_SIDE, *LATENT, *QUANTISED, *PER_HEAD]
