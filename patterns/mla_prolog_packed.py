@@ -38,6 +38,7 @@ from mla_fx.rewriting.operands import (
 )
 from mla_fx.rewriting.plan import ByTarget
 from mla_fx.rule import (
+    LATENT_ATTENTION,
     CacheUpdate,
     Call,
     CallPattern,
@@ -228,7 +229,7 @@ class _Divided(_PackedRows):
 
 class MlaPrologPacked(Rule):
     stage = "prolog"
-    targets = (torch.ops.mla_fx.latent_attention.default,)
+    targets = LATENT_ATTENTION
     pattern = PATTERN
     yields_to_target = True
     accepts = (Case("packed rows", _PackedRows, ONE_EACH),)

@@ -42,6 +42,7 @@ from mla_fx.rewriting.operands import (
 )
 from mla_fx.rewriting.plan import ByTarget
 from mla_fx.rule import (
+    LATENT_ATTENTION,
     Axes,
     CacheUpdate,
     Call,
@@ -206,7 +207,7 @@ class _PlainQuery(_FourTiles):
 
 class MlaPrologQuant(Rule):
     stage = "prolog"
-    targets = (torch.ops.mla_fx.latent_attention.default,)
+    targets = LATENT_ATTENTION
     pattern = PATTERN
     yields_to_target = True
     accepts = (Case("latents in four tiles", _FourTiles, ONE_EACH),)

@@ -17,6 +17,7 @@ from mla_fx.readings.cache_update import cache_update
 from mla_fx.readings.calls import named_argument
 from mla_fx.rewriting.operands import last_dimension, tables
 from mla_fx.rule import (
+    LATENT_ATTENTION,
     Appended,
     Call,
     Case,
@@ -41,7 +42,7 @@ from mla_fx.rule import (
 # Operands of an attention that are rotated.
 QUERY = {
     torch.ops.mla_fx.mla_attention.default: "q_rope",
-    torch.ops.mla_fx.latent_attention.default: "query_rope",
+    **dict.fromkeys(LATENT_ATTENTION, "query_rope"),
 }
 KEYS = "kr_cache"
 

@@ -60,14 +60,18 @@ def refuse_pages(kv_cache: Tensor, kr_cache: Tensor) -> None:
 
 def attention(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     """[B,S,N,512]."""
-    a = Arguments(*args, **kwargs)
+    return attend(surface, Arguments(*args, **kwargs))[0]
+
+
+def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tensor]:
+    """[B,S,N,512], and the kernel's sums."""
     assert a.query_rope is not None and a.kr_cache is not None, "others are refused"
     batch, tokens = a.query.shape[:2]
     latents, keys, table = paged(a, a.kr_cache)
     device = a.kv_cache.device
     visible = tokens if a.is_causal else context_of(a.kv_cache, a.block_table)
     lengths = kernel.lengths(a)
-    out = kernel.attend(
+    out, lse = kernel.attend_and_sum(
         surface,
         a.query.contiguous(),
         latents,
@@ -82,8 +86,9 @@ def attention(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
         softmax_scale=a.scale,
         input_layout="BSND",
         **kernel.rows(tokens, device),
+        **options,
     )
-    return checked(out, a.mask, lengths)
+    return checked(out, a.mask, lengths), lse
 
 
 def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Lowers paged_attention.batched to FusedInferAttentionScore over pages: queries [B,S,N,D] and pages [BlockNum,BlockSize,
-Nkv*D], or queries [B,N,S,D] and pages [BlockNum,Nkv,BlockSize,D], whichever of both the caches are in memory.
+"""Lowers paged_attention.batched to FusedInferAttentionScore over pages: queries [B,S,N,D], pages [BlockNum,BlockSize,
+Nkv*D]; or queries [B,N,S,D], pages [BlockNum,Nkv,BlockSize,D], if heads come first in memory.
 
 A single token of each sequence is decoded (incre_flash_attention in CANN's sources, pages in steps of 16); several
 tokens are a prompt (prompt_flash_attention, pages in steps of 128)."""

@@ -79,6 +79,8 @@ class Attention(Reading):
     keys: Index
     padding: int = 0
     sink: Element | float | None = None
+    logits: Element | None = None
+    """What the softmax is of, if that is a value of the graph."""
 
     @property
     def scope(self) -> Iterator[Index]:
@@ -123,7 +125,10 @@ def attention(node: Node) -> Attention:
         raise NoMatch("the values are not summed over the softmax axis alone", output)
     scores, masks = _logits(found.logits, allowance())
     sink = None if found.sink is None else _sink(found.sink)
-    return _unpadded(Attention(output, index, scores, masks, None, value, weighted.factor, keys, sink=sink))
+    factor = weighted.factor
+    return _unpadded(
+        Attention(output, index, scores, masks, None, value, factor, keys, sink=sink, logits=found.logits)
+    )
 
 
 def _sink(logit: Element) -> Element | float:

@@ -48,7 +48,8 @@ def _packed_in(weight: Node) -> torch.dtype | None:
     for node in _behind(weight):
         if _is_product(node):
             return None
-        dtype = node.meta["val"].dtype if is_parameter(node) else torch.bool
+        value = node.meta.get("val")
+        dtype = value.dtype if is_parameter(node) and isinstance(value, torch.Tensor) else torch.bool
         if dtype.itemsize == 1 and dtype is not torch.bool:
             return dtype
     return None

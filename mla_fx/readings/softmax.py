@@ -120,7 +120,7 @@ def _divided(element: Element, exp: Node) -> Softmax:
     inner = operand(args_of(exp)[0], _along(numerator.index, dims[0], columns.whole))
     if inner.origin.target not in (aten.sub.Tensor, aten.where.self):
         raise NoMatch("the scores are exponentiated directly, which may overflow where a softmax does not", node)
-    logits = _less_peak(inner, columns.whole)
+    logits = less_peak(inner, columns.whole)
     if logits is None:
         raise NoMatch("the value subtracted before the exponential is not the maximum of the scores", node)
     return columns.of(logits)
@@ -128,11 +128,11 @@ def _divided(element: Element, exp: Node) -> Softmax:
 
 def _without_peak(logits: Element, axis: Axis) -> Element:
     """The logits before their maximum was subtracted, which the softmax itself does again."""
-    before = _less_peak(logits, axis)
+    before = less_peak(logits, axis)
     return logits if before is None else before
 
 
-def _less_peak(raised: Element, axis: Axis) -> Element | None:
+def less_peak(raised: Element, axis: Axis) -> Element | None:
     """The logits, if `raised` is the logits minus their maximum along the softmax axis. Inductor subtracts it before or
     after a factor, depending on a condition: if both branches give the same logits, the condition does not matter."""
     node = raised.origin
@@ -152,10 +152,10 @@ def _difference(raised: Element, axis: Axis) -> Element | None:
         what = f"differences of scores are multiplied by {raised.factor:.6g}"
         raise NoMatch(f"{what}, which may take the scores themselves out of range", node)
     logits, peak = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
-    return logits if _is_peak(peak, logits, axis) else None
+    return logits if is_peak(peak, logits, axis) else None
 
 
-def _is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
+def is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
     """Whether `peak` is the maximum of the logits along the softmax axis; any other number may take them out of
     range."""
     factor, peak = peak.apart()

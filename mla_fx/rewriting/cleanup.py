@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, stand_in
 from mla_fx.graph.torch_private import codegen_of
-from mla_fx.readings.calls import CASTS
+from mla_fx.readings.calls import CASTS, args_of
 from mla_fx.readings.element import is_coarser
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
@@ -96,8 +96,9 @@ def drop_turns(nodes: Iterable[Node]) -> None:
     """Read a value directly where a permutation undoes the one that the value went through: GE would copy it twice."""
     for node in nodes:
         outer = _permutation(node)
-        inner = None if outer is None else _permutation(source := node.all_input_nodes[0])
-        if outer is not None and inner is not None and [inner[dim] for dim in outer] == list(range(len(outer))):
+        source = None if outer is None else node.all_input_nodes[0]
+        inner = None if source is None else _permutation(source)
+        if source and outer and inner and [inner[dim] for dim in outer] == list(range(len(outer))):
             node.replace_all_uses_with(source.all_input_nodes[0])
 
 
@@ -105,10 +106,10 @@ def _permutation(node: Node) -> list[int] | None:
     """The dimension of its operand that each dimension of a value is; None if the node permutes none."""
     if node.target not in (aten.permute.default, aten.transpose.int):
         return None
-    rank = node.meta["val"].dim()
+    rank = len(shape_of(node))
     if node.target is aten.permute.default:
-        return [dim % rank for dim in node.args[1]]
-    one, other = (dim % rank for dim in node.args[1:])
+        return [dim % rank for dim in args_of(node)[1]]
+    one, other = (dim % rank for dim in args_of(node)[1:])
     dims = list(range(rank))
     dims[one], dims[other] = other, one
     return dims

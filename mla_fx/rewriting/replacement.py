@@ -27,7 +27,8 @@ from .plan import Call, Cast, Expression, Part, Plan, Replaced
 aten = torch.ops.aten
 
 # The operators that replace a recognised attention. They accept operands in any layout.
-ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.latent_attention.default)
+LATENT_ATTENTION = (torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.latent_attention.with_lse)
+ATTENTION = (torch.ops.mla_fx.mla_attention.default, *LATENT_ATTENTION)
 
 # Operators that read a tensor's shape and dtype, but not its values.
 LIKE = frozenset(
@@ -103,7 +104,8 @@ def apply(emit: Emitter, plan: Drafted) -> list[Node]:
 
 def _fitting(emit: Emitter, old: Node, new: Draft | Node, unread: Set[Node]) -> Draft | Node:
     """The new value in a layout that suits all readers of the old one."""
-    if all(_takes_any_layout(user, old) for user in old.users if user not in unread):
+    is_one = isinstance(old.meta["val"], torch.Tensor)
+    if not is_one or all(_takes_any_layout(user, old) for user in old.users if user not in unread):
         return new
     fitting = laid_out_as(emit, old, new)
     by_strides = next(stride_readers(old), None)

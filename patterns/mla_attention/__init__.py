@@ -26,8 +26,10 @@ Axes: b batch, s query tokens, n heads, t context tokens, e nope dims, r rope di
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, Node
@@ -37,6 +39,7 @@ from mla_fx.readings.attention import anchors, attention, weighted_sum
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.contraction import parted_at, segments
+from mla_fx.readings.log_sum_exp import LogSumExp
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.quantised import quantised_up_projection
 from mla_fx.readings.quantised_product import quantised_product
@@ -46,6 +49,7 @@ from mla_fx.rewriting.materialize import scaled_by
 from mla_fx.rewriting.plan import ByHoisting
 from mla_fx.rewriting.weights import check_weight
 from mla_fx.rule import (
+    LATENT_ATTENTION,
     Attention,
     AttentionPattern,
     Axes,
@@ -126,8 +130,9 @@ ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
 
 class MlaAttention(Rule):
-    stage = "attention"
-    accepts = (
+    stage: ClassVar[str] = "attention"
+    after: ClassVar[Sequence[str]] = ("mla_attention_lse",)
+    accepts: ClassVar[Sequence[Case]] = (
         Case("keys joined by cat", Layer, ONE_EACH),
         Case("keys written into an empty tensor", cases.WrittenKeys, ONE_EACH),
         Case("scaled_dot_product_attention", cases.Fused, ONE_EACH),
@@ -137,7 +142,7 @@ class MlaAttention(Rule):
         Case("no rotary part", NoRotaryPart, ONE_EACH),
         Case("one tensor for latents and rotary keys", cases.OneKey, {"latent_attention": 1}),
     )
-    rejects = (
+    rejects: ClassVar[Sequence[Case]] = (
         Case("rotary key per head", cases.KeysPerHead, because="k_rope is not shared across heads"),
         Case("expanded keys and values cached", cases.ExpandedCache, because=CACHED_EXPANDED),
         Case("quantised probabilities", cases.CodedProbabilities, because="probabilities are rounded to whole numbers"),
@@ -164,11 +169,18 @@ class MlaAttention(Rule):
                 nearest.fail(Match(), miss, is_certain=True)
 
     def rewrite(self, match: Match) -> Plan:
+        return self.plan(match)
+
+    def plan(self, match: Match, lses: Sequence[LogSumExp] = ()) -> Plan:
+        """`lses` are logarithms of the sums that the softmax divides by, which the operator then returns, too."""
         found, a = match.reading(Attention, "attention"), _roles(match)
         _check_operands(match, found, a)
         if "rope" not in match.readings:
             _check_rank(match, a.n, (*a.d, *a.dv))
         keys, values = _forms(match)
+        if lses and keys == values == "expanded":
+            because = "keys and values are expanded; only attention over latents has logarithms of sums"
+            raise NoMatch(because, found.node)
         scale, factors = attention_factors(match, keys, dtype := _dtype(match))
 
         def operand(name: str, *dims: Axes) -> Expression | None:
@@ -205,8 +217,9 @@ class MlaAttention(Rule):
                 query = made("query", a.b, a.s, a.n, a.hckv)
             else:
                 query = Inlined(absorb_query, query_and_weight())
-            operands = query, *context, *masks
-            out = Call(torch.ops.mla_fx.latent_attention.default, *operands, scale=scale, **options)
+            without, with_lse = LATENT_ATTENTION
+            call = Call(with_lse if lses else without, query, *context, *masks, scale=scale, **options)
+            out = Call(operator.getitem, call, 0) if lses else call
             if values == "expanded":
                 out = Inlined(expand_output, (out, made("weight_uv", a.n, a.dv, a.hckv)))
         out = scaled(out, "weight_uv", a.dv)
@@ -214,7 +227,11 @@ class MlaAttention(Rule):
         widest = torch.promote_types(dtype, found.node.meta["val"].dtype)
         out = out if factors["out"] == 1.0 else times(Cast(out, widest), factors["out"])
         part = result(out, (a.b, a.s, a.n, a.dv))
-        return Plan(replaced(found.node, found.index, part, padding=found.padding))
+        new = replaced(found.node, found.index, part, padding=found.padding)
+        if not lses:
+            return Plan(new)
+        sums = result(Call(operator.getitem, call, 1), (a.b, a.s, a.n))
+        return Plan(new, *(replaced(lse.node, lse.index, sums) for lse in lses))
 
     def looks_like_mla(self, anchor: Node) -> bool:
         """Whether something that is multiplied by the probabilities comes from a bottleneck, whatever else differs."""

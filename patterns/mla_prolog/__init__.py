@@ -29,6 +29,7 @@ from mla_fx.rewriting.operands import (
     tables,
 )
 from mla_fx.rule import (
+    LATENT_ATTENTION,
     Appended,
     Axes,
     CacheUpdate,
@@ -77,7 +78,7 @@ RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 2, "kr_cache": 3}
 class MlaProlog(Rule):
     stage = "prolog"
     after = ("mla_prolog_quant", "mla_prolog_packed")
-    targets = (torch.ops.mla_fx.latent_attention.default,)
+    targets = LATENT_ATTENTION
     pattern = PATTERN
     yields_to_target = True
     accepts = (

@@ -37,7 +37,7 @@ def test_index_put(converted, count, dynamic):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_index_put_around_a_whole_axis(converted, dynamic):
-    """Of which the values have the next axis; one index counts from the end."""
+    """The values have its axis next; one index counts from the end."""
     torch.manual_seed(0)
     x, values = torch.randn(6, 2, 7, 3), torch.randn(2, 3, 2, 3)
     indices = torch.tensor([[4], [0]]), torch.tensor([2, -1, 5])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import test_log_sums
 import test_packed_prologs
 import test_tiled_prologs
 import torch
@@ -104,6 +105,11 @@ def heads(tokens, kind=Gqa, given=arguments):
 
 def pages_of_heads(sizes, dtype):
     return heads_first(arguments(sizes, dtype))
+
+
+def log_sums(tokens):
+    given = test_log_sums.arguments(BF16, sizes=(512, 64), block=PAGE, tokens=tokens)
+    return Program(test_log_sums.Attention(), list(given))
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
@@ -238,7 +244,7 @@ LATENT = [
     Programs([], latent("NZCACHE, decode")),
     Programs([part(layer, "paged", FEW)], latent("KROPE_CTKV, SPEC, 128 heads", "NZCACHE, SPEC, 128 heads")),
     Programs([UNDECLARED], latent("KROPE_CTKV, SPEC", "KROPE_CTKV, SPEC, mask SPEC", "NZCACHE, SPEC, MASK_FREE")),
-    Programs([], latent("KROPE_CTKV, RING", "NZCACHE, RING")),
+    Programs(each(log_sums, 1, 3), latent("KROPE_CTKV, RING", "NZCACHE, RING")),
     Programs([], latent("INT8_NZCACHE, decode", "INT8_NZCACHE, SPEC")),
     Programs([], latent("INT8_NZCACHE, RING")),
     Programs([ONE_CACHE], latent("KVCACHE, decode")),

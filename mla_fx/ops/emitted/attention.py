@@ -43,16 +43,22 @@ def probabilities(
     [N]
     adds one score to each row; its probability is dropped.
     """
-    scores = _scaled(latent, rotated, scale)
-    if mask is not None:
-        scores = masked(scores, _aligned(mask, rows_first), fill)
-    elif sinks is None:
+    scores = logits(latent, rotated, mask, scale, fill, rows_first)
+    if mask is None and sinks is None:
         return scores.softmax(-1)
     if sinks is not None:
         scores = torch.cat((scores, _column(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
     # Unlike softmax, this gives zeros for a row that is masked entirely.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
     return weights if sinks is None else weights[..., :-1]
+
+
+def logits(
+    latent: Tensor, rotated: Tensor | None, mask: Tensor | None, scale: float, fill: float | None, rows_first: bool
+) -> Tensor:
+    """Return what `probabilities` are the softmax of, without sinks."""
+    scores = _scaled(latent, rotated, scale)
+    return scores if mask is None else masked(scores, _aligned(mask, rows_first), fill)
 
 
 def undivided(

@@ -66,8 +66,8 @@ def body(a: Arguments) -> Tensor:
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
-    weights = probabilities(*_scores(a), a.scale, a.fill, a.sinks, rows_first=True)
-    return _weighted(weights.to(a.kv_cache.dtype), a)
+    weights = probabilities(*scores(a), a.scale, a.fill, a.sinks, rows_first=True)
+    return weighted(weights.to(a.kv_cache.dtype), a)
 
 
 def kernel(a: Arguments) -> Tensor:
@@ -89,8 +89,8 @@ def in_parts(a: Arguments) -> Tensor:
 
 
 def _undivided(a: Arguments) -> Tensor:
-    scores, dtype = _scores(a), a.kv_cache.dtype
-    return undivided(lambda weights: _weighted(weights, a), dtype, *scores, a.scale, a.fill, a.sinks, rows_first=True)
+    dtype = a.kv_cache.dtype
+    return undivided(lambda weights: weighted(weights, a), dtype, *scores(a), a.scale, a.fill, a.sinks, rows_first=True)
 
 
 def _parts(a: Arguments) -> int:
@@ -134,7 +134,7 @@ def portable(a: Arguments) -> Tensor:
     return in_parts(replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None))
 
 
-def _scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The latent and rotary part of the scores, [B, S, N, T], and the mask."""
     rotated = None
     if a.query_rope is not None and a.kr_cache is not None:
@@ -153,7 +153,7 @@ def _products(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tenso
     return scores.view(*query.shape[:3], scores.shape[-1])
 
 
-def _weighted(weights: Tensor, a: Arguments) -> Tensor:
+def weighted(weights: Tensor, a: Arguments) -> Tensor:
     """[B, S, N, T], and the values -> [B, S, N, Hckv]."""
     rows = weights.flatten(1, 2)
     if a.block_table is None:

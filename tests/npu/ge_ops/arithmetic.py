@@ -140,6 +140,10 @@ def ReduceMax(x: Tensor, axes: Tensor, keep_dims: bool) -> Tensor:
     return x.amax(axes.flatten().tolist(), keep_dims)
 
 
+def ReduceLogSumExp(x: Tensor, axes: Tensor, keep_dims: bool) -> Tensor:
+    return x.logsumexp(axes.flatten().tolist(), keep_dims)
+
+
 def ArgMaxWithValue(x: Tensor, dimension: int, keep_dims: bool) -> tuple[Tensor, Tensor]:
     values, indices = x.max(dimension, keep_dims)
     return indices.int(), values

@@ -1,0 +1,41 @@
+"""Lowers latent_attention.with_lse to FusedInferAttentionScore, which then returns the logarithms of its sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.pages import context_of
+from mla_fx.target import Compiled
+
+from . import fused_infer_attention_score as kernel
+from .causal_masks import checked
+from .latent_attention import attend, refuse_unsupported
+from .surface import Surface, bound
+
+OPERATOR = "latent_attention.with_lse"
+
+
+def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    refuse_unsupported(surface, Arguments(*args, **kwargs))
+    return bound(attention, surface)
+
+
+def attention(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """[B,S,N,512] and [B,S,N]."""
+    a = Arguments(*args, **kwargs)
+    out, lse = attend(surface, a, return_softmax_lse=True)
+    lse = lse.transpose(1, 2)  # of the kernel, [B,N,S,1], in which plus infinity marks a row that sees no key
+    lse = torch.where(lse == torch.inf, of_hidden_scores(a, lse), lse)
+    return out, checked(lse, a.mask, kernel.lengths(a)).squeeze(-1)
+
+
+def of_hidden_scores(a: Arguments, lse: Tensor) -> Tensor | float:
+    """That of a row in which all scores are hidden."""
+    if a.fill is None:
+        return -torch.inf
+    scores = max(a.fill, torch.finfo(lse.dtype).min)
+    return torch.full((), context_of(a.kv_cache, a.block_table), dtype=lse.dtype, device=lse.device).log() + scores

@@ -1,0 +1,73 @@
+"""latent_attention.with_lse: latent_attention, and the logarithms of its sums, by which parts are merged."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import accumulation_dtype
+
+from . import latent_attention
+from .attention import logits
+from .latent_attention import Arguments, refuse_body
+from .pages import in_one_piece
+
+
+def body(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The attention of `latent_attention` without sinks, and the logarithm of what each row is divided by::
+
+        s   = (query . kv_cache + query_rope . kr_cache) * scale + mask
+        out = softmax(s) . kv_cache
+        lse = log(sum(exp(s)))
+
+    Attention over parts of a context, each with its lse, is merged to attention over the whole::
+
+        lse = logsumexp(lses);  out = sum(exp(lses - lse) * outs)
+
+    query, query_rope, kv_cache, kr_cache, scale, the masks (mask, context_lens, is_causal, fill) and block_table are
+    those of `latent_attention`, and mean the same; sinks must be None. lse is [B, S, N] in float32, or float64 for
+    float64, its logarithm is the natural one, and it is minus infinity for a row whose scores all are. Such a row gives
+    zeros, so it adds nothing to others.
+
+    Returns out [B, S, N, Hckv] and lse. Raises ValueError for arguments that do not fit. Inference only.
+    """
+    scores = logits(*latent_attention.scores(a), a.scale, a.fill, rows_first=True)
+    weights = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
+    return latent_attention.weighted(weights.to(a.kv_cache.dtype), a), scores.logsumexp(-1)
+
+
+def portable(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The same from a copy of the contexts."""
+    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
+    return body(replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None))
+
+
+def check(a: Arguments) -> None:
+    if a.sinks is not None:
+        raise ValueError("sinks are given; they must be None: a sum with a sink is not what other parts are merged by.")
+    latent_attention.check(a)
+
+
+def fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    lse = a.query.new_empty(a.query.shape[:3], dtype=accumulation_dtype(a.query.dtype))
+    return latent_attention.fake(a), lse
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Those of latent_attention."""
+    return (sample for sample in latent_attention.samples(dtype) if "sinks" not in sample.mode)
+
+
+operator = define(
+    "latent_attention.with_lse",
+    Arguments,
+    body,
+    returns=("out", "lse"),
+    check=check,
+    fake=fake,
+    samples=samples,
+    refuse_body=refuse_body,
+    portable=portable,
+)

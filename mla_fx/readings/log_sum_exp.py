@@ -1,0 +1,138 @@
+"""The logarithm of the sum that a softmax divides by: `logsumexp`, or `largest + log(sum(exp(scores - largest)))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+
+from .algebra import as_sum
+from .attention import SUMS, Attention
+from .axes import Axis, Index, extent
+from .calls import CASTS, args_of
+from .contraction import reduced, summed
+from .element import Element, computed_from, operand, resolve
+from .reading import Reading, renamed
+from .softmax import exponential, is_peak, less_peak
+from .views import MOVERS, fresh_index
+
+aten = torch.ops.aten
+
+LOGARITHMS = (aten.log.default, aten.logsumexp.default)
+MOVES = frozenset({*MOVERS, *CASTS})
+OTHER_SCORES = "the logarithm is not of the sum that the softmax divides by"
+
+
+@dataclass(frozen=True)
+class LogSumExp(Reading):
+    """`log(sum over keys of exp(logits))`, read at `index` of `node`, at the axes of an attention."""
+
+    index: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The logarithm at `index` of a value, of the sum over `keys` of the exponentials of `logits`."""
+
+    index: tuple[Index, ...]
+    logits: Element
+    keys: Axis
+
+
+def beside(anchor: Node) -> list[Node]:
+    """The values computed from the scores of an attention that may be logarithms of the sum it divides by."""
+    products = [node for node in computed_from(anchor, _is_product) if _is_product(node)]
+    return logarithms(products)
+
+
+def logarithms(products: Iterable[Node]) -> list[Node]:
+    """`logsumexp`, and sums with a logarithm, that are computed from some products, and from no others of them."""
+    found = dict[Node, None]()
+    for node in _computing(products, lambda user: _is_product(user) or user.target in LOGARITHMS):
+        if node.target is aten.logsumexp.default:
+            found[node] = None
+        elif node.target is aten.log.default:
+            users = _computing([node], lambda user: user.target not in MOVES)
+            found.update(dict.fromkeys(user for user in users if user.target is aten.add.Tensor))
+    return list(found)
+
+
+def _computing(nodes: Iterable[Node], is_end: Callable[[Node], bool]) -> Iterator[Node]:
+    """All nodes that are computed from some, ends among them, but nothing that is computed from an end."""
+    pending, seen = [user for node in nodes for user in node.users], set[Node]()
+    while pending:
+        user = pending.pop(0)
+        if user in seen:
+            continue
+        seen.add(user)
+        pending += [] if is_end(user) else user.users
+        yield user
+
+
+def _is_product(node: Node) -> bool:
+    if node.target is aten.sum.dim_IntList:
+        return exponential(args_of(node)[0]) is None
+    return node.target in SUMS
+
+
+def log_sum_exp(node: Node, attention: Attention) -> LogSumExp:
+    """Read a value as the logarithm of the sum that an attention divides by. Raises NoMatch if it is not that one."""
+    if attention.logits is None:
+        raise NoMatch("the scores of the attention are no values of the graph", attention.node)
+    found = _read(node)
+    if found.logits.origin is not attention.logits.origin:
+        one, other = name_of(found.logits.origin), name_of(attention.logits.origin)
+        raise NoMatch(f"{OTHER_SCORES}: it is of {one}, expected {other}", node)
+    names = _names(found, attention, attention.logits)
+    logits = renamed(found.logits, names)
+    if logits.factor != attention.logits.factor:
+        factors = f"{logits.factor:.6g} times the scores, the softmax of {attention.logits.factor:.6g} times these"
+        raise NoMatch(f"the logarithm is of the sum for {factors}", node)
+    if logits != attention.logits:
+        raise NoMatch(OTHER_SCORES, node)
+    return LogSumExp(node, renamed(found.index, names))
+
+
+def _read(node: Node) -> _Sum:
+    index = fresh_index(node)
+    if node.target is aten.logsumexp.default:
+        source, where, over = reduced(node, index)
+        return _Sum(index, resolve(source, where), _one(over, node))
+    total = as_sum(resolve(node, index))
+    logs = [term for term in total.terms if term.origin.target is aten.log.default]
+    peaks = [term for term in total.terms if term not in logs]
+    if len(logs) != 1 or len(peaks) != 1 or total.constant:
+        raise NoMatch("expected the largest score and the logarithm of a sum", node)
+    log = logs[0].node
+    exponentials, over = summed(operand(args_of(log)[0], logs[0].index))
+    keys = _one(over, node)
+    if exponentials.node.target is not aten.exp.default:
+        raise NoMatch(f"expected a sum of exponentials, found one of {name_of(exponentials.origin)}", node)
+    raised = operand(args_of(exponentials.node)[0], exponentials.index)
+    logits = less_peak(raised, keys)
+    if logits is None or not is_peak(peaks[0], logits, keys):
+        raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
+    return _Sum(index, logits, keys)
+
+
+def _one(over: tuple[Index, ...], node: Node) -> Axis:
+    axis = over[0].axis if len(over) == 1 else None
+    if axis is None:
+        raise NoMatch("the exponentials are not summed over the keys alone", node)
+    return axis
+
+
+def _names(found: _Sum, attention: Attention, logits: Element) -> dict[Axis, Index]:
+    """The attention's names for the axes of the logarithm, whose scores lie along the same dimensions."""
+    mine, theirs = found.logits.index, logits.index
+    pairs = zip(mine, theirs, strict=False)
+    names = {part.axis: other for part, other in pairs if part.axis is not None and extent(other) == part.axis.size}
+    axes = {axis for part in (*found.index, *mine) for axis in part.axes}
+    if len(mine) != len(theirs) or not axes <= names.keys() or names[found.keys] != attention.keys:
+        raise NoMatch("the logarithms are of scores in another shape than those of the softmax", found.logits.origin)
+    return names
