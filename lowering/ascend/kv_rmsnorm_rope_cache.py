@@ -80,9 +80,15 @@ def refuse_quantisation(a: Arguments) -> None:
 def refuse_rotation(a: Arguments) -> None:
     if a.cos is None:
         raise NoMatch(f"cos and sin are None; {KERNEL} always rotates")
-    if a.rope_layout != "interleave_half":
+    if a.rope_layout != "interleave_half" and not is_turned(a):
         takes = f"{KERNEL} reads interleaved columns and writes halves, 'interleave_half'"
         raise NoMatch(f"rope_layout is {a.rope_layout!r}; {takes}")
+
+
+def is_turned(a: Arguments) -> bool:
+    """Whether the columns of keys of heads are put in the order that the kernel reads. Unlike those of latents, they
+    lie in front, so that they are few in a copy that is made anyway."""
+    return a.v is not None and a.rope_layout == "half_half"
 
 
 def refuse_latent_sizes(a: Arguments) -> None:
@@ -146,9 +152,10 @@ def paged(a: Arguments, pages: Callable[[Tensor, int], Tensor] = as_pages) -> Ar
 def vendor_call(a: Arguments) -> tuple[Tensor, ...]:
     """The same for a call in a form that the kernel takes."""
     batch, paged = a.kv.shape[0], a.cache_mode not in CONTIGUOUS_MODES
+    kv, gamma = (interleaved(a, rows) if is_turned(a) else rows for rows in (a.kv, a.gamma))
     k_rope, c_kv, k_cache, ckv_cache = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(
-        a.kv.contiguous(),
-        a.gamma.contiguous(),
+        kv.contiguous(),
+        gamma.contiguous(),
         for_each_sequence(a.cos, batch),
         for_each_sequence(a.sin, batch),
         (positions(a) if paged else positions(a).expand(batch, -1)).contiguous(),
@@ -167,6 +174,13 @@ def vendor_call(a: Arguments) -> tuple[Tensor, ...]:
         # the kernel leaves these undefined; if unread, they are dead code
         *_, k_rope, c_kv = body(replace(a, gamma_after_cast=False))
     return k_cache, ckv_cache, k_rope, c_kv
+
+
+def interleaved(a: Arguments, rows: Tensor) -> Tensor:
+    """Rows whose first columns, two halves, alternate between both."""
+    assert a.cos is not None, "a call without rotation was refused"
+    halves, rest = rows[..., : a.cos.shape[-1]], rows[..., a.cos.shape[-1] :]
+    return torch.cat((torch.unflatten(halves, -1, (2, -1)).mT.flatten(-2), rest), -1)
 
 
 def positions(a: Arguments) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import test_key_value_caches
 import test_log_sums
 import test_packed_prologs
 import test_tiled_prologs
@@ -105,6 +106,12 @@ def heads(tokens, kind=Gqa, given=arguments):
 
 def pages_of_heads(sizes, dtype):
     return heads_first(arguments(sizes, dtype))
+
+
+def keys_of_heads(kind):
+    sizes = test_key_value_caches.Sizes(width=192, rotary=64, columns=128, block=PAGE)
+    given = test_key_value_caches.arguments(sizes, BF16)
+    return Program(kind(sizes).to(BF16), list(given), {"cann": RELEASES[2]})
 
 
 def log_sums(tokens):
@@ -237,7 +244,7 @@ KEY_SIDE = [
     Programs([part(whole_pages, query="direct")], [part(key_side, "PA_BLK_BNSD")]),
     Programs([], [part(key_side, "PA_BLK_NZ")]),
     Programs([part(coded, test_static_caches.Contiguous)], each(part(key_side, int8=True), "Norm", "PA", "PA_NZ")),
-    Programs([], [key_side_with_v]),
+    Programs(each(keys_of_heads, test_key_value_caches.Keys, test_key_value_caches.Interleaved), [key_side_with_v]),
 ]
 LATENT = [
     Programs([PAGED], latent("KROPE_CTKV, decode")),
