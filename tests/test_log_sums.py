@@ -290,6 +290,32 @@ class Squares(Attention):
         return (largest + (masked - largest).exp().square().sum(-1, keepdim=True).log()).squeeze(-1)
 
 
+class OfTheLargest(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + (masked - largest).exp().amax(-1, keepdim=True).log()).squeeze(-1)
+
+
+class OfTheMean(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + (masked - largest).exp().mean(-1, keepdim=True).log()).squeeze(-1)
+
+
+class MoreThanOnce(Attention):
+    """The largest score is added twice."""
+
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (2 * largest + (masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+
+
+class NegativeLogarithm(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + -(masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+
+
 TWINS = {
     Unscaled: "the logarithm is of the sum for",
     Unmasked: "the logarithm is not of the sum that the softmax divides by: it is of add, expected masked_fill",
@@ -297,11 +323,14 @@ TWINS = {
     OfHeads: "the logarithms are of scores in another shape than those of the softmax",
     OfSomeKeys: "the logarithms are of scores in another shape than those of the softmax",
     OfHeadsInAnotherOrder: "the logarithm is not of the sum that the softmax divides by: it is of add",
+    OfTheLargest: "expected the logarithm of a sum, found one of amax",
+    OfTheMean: "expected the logarithm of a sum, found one of mean",
+    MoreThanOnce: "the value beside the logarithm is not the maximum of the scores",
     OtherMaximum: "the value beside the logarithm is not the maximum of the scores",
 }
 
 
-UNREAD = [LogarithmOfOtherBase, LogarithmAlone, Squares]
+UNREAD = [LogarithmOfOtherBase, LogarithmAlone, NegativeLogarithm, Squares]
 
 
 @pytest.mark.parametrize("kind", [*TWINS, *UNREAD], ids=lambda kind: kind.__name__)

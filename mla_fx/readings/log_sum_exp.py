@@ -108,8 +108,10 @@ def _read(node: Node) -> _Sum:
     peaks = [term for term in total.terms if term not in logs]
     if len(logs) != 1 or len(peaks) != 1 or total.constant:
         raise NoMatch("expected the largest score and the logarithm of a sum", node)
-    log = logs[0].node
-    exponentials, over = summed(operand(args_of(log)[0], logs[0].index))
+    total_of = operand(args_of(logs[0].node)[0], logs[0].index)
+    if total_of.origin.target is not aten.sum.dim_IntList:
+        raise NoMatch(f"expected the logarithm of a sum, found one of {name_of(total_of.origin)}", node)
+    exponentials, over = summed(total_of)
     keys = _one(over, node)
     if exponentials.node.target is not aten.exp.default:
         raise NoMatch(f"expected a sum of exponentials, found one of {name_of(exponentials.origin)}", node)

@@ -42,6 +42,8 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "causal": (heads.Causal, EVEN),
     "absorbed": (heads.Absorbed, S),
     "absorbed, filled": (heads.AbsorbedFilled, S),
+    "summed": (heads.Summed, SQUARE),
+    "summed by hand": (heads.SummedByHand, EVEN),
     "absorbed grouped": (heads.AbsorbedGrouped, S),
     "absorbed causal": (heads.AbsorbedCausal, EVEN),
     "heads as rows": (heads.HeadsAsRows, S),

@@ -50,6 +50,23 @@ class AbsorbedFilled(Absorbed, Filled):
     pass
 
 
+class Summed(Absorbed):
+    """The result is weighted by the logarithm of the sum that it was divided by, as parts of a context are."""
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
+        scores = query @ key.mT * 0.4 + mask
+        return scores.softmax(-1) @ latent * self.lse(scores).sigmoid()
+
+    def lse(self, scores: Tensor) -> Tensor:
+        return scores.logsumexp(-1, keepdim=True)
+
+
+class SummedByHand(Summed):
+    def lse(self, scores: Tensor) -> Tensor:
+        largest = scores.amax(-1, keepdim=True)
+        return largest + (scores - largest).exp().sum(-1, keepdim=True).log()
+
+
 class OneKey(Absorbed):
     """Query and key are one tensor each; values are the first columns of the key."""
 
