@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import caches, heads, masks, pages, projections, quantised, rotations
+from . import caches, heads, keys, masks, pages, projections, quantised, rotations
 from .plain import Layer, Sizes
 
 S = Sizes()
@@ -94,6 +94,8 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "heads before rows": (pages.HeadsBeforeRows, S),
     "counted twice": (pages.CountedTwice, EVEN),
     "two tables": (pages.TwoTables, EVEN),
+    "keys of heads": (keys.KeysOfHeads, S),
+    "keys of heads, interleaved": (keys.KeysInterleaved, EVEN),
     "sink pages": (pages.SinkPages, S),
     "combined pages, square": (pages.CombinedPages, BLOCKS),
     "combined pages in two": (pages.CombinedPagesInTwo, TWINS),
