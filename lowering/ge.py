@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.fx import Graph
@@ -10,7 +10,7 @@ from torch.fx import Graph
 from mla_fx.graph.provenance import label_of
 from mla_fx.target import Compiled
 
-from .ascend import toolchain
+from .ascend import converters, toolchain
 from .ascend.ge_text import ge_text
 from .ascend.target import AscendTarget
 
@@ -19,6 +19,9 @@ class Ge(AscendTarget):
     name = "ge"
     kind = "ge"
     modes = (toolchain.GE_MODE,)
+
+    def remarks(self, graph: Graph) -> Iterable[str]:
+        return converters.copied_caches(graph)
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:
         return toolchain.is_on_npu(example_inputs)

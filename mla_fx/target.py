@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -105,6 +105,10 @@ class Target:
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """The lowering of plain operators, including the user's own, in graphs in which something fused."""
         return {}
+
+    def remarks(self, graph: Graph) -> Iterable[str]:
+        """What the report says of a graph in which something fused, once it is lowered."""
+        return ()
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """The decompositions to use when a lowering is traced."""

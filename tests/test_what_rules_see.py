@@ -25,7 +25,8 @@ FILES = sorted({*PATTERNS.rglob("*.py"), *READINGS, *WORDS, *OPERANDS})
 NOTING = {"args_of", "options_of", "operands_of"}
 # Only here readers of values are looked up, to find where to begin; what is found is then read like anything else.
 # Whatever depends on who reads a value is decided where a replacement is applied.
-FINDING = {"anchors", "written_alike", "_first_user", "_guards", "_first_result", "products", "_rounded", "_computing", "_writes"}
+FINDING = {"anchors", "written_alike", "_first_user", "_guards", "_first_result", "products", "_rounded"}
+FINDING |= {"_computing", "_writes"}
 # A replay checks again whether an attribute is a literal. Names of sizes are for messages.
 FINDING |= {"_is_literal", "_names"}
 # A call's layout is read here, where a replacement is applied.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
+
+from mla_fx.graph.aliasing import owner
+from mla_fx.graph.provenance import name_of
 
 
 @functools.cache
@@ -131,6 +135,15 @@ def _sizes(self: Any) -> list[Any]:
         return [ge.Const(size, dtype=DataType.DT_INT64) for size in self.symsize]
     sizes = ge.Shape(self)
     return [ge.Cast(ge.Gather(sizes, axis), dst_type=DataType.DT_INT64) for axis in range(self.rank)]
+
+
+def copied_caches(graph: Graph) -> Iterator[str]:
+    """The graph inputs that `index_put` writes into a copy, because their sizes are read, too."""
+    returned = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default):
+        cache, sizes = node.args[0], node.args[0].meta["val"].shape
+        if owner(cache) in returned and not all(isinstance(size, int) for size in sizes):
+            yield f"{name_of(owner(cache))} is copied at each step, because a size of it is a symbol"
 
 
 def written(self: Any, places: Any, updates: Any) -> Any:

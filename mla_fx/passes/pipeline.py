@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
@@ -97,6 +98,7 @@ def lower_plain(run: Run) -> None:
     """Apply the target's lowerings of plain operators if something fused in the graph."""
     if run.fused:
         _lower(run, run.target.plain_lowerings(run.options.extra), keeps_calls=True)
+        _note(run.report, Counter(run.target.remarks(run.graph)))
 
 
 def hoist_weights(run: Run) -> None:

@@ -34,9 +34,9 @@ def change_results(monkeypatch: pytest.MonkeyPatch, lowering: ModuleType, change
 
 def change_attention(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
     """Attention is called with options that are functions of the right ones."""
-    whole = fused_infer_attention_score.attend
+    whole = fused_infer_attention_score.attend_and_sum
 
     def attend(*args: Any, **options: Any) -> Any:
         return whole(*args, **options | {name: change(options[name]) for name, change in changes.items()})
 
-    monkeypatch.setattr(fused_infer_attention_score, "attend", attend)
+    monkeypatch.setattr(fused_infer_attention_score, "attend_and_sum", attend)

@@ -65,6 +65,7 @@ def test_a_layer(converted, kind, tokens, block):
     graph = types(converted.graphs[0])
     counts = [graph.count(name) for name in (KERNEL, "ScatterNdUpdate", "TensorMove", "Assign", "IndexByTensor")]
     assert counts == [1, 2, 0, 0, 0], str(mla_fx.last_report())
+    assert not any("copied" in note for note in mla_fx.last_report().notes)
 
 
 @pytest.mark.parametrize("kind", [PagesOfHeads, pytest.param(RowsOfHeads, marks=pytest.mark.campaign)])
@@ -121,6 +122,18 @@ def test_batches_of_any_size(converted):
     for batch in (4, 3, 2):
         compared(run, module, [x[:batch], table[:batch], starts[:batch], *caches])
     assert [[types(graph).count(name) for name in (KERNEL, "TensorMove")] for graph in converted.graphs] == [[1, 0]] * 2
+
+
+def test_caches_whose_size_is_a_symbol_are_copied(converted):
+    """The report says so."""
+    module = Gqa(sized(1, 128)).to(BF16)
+    given = arguments(module.sizes, BF16)
+    for cache in given[3:]:
+        torch._dynamo.mark_dynamic(cache, 0)
+    compared(compiled(module, dynamic=None), module, given)
+    copies = types(converted.graphs[0]).count("TensorMove")
+    said = [note for note in mla_fx.last_report().notes if "copied at each step" in note]
+    assert copies == len(said) == 2 and "key_cache is copied at each step, because a size of it is a symbol" in said[0]
 
 
 def test_a_sequence_without_a_context_gives_zeros(converted):
