@@ -381,3 +381,14 @@ def test_sinks_are_refused_by_the_operator():
         torch.ops.mla_fx.latent_attention.with_lse(
             query, query_rope, kv_cache, kr_cache, None, None, torch.ones(N), table, scale=SCALE
         )
+
+
+def test_a_factor_that_is_a_symbol():
+    """With `dynamic=True`, a number of the program is an input. What is not read must not fail."""
+    torch._dynamo.reset()
+    given, backend = arguments(), mla_fx.get_backend(target="reference", strict=False)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", mla_fx.MlaWarning)
+        found = torch.compile(Attention(), backend=backend, dynamic=True)(*given)
+    for one, wanted in zip(found, Attention()(*given), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-10)
