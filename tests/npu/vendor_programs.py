@@ -109,7 +109,7 @@ def pages_of_heads(sizes, dtype):
 
 
 def keys_of_heads(kind):
-    sizes = test_key_value_caches.Sizes(width=192, rotary=64, columns=128, block=PAGE)
+    sizes = test_key_value_caches.Sizes(width=192, rotary=64, columns=128, block=PAGE, hidden=256)
     given = test_key_value_caches.arguments(sizes, BF16)
     return Program(kind(sizes).to(BF16), list(given), {"cann": RELEASES[2]})
 
