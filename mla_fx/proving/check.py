@@ -94,29 +94,28 @@ def _difference(plan: Drafted, region: Region, numbers: Numbers, small: Mapping[
     run, olds = _run(plan, region, numbers, small)
     for (old, new), before in zip(plan.replaced, olds, strict=True):
         try:
-            after = run.run(new)
+            after = tree_leaves(run.run(new))
         except Exception as error:  # an operator may refuse other sizes with any error
             raise UncheckedError(f"the plan does not run: {error}") from error
-        sentence = _compared(before, after)
-        if sentence is not None:
+        for sentence in filter(None, map(_compared, before, after)):
             return Difference(old, sentence)
     return None
 
 
 def _run(
     plan: Drafted, region: Region, numbers: Numbers, small: Mapping[int, int]
-) -> tuple[Interpreter, list[Tensor]]:
-    """The old values for the first inputs that make them finite."""
+) -> tuple[Interpreter, list[list[Tensor]]]:
+    """The results of each old value for the first inputs that make them finite."""
     coarsest, reason = _coarsest(plan), "its results are not finite"
     for attempt in range(TRIES):
         inputs = Inputs(numbers, small, attempt)
         run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, coarsest)
         try:
-            olds = [run.run(old) for old in plan.olds]
+            olds = [tree_leaves(run.run(old)) for old in plan.olds]
         except Exception as error:  # PyTorch refuses numbers that are out of range, and sizes that do not fit
             reason = f"the program does not run: {error}"
             continue
-        if all(bool(torch.isfinite(old).all()) for old in olds):
+        if all(bool(torch.isfinite(result).all()) for results in olds for result in results):
             return run, olds
     raise UncheckedError(reason)
 
