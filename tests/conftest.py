@@ -57,11 +57,17 @@ def fresh_dynamo():
 
 @pytest.fixture(autouse=True)
 def refuted(request, monkeypatch):
-    """Rewrites that the option prove found wrong. That fails a test, if it is not about them."""
+    """Rewrites that the option prove found wrong, and errors in it. That fails a test, if it is not about them."""
     found = []
 
     def difference(plan):
-        result = check.difference(plan)
+        try:
+            result = check.difference(plan)
+        except check.UncheckedError:
+            raise
+        except Exception as error:
+            found.append(error)
+            raise
         found.extend([] if result is None else [result])
         return result
 

@@ -17,8 +17,9 @@ def prove(run: Run, rule: str, plan: Drafted) -> None:
         return
     try:
         found = difference(plan)
-    except UncheckedError as error:
-        reason = f"{rule} could not be checked: {error}"
+    except Exception as error:  # a check that fails says nothing about the plan
+        cause = error if isinstance(error, UncheckedError) else f"{type(error).__name__}: {error}"
+        reason = f"{rule} could not be checked: {cause}"
         if run.options.prove == "required":
             raise NoMatch(reason) from error
         run.report.unchecked.append(reason)
