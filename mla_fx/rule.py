@@ -41,7 +41,7 @@ from .matching.pattern import (
     var,
 )
 from .readings.attention import Attention
-from .readings.cache_update import CacheUpdate
+from .readings.cache_places import CacheUpdate
 from .readings.contraction import Contraction
 from .readings.element import Element, element_of, is_parameter
 from .readings.paged import Paged

@@ -156,7 +156,7 @@ class KvRmsnormRopeCache(Rule):
         updates = [update for name in names if (update := match.get(CacheUpdate, f"{name}.write")) is not None]
         if len(updates) < len(names):
             raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
-        latent, *others = map(cache_roles, updates)
+        latent, *others = (cache_roles(update, may_be_nz=True) for update in updates)
         keys = others[0] if others else None
         check_norm_of_rows(match.reading(RmsNorm, "norm"), latent.width)
         if keys is not None:
@@ -189,6 +189,8 @@ def _plan(
     else:
         index, ckv_cache, k_cache = positions_and_caches(latent, keys)
         replaced_by = replaced_cache
+        if latent.mode == "NZ":
+            index, options["cache_mode"] = Call(aten.squeeze.dim, index, 0), "NZ"
     if keys is None:
         k_cache = _without_columns(latent, quantisation.dtype)
     kv, gamma = _rows(match, latent, keys, quantisation.dtype), tensor(match["gamma"].stored, (latent.width,))

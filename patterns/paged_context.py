@@ -8,20 +8,23 @@ token, which are blocks of one row. The rows in a table may be any rows: the ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import B, T
-from mla_fx.readings.axes import axes_of, cuts
+from mla_fx.readings.axes import Axis, Index, axes_of, cuts
 from mla_fx.readings.calls import args_of, named_argument, options_of
-from mla_fx.readings.paged import GATHERS, paged
+from mla_fx.readings.paged import GATHERS, Paged, paged
 from mla_fx.readings.reading import renamed
+from mla_fx.rewriting.fractals import check_memory
+from mla_fx.rewriting.materialize import Dims
 from mla_fx.rewriting.operands import block_table
 from mla_fx.rule import (
     ATTENTION,
+    Axes,
     Call,
     CallPattern,
     Case,
@@ -99,14 +102,29 @@ class PagedContext(Rule):
         if parted is None:
             raise NoMatch("latent and rotary key are gathered in incompatible blocks", keys.node)
         latent, keys = (renamed(found, parted) for found in (latent, keys))
-        context = tuple(leaf for axis in t for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))
-        (page, row), _ = (found.blocks_and_rows(context) for found in (latent, keys))
+        t, c, r = (tuple(leaf for axis in part for leaf in _leaves(axis, parted)) for part in (t, c, r))
+        (page, row), _ = (found.blocks_and_rows(t) for found in (latent, keys))
+        is_nz = len(c) > 1 or len(r) > 1
         pages = {
-            name: tensor(found.pages, (axes(found.block, "the blocks", found.node), row, columns))
+            name: tensor(found.pages, _dims(found, row, columns, is_nz=is_nz))
             for name, found, columns in zip(CACHES, (latent, keys), (c, r), strict=True)
         }
         old = match.reading(Reading, "attention").node
         return Plan(Replaced(old, _with_pages(old, pages, block_table(b, page, latent, keys))))
+
+
+def _leaves(axis: Axis, parted: Mapping[Axis, Index]) -> Axes:
+    return axes_of(parted[axis]) or () if axis in parted else (axis,)
+
+
+def _dims(found: Paged, row: Axes, columns: Axes, *, is_nz: bool) -> Dims:
+    """The dimensions of pages: [Blocks, BlockSize, Columns], or in FRACTAL_NZ [Blocks, Columns/n0, BlockSize, n0]."""
+    block = axes(found.block, "the blocks", found.node)
+    if not is_nz:
+        return block, row, columns
+    dims = block, columns[:-1], row, columns[-1:]
+    check_memory(found.pages, dims)
+    return dims
 
 
 def _with_pages(old: Node, pages: dict[str, Expression], table: Expression) -> Call:

@@ -83,24 +83,21 @@ def amax(self: Any, dim: Sequence[int] = (), keepdim: bool = False, meta_outputs
 def index_put(
     self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, meta_outputs: Any = None
 ) -> Any:
-    """`aten::index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False)` along the first axes. One
-    of them may be whole, between others: `self[blocks, :, offsets] = values`, whose axis is the next of the values."""
+    """`aten::index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False)` along the first axes, or
+    along axes with gaps, the first among them."""
     from torchair._ge_concrete_graph import ge_apis as ge
     from torchair.ge._ge_graph import DataType
 
-    given = [index for index in indices if index is not None]
-    is_between = len(indices) - len(given) <= 1 and None not in (indices[0], indices[-1])
-    if accumulate or not is_between or any(index.dtype == DataType.DT_BOOL for index in given):
+    is_bool = any(index is not None and index.dtype == DataType.DT_BOOL for index in indices)
+    if accumulate or is_bool or indices[0] is None:
         raise NotImplementedError(
             f"aten.index_put with accumulate={accumulate} or indices without numbers is not converted"
         )
     axes, sizes = len(indices), _sizes(self)
-    numbers = [
-        _all(size) if index is None else _from_start(index, size, len(given) < axes)
-        for index, size in zip(indices, sizes, strict=False)
-    ]
+    numbers = _numbers(self, indices)
     places = ge.Shape(functools.reduce(ge.Add, numbers))
-    found = [ge.BroadcastTo(number, places) for number in numbers]
+    # FloorMod, because an index may count from the end
+    found = [ge.FloorMod(ge.BroadcastTo(index, places), size) for index, size in zip(numbers, sizes, strict=False)]
     shape = places
     if rest := sizes[axes:]:
         columns = ge.Cast(ge.Pack(rest, N=len(rest), axis=0), dst_type=DataType.DT_INT32)
@@ -108,22 +105,20 @@ def index_put(
     return written(self, ge.Pack(found, N=axes, axis=-1), ge.BroadcastTo(values, shape))
 
 
-def _all(size: Any) -> Any:
-    """All int64 numbers below a size."""
+def _numbers(self: Any, indices: Sequence[Any]) -> list[Any]:
+    """Int64 indices. Where there is none, every place is counted, in an axis behind those of the others."""
     from torchair._ge_concrete_graph import ge_apis as ge
     from torchair.ge._ge_graph import DataType
 
-    first, step = (ge.Const(number, dtype=DataType.DT_INT64) for number in (0, 1))
-    return ge.Range(first, size, step)
-
-
-def _from_start(index: Any, size: Any, is_column: bool) -> Any:
-    """An index in int64, which may count from the end, as one that does not."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-    from torchair.ge._ge_graph import DataType
-
-    number = ge.FloorMod(ge.Cast(index, dst_type=DataType.DT_INT64), size)
-    return ge.Unsqueeze(number, axes=[-1]) if is_column else number
+    found, gaps = [], [axis for axis, index in enumerate(indices) if index is None]
+    for axis, index in enumerate(indices):
+        behind = len(gaps)
+        if index is None:
+            behind -= gaps.index(axis) + 1
+            index = ge.Range(ge.Const(0), ge.Cast(_sizes(self)[axis], dst_type=DataType.DT_INT32), ge.Const(1))
+        number = ge.Cast(index, dst_type=DataType.DT_INT64)
+        found.append(ge.Unsqueeze(number, axes=[-1 - axis for axis in range(behind)]) if behind else number)
+    return found
 
 
 def _sizes(self: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.cache import page_count
+from mla_fx.ops.common.cache import of_pages, page_count, page_shape
 from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.arguments import Arguments
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLAIN_MODES, is_quantised
@@ -36,6 +36,8 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_quantisation(a)
     for name in CACHES:
         limits.dense(name, getattr(a, name), KERNEL)
+    if a.cache_mode == "NZ":
+        a = of_pages(a, *CACHES, form=page_shape)
     refuse_unsupported(surface, paged(a, page_shapes) if is_unpaged(a) else a)
     return plain
 
@@ -123,9 +125,12 @@ def refuse_pages(a: Arguments) -> None:
 def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The results of `mla_fx.kv_rmsnorm_rope_cache`."""
     a = Arguments(*args, **kwargs)
-    if not is_unpaged(a):
+    if a.cache_mode == "NZ":
+        k_cache, ckv_cache, *rows = vendor_call(of_pages(a, *CACHES))
+    elif is_unpaged(a):
+        k_cache, ckv_cache, *rows = vendor_call(formed(a))
+    else:
         return vendor_call(a)
-    k_cache, ckv_cache, *rows = vendor_call(formed(a))
     return k_cache.view(a.k_cache.shape), ckv_cache.view(a.ckv_cache.shape), *rows
 
 

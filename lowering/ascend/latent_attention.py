@@ -16,7 +16,7 @@ from . import fused_infer_attention_score as kernel
 from . import limits
 from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
-from .fused_infer_attention_score_rules import EXPANDED, LATENT_TOKENS, RANK
+from .fused_infer_attention_score_rules import EXPANDED, LATENT_TOKENS, RANK, RULES
 from .prolog_form import PAGE_SIZES, page_size
 from .surface import Surface, bound
 
@@ -44,13 +44,16 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
         kernel.refuse_computed(surface, a)
     kernel.refuse_masks(surface, a, tokens)
     if a.block_table is not None:
-        refuse_pages(a.kv_cache, a.kr_cache)
+        refuse_pages(surface, a.kv_cache, a.kr_cache)
 
 
-def refuse_pages(kv_cache: Tensor, kr_cache: Tensor) -> None:
-    """Raises NoMatch for pages that the kernel cannot take."""
-    size = kv_cache.shape[1]
-    if page_size(size) is None:
+def refuse_pages(surface: Surface, kv_cache: Tensor, kr_cache: Tensor) -> None:
+    """Raises NoMatch for pages that the kernel cannot take. Plain pages may be cut, those in FRACTAL_NZ may not."""
+    size = kv_cache.shape[-2]
+    if is_nz(kv_cache):
+        sizes = RULES[surface.cann].nz_pages
+        limits.page_size("kv_cache in FRACTAL_NZ", size, limits.of_release(surface, KERNEL), sizes)
+    elif page_size(size) is None:
         raise NoMatch(f"kv_cache has BlockSize = {size}; {KERNEL} takes multiples of {PAGE_SIZES[-1]}")
     blocks, others = kv_cache.shape[0], kr_cache.shape[0]
     if not limits.holds(blocks == others):
@@ -80,7 +83,7 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
         key_rope=keys,
         actual_seq_kvlen=kernel.equal(batch, visible, device) if lengths is None else lengths.expand(batch),
         block_table=table,
-        block_size=latents.shape[1],
+        block_size=latents.shape[-2],
         num_query_heads=a.query.shape[2],
         num_key_value_heads=1,
         softmax_scale=a.scale,
@@ -92,7 +95,10 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
 
 
 def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages [BlockNum,BlockSize,D] of latents and of rotary keys, and the page table int32 [B,Blocks] of both."""
+    """Pages [BlockNum,BlockSize,D], or in FRACTAL_NZ [BlockNum,1,D/n0,BlockSize,n0], of latents and of rotary keys, and
+    the page table int32 [B,Blocks] of both."""
+    if is_nz(a.kv_cache):
+        return a.kv_cache.unsqueeze(1), kr_cache.unsqueeze(1), from_start(a, a.kv_cache.shape[0]).to(torch.int32)
     batch, positions, _ = a.kv_cache.shape
     size = page_size(positions) or PAGE
     latents, keys = (in_whole_pages(cache, size) for cache in (a.kv_cache, kr_cache))
@@ -100,8 +106,18 @@ def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if a.block_table is None:
         table = torch.arange(batch * blocks, dtype=torch.int32, device=a.kv_cache.device).view(batch, blocks)
     else:
-        table = in_parts(torch.where(a.block_table < 0, a.block_table + batch, a.block_table), blocks)
+        table = in_parts(from_start(a, batch), blocks)
     return latents.reshape(-1, size, latents.shape[2]), keys.reshape(-1, size, keys.shape[2]), table
+
+
+def is_nz(cache: Tensor) -> bool:
+    return cache.dim() == 4
+
+
+def from_start(a: Arguments, blocks: int) -> Tensor:
+    """The table with every block counted from the start."""
+    assert a.block_table is not None, "there is one"
+    return torch.where(a.block_table < 0, a.block_table + blocks, a.block_table)
 
 
 def in_parts(block_table: Tensor, count: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.cache import of_pages, page_shape
 from mla_fx.ops.emitted.mla_prolog import check
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
@@ -19,7 +20,8 @@ from .mla_prolog_v3 import KERNEL
 from .surface import Surface, bound
 
 OPERATOR = "mla_prolog"
-OWN_MODES = ("Norm", "BSND")  # not in the vendor's first interface
+CACHES = ("kv_cache", "kr_cache")
+OWN_MODES = ("Norm", "BSND", "NZ")  # not in the vendor's first interface
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -37,7 +39,10 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
         prolog_form.refuse_formats(surface, kernel(surface))
     if a.cache_mode == "Norm":
         prolog_form.refuse_unpaged(a, kernel(surface))
-    paged = prolog_form.paged(a, prolog_form.page_shapes)
+    if a.cache_mode == "NZ":
+        paged = of_pages(a, *CACHES, form=page_shape)
+    else:
+        paged = prolog_form.paged(a, prolog_form.page_shapes)
     if surface.prolog == "v3":
         mla_prolog_v3.refuse_unsupported(surface, as_v3(paged))
     else:
@@ -61,7 +66,7 @@ def refuse_left_out(surface: Surface, a: Arguments) -> None:
 def prolog(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The results of `mla_fx.mla_prolog`."""
     a = Arguments(*args, **kwargs)
-    call = prolog_form.formed(a)
+    call = prolog_form.formed(of_pages(a, *CACHES) if a.cache_mode == "NZ" else a)
     if surface.prolog == "v3":
         query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.vendor_call(surface, as_v3(call))
     else:

@@ -14,7 +14,6 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention
 from mla_fx.ops.emitted.paged_attention import Arguments
-from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
@@ -92,7 +91,7 @@ def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
     device, heads_first = a.query.device, has_heads_first(a)
     size = a.key_cache.shape[1] if heads_first else page_size(a.key_cache.shape[1], page_sizes(a))
     assert size is not None, "other blocks are refused"
-    context = context_of(a.key_cache, a.block_table)
+    context = a.block_table.shape[1] * a.key_cache.shape[1]
     lengths = kernel.lengths(one_headed(a))
     out = kernel.attend(
         surface,

@@ -44,10 +44,11 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.attention import Attention
 from mla_fx.readings.axes import Axis, Index, extent, fresh, shifted
-from mla_fx.readings.cache_update import POSITIONED, WRITES, CacheUpdate, cache_updates, is_written_where
+from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_updates, is_written_where
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction, contraction
 from mla_fx.readings.element import Element, element_of, is_parameter, resolve
+from mla_fx.readings.fractals import element_of_rows, sizes_of_rows
 from mla_fx.readings.paged import paged
 from mla_fx.readings.quantised_cache import cache_behind
 from mla_fx.readings.quantised_product import quantised_product
@@ -58,7 +59,7 @@ from mla_fx.readings.rope import rope as read_rope
 from mla_fx.readings.scaling import scaling
 from mla_fx.readings.static_codes import static_codes
 from mla_fx.readings.unproved import EQUAL, unproved
-from mla_fx.readings.views import cuts, fresh_index, shape_of
+from mla_fx.readings.views import cuts, fresh_index
 
 from .match import Match, NearestMiss
 
@@ -204,7 +205,7 @@ class _Stored(Pattern):
         other = match.readings.get(self.beside)
         for update in updates:
             try:
-                found = update.beside(other) if isinstance(other, CacheUpdate) else update
+                found = update.beside(other)
             except NoMatch as miss:
                 nearest.fail(match, miss)
                 continue
@@ -363,7 +364,7 @@ class CallPattern:
     def bindings(self, node: Node, arguments: Mapping[str, Node], nearest: NearestMiss) -> Iterator[Match]:
         letters: dict[str, Index] = {}
         for name, operand in self.operands.items():
-            for letter, size in zip(operand.letters, shape_of(arguments[name]), strict=True):
+            for letter, size in zip(operand.letters, sizes_of_rows(arguments[name], len(operand.letters)), strict=True):
                 found = extent(letters.setdefault(letter, fresh(size)))
                 if found != size:  # the same number, but a proof for one is not a proof for the other
                     because = f"too little is known about the sizes of the operands of {name_of(node)}"
@@ -373,9 +374,8 @@ class CallPattern:
         partial: Iterator[Match] = iter((Match(fixed=fixed),))
         for name, operand in self.operands.items():
             dims = tuple(letters[letter] for letter in operand.letters)
-            axes = OperandAxes(arguments[name], dims)
-            partial = _each_read(f"{name}.axes", axes, partial)
-            partial = _each(operand.pattern, resolve(arguments[name], dims), partial, nearest)
+            partial = _each_read(f"{name}.axes", OperandAxes(arguments[name], dims), partial)
+            partial = _each(operand.pattern, element_of_rows(arguments[name], dims), partial, nearest)
         return partial
 
 

@@ -39,6 +39,7 @@ from mla_fx.rewriting.fake_values import hashable, signature
 
 aten = torch.ops.aten
 PLAIN_WRITES = frozenset({aten.index_put.default, aten.index_copy.default})
+FLAT = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}  # elements stay in their order
 
 
 class LaidOut:
@@ -267,9 +268,9 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
     copies = [user for user in source.users if user.target is aten.copy_.default and args_of(user)[0] is source]
     if len(copies) != 1 or not source.meta["val"].is_contiguous():
         return None
-    result = _before_reshapes(args_of(copies[0])[1])
+    result = _before_reshapes(args_of(copies[0])[1], FLAT)
     view = next((view for view in _views(source) if _is_given(view, result)), None)
-    if view is None or view is source:
+    if view is None or view.target not in RESHAPES:
         return None
     before, asked = shape_of(source), args_of(view)[1]
     sizes = [size if isinstance(size, int) else -1 for size in asked]
@@ -280,7 +281,7 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
         return None
     for user, size in zip(others, counted, strict=True):
         user.replace_all_uses_with(size)
-    alike = [node for node in _views(source) if node is not source and args_of(node)[1] == asked]
+    alike = [node for node in _views(source) if node.target in RESHAPES and args_of(node)[1] == asked]
     source.meta["val"] = _of_shape(source.meta["val"], sizes)
     for node in alike:
         node.replace_all_uses_with(source)
@@ -304,8 +305,8 @@ def _of_shape(value: Tensor, sizes: Sequence[int]) -> Tensor:
         return value.new_empty([value.numel() // rest if size == -1 else size for size in sizes])
 
 
-def _before_reshapes(value: Node) -> Node:
-    while value.target in RESHAPES:
+def _before_reshapes(value: Node, reshapes: Set[Any] = RESHAPES) -> Node:
+    while value.target in reshapes:
         value = value.all_input_nodes[0]
     return value
 
@@ -314,7 +315,7 @@ def _views(source: Node) -> Iterator[Node]:
     """A value and its reshapes."""
     yield source
     for user in source.users:
-        if user.target in RESHAPES:
+        if user.target in FLAT:
             yield from _views(user)
 
 

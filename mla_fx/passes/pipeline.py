@@ -20,7 +20,7 @@ from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import triage
 from mla_fx.readings.sizes import size_facts
 from mla_fx.readings.written_alike import written_alike
-from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, erase_orphans
+from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, drop_turns, erase_orphans
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
@@ -68,6 +68,7 @@ def clean_up(run: Run) -> None:
     if run.is_changed:
         drop_round_trips(run.emit)
         drop_empty_parts(run.emit)
+        drop_turns(list(run.graph.nodes))
     _erase_orphans(run)
     rules = {rule.name for rule in run.rules if rule.stage == Stage.PIECE}
     for node in run.graph.nodes:

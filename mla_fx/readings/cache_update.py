@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -13,11 +14,12 @@ from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import INTEGERS, whole_number
 
 from .axes import ZERO, Axis, Digit, Index, axes_of, combine, composite, digits_of, extent, fresh, of_axis, shifted
+from .cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
 from .calls import args_of, argument, options_of
 from .element import Element, element_of, operand, resolve
-from .reading import Parts, Reading, renamed
+from .fractals import in_fractals
+from .reading import renamed
 from .sizes import Size, product, strides_of
-from .unproved import EQUAL, unproved
 from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
 
 aten = torch.ops.aten
@@ -29,99 +31,6 @@ POSITIONED = frozenset(
 WRITES = frozenset({*POSITIONED, aten.slice_scatter.default, aten.select_scatter.default})
 NEGATIVE = "the cache is written from a position that may be negative, which counts from the end"
 WHERE = "the cache is written by a boolean mask, not at positions"
-
-
-@dataclass(frozen=True)
-class Appended(Parts):
-    """The program itself decides where rows go: `cat` appends them, or they are columns of wider rows."""
-
-
-@dataclass(frozen=True)
-class From(Parts):
-    """Consecutive rows from a slot, which may be a symbol."""
-
-    start: Size
-
-
-@dataclass(frozen=True)
-class At(Parts):
-    """Each row has its slot, an element of a tensor of positions. With `wraps`, a negative slot counts from the end."""
-
-    slot: Element
-    wraps: bool
-
-
-@dataclass(frozen=True)
-class InBlocks(Parts):
-    """Each row has its block and an offset in it; negative ones count from the end."""
-
-    block: Element
-    offset: Element
-
-
-@dataclass(frozen=True)
-class WholeBlocks(Parts):
-    """Blocks are written whole: each has its number, and `offset` counts its rows. With `wraps`, a negative number
-    counts from the end."""
-
-    block: Element
-    offset: Index
-    wraps: bool
-
-
-@dataclass(frozen=True)
-class CacheUpdate(Reading):
-    """Rows that are written into a value along dimension `dim`; `index` holds new indices for the whole value.
-
-    `rows` are the new rows, read at `place` as the element `row` and counted along `token`; `where` says where they are
-    written. Slots count through `across` dimensions: with more than one, through blocks and the offsets in a block.
-
-    For wider rows, `index` and `row` describe some of the columns, and `rows` holds these."""
-
-    index: tuple[Index, ...]
-    dim: int
-    old: Node
-    rows: Node
-    place: tuple[Index, ...]
-    row: Element
-    token: Index
-    where: Appended | From | At | InBlocks | WholeBlocks
-    across: int = 1
-
-    @property
-    def is_paged(self) -> bool:
-        return self.across > 1
-
-    @property
-    def is_appended(self) -> bool:
-        return isinstance(self.where, Appended)
-
-    @property
-    def behind(self) -> int:
-        """The first dimension after those that slots count through."""
-        return self.dim + self.across
-
-    def beside(self, other: CacheUpdate) -> CacheUpdate:
-        """This update with its rows counted like those of another cache. Raises NoMatch if their numbers differ."""
-        if self.is_paged != other.is_paged:
-            raise NoMatch("only one of latent and rotary key is cached by blocks and offsets", self.node)
-        names: dict[Axis, Index] = {}
-        for own, same in zip(self._rows_and_slots(), other._rows_and_slots(), strict=True):
-            mine, theirs = (product(axis.size for axis in axes) for axes in (own, same))
-            if mine != theirs:
-                because = "the caches of latent and rotary key have different numbers of rows or slots"
-                raise NoMatch(because + unproved(self.node.graph, mine, EQUAL, theirs), self.node)
-            if len(own) != len(same) or any(a.size != b.size for a, b in zip(own, same, strict=True)):
-                raise NoMatch("the caches of latent and rotary key have different numbers of rows or slots", self.node)
-            names.update(zip(own, map(of_axis, same), strict=True))
-        return renamed(self, names)
-
-    def _rows_and_slots(self) -> tuple[list[Axis], ...]:
-        """The axes of sequences, slots and new rows, wherever they are; dimensions of one have none."""
-        sequences = (*self.index[: self.dim], *self.index[self.behind : -1])
-        slots = self.index[self.dim : self.behind]
-        groups = sequences, slots, (self.token,)
-        return tuple([axis for part in parts for axis in axes_of(part) or ()] for parts in groups)
 
 
 def cache_update(element: Element) -> CacheUpdate:
@@ -146,12 +55,18 @@ def cache_updates(element: Element) -> Iterator[CacheUpdate]:
 
 
 def _by_blocks_and_rows(update: CacheUpdate) -> Iterator[CacheUpdate]:
-    """An update at positions along one dimension, as one of whole blocks if it may be one, and as it is."""
-    at, lead = update.where, axes_of(update.token)
-    inner = next((dim for dim in range(update.behind, len(update.index) - 1) if update.index[dim].axis), None)
-    if isinstance(at, At) and not update.is_paged and lead is not None and inner is not None:
-        yield _of_whole_blocks(update, at, lead, inner)
+    """An update at positions along one dimension, as one of whole blocks if it may be one, and as it is; and one of
+    blocks as one of FRACTAL_NZ."""
+    at, lead, dim = update.where, axes_of(update.token), update.dim
+    paged = {dim + 1: update} if update.is_paged and update.fractals is None else {}
+    if isinstance(at, At) and not update.is_paged and lead is not None:
+        inner = (row for row in range(update.behind, len(update.index) - 1) if update.index[row].axis)
+        paged = {row: _of_whole_blocks(update, at, lead, row) for row in inner}
+        yield from list(paged.values())[:1]
     yield update
+    for row, found in paged.items():
+        with contextlib.suppress(NoMatch):
+            yield in_fractals(found, dim, row)
 
 
 def _of_whole_blocks(update: CacheUpdate, at: At, lead: tuple[Axis, ...], inner: int) -> CacheUpdate:
@@ -172,6 +87,8 @@ def _of_columns(update: CacheUpdate, columns: Index) -> CacheUpdate:
 
     The program then decides where the wider rows go, as it does for appended rows."""
     rows, place = update.rows, update.place
+    if update.fractals is not None:
+        raise NoMatch("some columns are read of a cache that holds those of a row in two dimensions", update.node)
     while place[-1] != columns or shape_of(rows)[-1] != extent(columns):
         further = move(rows, place)
         if further is None:
@@ -256,9 +173,11 @@ def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         return _at_positions(node, index, used[0], places[used[0]], rows)
     if used == [0, 1] and _counts_sequences(places[0], old):
         return _per_sequence(node, index, old, places, rows)
-    if len(used) == 2 and used[1] == used[0] + 1:
-        return _in_blocks(node, index, used[0], (places[used[0]], places[used[1]]), rows)
-    raise NoMatch("the cache is written at positions along several dimensions", node)
+    if len(used) != 2:
+        raise NoMatch("the cache is written at positions along several dimensions", node)
+    block, row = used
+    found = _in_blocks(node, index, (block, row), (places[block], places[row]), rows)
+    return found if row == block + 1 else in_fractals(found, block, row)
 
 
 def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, rows: Node) -> CacheUpdate:
@@ -277,17 +196,21 @@ def _counted(lead: tuple[Index, ...]) -> Index:
     return composite([axis for part in lead for axis in axes_of(part) or ()])
 
 
-def _in_blocks(node: Node, index: tuple[Index, ...], dim: int, places: tuple[Node, Node], rows: Node) -> CacheUpdate:
-    """`cache[blocks, offsets] = rows`, where the rows of a page are the next dimension."""
-    old = args_of(node)[0]
+def _in_blocks(
+    node: Node, index: tuple[Index, ...], dims: tuple[int, int], places: tuple[Node, Node], rows: Node
+) -> CacheUpdate:
+    """`cache[blocks, offsets] = rows`. The rows come first in the written values if the two dimensions are not
+    adjacent."""
+    old, (dim, inner) = args_of(node)[0], dims
     wide, other = sorted(map(shape_of, places), key=len, reverse=True)
     aligned = (*[1] * (len(wide) - len(other)), *other)
     written = tuple(size if size != 1 else beside for size, beside in zip(wide, aligned, strict=True))
-    sizes = shape_of(old)
-    lead = _rows_at(node, rows, sizes[:dim], written, sizes[dim + 2 :])
-    place = broadcast(rows, (*index[:dim], *lead, *index[dim + 2 :]))
+    sizes, others = shape_of(old), [each for each in range(len(index)) if each not in dims]
+    before, behind = (others[:dim], others[dim:]) if inner == dim + 1 else ([], others)
+    lead = _rows_at(node, rows, [sizes[each] for each in before], written, [sizes[each] for each in behind])
+    place = broadcast(rows, (*(index[each] for each in before), *lead, *(index[each] for each in behind)))
     block, offset = (operand(place, lead) for place in places)
-    slot = _slot(block, offset, sizes[dim + 1])
+    slot = _slot(block, offset, sizes[inner])
     at = InBlocks(block, offset) if slot is None else At(slot, wraps=True)
     row, token = resolve(rows, place), _counted(lead)
     return CacheUpdate(node, index, dim, old, rows, place, row, token, at, across=2)
@@ -307,7 +230,7 @@ def _slot(block: Element, offset: Element, size: Size) -> Element | None:
 
 
 def _rows_at(
-    node: Node, rows: Node, before: tuple[Size, ...], written: tuple[Size, ...], behind: tuple[Size, ...]
+    node: Node, rows: Node, before: Sequence[Size], written: tuple[Size, ...], behind: Sequence[Size]
 ) -> tuple[Index, ...]:
     """An index for each dimension that is written at positions. The rows fill what is written; they may lack leading
     dimensions of one."""

@@ -101,14 +101,14 @@ def _gather(node: Node, index: tuple[Index, ...]) -> _Gather:
 
 
 def _looked_up(node: Node, index: tuple[Index, ...], source: Node, places: Sequence[Node | None]) -> _Gather:
-    """Check that the looked-up dimensions are adjacent, and replace them by those of the indices."""
+    """Replace the looked-up dimensions by those of the indices, which come first if dimensions are not adjacent."""
     tables = {dim: where for dim, where in enumerate(places) if where is not None}
-    first, stop = min(tables), max(tables) + 1
-    if stop - first != len(tables):
-        raise NoMatch("rows are gathered along dimensions that are not adjacent", node)
+    is_adjacent = max(tables) + 1 - min(tables) == len(tables)
+    first = min(tables) if is_adjacent else 0
     if any(where.meta["val"].dtype not in INTEGERS for where in tables.values()):
         raise NoMatch("rows are gathered by a boolean mask, not by index", node)
     rank = max(len(shape_of(where)) for where in tables.values())
     lead = index[first : first + rank]
-    whole_index = [*index[:first], *[Index()] * len(tables), *index[first + rank :]]
+    others = iter([*index[:first], *index[first + rank :]])
+    whole_index = [Index() if dim in tables else next(others) for dim in range(len(shape_of(source)))]
     return _Gather(source, whole_index, {dim: operand(where, lead) for dim, where in tables.items()})

@@ -32,7 +32,7 @@ def written_alike(graph: Graph) -> dict[sympy.Symbol, Size]:
 
 def _written_at(node: Node) -> Iterator[tuple[Size, Size]]:
     """Pairs of sizes of a write at positions: the columns written and those of the rows, and the number of positions
-    along one dimension, or along adjacent ones, and that of the rows."""
+    and that of the rows, which come first if the dimensions are not adjacent."""
     old, places, rows = args_of(node)[:3]
     used = {dim: where for dim, where in enumerate(places) if where is not None}
     if any(where.meta["val"].dtype not in INTEGERS for where in used.values()):
@@ -40,8 +40,10 @@ def _written_at(node: Node) -> Iterator[tuple[Size, Size]]:
     columns, written = shape_of(old)[max(used) + 1 :], shape_of(rows)
     yield from zip(reversed(columns), reversed(written), strict=False)
     counts = {shape_of(where) for where in used.values()}
-    if len(counts) != 1 or max(used) - min(used) >= len(used) or len(written) <= len(columns):
+    is_adjacent = max(used) - min(used) < len(used)
+    behind = len(columns) if is_adjacent else len(shape_of(old)) - len(used)
+    if len(counts) != 1 or len(written) <= behind:
         return
     count, *others = counts.pop() or (1,)
     if not others:
-        yield count, written[-len(columns) - 1]
+        yield count, written[-behind - 1]

@@ -12,7 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.matching.match import Match
 from mla_fx.matching.pattern import OperandAxes, Pattern, refused, rms_norm, var
 from mla_fx.readings.axes import Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
-from mla_fx.readings.cache_update import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
+from mla_fx.readings.cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.integers import IntegerSum, integer_sum
 from mla_fx.readings.paged import Paged
@@ -20,9 +20,9 @@ from mla_fx.readings.reading import renamed
 from mla_fx.readings.rms_norm import RmsNorm
 from mla_fx.readings.rope import Rope, Table
 from mla_fx.readings.sizes import Size, at_most, plain, product
-from mla_fx.readings.views import shape_of
 
 from .bounds import count, counted_from_start, is_below, is_from_start, or_else, proved
+from .fractals import check_memory, in_nz
 from .materialize import Axes, Dims, axes, tensor
 from .plan import ByTarget, Call, Expression, Part, Replaced, Representative, result
 from .replacement import replaced
@@ -179,9 +179,19 @@ class CacheRoles:
     def row(self) -> tuple[Axes, Axes]:
         return self.batch, self.token
 
+    @property
+    def mode(self) -> str:
+        """The cache_mode in which operators write it in place."""
+        return "Norm" if self.update.fractals is None else "NZ"
 
-def cache_roles(update: CacheUpdate) -> CacheRoles:
-    """The axes of an update whose last dimension is the width of a row."""
+
+def cache_roles(update: CacheUpdate, *, may_be_nz: bool = False) -> CacheRoles:
+    """The axes of an update whose last dimension is the width of a row. Raises NoMatch for pages in FRACTAL_NZ unless
+    `may_be_nz`."""
+    if update.fractals is not None:
+        if not may_be_nz:
+            raise NoMatch("the cache holds the columns of a row in two dimensions, expected rows", update.node)
+        check_memory(*in_nz(update.old, update.fractals))
     last = len(update.index) - 1
     if update.behind > last:
         raise NoMatch("the cache is written along the last dimension, expected whole rows", update.node)
@@ -195,6 +205,8 @@ def cache_roles(update: CacheUpdate) -> CacheRoles:
 def check_same_write(latent: CacheRoles, keys: CacheRoles, what: str = "latent and rotary key") -> None:
     """Raises NoMatch unless latents and rotary keys are written to the same positions of two caches."""
     mine, theirs = latent.update, keys.update
+    if latent.mode != keys.mode:
+        raise NoMatch(f"only one of {what} is cached in FRACTAL_NZ", theirs.node)
     if _wraps(mine) != _wraps(theirs):
         raise NoMatch(f"negative positions are written for only one of {what}", theirs.node)
     if latent.row != keys.row or _counted(mine) != _counted(theirs):
@@ -223,9 +235,12 @@ def _counted(update: CacheUpdate) -> object:
 
 
 def old_cache(cache: CacheRoles) -> Expression:
-    """The cache before the write, [B,1,T,width]."""
-    old = Element(cache.update.old, cache.update.index)
-    return tensor(old, (cache.batch, (), cache.slot, cache.width))
+    """The cache before the write, [B,1,T,width], or [Blocks,Columns/n0,BlockSize,n0] in FRACTAL_NZ."""
+    old, fractals = cache.update.old, cache.update.fractals
+    if fractals is not None:
+        element, dims = in_nz(old, fractals)
+        return tensor(Element(*resolve(old, element.index).seen), dims)
+    return tensor(Element(old, cache.update.index), (cache.batch, (), cache.slot, cache.width))
 
 
 def new_cache(like: Node, dtype: torch.dtype, *sizes: Size) -> Expression:
@@ -241,12 +256,14 @@ def positions_and_caches(
     found = ByTarget(*(positions(latent, *others, is_skipped=is_skipped) for is_skipped in (False, True)))
     if keys is not None:
         return found, old_cache(latent), old_cache(keys)
-    old = latent.update.old
-    sizes = (_size(latent.batch), 1, _size(latent.slot), 0)
+    old, sizes = latent.update.old, [_size(latent.batch), 1, _size(latent.slot), 0]
+    if latent.update.fractals is not None:
+        sizes = [_size(dim) for dim in in_nz(old, latent.update.fractals)[1]]
+        sizes[1] = 0
     return found, old_cache(latent), new_cache(old, old.meta["val"].dtype, *sizes)
 
 
-def _size(axes: Axes) -> Size:
+def _size(axes: Sequence[Axis]) -> Size:
     return product(axis.size for axis in axes)
 
 
@@ -341,7 +358,7 @@ def _slots_in_blocks(cache: CacheRoles, block: Element, offset: Element, is_skip
 
 def _slot_sizes(cache: CacheRoles) -> tuple[Size, ...]:
     """The sizes of the dimensions over which slots are counted."""
-    return shape_of(cache.update.old)[cache.update.dim : cache.update.behind]
+    return tuple(extent(part) for part in cache.update.index[cache.update.dim : cache.update.behind])
 
 
 def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expression:
@@ -357,7 +374,11 @@ def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expressi
 
 
 def replaced_cache(cache: CacheRoles, out: Expression) -> Replaced:
-    """Replace the written cache by the [B,1,T,width] cache that an operator returns."""
+    """Replace the written cache by the one that an operator returns, in the shape of `old_cache`."""
+    node, fractals = cache.update.node, cache.update.fractals
+    if fractals is not None:
+        element, dims = in_nz(node, fractals)
+        return replaced(node, element.index, result(out, dims))
     return replaced(cache.update.node, cache.update.index, result(out, (cache.batch, (), cache.slot, cache.width)))
 
 

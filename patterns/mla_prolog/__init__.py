@@ -109,7 +109,7 @@ class MlaProlog(Rule):
         """Weights are parts of one matrix each; query and key come from the same tokens, and are rotated and written
         alike."""
         mode = int8.weight_mode(match)
-        caches = _caches(match)
+        caches = _caches(match, may_be_nz=not mode)
         rows = row_axes(match, caches)
         found = weights(match, caches)
         check_norm_of_rows(match.reading(RmsNorm, "ckv"), found.columns["weight_dkv"])
@@ -145,16 +145,17 @@ def _call(match: Match, rows: tuple[Axes, Axes], found: Weights, caches: Caches)
     return Call(torch.ops.mla_fx.mla_prolog.default, *operands, **options(match), cache_mode=mode)
 
 
-def _caches(match: Match) -> Caches:
+def _caches(match: Match, *, may_be_nz: bool) -> Caches:
     """How latent and rotary key are cached: alike, or not at all."""
     latent, keys = match.get(CacheUpdate, "kv_cache.write"), match.get(CacheUpdate, "kr_cache.write")
     if "kr_cache" not in given(match):
-        return {"kv_cache": None if latent is None else cache_roles(latent), "kr_cache": None}
+        roles_of_latent = None if latent is None else cache_roles(latent, may_be_nz=may_be_nz)
+        return {"kv_cache": roles_of_latent, "kr_cache": None}
     if match.choices["kv_cache.write"] != match.choices["kr_cache.write"]:
         raise NoMatch("latent and rotary key are not cached in the same way", match.readings["kr_cache.axes"].node)
     if latent is None or keys is None:
         return {"kv_cache": None, "kr_cache": None}
-    found = cache_roles(latent), cache_roles(keys)
+    found = cache_roles(latent, may_be_nz=may_be_nz), cache_roles(keys, may_be_nz=may_be_nz)
     check_same_write(*found)
     return dict(zip(("kv_cache", "kr_cache"), found, strict=True))
 
@@ -164,7 +165,7 @@ def _cache_operands(
 ) -> tuple[Expression | None, Expression, Expression, str]:
     latent, keys = caches["kv_cache"], caches["kr_cache"]
     if latent is not None and not latent.update.is_appended:
-        return *positions_and_caches(latent, keys), "Norm"
+        return *positions_and_caches(latent, keys), latent.mode
     made, x = given(match), match["token_x"]
     lead = [product(axis.size for axis in role) for role in rows]
     widths = (shape_of(made[name])[-1] if name in made else 0 for name in ("kv_cache", "kr_cache"))

@@ -35,7 +35,10 @@ def _rotation_factor(query: Rope | None, keys: Rope | None) -> float:
         raise NoMatch("only one of query and key is rotated", rotated.node if rotated else None)
     if query.layout != keys.layout:
         raise NoMatch(f"the query is rotated in layout {query.layout}, the key in {keys.layout}", keys.node)
-    pair = dict(zip(axes_of(keys.pair) or (), map(of_axis, axes_of(query.pair) or ()), strict=True))
+    pairs = axes_of(keys.pair) or (), axes_of(query.pair) or ()
+    if len(pairs[0]) != len(pairs[1]):
+        raise NoMatch("the rotary tables of query and key are read in different parts", keys.node)
+    pair = dict(zip(pairs[0], map(of_axis, pairs[1]), strict=True))
     factor: float | None = None
     for name, mine, theirs in (("cos", query.cos, keys.cos), ("sin", query.sin, keys.sin)):
         for own, other in ((mine.first, theirs.first), (mine.second, theirs.second)):

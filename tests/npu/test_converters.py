@@ -50,6 +50,20 @@ def test_index_put_around_a_whole_axis(converted, dynamic):
     check(converted, put, x, values, *indices, dynamic=dynamic)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("gaps", [1, 2])
+def test_index_put_with_gaps(converted, gaps, dynamic):
+    """Along the first and a later axis: the rows come first in the values."""
+    torch.manual_seed(0)
+    x, indices = torch.randn(6, *[4, 5][:gaps], 7, 3), [torch.tensor([[4], [0]]), torch.tensor([2, -1])]
+    values = torch.randn(2, 2, *[4, 5][:gaps], 3)
+
+    def put(x, values, first, last):
+        return torch.ops.aten.index_put(x, [first, *[None] * gaps, last], values)
+
+    check(converted, put, x, values, *indices, dynamic=dynamic)
+
+
 @pytest.mark.parametrize("options", [{"accumulate": True}, {"mask": True}], ids=str)
 def test_index_put_that_is_not_converted(converted, options):
     x = torch.randn(6, 3)

@@ -36,6 +36,7 @@ from mla_fx.ops import catalogue
 from mla_fx.ops.common.sample import Sampler
 from npu import models, test_int8_prologs, test_static_caches
 from npu.calls import BF16, BLOCKS, PAGE, SMALL, B, D, S, Sizes, kv_call, pages, prolog_call, v3_call
+from npu.test_nz_pages import NzWholePages
 from npu.test_paged_heads import sized
 from npu.test_pages import PAGED as BF16_PAGED
 from npu.test_pages import REAL, WholePages
@@ -66,14 +67,18 @@ class Programs(NamedTuple):
 
 
 def layer(cache, step=DECODE, declared=True, **spelling):
-    entry = Entry(Spelling(cache=cache, norm="fused", attend="eager", sizes=REAL, **spelling))
+    entry = Entry(Spelling(cache=cache, norm="fused", attend="eager", **{"sizes": REAL, **spelling}))
     given = in_type(entry.arguments(step), BF16)
     return Program(entry.build().bfloat16(), list(given), {"causal_masks": declared})
 
 
-def whole_pages(**spelling):
+def layer_in_nz(cache, **spelling):
+    return layer(cache, sizes=replace(REAL, block=128, context=256), **spelling)
+
+
+def whole_pages(cache=WholePages, **spelling):
     """A prompt that fills a page of each sequence."""
-    with mock.patch.dict(CACHES, paged=WholePages()):
+    with mock.patch.dict(CACHES, paged=cache()):
         entry = Entry(replace(BF16_PAGED, sizes=replace(REAL, block=16), **spelling))
         given = in_type(entry.arguments(Step("page", 16, 32)), BF16)
         return Program(entry.build().bfloat16(), list(given), {"causal_masks": True, "absorb": "always"})
@@ -222,9 +227,9 @@ PAGED, UNDECLARED = part(layer, "paged"), part(layer, "paged", declared=False)
 ONE_CACHE, V1 = part(layer, "combined_paged"), {"prolog": "v1"}
 PROLOG = [
     Programs([PAGED, part(layer, "paged", FEW)], [part(prolog, "PA_BSND")]),
-    Programs([], [part(prolog, "PA_NZ")]),
+    Programs(each(layer_in_nz, "nz", "nz_one_head"), [part(prolog, "PA_NZ")]),
     Programs([whole_pages], [part(prolog_in_blocks, "PA_BLK_BSND")]),
-    Programs([], [part(prolog_in_blocks, "PA_BLK_NZ")]),
+    Programs([part(whole_pages, NzWholePages)], [part(prolog_in_blocks, "PA_BLK_NZ")]),
     Programs([part(layer, "appended")], each(prolog, "BSND", "TND")),
     Programs(
         each(model, test_int8_prologs.V32, test_int8_prologs.R1), [part(int8_prolog, 1, 0), part(int8_prolog, 2, 0)]
@@ -240,15 +245,15 @@ PROLOG = [
 KEY_SIDE = [
     Programs([part(model, tokens=20)], [part(key_side, "Norm")]),
     Programs([part(layer, "paged", query="direct")], each(key_side, "PA", "PA_BNSD")),
-    Programs([], [part(key_side, "PA_NZ")]),
+    Programs([part(layer_in_nz, "nz_transposed", query="direct")], [part(key_side, "PA_NZ")]),
     Programs([part(whole_pages, query="direct")], [part(key_side, "PA_BLK_BNSD")]),
-    Programs([], [part(key_side, "PA_BLK_NZ")]),
+    Programs([part(whole_pages, NzWholePages, query="direct")], [part(key_side, "PA_BLK_NZ")]),
     Programs([part(coded, test_static_caches.Contiguous)], each(part(key_side, int8=True), "Norm", "PA", "PA_NZ")),
     Programs(each(keys_of_heads, test_key_value_caches.Keys, test_key_value_caches.Interleaved), [key_side_with_v]),
 ]
 LATENT = [
     Programs([PAGED], latent("KROPE_CTKV, decode")),
-    Programs([], latent("NZCACHE, decode")),
+    Programs([part(layer_in_nz, "nz")], latent("NZCACHE, decode")),
     Programs([part(layer, "paged", FEW)], latent("KROPE_CTKV, SPEC, 128 heads", "NZCACHE, SPEC, 128 heads")),
     Programs([UNDECLARED], latent("KROPE_CTKV, SPEC", "KROPE_CTKV, SPEC, mask SPEC", "NZCACHE, SPEC, MASK_FREE")),
     Programs(each(log_sums, 1, 3), latent("KROPE_CTKV, RING", "NZCACHE, RING")),

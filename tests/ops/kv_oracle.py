@@ -60,6 +60,9 @@ def oracle(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_sc
            epsilon, cache_mode, is_output_kv, rope_layout, gamma_after_cast, kc_scale, rounds_first):  # fmt: skip
     """The rows k_rope and c_kv in float64, and for each cache the unrounded value to be found at each byte offset."""
     batch, heads, steps, _ = kv.shape
+    if cache_mode == "NZ":  # the same bytes
+        cache_mode = "PA_NZ"
+        k_cache, ckv_cache = (cache.view(len(cache), cache.shape[2], 1, -1) for cache in (k_cache, ckv_cache))
     weights = gamma.tolist()
     cast = (lambda x: torch.tensor(x, dtype=torch.float64).to(kv.dtype).item()) if gamma_after_cast else None
     rows = {}

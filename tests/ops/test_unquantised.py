@@ -36,13 +36,17 @@ def oracle_rope(row, cos, sin, layout):
     return out
 
 
-def oracle_store(cache, batch, index, row, paged):
+def oracle_store(cache, batch, index, row, mode):
     if index < 0:
         return
-    if paged:
-        cache[index // cache.shape[1], index % cache.shape[1], 0] = row
-    else:
+    if mode == "Norm":
         cache[batch, 0, index] = row
+    elif mode == "NZ":
+        for column, value in enumerate(row):
+            band, lane = divmod(column, cache.shape[3])
+            cache[index // cache.shape[2], band, index % cache.shape[2], lane] = value
+    else:
+        cache[index // cache.shape[1], index % cache.shape[1], 0] = row
 
 
 def table_row(table, b, s):
@@ -80,8 +84,8 @@ def oracle_prolog(
                 kr_cache.view(batch, steps, width)[b, s] = key_rope
                 continue
             slot = int(index[min(b, index.shape[0] - 1), s])
-            oracle_store(kv_cache, b, slot, latent, cache_mode == "PA_BSND")
-            oracle_store(kr_cache, b, slot, key_rope, cache_mode == "PA_BSND")
+            oracle_store(kv_cache, b, slot, latent, cache_mode)
+            oracle_store(kr_cache, b, slot, key_rope, cache_mode)
     return query.view(*lead, heads, rank), query_rope.view(*lead, heads, width), kv_cache, kr_cache
 
 
@@ -101,8 +105,8 @@ def oracle_kv(
             angles = table_row(cos, b, s), table_row(sin, b, s)
             k_rope[b, 0, s] = oracle_rope(kv[b, 0, s, rank:], *angles, rope_layout)
             slot = int(index[min(b, index.shape[0] - 1), s])
-            oracle_store(k_cache, b, slot, k_rope[b, 0, s], cache_mode != "Norm")
-            oracle_store(ckv_cache, b, slot, c_kv[b, 0, s], cache_mode != "Norm")
+            oracle_store(k_cache, b, slot, k_rope[b, 0, s], cache_mode)
+            oracle_store(ckv_cache, b, slot, c_kv[b, 0, s], cache_mode)
     return k_cache, ckv_cache, k_rope, c_kv
 
 
@@ -157,11 +161,13 @@ def oracle_context(cache, table):
     """[B, T, width]: the rows of the blocks that a table names."""
     if table is None:
         return cache
+    if cache.dim() == 4:
+        cache = torch.stack([torch.stack([page[:, row].flatten() for row in range(page.shape[1])]) for page in cache])
     return torch.stack([torch.cat([cache[int(block)] for block in sequence]) for sequence in table])
 
 
 def oracle_latent(query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, **options):
-    same = torch.eye(kv.shape[-1]).double().expand(query.shape[2], -1, -1)
+    same = torch.eye(query.shape[-1]).double().expand(query.shape[2], -1, -1)
     return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
 
 
@@ -211,7 +217,7 @@ def expect(operator, args, kwargs):
         torch.testing.assert_close(value, output, rtol=0, atol=0)
 
 
-PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "BSND", "TND"))
+PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
     *cases(DTYPES, ("latent_attention", "mla_attention", "rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),

@@ -6,7 +6,8 @@ from traced import B, D, S, T, Traced, agree, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Digit, Index, axes_of, fresh, shifted
-from mla_fx.readings.cache_update import Appended, At, From, WholeBlocks, cache_update, cache_updates
+from mla_fx.readings.cache_places import Appended, At, From, WholeBlocks
+from mla_fx.readings.cache_update import cache_update, cache_updates
 from mla_fx.readings.element import element_of, resolve
 from mla_fx.readings.views import fresh_index
 

@@ -70,7 +70,6 @@ REFUSED = {
     "expected gathered rows, found add": lambda pages, table: pages + 1.0,
     "rows are gathered by 2 tables": lambda pages, table: pages[table.unsqueeze(-1), table[:, :1, None] % SIZE],
     "rows are gathered by 0 tables": lambda pages, table: pages[torch.arange(3)],
-    "dimensions that are not adjacent": lambda pages, table: pages[table, :, table % WIDTH],
     "by a boolean mask, not by index": lambda pages, table: pages[torch.ones(BLOCKS).bool()],
     "cast to torch.float64": lambda pages, table: pages[table].double(),
     "is multiplied by a number": lambda pages, table: pages[table] * 2.0,

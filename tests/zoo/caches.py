@@ -198,7 +198,7 @@ class Paged(Slots):
         return torch.randn(step.batch * sizes.context // sizes.block + 1, sizes.block, width)
 
     def logical(self, cache: Tensor, step: Step) -> Tensor:
-        sizes = Sizes(context=(cache.shape[0] - 1) // step.batch * cache.shape[1])
+        sizes = Sizes(context=(cache.shape[0] - 1) // step.batch * cache.shape[1], block=cache.shape[1])
         return cache[self.table(sizes, step)].flatten(1, 2)
 
     def place(self, sizes: Sizes, step: Step) -> Any:
@@ -243,6 +243,54 @@ class SlotsOfTable(Paged):
 class OffsetsInBlocks(Paged):
     def read(self, cache: Tensor, table: Tensor) -> Tensor:
         return cache[table.unsqueeze(-1), torch.arange(cache.shape[1])]
+
+
+class Nz(Paged):
+    """The blocks in FRACTAL_NZ, in which 32 bytes of a row lie side by side, as [Columns/n0, BlockSize, n0]."""
+
+    def form(self, cache: Tensor, width: int) -> Tensor:
+        """The same memory as the cache [BlockNum, BlockSize, Columns]."""
+        lanes = 32 // cache.element_size()
+        return cache.view(cache.shape[0], width // lanes, cache.shape[1], lanes)
+
+    def logical(self, cache: Tensor, step: Step) -> Tensor:
+        return super().logical(Nz.form(self, cache, cache.shape[2]).transpose(1, 2).flatten(2), step)
+
+    def store(self, cache: Any, rows: Tensor, place: Any) -> tuple[Any, Tensor]:
+        (slots, table), width = place, rows.shape[-1]
+        nz = self.form(cache, width)
+        block, offset = slots // cache.shape[1], slots % cache.shape[1]
+        self.put(nz, rows.reshape(-1, width // nz.shape[-1], nz.shape[-1]), block, offset)
+        return None, self.read(nz, table).reshape(rows.shape[0], -1, width)
+
+    def put(self, nz: Tensor, rows: Tensor, block: Tensor, offset: Tensor) -> None:
+        nz[block, :, offset] = rows
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table].transpose(2, 3)
+
+
+class NzTransposed(Nz):
+    """Written and read through a view whose first dimensions are blocks and offsets."""
+
+    def put(self, nz: Tensor, rows: Tensor, block: Tensor, offset: Tensor) -> None:
+        nz.transpose(1, 2)[block, offset] = rows
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.transpose(1, 2)[table]
+
+
+class NzOneHead(Nz):
+    """The blocks [1, Columns/n0, BlockSize, n0], as the vendor's attention takes them."""
+
+    def form(self, cache: Tensor, width: int) -> Tensor:
+        return super().form(cache, width).unsqueeze(1)
+
+    def put(self, nz: Tensor, rows: Tensor, block: Tensor, offset: Tensor) -> None:
+        nz[block, :, :, offset] = rows.unsqueeze(1)
+
+    def read(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.index_select(0, table.flatten()).permute(0, 1, 3, 2, 4)
 
 
 class SlotsGiven(Paged):
@@ -377,6 +425,9 @@ CACHES = {
     "slots_of_table": SlotsOfTable(),
     "offsets_in_blocks": OffsetsInBlocks(),
     "slots_given": SlotsGiven(),
+    "nz": Nz(),
+    "nz_transposed": NzTransposed(),
+    "nz_one_head": NzOneHead(),
     "slice": Slice(),
     "roomy_slice": RoomySlice(),
     "narrow_copy": NarrowCopy(),

@@ -25,13 +25,15 @@ class Entry:
     """A module, its arguments at each step, and what it becomes.
 
     `partial` says why no mla_prolog can be had; the key side may then still be one kv_rmsnorm_rope_cache.
-    `partial_with_symbols` says why there is neither where sizes are symbols, `unfused` why nothing can be fused."""
+    `partial_with_symbols` says why there is neither where sizes are symbols, `unfused` why nothing can be fused, and
+    `unfused_with_symbols` why nothing can where they are."""
 
     spelling: Spelling
     make: Callable[..., nn.Module] = LatentAttention
     partial: str = ""
     partial_with_symbols: str = ""
     unfused: str = ""
+    unfused_with_symbols: str = ""
     only: tuple[str, ...] = ()
 
     @property
@@ -53,7 +55,7 @@ class Entry:
     def fused(self, step: Step, *, dynamic: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, int]:
         """How often each fused operator must appear. With `dynamic` sizes the number of tokens, if it is more than one,
         is known at run time only; in float16 an absorbed query may leave the range, and none is made."""
-        if self.unfused:
+        if self.unfused or (dynamic and self.unfused_with_symbols):
             return {}
         cache = CACHES[self.spelling.cache]
         is_cold = step.tokens == cache.length(self.spelling.sizes, step) and step.tokens > SURELY_ABSORBED
@@ -111,7 +113,8 @@ def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
 
 TWO_WEIGHTS = "latent and rotary key are projected by two parameters, the operator takes one matrix"
 NO_SIGN = {"slice_scatter": "PyTorch does not ask for the sign of the first position, as where a slice is assigned"}
-OF_SERVERS = tuple(name for name, cache in CACHES.items() if isinstance(cache, (Combined, Paged)))
+OF_SERVERS = tuple(name for name, cache in CACHES.items() if isinstance(cache, (Combined, Paged)) and name[:2] != "nz")
+WHOLE_FRACTALS = replace(SMALL, nope=6, rope=16, kv_rank=64, context=96, block=32)
 EVEN = replace(SMALL, nope=8, rope=8, value=8)
 
 COMPOSED = [
@@ -134,9 +137,15 @@ COMPOSED = [
     *(
         Entry(replace(DEFAULT, cache=cache), partial_with_symbols=NO_SIGN.get(cache, ""))
         for cache in CACHES
-        if cache not in ("none", "index_copy", *OF_SERVERS)
+        if cache not in ("none", "index_copy", *OF_SERVERS) and cache[:2] != "nz"
     ),
     *along(DEFAULT, "cache", *OF_SERVERS, only=("few",)),
+    *along(
+        replace(DEFAULT, sizes=WHOLE_FRACTALS),
+        *("cache", "nz", "nz_transposed", "nz_one_head"),
+        only=("few",),
+        unfused_with_symbols="PyTorch expresses the bands of a gathered page by nested quotients",
+    ),
     Entry(replace(DEFAULT, cache="none", attend="sdpa_causal")),
     Entry(replace(DEFAULT, cache="none", attend="eager")),
     *along(DEFAULT, "keys", *("cat_repeat", "rope_first", "new_empty", "broadcast_assign", "pad_add")),

@@ -1,13 +1,19 @@
 """Writes rows into caches: per batch, in pages, and in pages of the FRACTAL_NZ format.
 
 A page [BlockSize, 1, width] of an NZ cache holds the bytes of [width/n0, BlockSize, n0], where n0 elements take 32
-bytes. Its torch shape is that of a plain page.
+bytes. Its torch shape is that of a plain page. In cache_mode "NZ" the shape is that of the bytes.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .sizes import statically_known_true
+
+Call = TypeVar("Call")
 
 
 def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False) -> Tensor:
@@ -65,6 +71,25 @@ def as_nz(cache: Tensor) -> Tensor:
     blocks, block_size, _, width = cache.shape
     fractal = 32 // cache.element_size()
     return cache.view(blocks, width // fractal, block_size, fractal)
+
+
+def from_nz(cache: Tensor) -> Tensor:
+    """[BlockNum, BlockSize, 1, width]: the same memory as [BlockNum, width/n0, BlockSize, n0]."""
+    blocks, bands, block_size, fractal = cache.shape
+    return cache.view(blocks, block_size, 1, bands * fractal)
+
+
+def page_shape(cache: Tensor) -> Tensor:
+    """The same, to look at its shape only: a view of symbolic sizes would add guards."""
+    blocks, bands, block_size, fractal = cache.shape
+    width = bands * fractal
+    return cache.as_strided((blocks, block_size, 1, width), (cache.stride(0), width, width, 1))
+
+
+def of_pages(a: Call, *caches: str, form: Callable[[Tensor], Tensor] = from_nz) -> Call:
+    """A call in cache_mode "NZ" as the same one in "PA_NZ"."""
+    pages: dict[str, Any] = {name: form(getattr(a, name)) for name in caches}
+    return replace(a, **pages, cache_mode="PA_NZ")  # type: ignore[type-var]  # arguments are dataclasses
 
 
 def _addressed(grid: Tensor, index: Tensor, rows: Tensor, cache_mode: str) -> tuple[list[Tensor | None], Tensor]:

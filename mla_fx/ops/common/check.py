@@ -159,6 +159,14 @@ def check_dense_pages(name: str, cache: Tensor) -> None:
         wanted *= cache.shape[axis]
 
 
+def check_fractals(name: str, pages: Tensor, width: str) -> None:
+    """Check that pages have the shape of FRACTAL_NZ, in which 32 bytes of a row lie side by side."""
+    fractal = 32 // pages.element_size()
+    letters = f"BlockNum, {width}/{fractal}, BlockSize, {fractal}"
+    check_shape(name, pages, letters, (None, None, None, fractal))
+    check_dense_pages(name, pages)
+
+
 @contextmanager
 def check_values() -> Iterator[None]:
     """Make operators also check the values of indices, lengths and block tables on a device.

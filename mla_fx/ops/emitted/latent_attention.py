@@ -14,7 +14,7 @@ from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
-from .pages import READS_PAGES, check_contexts, context_of, in_one_piece, tiles
+from .pages import READS_PAGES, check_contexts, context_of, in_one_piece, latent_tiles
 from .tiled_attention import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
 
 PART = 2**21  # scores at a time, at least; measured on a CPU
@@ -61,8 +61,10 @@ def body(a: Arguments) -> Tensor:
     float32. For float16 caches, a query that was absorbed may be float32.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
-    BlockSize, Dr]. The context of a sequence is the concatenation of the blocks in its row: T is Blocks * BlockSize. A
-    negative number counts blocks from the end. A whole context is never copied.
+    BlockSize, Dr], or both in FRACTAL_NZ, [BlockNum, Hckv/n0, BlockSize, n0] and [BlockNum, Dr/n0, BlockSize, n0],
+    where n0 elements take 32 bytes and only axis 0 may have gaps. The context of a sequence is the concatenation of the
+    blocks in its row: T is Blocks * BlockSize. A negative number counts blocks from the end. A whole context is never
+    copied.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -148,7 +150,7 @@ def _products(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tenso
     rows = query.flatten(1, 2)
     if block_table is None:
         return wide_product(rows, cache.mT).view(*query.shape[:3], cache.shape[1])
-    parts = [wide_product(rows, keys.mT) for keys, _, _ in tiles(cache, block_table)]
+    parts = [wide_product(rows, keys.mT) for keys, _, _ in latent_tiles(cache, block_table)]
     scores = torch.cat(parts, -1) if parts else rows.new_empty(*rows.shape[:2], 0)
     return scores.view(*query.shape[:3], scores.shape[-1])
 
@@ -158,8 +160,8 @@ def weighted(weights: Tensor, a: Arguments) -> Tensor:
     rows = weights.flatten(1, 2)
     if a.block_table is None:
         return torch.bmm(rows, a.kv_cache).view(a.query.shape)
-    out = rows.new_zeros(*rows.shape[:2], a.kv_cache.shape[2], dtype=accumulation_dtype(weights.dtype))
-    for values, first, last in tiles(a.kv_cache, a.block_table):
+    out = rows.new_zeros(*rows.shape[:2], a.query.shape[3], dtype=accumulation_dtype(weights.dtype))
+    for values, first, last in latent_tiles(a.kv_cache, a.block_table):
         out += torch.bmm(rows[..., first:last], values)
     return out.to(weights.dtype).view(a.query.shape)
 
@@ -206,10 +208,14 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("sinks, bool mask, fill", (*without_rope(sample(dtype, 15, 3, blind)), None, sinks), filled)
     yield Sample("block_table, context_lens", *paged_sample(dtype, 16, 3, torch.tensor([70, 3])))
     yield Sample("block_table, no mask", *paged_sample(dtype, 17, 1))
+    yield Sample("block_table, context_lens, NZ", *in_fractals(*paged_sample(dtype, 18, 3, torch.tensor([70, 3]), 16)))
 
 
-def sample(dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None) -> tuple[Any, ...]:
-    batch, heads, context, rank, width = 2, 3, 5, 16, 4
+def sample(
+    dtype: torch.dtype, seed: int, steps: int, mask: Tensor | None = None, width: int = 4
+) -> tuple[Any, ...]:
+    """`width` is Dr."""
+    batch, heads, context, rank = 2, 3, 5, 16
     draw = Sampler(dtype, seed)
     queries = draw.normal(batch, steps, heads, rank), draw.normal(batch, steps, heads, width)
     return (*queries, draw.normal(batch, context, rank), draw.normal(batch, context, width), mask)
@@ -221,14 +227,23 @@ def without_rope(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def paged_sample(
-    dtype: torch.dtype, seed: int, steps: int, lens: Tensor | None = None
+    dtype: torch.dtype, seed: int, steps: int, lens: Tensor | None = None, width: int = 4
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pages of more than one tile; one is named from the end, and two sequences share one."""
     draw = Sampler(dtype, seed)
-    query, query_rope, *_ = sample(dtype, seed, steps)
+    query, query_rope, *_ = sample(dtype, seed, steps, width=width)
     table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 9, 20).view(2, 9)), 1)
     caches = draw.normal(20, 64, query.shape[-1]), draw.normal(20, 64, query_rope.shape[-1])
     return (query, query_rope, *caches, None, lens, None, table), {"scale": 0.3}
+
+
+def in_fractals(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with its pages in FRACTAL_NZ."""
+
+    def form(pages: Tensor) -> Tensor:
+        return pages.view(*pages.shape[:2], -1, 32 // pages.element_size()).transpose(1, 2).contiguous()
+
+    return (*args[:2], *map(form, args[2:4]), *args[4:]), options
 
 
 def refuse_body(a: Arguments) -> None:

@@ -17,7 +17,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
-from .pages import READS_PAGES, check_contexts, context_of, gathered, in_one_piece
+from .pages import READS_PAGES, check_contexts, context_of, in_one_piece
 from .tiled_attention import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
@@ -74,8 +74,8 @@ def body(a: Arguments) -> Tensor:
     probabilities are rounded to the dtype of q_nope.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
-    BlockSize, Dr]. The context of a sequence is the concatenation of the blocks in its row: T is Blocks * BlockSize. A
-    negative number counts blocks from the end.
+    BlockSize, Dr], or both in FRACTAL_NZ, as for `latent_attention`. The context of a sequence is the concatenation of
+    the blocks in its row: T is Blocks * BlockSize. A negative number counts blocks from the end.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
@@ -201,7 +201,8 @@ def _caches(a: Arguments) -> tuple[Tensor, Tensor | None]:
     if a.block_table is None:
         return a.kv_cache, a.kr_cache
     # expanded keys are much larger
-    return gathered(a.kv_cache, a.block_table), None if a.kr_cache is None else gathered(a.kr_cache, a.block_table)
+    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
+    return in_one_piece(a.kv_cache, a.block_table), kr_cache
 
 
 def check(a: Arguments) -> None:
@@ -256,6 +257,10 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         (_, _, *pages, _, lens, _, table), _ = latent_attention.paged_sample(dtype, 11, 3, torch.tensor([70, 3]))
         options = {"scale": 0.3, "max_absorbed_tokens": limit}
         yield Sample(f"{name}, block_table", (query, rope, *pages, uk, uv, None, lens, None, table), options)
+        (_, rope, *pages, _, lens, _, table), _ = latent_attention.in_fractals(
+            *latent_attention.paged_sample(dtype, 12, 3, torch.tensor([70, 3]), 16)
+        )
+        yield Sample(f"{name}, block_table, NZ", (query, rope, *pages, uk, uv, None, lens, None, table), options)
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

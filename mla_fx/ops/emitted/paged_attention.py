@@ -16,7 +16,7 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, check_mask, masked, share
-from .pages import READS_PAGES, check_block_table, context_of, gathered, tiles
+from .pages import READS_PAGES, check_block_table, gathered, tiles
 from .tiled_attention import attend, seen_keys
 
 MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
@@ -71,7 +71,7 @@ def body(a: Arguments) -> Tensor:
     dtype = accumulation_dtype(a.query.dtype)
     query = (a.query.to(dtype) * a.scale).transpose(1, 2).reshape(batch, kv_heads, -1, a.query.shape[3])
     like = query.new_empty(*query.shape[:3], width)
-    most = share(context_of(a.key_cache, a.block_table))  # of the values, because it divides at the end
+    most = share(a.block_table.shape[1] * a.key_cache.shape[1])  # of the values, because it divides at the end
     scaled = ((scores, values * most) for scores, values in _tiles(a, query))
     out, _ = online_softmax(scaled, rounded_product(a.query.dtype), like)
     return _rows_first((out / most).view(batch, heads, steps, width).to(a.query.dtype))

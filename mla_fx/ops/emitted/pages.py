@@ -1,12 +1,16 @@
-"""Contexts in pages, which attention reads tile by tile: a whole context is never copied."""
+"""Contexts in pages, which attention reads tile by tile: a whole context is never copied.
+
+Pages of latents may be in FRACTAL_NZ, [BlockNum, width/n0, BlockSize, n0], where n0 elements take 32 bytes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
+from mla_fx.ops.common.cache import from_nz
+from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_fractals, check_letters, readable
 
 TILE = 512  # tokens gathered at a time: they fit a processor's cache, and make few tiles
 
@@ -14,8 +18,8 @@ READS_PAGES = "it reads pages tile by tile; a compiler would first gather the wh
 
 
 def context_of(cache: Tensor, block_table: Tensor | None) -> int:
-    """T of a cache [B, T, width], or of the pages [BlockNum, BlockSize, width] in a table [B, Blocks]."""
-    return cache.shape[1] if block_table is None else block_table.shape[1] * cache.shape[1]
+    """T of a cache [B, T, width], or of the pages of latents in a table [B, Blocks]."""
+    return cache.shape[-2] if block_table is None else block_table.shape[1] * cache.shape[-2]
 
 
 def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
@@ -25,8 +29,13 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
 
 
 def in_one_piece(cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """The contexts as contiguous rows, [B, T, width], copied out of pages or strided memory."""
-    return cache.contiguous() if block_table is None else gathered(cache, block_table)
+    """The contexts as contiguous rows, [B, T, width], copied out of pages of latents or strided memory."""
+    return cache.contiguous() if block_table is None else gathered(_in_rows(cache), block_table).flatten(2)
+
+
+def _in_rows(pages: Tensor) -> Tensor:
+    """[BlockNum, BlockSize, ...]: a view of pages of latents in which the dimensions of a row are adjacent."""
+    return pages.transpose(1, 2) if pages.dim() == 4 else pages
 
 
 def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int]]:
@@ -42,15 +51,32 @@ def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int
             yield rows, first, first + rows.shape[1]
 
 
+def latent_tiles(pages: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """The same as `tiles`, of pages of latents. Each tile is [B, rows, width]."""
+    for rows, first, last in tiles(_in_rows(pages), block_table):
+        yield rows.flatten(2), first, last
+
+
 def check_contexts(arguments: Any, sizes: Sizes) -> None:
     """Check that both caches hold the same contexts of T rows, or pages of the same size."""
     paged = arguments.block_table is not None
+    if paged and arguments.kv_cache.dim() == 4:
+        arguments = _without_fractals(arguments)
     letters = "BlockNum, BlockSize" if paged else "B, T"
     check_letters(arguments, sizes, kv_cache=f"{letters}, Hckv")
     sizes.pop("BlockNum", None)  # each has as many as it likes
     check_letters(arguments, sizes, kr_cache=f"{letters}, Dr")
     if paged:
         check_block_table(arguments, sizes, "kv_cache", "kr_cache")
+
+
+def _without_fractals(arguments: Any) -> Any:
+    """The same call with pages of rows in the place of those in FRACTAL_NZ."""
+    widths = {"kv_cache": "Hckv", "kr_cache": "Dr"}
+    caches = {name: getattr(arguments, name) for name in widths if getattr(arguments, name) is not None}
+    for name, pages in caches.items():
+        check_fractals(name, pages, widths[name])
+    return replace(arguments, **{name: from_nz(pages).squeeze(2) for name, pages in caches.items()})
 
 
 def check_block_table(arguments: Any, sizes: Sizes, *caches: str) -> None:

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import page_count
+from mla_fx.ops.common.cache import of_pages, page_count, page_shape
 from mla_fx.ops.common.check import (
     Sizes,
     check_choice,
     check_dense_pages,
     check_dtypes,
+    check_fractals,
     check_index,
     check_letters,
     check_multiple,
@@ -23,7 +24,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments
 
-CACHE_MODES = ("Norm", "BNSD", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
+CACHE_MODES = ("Norm", "BNSD", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ", "NZ")
 PLAIN_MODES = CACHE_MODES[:4]
 CONTIGUOUS_MODES = CACHE_MODES[:2]
 WIDE = (torch.float32, torch.float64)
@@ -43,6 +44,11 @@ def check(a: Arguments) -> None:
         raise ValueError(
             f"is_output_kv is True; it must be False with cache_mode {a.cache_mode!r}, where the kernel ignores it."
         )
+    if a.cache_mode == "NZ":
+        check_optional("v", a.v, False, f"cache_mode {a.cache_mode!r}")
+        check_fractals("k_cache", a.k_cache, "Dr")
+        check_fractals("ckv_cache", a.ckv_cache, "Hckv")
+        a = of_pages(a, *CACHES, form=page_shape)
     widths = check_without_v(a) if a.v is None else check_with_v(a)
     check_caches(a, *widths)
     for name, width in zip(CACHES, widths, strict=True):

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import like_store
+from mla_fx.ops.common.cache import like_store, of_pages, page_shape
 from mla_fx.ops.common.define import define
 
 from .arguments import Arguments
-from .check import check
+from .check import CACHES, check
 from .rows import new_rows, write
 from .samples import samples
 
@@ -46,6 +46,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     - "PA", also called "PA_BNSD": [BlockNum, BlockSize, 1, *], index [B*S] over the BlockNum*BlockSize slots;
     - "PA_NZ": the same shape and index, each page holding the bytes of [1, D/d0, BlockSize, d0] (FRACTAL_NZ), d0
       elements being 32 bytes; d0 divides D;
+    - "NZ", not in the source: "PA_NZ" with caches of that shape, [BlockNum, D/d0, BlockSize, d0], and without v;
     - "PA_BLK_BNSD", "PA_BLK_NZ": as "PA" and "PA_NZ", but each batch row fills pages of its own in order, and index
       [B*Ceil(S/BlockSize)] holds the first slot of each (any slot of a page may name it). mla_prolog's modes of these
       names hold block numbers instead. BlockNum is at least B*Ceil(S/BlockSize).
@@ -74,6 +75,9 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the document does not exclude, though kernels reject it; BlockNum is bounded by Ceil, not Floor; caches have the
     shape above in "PA_NZ" too: a last dimension of 32 is how int8 pages are stored, not their shape.
     """
+    if a.cache_mode == "NZ":
+        k_cache, ckv_cache, k_rope, c_kv = body(of_pages(a, *CACHES))
+        return k_cache.view(a.k_cache.shape), ckv_cache.view(a.ckv_cache.shape), k_rope, c_kv
     new = new_rows(a)
     k_cache = write(a.k_cache, new.slots, new.k_rows, a.cache_mode)
     ckv_cache = write(a.ckv_cache, new.slots, new.ckv_rows, a.cache_mode)
@@ -81,6 +85,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def body_(a: Arguments) -> tuple[Tensor, Tensor]:
+    if a.cache_mode == "NZ":
+        return body_(of_pages(a, *CACHES))
     new = new_rows(a)
     write(a.k_cache, new.slots, new.k_rows, a.cache_mode, in_place=True)
     write(a.ckv_cache, new.slots, new.ckv_rows, a.cache_mode, in_place=True)
@@ -94,8 +100,9 @@ def as_outputs(k_rope: Tensor, c_kv: Tensor, v: Tensor | None) -> tuple[Tensor, 
 
 
 def fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    k_rope = a.kv.new_empty(*a.kv.shape[:3], a.k_cache.shape[-1])
-    c_kv = a.kv.new_empty(*a.kv.shape[:3], a.ckv_cache.shape[-1])
+    pages = of_pages(a, *CACHES, form=page_shape) if a.cache_mode == "NZ" else a
+    k_rope = a.kv.new_empty(*a.kv.shape[:3], pages.k_cache.shape[-1])
+    c_kv = a.kv.new_empty(*a.kv.shape[:3], pages.ckv_cache.shape[-1])
     k_cache, ckv_cache = (like_store(cache, a.index) for cache in (a.k_cache, a.ckv_cache))
     return k_cache, ckv_cache, k_rope, c_kv
 

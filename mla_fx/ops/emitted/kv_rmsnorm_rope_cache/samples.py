@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.cache import as_nz
 from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.sample import Sampler
 
@@ -22,6 +23,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(mode, *sample(dtype, 22 + seed, mode, 3, rotate=False, width=0, kc_scale=1.25))
     yield Sample("PA_BNSD", *sample(dtype, 4, "PA_BNSD", 3, rotate=False, epsilon=0.1))
     yield Sample("PA_NZ", *wide_sample(dtype, 5, "PA_NZ", 5, skip=2))
+    yield Sample("NZ", *in_fractals(*wide_sample(dtype, 28, "PA_NZ", 5, skip=2, rope_layout="half_half")))
     yield Sample("PA_BLK_BNSD", *wide_sample(dtype, 6, "PA_BLK_BNSD", 33, skip=1, is_output_kv=True))
     yield Sample("PA_BLK_NZ", *wide_sample(dtype, 7, "PA_BLK_NZ", 32, rope_layout="half_half", gamma_after_cast=True))
     yield Sample("PA, int8", *wide_sample(dtype, 8, "PA", 5, quantize=("k_rope", "c_kv"), skip=1))
@@ -78,6 +80,11 @@ def sample(
         draw.normal(*lead, rank),
     )
     return arguments, {"cache_mode": cache_mode, **options}
+
+
+def in_fractals(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call in cache_mode "PA_NZ" as one in "NZ"."""
+    return (*args[:5], *map(as_nz, args[5:7]), *args[7:]), options | {"cache_mode": "NZ"}
 
 
 def wide_sample(

@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from mla_fx.ops.common.check import Sizes, check_choice, check_letters, check_optional, check_shape, check_tensors
+from mla_fx.ops.common.cache import of_pages, page_shape
+from mla_fx.ops.common.check import (
+    Sizes,
+    check_choice,
+    check_fractals,
+    check_letters,
+    check_optional,
+    check_shape,
+    check_tensors,
+)
 from mla_fx.ops.common.math import check_rope
 from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
 from mla_fx.ops.vendor.mla_prolog_v3 import check as check_v3
@@ -32,6 +41,10 @@ READ_WARNING = (
 
 
 def check(a: Arguments) -> None:
+    if a.cache_mode == "NZ":
+        check_fractals("kv_cache", a.kv_cache, "Hckv")
+        check_fractals("kr_cache", a.kr_cache, "Dr")
+        a = of_pages(a, "kv_cache", "kr_cache", form=page_shape)
     for name in RESERVED:
         check_optional(name, getattr(a, name), False, "this interface; mla_prolog_v3 takes it in weight_quant_mode 2")
     if a.weight_uq_qr.dtype == torch.int8:
@@ -46,7 +59,7 @@ def check_quantized(a: Arguments) -> None:
     when = "an int8 weight_uq_qr"
     for name in ("weight_dq", "rmsnorm_gamma_cq", "rope_sin", "rope_cos"):
         check_optional(name, getattr(a, name), True, when)
-    check_choice("cache_mode", a.cache_mode, QUANTIZED_MODES)
+    check_choice("cache_mode", a.cache_mode, (*QUANTIZED_MODES, "NZ"))
     check_choice("rope_layout", a.rope_layout, ("interleave_half",))
     if a.gamma_after_cast:
         raise ValueError(f"gamma_after_cast is True; it must be False with {when}.")
@@ -66,7 +79,7 @@ def check_unquantized(a: Arguments) -> None:
         check_optional(name, getattr(a, name), False, f"a weight_uq_qr of {a.weight_uq_qr.dtype}")
     free = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
     check_tensors(vars(a), free=free, skip=("cache_index",))
-    check_choice("cache_mode", a.cache_mode, tuple(CACHE_MODES))
+    check_choice("cache_mode", a.cache_mode, (*CACHE_MODES, "NZ"))
     sizes: Sizes = {}
     weights = {"weight_uk": "N, D, Hckv", "weight_dkv_kr": "He, Hckv+Dr", "rmsnorm_gamma_ckv": "Hckv"}
     check_letters(a, sizes, token_x=CACHE_MODES[a.cache_mode][0], **weights)

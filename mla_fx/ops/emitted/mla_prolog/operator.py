@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import like_store, store
+from mla_fx.ops.common.cache import like_store, of_pages, store
 from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import rescaled, rms_norm, rope
 from mla_fx.ops.vendor.mla_prolog_v3 import operator as v3
@@ -11,6 +11,8 @@ from mla_fx.ops.vendor.mla_prolog_v3 import operator as v3
 from .arguments import Arguments
 from .check import as_v3, check
 from .samples import samples
+
+CACHES = ("kv_cache", "kr_cache")
 
 
 def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,10 +36,11 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cache_mode defines the caches [..., Hckv] and [..., Dr] and the int64 cache_index: "PA_BSND" [BlockNum, BlockSize,
     1, *], index [B, S] or [T] over the BlockNum*BlockSize slots; "PA_NZ" the same; a page has the bytes of [*/n0,
     BlockSize, n0], where n0 elements take 32 bytes; BlockSize is a multiple of 16 up to 1024, n0 divides the widths,
-    only axis 0 may have gaps; "Norm" [B, 1, T, *], index [B or 1, S] of positions inside the batch row; "BSND" [B, S,
-    1, *] and "TND" [T, 1, *], no index: the new rows in token order are the new cache. A negative index stores nothing
-    for its token. Duplicate slots: which row is stored is undefined. For a row that the program refuses to write, the
-    compiler gives the number of slots, which is refused here, too, or -1 on NPUs.
+    only axis 0 may have gaps; "NZ" the same with caches of that shape, [BlockNum, */n0, BlockSize, n0]; "Norm" [B, 1,
+    T, *], index [B or 1, S] of positions inside the batch row; "BSND" [B, S, 1, *] and "TND" [T, 1, *], no index: the
+    new rows in token order are the new cache. A negative index stores nothing for its token. Duplicate slots: which row
+    is stored is undefined. For a row that the program refuses to write, the compiler gives the number of slots, which
+    is refused here, too, or -1 on NPUs.
 
     rope_layout is (layout read)_(layout written), "interleave_half", "half_half" or "interleave_interleave".
     gamma_after_cast multiplies by gamma after rounding the normalised value, as Hugging Face does. qc_qr_scale and
@@ -58,6 +61,9 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Source: torch_npu.npu_mla_prolog. Its page wants token_x [B, S, He] with S up to 16, and PyTorch 2.1 for graphs; the
     kernel takes any S and [T, He], and here any PyTorch will do.
     """
+    if a.cache_mode == "NZ":
+        query, query_rope, kv_cache, kr_cache = body(of_pages(a, *CACHES))
+        return query, query_rope, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
     if a.weight_uq_qr.dtype == torch.int8:
         query, query_rope, *_, kv_cache, kr_cache = v3.body(as_v3(a))
         return query, query_rope, kv_cache, kr_cache
@@ -69,6 +75,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def body_(a: Arguments) -> tuple[Tensor, Tensor]:
+    if a.cache_mode == "NZ":
+        return body_(of_pages(a, *CACHES))
     if a.weight_uq_qr.dtype == torch.int8:
         query, query_rope, *_ = v3.body_(as_v3(a))
         return query, query_rope
@@ -110,7 +118,7 @@ def key_rows(a: Arguments) -> tuple[Tensor, Tensor]:
 def fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = (*a.token_x.shape[:-1], a.weight_uk.shape[0])
     query = a.token_x.new_empty(*rows, a.weight_uk.shape[2])
-    query_rope = a.token_x.new_empty(*rows, a.kr_cache.shape[-1])
+    query_rope = a.token_x.new_empty(*rows, a.weight_dkv_kr.shape[1] - a.weight_uk.shape[2])
     return query, query_rope, like_store(a.kv_cache, a.cache_index), like_store(a.kr_cache, a.cache_index)
 
 

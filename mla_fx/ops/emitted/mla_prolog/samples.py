@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.sample import Sampler
@@ -28,6 +29,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("TND", (*args[:7], None, None, *args[9:]), kwargs)
     for seed, (mode, tokens) in enumerate((("PA_BSND", (2, 3)), ("Norm", (2, 3)), ("BSND", (2, 3)), ("TND", (4,)))):
         yield Sample(mode, *sample(dtype, 6 + seed, mode, tokens, skip=seed % 2, width=0))
+    yield Sample("NZ", *sample(dtype, 10, "NZ", (2, 3), skip=1, width=16, rope_layout="half_half"))
     yield quantized_sample("PA_NZ", dtype, 0, 0, "PA_NZ", (5,), skip=1)
     yield quantized_sample("PA_BSND, int8 weight_uq_qr", dtype, 1, 0, "PA_BSND", (2, 3), smooth=True)
     yield quantized_sample("TND, int8 weight_uq_qr", dtype, 1, 0, "TND", (4,))
@@ -53,6 +55,11 @@ def sample(
     draw = Sampler(dtype, seed)
     index = draw.slots(torch.Size(tokens).numel(), room, skip)
     lead = {"PA_BSND": (room // 4, 4, 1), "Norm": (tokens[0], 1, room)}.get(mode, (*tokens, 1))
+    fractal = 32 // dtype.itemsize
+
+    def cache(columns: int) -> Tensor:
+        return draw.normal(*((3, columns // fractal, 16, fractal) if mode == "NZ" else (*lead, columns)))
+
     arguments = (
         draw.normal(*tokens, hidden),
         draw.weight(hidden, query_rank, fan_in=hidden) if compress else None,
@@ -62,9 +69,9 @@ def sample(
         draw.gamma(query_rank) if compress else None,
         draw.gamma(rank),
         *(draw.tables(*tokens, width) if width else (None, None)),
-        index.view(tokens) if mode in ("PA_BSND", "Norm") else None,
-        draw.normal(*lead, rank),
-        draw.normal(*lead, width),
+        index.view(tokens) if mode in ("PA_BSND", "Norm", "NZ") else None,
+        cache(rank),
+        cache(width),
     )
     return arguments, {"cache_mode": mode, **rest}
 
