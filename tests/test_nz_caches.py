@@ -6,6 +6,7 @@ from dataclasses import replace
 import comparing
 import pytest
 import torch
+from layers import in_type
 from zoo import oracle
 from zoo.caches import CACHES, Nz, NzTransposed
 from zoo.entries import DEFAULT, WHOLE_FRACTALS, Entry
@@ -242,3 +243,12 @@ def test_twins(monkeypatch, twin, sizes):
     reasons = [miss.reason for miss in report.misses]
     assert "mla_prolog" not in report.fused, str(report)
     assert TWINS[twin] in reasons, reasons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_verification_in_float64_keeps_the_lanes_of_the_caches(dtype):
+    entry = entry_of("nz")
+    module, given = entry.build().to(dtype), in_type(entry.arguments(FEW), dtype)
+    compiled(module, verify="always", absorb="always")(*given)
+    assert "latent_attention" in str(mla_fx.last_report().fused)

@@ -37,6 +37,8 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     for name in CACHES:
         limits.dense(name, getattr(a, name), KERNEL)
     if a.cache_mode == "NZ":
+        for name in CACHES:
+            limits.fractals(name, getattr(a, name), KERNEL)
         a = of_pages(a, *CACHES, form=page_shape)
     refuse_unsupported(surface, paged(a, page_shapes) if is_unpaged(a) else a)
     return plain

@@ -51,6 +51,8 @@ def refuse_pages(surface: Surface, kv_cache: Tensor, kr_cache: Tensor) -> None:
     """Raises NoMatch for pages that the kernel cannot take. Plain pages may be cut, those in FRACTAL_NZ may not."""
     size = kv_cache.shape[-2]
     if is_nz(kv_cache):
+        limits.fractals("kv_cache", kv_cache, KERNEL)
+        limits.fractals("kr_cache", kr_cache, KERNEL)
         sizes = RULES[surface.cann].nz_pages
         limits.page_size("kv_cache in FRACTAL_NZ", size, limits.of_release(surface, KERNEL), sizes)
     elif page_size(size) is None:

@@ -48,6 +48,14 @@ def between(of: str, value: int, kernel: str, least: int, most: int) -> None:
         raise NoMatch(f"{of} = {value}; {kernel} takes {least} to {most}")
 
 
+def fractals(name: str, pages: Tensor, kernel: str) -> None:
+    """Check pages in the shape of FRACTAL_NZ."""
+    wanted = 32 // pages.element_size()
+    if not holds(pages.shape[-1] == wanted):
+        takes = f"{kernel} takes 32 bytes, {wanted} of {pages.dtype}"
+        raise NoMatch(f"{name} has n0 = {pages.shape[-1]} columns side by side; {takes}")
+
+
 def page_size(cache: str, value: int, kernel: str, allowed: Sequence[int]) -> None:
     """A range holds the multiples of its step."""
     if not isinstance(allowed, range):

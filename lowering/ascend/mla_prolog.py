@@ -15,7 +15,7 @@ from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
 from mla_fx.target import Compiled
 
-from . import first_prologs, mla_prolog_v3, prolog_form
+from . import first_prologs, limits, mla_prolog_v3, prolog_form
 from .mla_prolog_v3 import KERNEL
 from .surface import Surface, bound
 
@@ -40,6 +40,8 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     if a.cache_mode == "Norm":
         prolog_form.refuse_unpaged(a, kernel(surface))
     if a.cache_mode == "NZ":
+        for name in CACHES:
+            limits.fractals(name, getattr(a, name), kernel(surface))
         paged = of_pages(a, *CACHES, form=page_shape)
     else:
         paged = prolog_form.paged(a, prolog_form.page_shapes)

@@ -1,7 +1,7 @@
 """Writes rows into caches: per batch, in pages, and in pages of the FRACTAL_NZ format.
 
 A page [BlockSize, 1, width] of an NZ cache holds the bytes of [width/n0, BlockSize, n0], where n0 elements take 32
-bytes. Its torch shape is that of a plain page. In cache_mode "NZ" the shape is that of the bytes.
+bytes. Its torch shape is that of a plain page. In cache_mode "NZ" the shape is that of the bytes, for any n0.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *,
     if index is None:
         rows = rows.unsqueeze(-2)
         return cache.copy_(rows) if in_place else rows.clone(memory_format=torch.contiguous_format)
-    grid = as_nz(cache) if cache_mode.endswith("NZ") else cache
+    grid = as_nz(cache) if cache_mode in ("PA_NZ", "PA_BLK_NZ") else cache
     put = torch.ops.aten.index_put_.default if in_place else torch.ops.aten.index_put.default
     updated: Tensor = put(grid, *_addressed(grid, index, rows, cache_mode))
     return updated if grid is cache else updated.view(cache.shape)

@@ -62,9 +62,9 @@ def body(a: Arguments) -> Tensor:
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
     BlockSize, Dr], or both in FRACTAL_NZ, [BlockNum, Hckv/n0, BlockSize, n0] and [BlockNum, Dr/n0, BlockSize, n0],
-    where n0 elements take 32 bytes and only axis 0 may have gaps. The context of a sequence is the concatenation of the
-    blocks in its row: T is Blocks * BlockSize. A negative number counts blocks from the end. A whole context is never
-    copied.
+    where only axis 0 may have gaps; n0 elements take 32 bytes in kernels. The context of a sequence is the
+    concatenation of the blocks in its row: T is Blocks * BlockSize. A negative number counts blocks from the end. A
+    whole context is never copied.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """

@@ -1,6 +1,6 @@
 """Contexts in pages, which attention reads tile by tile: a whole context is never copied.
 
-Pages of latents may be in FRACTAL_NZ, [BlockNum, width/n0, BlockSize, n0], where n0 elements take 32 bytes."""
+Pages of latents may be in FRACTAL_NZ, [BlockNum, width/n0, BlockSize, n0]. In kernels, n0 elements take 32 bytes."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -75,9 +75,6 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the document does not exclude, though kernels reject it; BlockNum is bounded by Ceil, not Floor; caches have the
     shape above in "PA_NZ" too: a last dimension of 32 is how int8 pages are stored, not their shape.
     """
-    if a.cache_mode == "NZ":
-        k_cache, ckv_cache, k_rope, c_kv = body(of_pages(a, *CACHES))
-        return k_cache.view(a.k_cache.shape), ckv_cache.view(a.ckv_cache.shape), k_rope, c_kv
     new = new_rows(a)
     k_cache = write(a.k_cache, new.slots, new.k_rows, a.cache_mode)
     ckv_cache = write(a.ckv_cache, new.slots, new.ckv_rows, a.cache_mode)
@@ -85,8 +82,6 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def body_(a: Arguments) -> tuple[Tensor, Tensor]:
-    if a.cache_mode == "NZ":
-        return body_(of_pages(a, *CACHES))
     new = new_rows(a)
     write(a.k_cache, new.slots, new.k_rows, a.cache_mode, in_place=True)
     write(a.ckv_cache, new.slots, new.ckv_rows, a.cache_mode, in_place=True)

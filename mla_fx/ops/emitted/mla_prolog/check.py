@@ -41,10 +41,6 @@ READ_WARNING = (
 
 
 def check(a: Arguments) -> None:
-    if a.cache_mode == "NZ":
-        check_fractals("kv_cache", a.kv_cache, "Hckv")
-        check_fractals("kr_cache", a.kr_cache, "Dr")
-        a = of_pages(a, "kv_cache", "kr_cache", form=page_shape)
     for name in RESERVED:
         check_optional(name, getattr(a, name), False, "this interface; mla_prolog_v3 takes it in weight_quant_mode 2")
     if a.weight_uq_qr.dtype == torch.int8:
@@ -59,7 +55,7 @@ def check_quantized(a: Arguments) -> None:
     when = "an int8 weight_uq_qr"
     for name in ("weight_dq", "rmsnorm_gamma_cq", "rope_sin", "rope_cos"):
         check_optional(name, getattr(a, name), True, when)
-    check_choice("cache_mode", a.cache_mode, (*QUANTIZED_MODES, "NZ"))
+    check_choice("cache_mode", a.cache_mode, QUANTIZED_MODES)
     check_choice("rope_layout", a.rope_layout, ("interleave_half",))
     if a.gamma_after_cast:
         raise ValueError(f"gamma_after_cast is True; it must be False with {when}.")
@@ -80,6 +76,10 @@ def check_unquantized(a: Arguments) -> None:
     free = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
     check_tensors(vars(a), free=free, skip=("cache_index",))
     check_choice("cache_mode", a.cache_mode, (*CACHE_MODES, "NZ"))
+    if a.cache_mode == "NZ":
+        check_fractals("kv_cache", a.kv_cache, "Hckv")
+        check_fractals("kr_cache", a.kr_cache, "Dr")
+        a = of_pages(a, "kv_cache", "kr_cache", form=page_shape)
     sizes: Sizes = {}
     weights = {"weight_uk": "N, D, Hckv", "weight_dkv_kr": "He, Hckv+Dr", "rmsnorm_gamma_ckv": "Hckv"}
     check_letters(a, sizes, token_x=CACHE_MODES[a.cache_mode][0], **weights)

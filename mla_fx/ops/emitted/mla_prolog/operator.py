@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.cache import like_store, of_pages, store
+from mla_fx.ops.common.cache import like_store, store
 from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import rescaled, rms_norm, rope
 from mla_fx.ops.vendor.mla_prolog_v3 import operator as v3
@@ -11,8 +11,6 @@ from mla_fx.ops.vendor.mla_prolog_v3 import operator as v3
 from .arguments import Arguments
 from .check import as_v3, check
 from .samples import samples
-
-CACHES = ("kv_cache", "kr_cache")
 
 
 def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -61,9 +59,6 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Source: torch_npu.npu_mla_prolog. Its page wants token_x [B, S, He] with S up to 16, and PyTorch 2.1 for graphs; the
     kernel takes any S and [T, He], and here any PyTorch will do.
     """
-    if a.cache_mode == "NZ":
-        query, query_rope, kv_cache, kr_cache = body(of_pages(a, *CACHES))
-        return query, query_rope, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
     if a.weight_uq_qr.dtype == torch.int8:
         query, query_rope, *_, kv_cache, kr_cache = v3.body(as_v3(a))
         return query, query_rope, kv_cache, kr_cache
@@ -75,8 +70,6 @@ def body(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def body_(a: Arguments) -> tuple[Tensor, Tensor]:
-    if a.cache_mode == "NZ":
-        return body_(of_pages(a, *CACHES))
     if a.weight_uq_qr.dtype == torch.int8:
         query, query_rope, *_ = v3.body_(as_v3(a))
         return query, query_rope
