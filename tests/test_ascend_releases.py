@@ -109,6 +109,38 @@ def test_pages_of_latents_are_those_of_all_releases(emitted, size):
         assert options["block_size"] in rules.pages and options["input_layout"] in rules.layouts
 
 
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("size", [8, 16, 48, 128, 1024, 2048])
+def test_pages_of_latents_in_fractal_nz_are_not_cut(emitted, size, release):
+    tables = {"block_table": index(B, 4), "context_lens": index(B), "is_causal": False}
+    call = calls()["latent_attention"] | fractals(size) | tables | {"mask": None}
+    found = lower("latent_attention", of(release), **call)
+    assert callable(found) == (size in RULES[release].nz_pages), found
+    if not callable(found):
+        assert found.startswith(f"kv_cache in FRACTAL_NZ has BlockSize = {size}; {KERNEL} of CANN {release} takes ")
+        return
+    latent_attention.attention(A2, **call)
+    ((options, is_nz),) = emitted
+    assert options["block_size"] == size and is_nz and options["input_layout"] in RULES[release].nz_layouts
+
+
+KERNEL = "FusedInferAttentionScore"
+
+
+def fractals(size, lanes=16):
+    return {"kv_cache": make(8, HCKV // lanes, size, lanes), "kr_cache": make(8, DR // lanes, size, lanes)}
+
+
+@pytest.mark.parametrize("operator", ["mla_prolog", "kv_rmsnorm_rope_cache", "latent_attention"])
+def test_fractals_of_other_widths_are_refused(operator):
+    caches = fractals(128, lanes=8)
+    if operator == "kv_rmsnorm_rope_cache":
+        caches = {"k_cache": caches["kr_cache"], "ckv_cache": caches["kv_cache"]}
+    rest = {"block_table": index(B, 4)} if operator == "latent_attention" else {"cache_mode": "NZ"}
+    found = lower(operator, of("8.5.0"), **calls()[operator] | caches | rest)
+    assert "has n0 = 8 columns side by side" in found and "takes 32 bytes, 16 of torch.bfloat16" in found
+
+
 @pytest.mark.parametrize("positions", [1, 100, 250, 256])
 def test_contiguous_latents_become_pages_of_all_releases(emitted, positions):
     latent_attention.attention(A2, **calls()["latent_attention"] | caches(B, positions) | {"mask": None})

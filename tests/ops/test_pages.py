@@ -1,5 +1,7 @@
 """Attention over pages: pages of any size, tables of any kind of number, and what is refused of either."""
 
+import re
+
 import pytest
 import torch
 
@@ -64,3 +66,37 @@ def test_what_is_refused_of_pages(reason):
     with pytest.raises(ValueError) as refusal:
         torch.ops.mla_fx.latent_attention(**arguments, scale=0.3)
     assert reason in str(refusal.value)
+
+
+def nz_call(lanes=8):
+    query, rope, *_ = latent_attention.sample(torch.float64, 0, 2, width=16)
+    caches = (torch.zeros(3, part.shape[-1] // lanes, 4, lanes).double() for part in (query, rope))
+    return query, rope, *caches, None, None, None, TABLE
+
+
+NZ_REFUSALS = {
+    "kr_cache has shape [3, 4, 16]; it must be [BlockNum, Dr/n0, BlockSize, n0]": {3: torch.zeros(3, 4, 16).double()},
+    "kr_cache has shape [3, 5, 16]; it must be [BlockNum, BlockSize, Dr] = [*, 4, 16]": {
+        3: torch.zeros(3, 2, 5, 8).double()
+    },
+    "kv_cache has shape [3, 2, 4, 8] and strides [64, 8, 16, 1]; only axis 0 may be strided": {
+        2: torch.zeros(3, 4, 2, 8).double().transpose(1, 2)
+    },
+}
+
+
+@pytest.mark.parametrize("reason", NZ_REFUSALS)
+def test_pages_in_fractal_nz_that_are_refused(reason):
+    given = [*nz_call()]
+    for place, value in NZ_REFUSALS[reason].items():
+        given[place] = value
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        torch.ops.mla_fx.latent_attention(*given, scale=0.3)
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 8])
+def test_fractals_of_any_width(lanes):
+    given = [*nz_call(lanes)]
+    torch.manual_seed(0)
+    given[2:4] = (torch.randn_like(pages) for pages in given[2:4])
+    expect(latent_attention.operator, tuple(given), {"scale": 0.3})
