@@ -114,7 +114,7 @@ def along(base: Spelling, axis: str, *values: str, **entry: Any) -> list[Entry]:
 TWO_WEIGHTS = "latent and rotary key are projected by two parameters, the operator takes one matrix"
 NO_SIGN = {"slice_scatter": "PyTorch does not ask for the sign of the first position, as where a slice is assigned"}
 OF_SERVERS = tuple(name for name, cache in CACHES.items() if isinstance(cache, (Combined, Paged)) and name[:2] != "nz")
-WHOLE_FRACTALS = replace(SMALL, nope=6, rope=16, kv_rank=64, context=96, block=32)
+WHOLE_FRACTALS = replace(SMALL, nope=6, rope=32, kv_rank=64, context=96, block=48)
 EVEN = replace(SMALL, nope=8, rope=8, value=8)
 
 COMPOSED = [
