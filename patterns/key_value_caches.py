@@ -18,7 +18,8 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import HE, B, S, T
 from mla_fx.readings.axes import Axis, of_axis, shifted
-from mla_fx.readings.cache_update import POSITIONED, At, InBlocks, cache_updates
+from mla_fx.readings.cache_places import At, InBlocks
+from mla_fx.readings.cache_update import POSITIONED, cache_updates
 from mla_fx.readings.element import resolve
 from mla_fx.readings.rms_norm import rms_norm
 from mla_fx.readings.rope import rope
