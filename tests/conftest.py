@@ -13,7 +13,7 @@ from zoo.entries import DEFAULT, Entry
 from zoo.sizes import DECODE
 
 from mla_fx.passes import prove
-from mla_fx.proving import check
+from mla_fx.proving import check, region
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
 
@@ -63,7 +63,7 @@ def refuted(request, monkeypatch):
     def difference(plan):
         try:
             result = check.difference(plan)
-        except check.UncheckedError:
+        except region.UncheckedError:
             raise
         except Exception as error:
             found.append(error)

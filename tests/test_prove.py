@@ -22,6 +22,7 @@ from mla_fx.driver import discovery
 from mla_fx.passes import prove
 from mla_fx.proving import check
 from mla_fx.proving.equations import of_cuts, of_views
+from mla_fx.proving.region import UncheckedError
 from mla_fx.proving.small_sizes import small_sizes
 from mla_fx.rewriting.draft import Draft, value_of
 from mla_fx.rewriting.replacement import Drafted
@@ -194,7 +195,7 @@ def test_a_layer_with_other_keys_and_values_is_fused_rightly_or_not_at_all():
 
 
 def unchecked(plan):
-    raise check.UncheckedError("its tensors are too large to be computed")
+    raise UncheckedError("its tensors are too large to be computed")
 
 
 @pytest.mark.parametrize(("prove_", "fused"), [("on", ALL), ("off", ALL), ("required", {})])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import module_of
-from mla_fx.proving.check import UncheckedError, difference
+from mla_fx.proving.check import difference
+from mla_fx.proving.region import UncheckedError
 from mla_fx.rewriting.replacement import Drafted
 
 from .run import Run

@@ -17,7 +17,7 @@ from mla_fx.rewriting.replacement import Drafted
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter
 from .numbers import Numbers
-from .region import Region
+from .region import Region, UncheckedError
 from .small_sizes import small_sizes
 
 CLOSE = 1e-10  # relative to the largest number of a result
@@ -32,10 +32,6 @@ class Difference(NamedTuple):
 
     old: Node
     sentence: str
-
-
-class UncheckedError(Exception):
-    """A plan that cannot be compared; the message says why."""
 
 
 def difference(plan: Drafted) -> Difference | None:

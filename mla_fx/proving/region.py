@@ -21,9 +21,14 @@ aten = torch.ops.aten
 
 NEAR = 1e-6
 FEW = 30  # calls
+MOST = 1000  # calls of a region
 CODES = (torch.int8, torch.uint8)
 ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+
+
+class UncheckedError(Exception):
+    """A plan that cannot be compared; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class Region:
 
     @classmethod
     def of(cls, plan: Drafted) -> Region:
-        """Numbers that a plan reads are drawn, unless others are computed with them that are drawn: the tokens behind
-        codes and their scales."""
+        """Numbers that a plan reads are drawn, but not those that depend on other drawn ones, as scales depend on their
+        tokens. Raises UncheckedError if too many calls are behind the others."""
         sources = {origin for source in plan.sources for origin in _origins(source)}
         while True:
             region = cls._behind(plan, sources)
@@ -63,6 +68,8 @@ class Region:
             for operand in part.operands if isinstance(part, Draft) else part.all_input_nodes:
                 visit(operand)
             calls[part] = None
+            if len(calls) > MOST:
+                raise UncheckedError(f"more than {MOST} calls are behind what it reads")
 
         for pair in plan.replaced:
             for part in pair:
