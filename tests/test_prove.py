@@ -163,7 +163,8 @@ def test_a_rule_that_forgets_a_factor_is_refused():
         report = run(Doubled)
     assert report.fused == ALL
     (reason,) = report.refuted
-    assert re.sub(r"-?\d\.\d+", "#", reason) == "own_output would change mm_4: at [3, 20] it would be # for #"
+    assert re.sub(r"-?\d+(\.\d+)?(?=\D|$)", "#", reason.partition(": ")[2]) == "at [#, #] it would be # for #"
+    assert reason.startswith("own_output would change mm_4: ")
     assert [str(warning.message) for warning in caught] == [f"mla_fx: a rewrite was wrong and was not made: {reason}"]
     torch._dynamo.reset()
     with pytest.raises(mla_fx.FusionError, match="a rewrite was wrong and was not made: own_output would change"):

@@ -41,7 +41,8 @@ class Region:
     @classmethod
     def of(cls, plan: Drafted) -> Region:
         """Numbers that a plan reads are drawn, but not those that depend on other drawn ones, as scales depend on their
-        tokens. Raises UncheckedError if too many calls are behind the others."""
+        tokens, or on the graph's inputs, as rotary tables that are looked up twice. Raises UncheckedError if too many
+        calls are behind the others."""
         sources = {origin for source in plan.sources for origin in _origins(source)}
         while True:
             region = cls._behind(plan, sources)
@@ -142,13 +143,13 @@ def _uncast(node: Node) -> Node:
 
 
 def _depends_on(node: Node, inside: Set[Node | Draft]) -> bool:
-    """Whether a few calls compute a value from others of a region."""
+    """Whether a few calls compute a value from others of a region and from the graph's inputs."""
     pending, seen = list(node.all_input_nodes), set[Node]()
     while pending:
         operand = pending.pop()
-        if operand in inside or operand in seen:
+        if operand in inside or operand in seen or operand.op != "call_function":
             continue
-        if operand.op == "placeholder" or len(seen) == FEW:
+        if len(seen) == FEW:
             return False
         seen.add(operand)
         pending += operand.all_input_nodes

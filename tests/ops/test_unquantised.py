@@ -111,7 +111,8 @@ def oracle_kv(
 
 
 def oracle_softmax(scores, mask, is_causal, fill, sink=-math.inf):
-    """One row of probabilities from T scores beside a sink; zeros where every score is minus infinity."""
+    """One row of probabilities from T scores beside a sink, zeros where every score is minus infinity; and the
+    logarithm of their sum."""
     if mask is not None:
         masked = -math.inf if fill is None else fill
         scores = scores.masked_fill(~mask, masked) if mask.dtype == torch.bool else scores + mask
@@ -119,12 +120,17 @@ def oracle_softmax(scores, mask, is_causal, fill, sink=-math.inf):
         scores = scores.masked_fill(torch.arange(len(scores)) > is_causal, -math.inf)
     highest = max(*scores.tolist(), sink)
     if highest == -math.inf:
-        return torch.zeros_like(scores)
+        return torch.zeros_like(scores), -math.inf
     weights = torch.tensor([math.exp(value - highest) for value in scores.tolist()], dtype=torch.float64)
-    return weights / (weights.sum() + math.exp(sink - highest))
+    total = weights.sum() + math.exp(sink - highest)
+    return weights / total, highest + math.log(total)
 
 
-def oracle_mla(
+def oracle_mla(*args, **options):
+    return oracle_sums(*args, **options)[:1]
+
+
+def oracle_sums(
     q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, table=None, *,
     scale, is_causal=False, fill=None, max_absorbed_tokens=0
 ):  # fmt: skip
@@ -134,7 +140,7 @@ def oracle_mla(
         q_rope, kr = q.new_zeros(batch, steps, heads, 1), kv.new_zeros(batch, kv.shape[1], 1)
     if lens is not None:
         mask = oracle_visible(lens.expand(batch), steps, kv.shape[1])
-    out = torch.empty(batch, steps, heads, w_uv.shape[1]).double()
+    out, sums = torch.empty(batch, steps, heads, w_uv.shape[1]).double(), torch.empty(batch, steps, heads).double()
     mask = None if mask is None else mask.expand(batch, heads, steps, kv.shape[1])
     for b in range(batch):
         for n in range(heads):
@@ -143,8 +149,9 @@ def oracle_mla(
                 scores = (keys @ q[b, s, n] + kr[b] @ q_rope[b, s, n]) * scale
                 row = None if mask is None else mask[b, n, s]
                 sink = -math.inf if sinks is None else float(sinks[n])
-                out[b, s, n] = oracle_softmax(scores, row, s if is_causal else None, fill, sink) @ values
-    return (out,)
+                weights, sums[b, s, n] = oracle_softmax(scores, row, s if is_causal else None, fill, sink)
+                out[b, s, n] = weights @ values
+    return out, sums
 
 
 def oracle_visible(lens, steps, context):
@@ -166,9 +173,13 @@ def oracle_context(cache, table):
     return torch.stack([torch.cat([cache[int(block)] for block in sequence]) for sequence in table])
 
 
-def oracle_latent(query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, **options):
+def oracle_latent(*args, **options):
+    return oracle_latent_sums(*args, **options)[:1]
+
+
+def oracle_latent_sums(query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, **options):
     same = torch.eye(query.shape[-1]).double().expand(query.shape[2], -1, -1)
-    return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
+    return oracle_sums(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
 
 
 def oracle_rows(x, gamma, *, epsilon, gamma_after_cast=False):
@@ -186,6 +197,7 @@ ORACLES = {
     "mla_prolog": oracle_prolog,
     "kv_rmsnorm_rope_cache": oracle_kv,
     "latent_attention": oracle_latent,
+    "latent_attention.with_lse": oracle_latent_sums,
     "mla_attention": oracle_mla,
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
@@ -202,8 +214,9 @@ def expect(operator, args, kwargs):
     before = mapped(torch.clone, args)
     results = as_tuple(operator.overload(*args, **kwargs))
     torch.testing.assert_close(mapped(torch.clone, args), before, rtol=0, atol=0)
-    for result, want in zip(results, wanted, strict=True):
-        assert result.dtype == dtype
+    for place, (result, want) in enumerate(zip(results, wanted, strict=True)):
+        is_sum = name == "latent_attention.with_lse" and place == 1
+        assert result.dtype == (torch.promote_types(dtype, torch.float32) if is_sum else dtype)
         torch.testing.assert_close(result.double(), want, rtol=rtol, atol=atol)
     if operator.inplace is None:
         return
@@ -219,7 +232,7 @@ def expect(operator, args, kwargs):
 
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
-    *cases(DTYPES, ("latent_attention", "mla_attention", "rms_norm", "rope")),
+    *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "mla_attention", "rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
 
