@@ -26,8 +26,10 @@ class Equation(NamedTuple):
 
 def of_views(old: Shape, new: Shape) -> Iterator[Equation]:
     """Adjacent dimensions that together have as many elements on both sides have as many in every size."""
+    if math.prod(old) != math.prod(new) or 0 in old:
+        return  # numbers in place of symbols need not fit
     left, right = ([size for size in sizes if size != 1] for sizes in (old, new))
-    while left and right and 0 not in (*left, *right):
+    while left and right:
         one, other = [left.pop()], [right.pop()]
         while math.prod(one) != math.prod(other):
             smaller, rest = (one, left) if math.prod(one) < math.prod(other) else (other, right)

@@ -95,7 +95,7 @@ def _judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
             outcome = _rewritten(program, expected)
     except Hang:
         return Outcome("hang", f"no answer within {SECONDS} seconds of computing")
-    if outcome.verdict != "wrong" or expected.references[0].error:
+    if outcome.verdict not in ("wrong", "refuted") or expected.references[0].error:
         return outcome
     excuse = excused.excuse(captured, mutations)
     return Outcome("invalid", excuse) if excuse else outcome
