@@ -11,8 +11,9 @@ import torch
 from layers import CLOSE, FUSED, QUIET, Layer, Reporting, Sizes, arguments
 from torch import Tensor, nn
 from zoo.caches import CACHES
-from zoo.entries import Entry
+from zoo.entries import WHOLE_FRACTALS, Entry
 from zoo.mla import Spelling
+from zoo.sizes import SMALL
 
 import mla_fx
 
@@ -90,12 +91,12 @@ def with_last(place: Any, value: int) -> Any:
 
 def slots(name: str, cache: Tensor) -> int:
     """The number of positions in this spelling."""
-    is_flat = any(word in name for word in ("slots", "blocks", "paged"))
+    is_flat = any(word in name for word in ("slots", "blocks", "paged", "nz"))
     return cache.shape[0] * cache.shape[1] if is_flat else cache.shape[-2]
 
 
 def written_at_edges(name: str) -> tuple[nn.Module, dict[int, Any]]:
-    entry = Entry(Spelling(cache=name))
+    entry = Entry(Spelling(cache=name, sizes=WHOLE_FRACTALS if name.startswith("nz") else SMALL))
     *given, caches, place = entry.arguments(entry.steps[-1])
     calls = {edge: (*given, caches, with_last(place, edge)) for edge in edges(slots(name, caches[0]))}
     return entry.build(), calls

@@ -14,9 +14,12 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.rewriting.draft import Draft, is_value, value_of
 
 from .numbers import Numbers
+from .region import UncheckedError
 
 Part = Node | Draft
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+# Operators of others are not run: a collective would wait for other processes.
+PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 # Arguments with whole numbers that are not sizes.
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 
@@ -44,6 +47,8 @@ class Interpreter:
         args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
         if not isinstance(target, OpOverload):
             return target(*args, **kwargs)
+        if target.namespace not in PURE:
+            raise UncheckedError(f"{target} may do more than compute")
         given = {**dict(zip(_names(target), args, strict=False)), **kwargs}
         if target.namespace == "aten":
             self._set_defaults(part.args[0] if part.args else None, given, _names(target))

@@ -5,6 +5,7 @@ they are read, and the scales of keys are in weight_uk. Attention's keys stay in
 
 from dataclasses import replace
 
+import plants
 import pytest
 import torch
 from mla_fx.lowering.ascend import mla_prolog_v3
@@ -160,5 +161,6 @@ def test_planted_fault_in_keys(monkeypatch, names, fault):
         return fault(multiply, scales, value, dims) if is_weight else multiply(scales, value, dims)
 
     monkeypatch.setattr(mla_attention, "scaled_by", scaled_by)
+    plants.unproved(monkeypatch)
     with pytest.raises(AssertionError, match=r"^\(\["):
         check(names + KEYS, [models.prompt(3)])
