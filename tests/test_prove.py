@@ -158,7 +158,7 @@ def run(case, **options):
 @pytest.mark.refutes
 @pytest.mark.usefixtures("careless")
 def test_a_rule_that_forgets_a_factor_is_refused():
-    """With what it is told. Without the factor, the rule is applied."""
+    """Report and warning name the result that would change. Without the factor, the rule is applied."""
     with pytest.warns(mla_fx.MlaWarning) as caught:
         report = run(Doubled)
     assert report.fused == ALL

@@ -84,7 +84,7 @@ def kinds(before: Mapping[str, Layer], after: Mapping[str, Layer]) -> Iterator[d
 
 
 def _work(layer: Layer) -> dict[str, Any]:
-    """The sums of a layer's FLOPs and bytes; `uncounted` operators have FLOPs that nobody knows."""
+    """The sums of a layer's FLOPs and bytes; `uncounted` counts the operators whose FLOPs are unknown."""
     return {
         "flops": sum(node["flops"] or 0 for node in layer.nodes),
         "uncounted": sum(node["flops"] is None for node in layer.nodes),

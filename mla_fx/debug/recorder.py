@@ -18,7 +18,7 @@ from .torch_logs import StageTrace
 
 
 class Recorder:
-    """Writes the stages of one graph, once for all who read them; if nobody does, it does nothing.
+    """Writes each stage of a graph once for all readers. Without readers it does nothing.
 
     A failure is reported once and then ignored: no compilation depends on it."""
 
@@ -42,7 +42,7 @@ class Recorder:
         if self._dump is not None:
             self._fenced(lambda: self._add(name, show()))
 
-    def _open(self, folder: str | None, keep_text: bool, fuses_loops: bool = False) -> None:
+    def _open(self, folder: str | None, keep_text: bool, fuses_loops: bool) -> None:
         if folder:
             self._dump = Dump(folder, fuses_loops=fuses_loops)
             self._readers.append(self._dump.stage)

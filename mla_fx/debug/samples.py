@@ -81,7 +81,7 @@ class Like:
 
 
 def any_like(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> Like:
-    """What to draw for a tensor that nobody has seen: matrices of scale 1/sqrt(columns), vectors around one, whole
+    """What to draw for a tensor without known values: matrices of scale 1/sqrt(columns), vectors around one, whole
     numbers of 0 and 1, and any codes of a byte."""
     if dtype.is_floating_point or dtype.is_complex:
         mean, std = (0.0, shape[-1] ** -0.5) if len(shape) > 1 and shape[-1] else (1.0, 0.3)

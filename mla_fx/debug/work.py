@@ -34,7 +34,7 @@ PICKS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tenso
 
 @dataclass(frozen=True)
 class Work:
-    """`flops` is None if nobody knows them, as those of an operator that reads lengths."""
+    """`flops` is None if they are unknown, as for an operator that reads lengths."""
 
     flops: int | None
     bytes: int

@@ -15,6 +15,7 @@ from mla_fx.rewriting.draft import Draft, fake_of, value_of
 from mla_fx.rewriting.replacement import Drafted
 
 from .equations import EQUATIONS, Equation
+from .inputs import CODES
 from .numbers import Numbers
 
 aten = torch.ops.aten
@@ -22,7 +23,6 @@ aten = torch.ops.aten
 NEAR = 1e-6
 FEW = 30  # calls
 MOST = 1000  # calls of a region
-CODES = (torch.int8, torch.uint8)
 ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
