@@ -26,9 +26,9 @@ class Equation(NamedTuple):
 
 def of_views(old: Shape, new: Shape) -> Iterator[Equation]:
     """Adjacent dimensions that together have as many elements on both sides have as many in every size."""
-    if math.prod(old) != math.prod(new) or 0 in old:
-        return  # numbers in place of symbols need not fit
     left, right = ([size for size in sizes if size != 1] for sizes in (old, new))
+    if left == right or math.prod(left) != math.prod(right) or 0 in left:
+        return  # numbers in place of symbols need not fit
     while left and right:
         one, other = [left.pop()], [right.pop()]
         while math.prod(one) != math.prod(other):

@@ -22,6 +22,8 @@ COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 # Arguments with whole numbers that are not sizes.
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
+# Of operators that compute a scale or an epsilon if none is given.
+COMPUTED = frozenset({"query", "normalized_shape"})
 
 
 class Interpreter:
@@ -44,43 +46,52 @@ class Interpreter:
         target: Any = part.target
         if isinstance(target, GraphModule):
             return target
-        args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
         if not isinstance(target, OpOverload):
+            args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
             return target(*args, **kwargs)
         if target.namespace not in PURE:
             raise UncheckedError(f"{target} may do more than compute")
-        given = {**dict(zip(_names(target), args, strict=False)), **kwargs}
-        if target.namespace == "aten":
-            self._set_defaults(part.args[0] if part.args else None, given, _names(target))
-        result = target(**{name: self._small(name, value) for name, value in given.items()})
-        return self._rounded(result, value_of(part))
+        names = _names(target)
+        args = [self._argument(name, value) for name, value in zip(names, part.args, strict=False)]
+        kwargs = {name: self._argument(name, value) for name, value in part.kwargs.items()}
+        if target.namespace == "aten" and not COMPUTED.isdisjoint(names):
+            args, kwargs = [], {**dict(zip(names, args, strict=False)), **kwargs}
+            self._set_defaults(part.args[0], kwargs)
+        return self._rounded(target(*args, **kwargs), value_of(part))
 
     def _operand(self, leaf: Any) -> Any:
         return self.run(leaf) if is_value(leaf) else leaf
 
-    def _small(self, name: str, value: Any) -> Any:
+    def _argument(self, name: str, value: Any) -> Any:
+        if is_value(value):
+            return self.run(value)
         if type(value) is int:
             return value if name in DIMENSIONS else self.small.get(value, value)
         if isinstance(value, (list, tuple)):
-            return [self._small(name, part) for part in value]
+            return [self._argument(name, part) for part in value]
         if isinstance(value, torch.dtype):
             return torch.float64 if value.is_floating_point else torch.complex128 if value in COMPLEX else value
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def _rounded(self, result: Any, fake: Any) -> Any:
         dtype = getattr(fake, "dtype", None)
-        if dtype is None or not dtype.is_floating_point or torch.finfo(dtype).eps <= self.step:
+        if dtype is None or not dtype.is_floating_point or _step(dtype) <= self.step:
             return result
         return result.to(dtype).double()
 
-    def _set_defaults(self, first: Any, given: dict[str, Any], names: tuple[str, ...]) -> None:
+    def _set_defaults(self, first: Any, given: dict[str, Any]) -> None:
         """Write down what PyTorch would compute from a size or a dtype, which are others here."""
-        if names[:1] == ("query",) and given.get("scale") is None:
+        if "query" in given and given.get("scale") is None:
             given["scale"] = self.numbers.of(value_of(first).shape[-1]) ** -0.5
-        if "normalized_shape" in names and given.get("eps") is None:
+        if "normalized_shape" in given and given.get("eps") is None:
             given["eps"] = torch.finfo(value_of(first).dtype).eps
 
 
 @functools.cache
 def _names(target: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in target._schema.arguments)
+
+
+@functools.cache
+def _step(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps

@@ -39,6 +39,11 @@ class Region:
     calls: tuple[Node | Draft, ...]
 
     @classmethod
+    def of_any_numbers(cls, plan: Drafted) -> Region:
+        """All numbers that a plan reads are drawn."""
+        return cls._behind(plan, {origin for source in plan.sources for origin in _origins(source)})
+
+    @classmethod
     def of(cls, plan: Drafted) -> Region:
         """Numbers that a plan reads are drawn, but not those that depend on other drawn ones, as scales depend on their
         tokens, or on the graph's inputs, as rotary tables that are looked up twice. Raises UncheckedError if too many
@@ -108,10 +113,12 @@ def _powers(number: float) -> tuple[float, ...]:
 
 def _collect(values: Iterable[Any], sizes: set[int]) -> None:
     for value in values:
-        if isinstance(value, int):
-            sizes.add(value)
-        elif isinstance(value, (list, tuple)):
+        if isinstance(value, tuple):  # a shape
+            sizes.update(value)
+        elif isinstance(value, list):
             _collect(value, sizes)
+        elif isinstance(value, int):
+            sizes.add(value)
 
 
 def _origins(source: Node) -> Iterable[Node]:
