@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -35,23 +36,30 @@ class Difference(NamedTuple):
 
 
 def difference(plan: Drafted) -> Difference | None:
-    """The first value that the plan changes, or None. Raises UncheckedError if that cannot be found out.
-
-    A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So it counts only if
-    it is still there when such sizes, and then all of them, stay as they are."""
-    found, reason = None, ""
+    """The first value that the plan changes, or None. Raises UncheckedError if that cannot be found out."""
     with unset_fake_temporarily(), python_dispatcher_off(), torch.no_grad():
         if _agrees_on_anything(plan):
             return None
-        region = Region.of(plan)
-        for sizes in (_small, _small_but_for_numbers, _own):
-            try:
-                found = next(filter(None, (_difference(plan, region, *each) for each in sizes(region))), None)
-            except UncheckedError as error:
-                reason = reason or str(error)
-                continue
-            if found is None:
-                return None
+        found = _at_some_sizes(plan, Region.of(plan))
+        if found is None:
+            return None
+        with contextlib.suppress(UncheckedError):
+            found = _at_some_sizes(plan, Region.of(plan, from_common=True))
+        return found
+
+
+def _at_some_sizes(plan: Drafted, region: Region) -> Difference | None:
+    """A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So it counts only
+    if it is still there when such sizes, and then all of them, stay as they are."""
+    found, reason = None, ""
+    for sizes in (_small, _small_but_for_numbers, _own):
+        try:
+            found = next(filter(None, (_difference(plan, region, *each) for each in sizes(region))), None)
+        except UncheckedError as error:
+            reason = reason or str(error)
+            continue
+        if found is None:
+            return None
     if found is None:
         raise UncheckedError(reason)
     return found

@@ -15,7 +15,8 @@ from .numbers import Numbers
 SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
 VISIBLE = 0.7  # of flags
 CODES = (torch.int8, torch.uint8)
-TRIES = 4
+LEAST = (1, 3)  # positions that a program shifts may be negative otherwise
+TRIES = 5
 
 
 class Inputs:
@@ -52,9 +53,9 @@ class Inputs:
 
     def _places(self, count: int) -> Tensor:
         """Positions, slots, blocks or lengths: all different as long as the program takes that."""
-        if self.attempt == 0:
-            return torch.randperm(count + 2, **self.given)[:count] + 1
-        if self.attempt == 1:
+        if self.attempt < len(LEAST):
+            return torch.randperm(count + 2, **self.given)[:count] + LEAST[self.attempt]
+        if self.attempt == len(LEAST):
             return torch.randperm(count, **self.given)
         return torch.randint(0, TRIES - self.attempt, (count,), **self.given)
 

@@ -44,15 +44,19 @@ class Region:
         return cls._behind(plan, {origin for source in plan.sources for origin in _origins(source)})
 
     @classmethod
-    def of(cls, plan: Drafted) -> Region:
+    def of(cls, plan: Drafted, *, from_common: bool = False) -> Region:
         """Numbers that a plan reads are drawn, but not those that depend on other drawn ones, as scales depend on their
-        tokens, or on the graph's inputs, as rotary tables that are looked up twice. Raises UncheckedError if too many
+        tokens, or on the graph's inputs, as rotary tables that are looked up twice. With `from_common`, a value behind
+        two others, as tokens that are reshaped twice, is drawn in place of these. Raises UncheckedError if too many
         calls are behind the others."""
         sources = {origin for source in plan.sources for origin in _origins(source)}
         while True:
             region = cls._behind(plan, sources)
-            inside = {*region.leaves, *region.calls}
-            dependent = {leaf for leaf in region.leaves if leaf.op == "call_function" and _depends_on(leaf, inside)}
+            inside, leaves = {*region.leaves, *region.calls}, {leaf for leaf in region.leaves if _is_call(leaf)}
+            dependent = {leaf for leaf in leaves if _depends_on(leaf, inside)}
+            if from_common and not dependent and (common := _common(leaves)):
+                sources.add(common)
+                dependent = {leaf for leaf in leaves - {common} if common in _few_behind(leaf)}
             if not dependent:
                 return region
             sources -= dependent
@@ -68,7 +72,7 @@ class Region:
             if part in seen:
                 return
             seen.add(part)
-            if isinstance(part, Node) and (part.op != "call_function" or (part in sources and part not in olds)):
+            if isinstance(part, Node) and (not _is_call(part) or (part in sources and part not in olds)):
                 leaves.append(part)
                 return
             for operand in part.operands if isinstance(part, Draft) else part.all_input_nodes:
@@ -149,15 +153,33 @@ def _uncast(node: Node) -> Node:
     return node
 
 
+def _is_call(node: Node) -> bool:
+    return node.op == "call_function"
+
+
 def _depends_on(node: Node, inside: Set[Node | Draft]) -> bool:
     """Whether a few calls compute a value from others of a region and from the graph's inputs."""
+    return len(list(_few_behind(node, inside))) < FEW
+
+
+def _common(nodes: Iterable[Node]) -> Node | None:
+    """A value that is a few calls behind two others."""
+    seen: set[Node] = set()
+    for node in nodes:
+        behind = {node, *_few_behind(node)}
+        if not seen.isdisjoint(behind):
+            return max(seen & behind)
+        seen |= behind
+    return None
+
+
+def _few_behind(node: Node, inside: Set[Node | Draft] = frozenset()) -> Iterator[Node]:
+    """The calls behind a value, but for those of a region and behind it; at most `FEW`."""
     pending, seen = list(node.all_input_nodes), set[Node]()
-    while pending:
-        operand = pending.pop()
-        if operand in inside or operand in seen or operand.op != "call_function":
+    while pending and len(seen) < FEW:
+        operand = pending.pop(0)
+        if operand in inside or operand in seen or not _is_call(operand):
             continue
-        if len(seen) == FEW:
-            return False
         seen.add(operand)
+        yield operand
         pending += operand.all_input_nodes
-    return True
