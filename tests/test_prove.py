@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +110,21 @@ def test_a_plan_with_a_fault_is_refused(monkeypatch, operator, fault):
     report = mla_fx.last_report()
     assert operator not in report.fused
     assert any(" would change " in reason and ": at [" in reason for reason in report.refuted), report
+
+
+@pytest.mark.refutes
+@pytest.mark.parametrize("fault", [("mla_prolog", "a sign"), ("latent_attention", "no mask")], ids=": ".join)
+def test_a_dump_holds_a_program_that_shows_the_fault(monkeypatch, tmp_path, fault):
+    monkeypatch.setattr(prove, "difference", lambda plan: check.difference(with_fault(plan, fault[0], FAULTS[fault])))
+    entry = Entry(ABSORBED)
+    with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong"), torch.no_grad():
+        with_backend(entry.build(), dump=str(tmp_path))(*entry.arguments(FEW))
+    reason = mla_fx.last_report().refuted[0]
+    program = tmp_path / "reproducer_000" / "reproduce.py"
+    assert reason.endswith(f". `python {program}` shows the difference with random inputs")
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "")
+    assert re.match(r"\w+: fused and unfused are [\d.e+-]+ apart in float64, ", ran.stdout), ran.stdout
 
 
 def test_the_same_plan_without_a_fault_is_made(monkeypatch):

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from mla_fx.graph.provenance import label_of, module_of
+from mla_fx.proving.check import Difference
+from mla_fx.proving.programs import programs
 
 from .closeness import SAME, wide_dtype
 from .exact import Dry
@@ -62,21 +64,48 @@ class Reproducer:
         return "\n\n\n".join(parts) + "\n"
 
 
+def reproduced(sentence: str, write: Callable[[], Reproducer], dump: str | None) -> str:
+    """A sentence and where its reproducer is."""
+    try:
+        return f"{sentence} {write().saved(dump)}"
+    except Exception as error:  # the difference itself matters more
+        return f"{sentence} No reproducer could be written: {type(error).__name__}: {error}"
+
+
 def of_rule(title: str, candidates: Iterable[tuple[Part, Part, Sequence[str]]], values: Values) -> Reproducer:
     """The reproducer of a wrong rule, for the first pair of an unfused and a fused part that differ on random inputs.
 
     Each pair comes with the names of its results."""
     for unfused, fused, names in candidates:
         inputs = {**_samples(fused, values), **_samples(unfused, values)}
-        given = drawn(inputs)
-        errors = difference(unfused.module, fused.module, given)
-        shows = not all(error <= SAME[wide_dtype(given.values())] for error in errors)
-        functions = {"unfused": unfused.module, "fused": fused.module}
-        call = f"reproduce.reproduce(unfused, fused, INPUTS, {names!r})"
-        found = Reproducer(title, functions, inputs, {**_labels(fused), **_labels(unfused)}, call, shows)
-        if shows:
+        labels = {**_labels(fused), **_labels(unfused)}
+        found = _of_two(title, unfused.module, fused.module, inputs, labels, names)
+        if found.shows:
             break
     return found
+
+
+def of_plan(title: str, found: Difference) -> Reproducer:
+    """The reproducer of a plan that was not made, at the small sizes at which it was checked."""
+    unfused, fused, values = programs(found)
+    inputs = {name: like(value) for name, value in values.items()}
+    labels = {str(leaf.name): label_of(leaf) for leaf in found.run.leaves if isinstance(leaf, Node)}
+    return _of_two(title, unfused, fused, inputs, labels, [found.old.name])
+
+
+def _of_two(
+    title: str,
+    unfused: GraphModule,
+    fused: GraphModule,
+    inputs: Mapping[str, Any],
+    labels: Mapping[str, str],
+    names: Sequence[str],
+) -> Reproducer:
+    given = drawn(inputs)
+    errors = difference(unfused, fused, given)
+    shows = not all(error <= SAME[wide_dtype(given.values())] for error in errors)
+    call = f"reproduce.reproduce(unfused, fused, INPUTS, {names!r})"
+    return Reproducer(title, {"unfused": unfused, "fused": fused}, inputs, labels, call, shows)
 
 
 def of_lowering(title: str, fused: Part, options: Mapping[str, Any], values: Values) -> Reproducer:

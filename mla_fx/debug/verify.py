@@ -32,7 +32,7 @@ from .culprit import Culprit, find, listed, upstream
 from .exact import Dry, Results, Wide, choices, undecided
 from .graph_part import Part, whole
 from .report import Report
-from .reproducer import Reproducer, of_lowering, of_rule
+from .reproducer import of_lowering, of_rule, reproduced
 
 
 class _Result(NamedTuple):
@@ -113,7 +113,7 @@ class Verification:
             f"{error:.3g} away from that of the unfused one, relative to its largest element{more}; the limit is "
             f"{SAME[dtype]:.3g}. {because}."
         )
-        return self._reproduced(sentence, lambda: of_rule(sentence, self._candidates(found), _values(inputs)))
+        return reproduced(sentence, lambda: of_rule(sentence, self._candidates(found), _values(inputs)), self.dump)
 
     def _candidates(self, found: Culprit | None) -> Iterator[tuple[Part, Part, Sequence[str]]]:
         """Parts of both graphs that may show what a rule does wrong, and the names of their results."""
@@ -161,7 +161,7 @@ class Verification:
         )
         returned = [one.fused for one in self._results() if one.kind == "output" and isinstance(one.fused, Node)]
         part = whole(self.fused, [*returned, *filter(written, self.fused.graph.nodes)])
-        return self._reproduced(sentence, lambda: of_lowering(sentence, part, self.options, _values(inputs)))
+        return reproduced(sentence, lambda: of_lowering(sentence, part, self.options, _values(inputs)), self.dump)
 
     # --- results -----------------------------------------------------------------------------------------------------
 
@@ -172,13 +172,6 @@ class Verification:
         found = [_Result("output", str(place), *nodes) for place, nodes in enumerate(zip(*outputs, strict=True))]
         names = [label_of(node) for node in self.unfused.graph.find_nodes(op="placeholder")]
         return found + [_Result("input", names[place], new, writes[1][place]) for place, new in writes[0].items()]
-
-    def _reproduced(self, sentence: str, write: Callable[[], Reproducer]) -> str:
-        """A sentence and where its reproducer is."""
-        try:
-            return f"{sentence} {write().saved(self.dump)}"
-        except Exception as error:  # the difference itself matters more
-            return f"{sentence} No reproducer could be written: {type(error).__name__}: {error}"
 
 
 def _outputs_and_writes(graph: Graph) -> tuple[Sequence[Any], dict[int, Node]]:

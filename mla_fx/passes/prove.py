@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from mla_fx.debug.reproducer import of_plan, reproduced
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import module_of
-from mla_fx.proving.check import difference
+from mla_fx.graph.torch_private import python_dispatcher_off, unset_fake_temporarily
+from mla_fx.proving.check import Difference, difference
 from mla_fx.proving.region import UncheckedError
 from mla_fx.rewriting.replacement import Drafted
 
@@ -30,5 +32,10 @@ def prove(run: Run, rule: str, plan: Drafted) -> None:
         return
     where = module_of(found.old)
     reason = f"{rule} would change {found.old.name}{f' of {where}' if where else ''}: {found.sentence}"
-    run.report.refuted.append(reason)
+    run.report.refuted.append(reason if run.options.dump is None else _reproduced(reason, found, run.options.dump))
     raise NoMatch(reason, found.old)
+
+
+def _reproduced(reason: str, found: Difference, dump: str) -> str:
+    with unset_fake_temporarily(), python_dispatcher_off():
+        return reproduced(f"{reason}.", lambda: of_plan(reason, found), dump)

@@ -29,10 +29,12 @@ Sizes = tuple[Numbers, Mapping[int, int]]
 
 
 class Difference(NamedTuple):
-    """A value of the graph, and how the plan changes it."""
+    """A value of the graph, what the plan replaces it by, how they differ, and the run in which they do."""
 
     old: Node
+    new: Node | Draft
     sentence: str
+    run: Interpreter
 
 
 def difference(plan: Drafted) -> Difference | None:
@@ -144,7 +146,7 @@ def _first_difference(plan: Drafted, run: Interpreter, olds: list[list[Tensor]])
         except Exception as error:  # an operator may refuse other sizes with any error
             raise UncheckedError(f"the plan does not run: {error}") from error
         for sentence in filter(None, map(_compared, before, after)):
-            return Difference(old, sentence)
+            return Difference(old, new, sentence, run)
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Interpreter:
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype
     ) -> None:
         self.numbers, self.small, self.values = numbers, small, values
+        self.leaves = tuple(values)
         self.step = torch.finfo(coarsest).eps
 
     def run(self, part: Part) -> Any:
@@ -48,7 +49,7 @@ class Interpreter:
             return target
         if not isinstance(target, OpOverload):
             args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
-            return target(*args, **kwargs)
+            return self.called(target, args, kwargs, None)
         if target.namespace not in PURE:
             raise UncheckedError(f"{target} may do more than compute")
         names = _names(target)
@@ -57,7 +58,14 @@ class Interpreter:
         if target.namespace == "aten" and not COMPUTED.isdisjoint(names):
             args, kwargs = [], {**dict(zip(names, args, strict=False)), **kwargs}
             self._set_defaults(part.args[0], kwargs)
-        return self._rounded(target(*args, **kwargs), value_of(part))
+        return self.called(target, args, kwargs, value_of(part))
+
+    def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
+        """The result of a call; `fake` is that of the graph."""
+        result, dtype = target(*args, **kwargs), getattr(fake, "dtype", None)
+        if dtype is None or not dtype.is_floating_point or _step(dtype) <= self.step:
+            return result
+        return result.to(dtype).double()
 
     def _operand(self, leaf: Any) -> Any:
         return self.run(leaf) if is_value(leaf) else leaf
@@ -72,12 +80,6 @@ class Interpreter:
         if isinstance(value, torch.dtype):
             return torch.float64 if value.is_floating_point else torch.complex128 if value in COMPLEX else value
         return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    def _rounded(self, result: Any, fake: Any) -> Any:
-        dtype = getattr(fake, "dtype", None)
-        if dtype is None or not dtype.is_floating_point or _step(dtype) <= self.step:
-            return result
-        return result.to(dtype).double()
 
     def _set_defaults(self, first: Any, given: dict[str, Any]) -> None:
         """Write down what PyTorch would compute from a size or a dtype, which are others here."""

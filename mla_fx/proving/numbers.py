@@ -48,6 +48,7 @@ def _symbolic(values: Iterable[Any]) -> Iterator[torch.SymInt]:
         if isinstance(value, torch.SymInt):
             yield value
         elif isinstance(value, Tensor):
-            yield from (size for size in value.shape if isinstance(size, torch.SymInt))
+            sizes: Iterable[Any] = value.shape
+            yield from (size for size in sizes if isinstance(size, torch.SymInt))
         elif isinstance(value, (list, tuple)):
             yield from _symbolic(value)
