@@ -29,7 +29,7 @@ from .apply_rules import recognise
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
-from .prove import prove
+from .prove import prove, prove_write
 from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -86,7 +86,7 @@ def clean_up(run: Run) -> None:
 def reinplace_caches(run: Run) -> None:
     if run.fused and run.target.writes_in_place:
         run.keep_original()
-        _note(run.report, reinplace(run.graph))
+        _note(run.report, reinplace(run.graph, functools.partial(prove_write, run)))
 
 
 def lower_fused(run: Run) -> None:

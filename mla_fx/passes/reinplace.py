@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,8 +45,20 @@ class Update:
         return [*((result, self.given) for result in self.results), (self.value, self.source)]
 
 
-def reinplace(graph: Graph) -> Counter[str]:
+Check = Callable[[Node], None]
+
+
+def _unwatched(call: Node, sources: Sequence[Node], copies: Sequence[Node]) -> Check:
+    return lambda call: None
+
+
+def reinplace(
+    graph: Graph, watch: Callable[[Node, Sequence[Node], Sequence[Node]], Check] = _unwatched
+) -> Counter[str]:
     """Turn fused operators that update caches into their in-place forms; return why others stay, with counts.
+
+    `watch` is called before an operator changes, with the graph inputs and the copies to them. What it returns is
+    called with the in-place form. Both may refuse: `watch` by NoMatch, the other by an error that ends the pass.
 
     An operator qualifies if each of its caches is a view of a graph input, the updated cache is copied back to exactly
     that view's elements, the rest of the input stays unchanged, and nothing after the operator reads the old cache. The
@@ -59,10 +72,12 @@ def reinplace(graph: Graph) -> Counter[str]:
         form = writing[node.target]
         try:
             updates = _updates(node, form, order)
+            check = watch(node, [update.source for update in updates], [update.copy_back for update in updates])
         except NoMatch as refusal:
             refusals[f"{form.name} does not write its caches in place: {refusal.reason}"] += 1
         else:
-            order[_write_in_place(node, form, updates)] = order[node]
+            order[call := _write_in_place(node, form, updates)] = order[node]
+            check(call)
     return refusals
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.torch_private import python_dispatcher_off, tree_leaves, unset_fake_temporarily
+from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.rewriting.draft import Draft, value_of
 from mla_fx.rewriting.replacement import Drafted
 
 from .inputs import TRIES, Inputs
-from .interpreter import Interpreter
+from .interpreter import Interpreter, on_real_tensors
 from .numbers import Numbers
 from .region import Region, UncheckedError
 from .small_sizes import small_sizes
@@ -39,7 +39,7 @@ class Difference(NamedTuple):
 
 def difference(plan: Drafted) -> Difference | None:
     """The first value that the plan changes, or None. Raises UncheckedError if that cannot be found out."""
-    with unset_fake_temporarily(), python_dispatcher_off(), torch.no_grad():
+    with on_real_tensors():
         if _agrees_on_anything(plan):
             return None
         found = _at_some_sizes(plan, Region.of(plan))
@@ -145,7 +145,7 @@ def _first_difference(plan: Drafted, run: Interpreter, olds: list[list[Tensor]])
             after = tree_leaves(run.run(new))
         except Exception as error:  # an operator may refuse other sizes with any error
             raise UncheckedError(f"the plan does not run: {error}") from error
-        for sentence in filter(None, map(_compared, before, after)):
+        for sentence in filter(None, map(compared, before, after)):
             return Difference(old, new, sentence, run)
     return None
 
@@ -162,7 +162,7 @@ def _coarsest(plan: Drafted) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def _compared(before: Tensor, after: Tensor) -> str | None:
+def compared(before: Tensor, after: Tensor) -> str | None:
     if before.shape != after.shape:
         return f"its shape would be {list(after.shape)} for {list(before.shape)}"
     if before.numel() == 0:

@@ -15,8 +15,8 @@ from .numbers import Numbers
 SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
 VISIBLE = 0.7  # of flags
 CODES = (torch.int8, torch.uint8)
-LEAST = (1, 3)  # positions that a program shifts may be negative otherwise
-TRIES = 5
+LEAST = (-1, 1, 3)  # the smallest whole numbers of the first attempts; a program may subtract from them
+TRIES = 6
 
 
 class Inputs:
@@ -32,7 +32,9 @@ class Inputs:
             own = _own(leaf)
             if not isinstance(own, Tensor) or own.numel() == 1:
                 return own
-        value = leaf.meta["val"]
+        return self.like(leaf.meta["val"])
+
+    def like(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value.dtype, [self.small[size] for size in self.numbers.of(value)])
         number = self.numbers.of(value)

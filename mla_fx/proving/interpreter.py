@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from mla_fx.graph.torch_private import OpOverload
+from mla_fx.graph.torch_private import OpOverload, python_dispatcher_off, unset_fake_temporarily
 from mla_fx.rewriting.draft import Draft, is_value, value_of
 
 from .numbers import Numbers
@@ -24,6 +25,13 @@ PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 # Of operators that compute a scale or an epsilon if none is given.
 COMPUTED = frozenset({"query", "normalized_shape"})
+
+
+@contextlib.contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """What runs graphs and compares results runs in this context."""
+    with unset_fake_temporarily(), python_dispatcher_off(), torch.no_grad():
+        yield
 
 
 class Interpreter:

@@ -1,0 +1,163 @@
+"""Checks a write in place: who reads the memory that it writes must see what it saw before.
+
+Before the change and after it, the calls around one operator run in the order of the graph, on memory that views really
+share. What other calls read of it is compared, and what the graph's inputs hold in the end. The operator itself is any
+function of its operands: that its two forms compute the same is for its own tests."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mla_fx.graph.provenance import label_of
+from mla_fx.graph.torch_private import OpOverload, tree_leaves
+
+from .check import compared
+from .inputs import TRIES, Inputs
+from .interpreter import Interpreter, Part, on_real_tensors
+from .numbers import Numbers
+from .region import FEW, Region, UncheckedError
+from .small_sizes import small_sizes
+
+aten = torch.ops.aten
+
+Seen = Mapping[tuple[str, str], Tensor]
+
+
+class Memory:
+    """What is seen of some graph inputs around a call whose results are copied to them.
+
+    Raises UncheckedError if that cannot be run."""
+
+    def __init__(self, call: Node, sources: Sequence[Node], copies: Iterable[Node]) -> None:
+        self.sources, around = sources, _Around(call, sources, copies)
+        self.region = around.region()
+        self.numbers = Numbers(self.region.values, apart=True)
+        self.small = small_sizes(self.region.sizes(self.numbers), self.region.equations(self.numbers))
+        names = [result.name for result in call.target._schema.returns]  # type: ignore[union-attr]  # an operator
+        self.results = dict(zip(names, tree_leaves(call.meta["val"]), strict=True))
+        with on_real_tensors():
+            self.attempt, self.seen = self._first_seen(around)
+
+    def _first_seen(self, around: _Around) -> tuple[int, Seen]:
+        reason = ""
+        for attempt in range(TRIES):
+            try:
+                return attempt, self._run(around, attempt)
+            except Exception as error:  # PyTorch refuses numbers that are out of range, and sizes that do not fit
+                reason = str(error)
+        raise UncheckedError(f"the program does not run: {reason}")
+
+    def _run(self, around: _Around, attempt: int) -> Seen:
+        inputs = Inputs(self.numbers, self.small, attempt)
+        fresh = {name: inputs.like(value) for name, value in self.results.items()}
+        values: dict[Part, Any] = {leaf: inputs.drawn(leaf) for leaf in self.region.leaves}
+        run = _Run(self.numbers, self.small, values, around.call, fresh)
+        return {place: value.clone() for place, value in around.seen(run)}
+
+    def difference(self, call: Node) -> str | None:
+        """How the graph as it is now, with a call that writes in place, differs from the one before. Raises
+        UncheckedError if that cannot be found out."""
+        with on_real_tensors():
+            try:
+                seen = self._run(_Around(call, self.sources, ()), self.attempt)
+            except Exception as error:
+                raise UncheckedError(f"the graph does not run: {error}") from error
+            for place, before in self.seen.items():
+                sentence = compared(before, seen[place]) if place in seen else "it would be another tensor"
+                if sentence is not None:
+                    return f"{' of '.join(place)}: {sentence}"
+        return None
+
+
+class _Around:
+    """The calls around one operator: those that run, and those that read what these compute."""
+
+    def __init__(self, call: Node, sources: Sequence[Node], copies: Iterable[Node]) -> None:
+        self.call, self.sources = call, sources
+        self.run, self.readers = {call}, set[Node]()
+        between = {node for copy in copies for node in _between(copy, {call, *sources})}
+        pending = [*sources, call]
+        while pending:
+            for user in pending.pop().users.keys() - self.run:
+                if user not in between and not _shares_memory(user):
+                    self.readers.add(user)
+                    continue
+                self.run.add(user)
+                pending.append(user)
+
+    def region(self) -> Region:
+        operands = [operand for node in sorted(self.run) for operand in node.all_input_nodes]
+        leaves = dict.fromkeys((*self.sources, *(operand for operand in operands if operand not in self.run)))
+        return Region(tuple(leaves), tuple(sorted(self.run)))
+
+    def seen(self, run: Interpreter) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """What each reader reads, while the calls run one after another, and what the inputs hold in the end."""
+        shown = self.run.union(self.sources)
+        for node in sorted(self.run | self.readers):
+            if node in self.run:
+                run.run(node)
+                continue
+            for place, operand in enumerate(tree_leaves([node.args, node.kwargs])):
+                if operand in shown and isinstance(run.values[operand], Tensor):
+                    yield (f"operand {place}", node.name), run.values[operand]
+        for source in self.sources:
+            yield ("the content", label_of(source)), run.values[source]
+
+
+class _Run(Interpreter):
+    """Runs one call as a function of all its operands, which are floating or codes, and of fresh numbers."""
+
+    def __init__(
+        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], call: Node, fresh: dict[str, Tensor]
+    ) -> None:
+        super().__init__(numbers, small, values, torch.bfloat16)
+        self.call, self.fresh = call, fresh
+
+    def _result(self, part: Part) -> Any:
+        if part is not self.call:
+            return super()._result(part)
+        schema = part.target._schema  # type: ignore[union-attr]  # an operator
+        names = [argument.name for argument in schema.arguments]
+        operands = {**dict(zip(names, part.args, strict=False)), **part.kwargs}
+        given = {name: self._operand(value) for name, value in operands.items()}
+        read = sum(float(value.double().mean()) for value in given.values() if isinstance(value, Tensor))
+        results = {
+            name: _made(given.get(name.removesuffix("_out")), fresh, read) for name, fresh in self.fresh.items()
+        }
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = results.get(f"{argument.name}_out", results.get(argument.name))
+                given[argument.name].copy_(written)
+        kept = [results[result.name] for result in schema.returns]
+        return kept if isinstance(part.meta["val"], (tuple, list)) else kept[0]
+
+
+def _made(old: Tensor | None, fresh: Tensor, read: float) -> Tensor:
+    return (fresh + read if old is None else fresh + read + old / 2).to(fresh.dtype)
+
+
+def _between(copy: Node, ends: set[Node]) -> set[Node]:
+    """A copy and the calls between some values and what it copies."""
+    leads = dict.fromkeys(ends, True)
+
+    def visit(node: Node) -> bool:
+        if node not in leads:
+            leads[node] = False
+            operands = [visit(operand) for operand in node.all_input_nodes] if len(leads) < FEW else []
+            leads[node] = any(operands)
+        return leads[node]
+
+    visit(copy)
+    return {node for node, is_between in leads.items() if is_between} - ends
+
+
+def _shares_memory(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    return any(result.alias_info is not None for result in node.target._schema.returns)
