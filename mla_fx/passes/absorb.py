@@ -13,9 +13,6 @@ kind of device has its own threshold. S <= 8 is always absorbed. Above that, a c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.fx import Graph, Node
 
@@ -28,6 +25,8 @@ from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import hashable
 from mla_fx.rewriting.replacement import Drafted
 from mla_fx.target import Target
+
+from .prove import ByKind
 
 ALWAYS = 2**62
 MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
@@ -44,7 +43,7 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
 
 
 def absorb(
-    graph: Graph, emit: Emitter, policy: str, target: Target, prove: Callable[[Drafted], None]
+    graph: Graph, emit: Emitter, policy: str, target: Target, prove: ByKind
 ) -> None:
     """Rewrites every mla_attention whose S is provably small to latent_attention.
 
@@ -54,8 +53,7 @@ def absorb(
     An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
     call therefore stays an mla_attention, which computes the absorbed query in float32.
 
-    `prove` is called for each kind of call, and refuses with NoMatch."""
-    proved: set[Any] = set()
+    `prove` may refuse with NoMatch."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         q_nope, _, kv_cache, *_ = args_of(node)
         limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
@@ -67,9 +65,7 @@ def absorb(
             with emit.at(node, "absorb"):
                 expanded = _absorbed(node, emit, *args_of(node))
             kind = hashable((node.args, node.kwargs), emit.fakes.signature)
-            if kind not in proved:
-                prove(Drafted.of([(node, expanded)], {*node.all_input_nodes}))
-            proved.add(kind)
+            prove("absorb", kind, Drafted.of([(node, expanded)], {*node.all_input_nodes}))
             _replace(node, expanded)
         elif not isinstance(tokens, int):
             node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)

@@ -10,14 +10,19 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.torch_private import OpOverload
+from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.ops import catalogue
+from mla_fx.proving.interpreter import may_run
 from mla_fx.readings.calls import CASTS, args_of
 from mla_fx.readings.views import RESHAPES
 from mla_fx.rewriting.cleanup import drop_turns
 from mla_fx.rewriting.draft import fake_of
 from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.fake_values import hashable
+from mla_fx.rewriting.replacement import Drafted
 from mla_fx.target import Compiled, Lowering
+
+from .prove import ByKind
 
 aten = torch.ops.aten
 CODES = (torch.int8, torch.uint8)
@@ -25,10 +30,15 @@ VIEWS = RESHAPES | {aten.permute.default, aten.slice.Tensor, aten.select.int}
 
 
 def lower(
-    graph: Graph, lowerings: Mapping[OpOverload, Lowering], decompositions: Any, *, keeps_calls: bool
+    graph: Graph,
+    lowerings: Mapping[OpOverload, Lowering],
+    decompositions: Any,
+    prove: ByKind,
+    *,
+    keeps_calls: bool,
 ) -> Counter[str]:
     """Replace calls by plain functions: the target's own, or the operator's body if the target neither has one nor can
-    keep the call.
+    keep the call. `prove` may refuse with NoMatch; the call then stays.
 
     Returns notes for the report with their counts: why calls were not lowered, and how plain operators are computed."""
     emit, notes = Emitter(graph), Counter[str]()
@@ -46,10 +56,29 @@ def lower(
                 notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
             if function is None:
                 continue
+            with emit.at(node, "lower"):
+                results = emit.inline(function, *operands, decompositions=decompositions, **node.kwargs)
+                drop_turns(emit.added)
+            pairs = _pairs(node, results)
+            kind = hashable((operator, operands, node.kwargs), emit.fakes.signature)
+            read = {operand for operand in tree_leaves(operands) if isinstance(operand, Node)}
+            try:
+                if all(map(may_run, emit.added)):  # vendors' operators do not run here
+                    prove(f"the lowering of {operator._opname}", kind, Drafted.of(pairs, read))
+            except NoMatch as refuted:
+                notes[f"{operator._opname} stays a call: {refuted.reason}"] += 1
+                continue
             if operator not in own:
                 notes[f"{operator._opname} is computed as {function.__name__}"] += 1
-            _replace(emit, node, function, operands, decompositions)
+            _replace(node, pairs)
     return notes
+
+
+def _pairs(node: Node, results: Any) -> list[tuple[Node, Node]]:
+    """What a call computes, and what is read instead."""
+    if isinstance(results, Node):
+        return [(node, results)]
+    return [(user, results[args_of(user)[1]]) for user in node.users]
 
 
 def _stored(emit: Emitter, operand: Any) -> Any:
@@ -80,16 +109,9 @@ def lowered(node: Node, lowering: Lowering, operands: Sequence[Any] | None = Non
     return lowering(*map(fake_of, args_of(node) if operands is None else operands), **options)
 
 
-def _replace(
-    emit: Emitter, node: Node, function: Compiled, operands: Sequence[Any], decompositions: Any
-) -> None:
-    with emit.at(node, "lower"):
-        results = emit.inline(function, *operands, decompositions=decompositions, **node.kwargs)
-        drop_turns(emit.added)
-    if isinstance(results, Node):
-        node.replace_all_uses_with(results)
-    else:
-        for user in list(node.users):
-            user.replace_all_uses_with(results[args_of(user)[1]])
-            node.graph.erase_node(user)
+def _replace(node: Node, pairs: Sequence[tuple[Node, Node]]) -> None:
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
+        if old is not node:
+            node.graph.erase_node(old)
     node.graph.erase_node(node)

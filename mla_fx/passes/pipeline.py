@@ -29,7 +29,7 @@ from .apply_rules import recognise
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
-from .prove import prove, prove_write
+from .prove import by_kind, prove_write
 from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -54,7 +54,7 @@ def look_around(run: Run) -> None:
 def choose_absorbed(run: Run) -> None:
     if run.is_changed:
         with contextlib.suppress(NoMatch):  # the attentions that are left stay expanded
-            absorb(run.graph, run.emit, run.options.absorb, run.target, functools.partial(prove, run, "absorb"))
+            absorb(run.graph, run.emit, run.options.absorb, run.target, by_kind(run))
 
 
 def recognise_pieces(run: Run) -> None:
@@ -160,7 +160,8 @@ def _run_pass(run: Run, step: Pass) -> None:
 def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: bool) -> None:
     if lowerings:
         run.keep_original()
-        _note(run.report, lower(run.graph, lowerings, run.target.decompositions(), keeps_calls=keeps_calls))
+        decompositions = run.target.decompositions()
+        _note(run.report, lower(run.graph, lowerings, decompositions, by_kind(run), keeps_calls=keeps_calls))
         _erase_orphans(run)
 
 

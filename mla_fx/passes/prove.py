@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.fx import Node
 
@@ -34,6 +35,21 @@ def prove(run: Run, rule: str, plan: Drafted) -> None:
     reason = f"{rule} would change {_named(found.old)}: {found.sentence}"
     run.report.refuted.append(reason if run.options.dump is None else _reproduced(reason, found, run.options.dump))
     raise NoMatch(reason, found.old)
+
+
+ByKind = Callable[[str, Any, Drafted], None]
+"""Proves a plan of a kind, unless another one of that kind was proved."""
+
+
+def by_kind(run: Run) -> ByKind:
+    proved: set[Any] = set()
+
+    def prove_once(rule: str, kind: Any, plan: Drafted) -> None:
+        if kind not in proved:
+            prove(run, rule, plan)
+        proved.add(kind)
+
+    return prove_once
 
 
 def prove_write(run: Run, call: Node, sources: Sequence[Node], copies: Sequence[Node]) -> Callable[[Node], None]:

@@ -12,10 +12,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.graph.torch_private import OpOverload, python_dispatcher_off, unset_fake_temporarily
-from mla_fx.rewriting.draft import Draft, is_value, value_of
+from mla_fx.rewriting.draft import Draft, fake_of, is_value, value_of
 
 from .numbers import Numbers
 from .region import UncheckedError
+
+aten = torch.ops.aten
 
 Part = Node | Draft
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -25,6 +27,11 @@ PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 # Of operators that compute a scale or an epsilon if none is given.
 COMPUTED = frozenset({"query", "normalized_shape"})
+
+
+def may_run(part: Part) -> bool:
+    target: Any = part.target
+    return not isinstance(target, OpOverload) or target.namespace in PURE
 
 
 @contextlib.contextmanager
@@ -58,8 +65,10 @@ class Interpreter:
         if not isinstance(target, OpOverload):
             args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
             return self.called(target, args, kwargs, None)
-        if target.namespace not in PURE:
+        if not may_run(part):
             raise UncheckedError(f"{target} may do more than compute")
+        if target is aten.as_strided.default and _is_read_as_it_lies(part):
+            return self._operand(part.args[0])
         names = _names(target)
         args = [self._argument(name, value) for name, value in zip(names, part.args, strict=False)]
         kwargs = {name: self._argument(name, value) for name, value in part.kwargs.items()}
@@ -95,6 +104,13 @@ class Interpreter:
             given["scale"] = self.numbers.of(value_of(first).shape[-1]) ** -0.5
         if "normalized_shape" in given and given.get("eps") is None:
             given["eps"] = torch.finfo(value_of(first).dtype).eps
+
+
+def _is_read_as_it_lies(part: Part) -> bool:
+    """Whether a read by strides, which are others here, is a view of all elements in their order."""
+    value, *sizes = part.args
+    given = fake_of(value)
+    return list(map(list, sizes)) == [list(given.shape), list(given.stride())]
 
 
 @functools.cache

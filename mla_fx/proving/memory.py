@@ -21,7 +21,7 @@ from .check import compared
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, Part, on_real_tensors
 from .numbers import Numbers
-from .region import FEW, Region, UncheckedError
+from .region import FEW, Region, UncheckedError, few_behind
 from .small_sizes import small_sizes
 
 aten = torch.ops.aten
@@ -92,9 +92,23 @@ class _Around:
                 pending.append(user)
 
     def region(self) -> Region:
-        operands = [operand for node in sorted(self.run) for operand in node.all_input_nodes]
-        leaves = dict.fromkeys((*self.sources, *(operand for operand in operands if operand not in self.run)))
-        return Region(tuple(leaves), tuple(sorted(self.run)))
+        """Constants are computed; other operands are drawn."""
+        calls, leaves = set(self.run), dict.fromkeys(self.sources)
+
+        def visit(operand: Node) -> None:
+            if operand in calls or operand in leaves:
+                return
+            if not _is_constant(operand):
+                leaves[operand] = None
+                return
+            calls.add(operand)
+            for further in operand.all_input_nodes:
+                visit(further)
+
+        for node in self.run:
+            for operand in node.all_input_nodes:
+                visit(operand)
+        return Region(tuple(leaves), tuple(sorted(calls)))
 
     def seen(self, run: Interpreter) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """What each reader reads, while the calls run one after another, and what the inputs hold in the end."""
@@ -104,7 +118,8 @@ class _Around:
                 run.run(node)
                 continue
             for place, operand in enumerate(tree_leaves([node.args, node.kwargs])):
-                if operand in shown and isinstance(run.values[operand], Tensor):
+                is_read = place > 0 or not _reads_no_numbers(node)
+                if is_read and operand in shown and isinstance(run.values[operand], Tensor):
                     yield (f"operand {place}", node.name), run.values[operand]
         for source in self.sources:
             yield ("the content", label_of(source)), run.values[source]
@@ -126,7 +141,7 @@ class _Run(Interpreter):
         names = [argument.name for argument in schema.arguments]
         operands = {**dict(zip(names, part.args, strict=False)), **part.kwargs}
         given = {name: self._operand(value) for name, value in operands.items()}
-        read = sum(float(value.double().mean()) for value in given.values() if isinstance(value, Tensor))
+        read = sum(float(value.double().sum()) for value in given.values() if isinstance(value, Tensor))
         results = {
             name: _made(given.get(name.removesuffix("_out")), fresh, read) for name, fresh in self.fresh.items()
         }
@@ -155,6 +170,18 @@ def _between(copy: Node, ends: set[Node]) -> set[Node]:
 
     visit(copy)
     return {node for node, is_between in leads.items() if is_between} - ends
+
+
+def _is_constant(node: Node) -> bool:
+    behind = [node, *few_behind(node)]
+    sources = {operand.op for one in behind for operand in one.all_input_nodes}
+    return node.op == "call_function" and len(behind) <= FEW and sources <= {"call_function"}
+
+
+def _reads_no_numbers(node: Node) -> bool:
+    """Whether a call reads the size and the dtype of its first operand alone."""
+    name = node.target._opname if isinstance(node.target, OpOverload) else ""
+    return name == "copy" or name.endswith("_like") or name.startswith("new_")
 
 
 def _shares_memory(node: Node) -> bool:

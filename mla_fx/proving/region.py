@@ -56,7 +56,7 @@ class Region:
             dependent = {leaf for leaf in leaves if _depends_on(leaf, inside)}
             if from_common and not dependent and (common := _common(leaves)):
                 sources.add(common)
-                dependent = {leaf for leaf in leaves - {common} if common in _few_behind(leaf)}
+                dependent = {leaf for leaf in leaves - {common} if common in few_behind(leaf)}
             if not dependent:
                 return region
             sources -= dependent
@@ -159,21 +159,21 @@ def _is_call(node: Node) -> bool:
 
 def _depends_on(node: Node, inside: Set[Node | Draft]) -> bool:
     """Whether a few calls compute a value from others of a region and from the graph's inputs."""
-    return len(list(_few_behind(node, inside))) < FEW
+    return len(list(few_behind(node, inside))) < FEW
 
 
 def _common(nodes: Iterable[Node]) -> Node | None:
     """A value that is a few calls behind two others."""
     seen: set[Node] = set()
     for node in nodes:
-        behind = {node, *_few_behind(node)}
+        behind = {node, *few_behind(node)}
         if not seen.isdisjoint(behind):
             return max(seen & behind)
         seen |= behind
     return None
 
 
-def _few_behind(node: Node, inside: Set[Node | Draft] = frozenset()) -> Iterator[Node]:
+def few_behind(node: Node, inside: Set[Node | Draft] = frozenset()) -> Iterator[Node]:
     """The calls behind a value, but for those of a region and behind it; at most `FEW`."""
     pending, seen = list(node.all_input_nodes), set[Node]()
     while pending and len(seen) < FEW:
