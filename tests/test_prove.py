@@ -21,7 +21,7 @@ from zoo.sizes import FEW
 import mla_fx
 from mla_fx.cases import D, Layer, inputs
 from mla_fx.driver import discovery
-from mla_fx.passes import prove
+from mla_fx.passes import lower, prove
 from mla_fx.proving import check
 from mla_fx.proving.equations import of_cuts, of_views
 from mla_fx.proving.region import UncheckedError
@@ -137,6 +137,27 @@ def test_the_same_plan_without_a_fault_is_made(monkeypatch):
         check_same(entry.build(), entry.arguments(FEW), with_backend(entry.build()))
     assert mla_fx.last_report().fused == ALL
     assert (mla_fx.last_report().checked, mla_fx.last_report().unchecked) == (3, [])  # two rules, and writes in place
+
+
+@pytest.mark.refutes
+def test_a_lowering_with_a_fault_leaves_the_call(monkeypatch):
+    """Inductor then compiles the operator itself."""
+    lowered = lower.lowered
+
+    def wrong(node, *given):
+        function = lowered(node, *given)
+        is_attention = node.target is torch.ops.mla_fx.latent_attention.default
+        return (lambda *operands, **options: function(*operands, **options) * 1.001) if is_attention else function
+
+    monkeypatch.setattr(lower, "lowered", wrong)
+    entry = Entry(ABSORBED)
+    with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"), torch.no_grad():
+        check_same(entry.build(), entry.arguments(FEW), with_backend(entry.build(), target="inductor"))
+    report = mla_fx.last_report()
+    assert report.fused == ALL
+    [reason] = report.refuted
+    assert reason.startswith("the lowering of latent_attention would change latent_attention_default")
+    assert f"latent_attention stays a call: {reason}" in report.notes
 
 
 # --- a user's own rule -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,21 +40,29 @@ class Difference(NamedTuple):
 def difference(plan: Drafted) -> Difference | None:
     """The first value that the plan changes, or None. Raises UncheckedError if that cannot be found out."""
     with on_real_tensors():
-        if _agrees_on_anything(plan):
+        if _agrees_on_any_numbers(plan):
             return None
-        found = _at_some_sizes(plan, Region.of(plan))
+        found = _at_some_sizes(plan, Region.of(plan), _small, _small_but_for_numbers, _own)
         if found is None:
             return None
         with contextlib.suppress(UncheckedError):
-            found = _at_some_sizes(plan, Region.of(plan, from_common=True))
+            found = _at_some_sizes(plan, Region.of(plan, from_common=True), _small, _small_but_for_numbers, _own)
         return found
 
 
-def _at_some_sizes(plan: Drafted, region: Region) -> Difference | None:
+def _agrees_on_any_numbers(plan: Drafted) -> bool:
+    """Most plans are right whatever they read, which takes the fewest calls to find out."""
+    try:
+        return _at_some_sizes(plan, Region.of_any_numbers(plan), _small, _small_but_for_numbers) is None
+    except UncheckedError:
+        return False
+
+
+def _at_some_sizes(plan: Drafted, region: Region, *choices: Callable[[Region], Iterator[Sizes]]) -> Difference | None:
     """A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So it counts only
     if it is still there when such sizes, and then all of them, stay as they are."""
     found, reason = None, ""
-    for sizes in (_small, _small_but_for_numbers, _own):
+    for sizes in choices:
         try:
             found = next(filter(None, (_difference(plan, region, *each) for each in sizes(region))), None)
         except UncheckedError as error:
@@ -65,15 +73,6 @@ def _at_some_sizes(plan: Drafted, region: Region) -> Difference | None:
     if found is None:
         raise UncheckedError(reason)
     return found
-
-
-def _agrees_on_anything(plan: Drafted) -> bool:
-    """Most plans are right whatever they read, which takes the fewest calls to find out."""
-    region = Region.of_any_numbers(plan)
-    try:
-        return all(_difference(plan, region, *sizes) is None for sizes in _small(region))
-    except UncheckedError:
-        return False
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

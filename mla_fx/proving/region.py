@@ -103,10 +103,11 @@ class Region:
                 yield from find(numbers.of(value_of(call)), *numbers.of(fake_of(call.args)))
 
     def sizes_in_numbers(self, sizes: Set[int]) -> set[int]:
-        """The sizes that numbers of the program may be: the 1536 of a mean, the 192 of 1 / sqrt(192)."""
+        """The sizes that numbers of the program may be: the 1536 of a mean, the 192 of 1 / sqrt(192). Whole numbers
+        become smaller as sizes do."""
         found: list[Any] = []
         map_aggregate(tuple((call.args, call.kwargs) for call in self.calls), found.append)
-        powers = (power for number in found if type(number) in (int, float) and number for power in _powers(number))
+        powers = (power for number in found if type(number) is float and number for power in _powers(number))
         return {size for power in powers for size in sizes if abs(power - size) <= NEAR * size}
 
 
