@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from comparing import ALL, check_same, with_backend
 from test_own_patterns import EXAMPLE, forget
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 from zoo.entries import Entry
 from zoo.mla import Spelling
@@ -20,8 +22,11 @@ from zoo.sizes import FEW
 
 import mla_fx
 from mla_fx.cases import D, Layer, inputs
+from mla_fx.debug.report import Report
 from mla_fx.driver import discovery
-from mla_fx.passes import lower, prove
+from mla_fx.graph.provenance import RULE
+from mla_fx.options import Options
+from mla_fx.passes import hoist, lower, prove
 from mla_fx.proving import check
 from mla_fx.proving.equations import of_cuts, of_views
 from mla_fx.proving.region import UncheckedError
@@ -158,6 +163,32 @@ def test_a_lowering_with_a_fault_leaves_the_call(monkeypatch):
     [reason] = report.refuted
     assert reason.startswith("the lowering of latent_attention would change latent_attention_default")
     assert f"latent_attention stays a call: {reason}" in report.notes
+
+
+def scaled_twice(x, one, other):
+    return x * (one + 1), x * (other + 1)
+
+
+def hoisted():
+    """The report, and what was taken out of a graph whose products were added by a rule."""
+    run = SimpleNamespace(options=Options(), report=Report())
+    given = (torch.randn(3), torch.randn(3), torch.randn(3))
+    graph = make_fx(scaled_twice, tracing_mode="fake")(*given).graph
+    for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        product.meta[RULE] = "a test"
+    _, *weights = graph.find_nodes(op="placeholder")
+    return run.report, hoist.hoist(graph, {*weights}, prove.by_kind(run)).laid_out
+
+
+@pytest.mark.refutes
+def test_a_weight_in_place_of_another_one_stays_in_the_graph(monkeypatch):
+    report, laid_out = hoisted()
+    assert (report.checked, report.refuted, len(laid_out)) == (2, [], 2)
+    monkeypatch.setattr(hoist, "key_of", lambda value, keys, calls: 0)
+    report, laid_out = hoisted()
+    assert (report.checked, len(laid_out)) == (1, 1)
+    [reason] = report.refuted
+    assert re.match(r"hoisting would change add_1: at \[\d\] it would be ", reason)
 
 
 # --- a user's own rule -----------------------------------------------------------------------------------------------

@@ -23,10 +23,8 @@ from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import hashable
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.replacement import Drafted, Prove
 from mla_fx.target import Target
-
-from .prove import ByKind
 
 ALWAYS = 2**62
 MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
@@ -43,7 +41,7 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
 
 
 def absorb(
-    graph: Graph, emit: Emitter, policy: str, target: Target, prove: ByKind
+    graph: Graph, emit: Emitter, policy: str, target: Target, prove: Prove
 ) -> None:
     """Rewrites every mla_attention whose S is provably small to latent_attention.
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
+from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import LAID_OUT, RULE, stand_in
 from mla_fx.graph.torch_private import (
@@ -31,11 +33,14 @@ from mla_fx.graph.torch_private import (
     share_storage,
     version_of,
 )
+from mla_fx.proving.interpreter import may_run
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import RESHAPES, shape_of
+from mla_fx.rewriting.draft import Draft
 from mla_fx.rewriting.fake_values import hashable, signature
+from mla_fx.rewriting.replacement import Drafted, Prove
 
 aten = torch.ops.aten
 PLAIN_WRITES = frozenset({aten.index_put.default, aten.index_copy.default})
@@ -153,8 +158,9 @@ class Hoisted:
         return lambda *given: compiled(*self.inputs(given))
 
 
-def hoist(graph: Graph, weights: Set[Node]) -> Hoisted:
-    """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change."""
+def hoist(graph: Graph, weights: Set[Node], prove: Prove) -> Hoisted:
+    """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change. `prove` may
+    refuse with NoMatch; the value is then computed at each call."""
     prepared = Hoisted()
     _drop_copies(graph)
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -169,10 +175,19 @@ def hoist(graph: Graph, weights: Set[Node]) -> Hoisted:
     inputs: dict[int, Node] = {}
     keys: dict[Node, int] = {}
     calls: dict[Any, int] = {}
+    functions: dict[int, tuple[GraphModule, list[Node]]] = {}
     for node, users in _laid_out_values(graph, weights - written_inputs).items():
         key = key_of(node, keys, calls)
+        if key not in functions:
+            functions[key] = function_of(node)
+        make, sources = functions[key]
+        plan = Drafted.of([(node, _called(make, sources))], set())
+        try:
+            if all(map(may_run, plan.calls)):  # vendors' operators do not run here
+                prove("hoisting", node, plan)
+        except NoMatch:
+            continue
         if key not in inputs:
-            make, sources = function_of(node)
             value = node.meta["val"]
             size = value.numel() * value.element_size() if not has_symbolic_sizes(value) else 0
             prepared.laid_out.append(LaidOut(make, [places[source] for source in sources], size))
@@ -235,6 +250,17 @@ def function_of(value: Node) -> tuple[GraphModule, list[Node]]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[value])
     return GraphModule({}, graph), sources
+
+
+def _called(make: GraphModule, sources: Sequence[Node]) -> Draft:
+    """What a function computes from values of the graph."""
+    parts: dict[Any, Any] = dict(zip(make.graph.find_nodes(op="placeholder"), sources, strict=True))
+    for node in make.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_aggregate((node.args, node.kwargs), lambda leaf: parts.get(leaf, leaf))
+            parts[node] = Draft(node.target, args, kwargs, node.meta["val"])
+    result: Draft = parts[args_of(make.graph.output_node())[0]]
+    return result
 
 
 def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:

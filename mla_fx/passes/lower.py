@@ -19,10 +19,8 @@ from mla_fx.rewriting.cleanup import drop_turns
 from mla_fx.rewriting.draft import fake_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import hashable
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.replacement import Drafted, Prove
 from mla_fx.target import Compiled, Lowering
-
-from .prove import ByKind
 
 aten = torch.ops.aten
 CODES = (torch.int8, torch.uint8)
@@ -33,7 +31,7 @@ def lower(
     graph: Graph,
     lowerings: Mapping[OpOverload, Lowering],
     decompositions: Any,
-    prove: ByKind,
+    prove: Prove,
     *,
     keeps_calls: bool,
 ) -> Counter[str]:

@@ -106,7 +106,8 @@ def hoist_weights(run: Run) -> None:
     if run.fused and run.weights is not None:
         run.keep_original()
         run.numbers = read_ahead(run.graph, run.target.read_ahead_by)
-        run.hoisted = hoist(run.graph, run.weights | inputs_of(run.graph, run.target.laid_out_by))
+        seldom_change = run.weights | inputs_of(run.graph, run.target.laid_out_by)
+        run.hoisted = hoist(run.graph, seldom_change, by_kind(run))
         _erase_orphans(run)
         summaries = (run.hoisted.summary(), run.numbers.summary())
         _note(run.report, {summary: 1 for summary in summaries if summary})

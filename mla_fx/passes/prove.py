@@ -14,7 +14,7 @@ from mla_fx.proving.check import Difference, difference
 from mla_fx.proving.interpreter import on_real_tensors
 from mla_fx.proving.memory import Memory
 from mla_fx.proving.region import UncheckedError
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.replacement import Drafted, Prove
 
 from .run import Run
 
@@ -37,11 +37,7 @@ def prove(run: Run, rule: str, plan: Drafted) -> None:
     raise NoMatch(reason, found.old)
 
 
-ByKind = Callable[[str, Any, Drafted], None]
-"""Proves a plan of a kind, unless another one of that kind was proved."""
-
-
-def by_kind(run: Run) -> ByKind:
+def by_kind(run: Run) -> Prove:
     proved: set[Any] = set()
 
     def prove_once(rule: str, kind: Any, plan: Drafted) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -68,6 +69,10 @@ class Drafted:
     def fused(self) -> list[Draft]:
         """The calls of this project's operators."""
         return [call for call in self.calls if fused_name(call) is not None]
+
+
+Prove = Callable[[str, Any, Drafted], None]
+"""Checks the plan of a rule or a pass, once for each kind. Raises NoMatch if the plan changes a value."""
 
 
 def drafted(emit: Emitter, plan: Plan, alike: Mapping[Node, Node] = MappingProxyType({})) -> Drafted:
