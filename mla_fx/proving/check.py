@@ -82,13 +82,16 @@ def _small(region: Region) -> Iterator[Sizes]:
     """Two draws if there are symbols."""
     numbers = Numbers(region.values, apart=True)
     for first in (FIRST, SECOND) if numbers.symbols else (FIRST,):
-        yield numbers, small_sizes(region.sizes(numbers), region.equations(numbers), first=first)
+        yield numbers, small_sizes(
+            region.sizes(numbers), region.equations(numbers), region.places(numbers), first=first
+        )
 
 
 def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
     numbers = Numbers(region.values, apart=False)
     sizes = region.sizes(numbers)
-    small = small_sizes(sizes, region.equations(numbers), keep=region.sizes_in_numbers(sizes))
+    kept = region.sizes_in_numbers(sizes)
+    small = small_sizes(sizes, region.equations(numbers), region.places(numbers), kept)
     return _affordable(region, numbers, small)
 
 

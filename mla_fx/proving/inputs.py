@@ -10,25 +10,27 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fx.graph.torch_private import OpOverload
+
 from .numbers import Numbers
 
 SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
 VISIBLE = 0.7  # of flags
 CODES = (torch.int8, torch.uint8)
-LEAST = (-1, 1, 3)  # the smallest whole numbers of the first attempts; a program may subtract from them
-TRIES = 6
+LEAST = (-1, 1, 3, 0)  # the smallest whole numbers of the first attempts; a program may subtract from them
+TRIES = 16
 
 
 class Inputs:
-    """Draws values one after another. Each of `TRIES` attempts draws whole numbers from a smaller range: what they
-    count is not known, and a program raises an error for those that it cannot use."""
+    """Draws values one after another. Each of `TRIES` attempts draws other whole numbers: what they count is not known,
+    and a program raises an error for those that it cannot use."""
 
     def __init__(self, numbers: Numbers, small: Mapping[int, int], attempt: int) -> None:
         self.numbers, self.small, self.attempt = numbers, small, attempt
         self.given: Any = {"generator": torch.Generator("cpu").manual_seed(attempt), "device": "cpu"}
 
     def drawn(self, leaf: Node) -> Any:
-        if leaf.op == "get_attr":
+        if leaf.op == "get_attr" and not any(map(_writes, leaf.users)):
             own = _own(leaf)
             if not isinstance(own, Tensor) or own.numel() == 1:
                 return own
@@ -46,20 +48,35 @@ class Inputs:
         if dtype.is_floating_point:
             return torch.randn(sizes, dtype=torch.float64, **self.given) * SPREAD
         if dtype == torch.bool:
-            flags = torch.rand(sizes, **self.given) < VISIBLE
-            return flags.index_fill(-1, torch.tensor(0, device="cpu"), True) if sizes else flags
+            return self._flags(sizes)
         if dtype in CODES:
             least = -100 if dtype == torch.int8 else 0
             return torch.randint(least, 100, sizes, dtype=dtype, **self.given)
-        return self._places(math.prod(sizes)).reshape(sizes).to(dtype)
+        return self._places(sizes).to(dtype)
 
-    def _places(self, count: int) -> Tensor:
-        """Positions, slots, blocks or lengths: all different as long as the program takes that."""
+    def _flags(self, sizes: list[int]) -> Tensor:
+        """As of a mask: some rows see nothing, as long as the program's results are finite then."""
+        flags = torch.rand(sizes, **self.given) < VISIBLE
+        if len(sizes) < 2 or self.attempt > 0:
+            return flags.index_fill(-1, torch.tensor(0, device="cpu"), True) if sizes else flags
+        return flags.index_fill(-2, torch.tensor(0, device="cpu"), False)
+
+    def _places(self, sizes: list[int]) -> Tensor:
+        """Positions, slots, blocks or lengths: all different as long as the program takes that, then at random all
+        different, different in each row, or a few."""
+        count = math.prod(sizes)
         if self.attempt < len(LEAST):
-            return torch.randperm(count + 2, **self.given)[:count] + LEAST[self.attempt]
-        if self.attempt == len(LEAST):
-            return torch.randperm(count, **self.given)
-        return torch.randint(0, TRIES - self.attempt, (count,), **self.given)
+            return (torch.randperm(count + 2, **self.given)[:count] + LEAST[self.attempt]).reshape(sizes)
+        kind = int(torch.randint(3, (), **self.given))
+        if kind == 0 or not sizes:
+            return torch.randperm(count, **self.given).reshape(sizes)
+        if kind == 1:
+            return torch.rand(sizes, **self.given).argsort(-1)
+        return torch.randint(0, 3, sizes, **self.given)
+
+
+def _writes(user: Node) -> bool:
+    return isinstance(user.target, OpOverload) and user.target._schema.is_mutable
 
 
 def _own(leaf: Node) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
@@ -25,6 +26,8 @@ COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 # Arguments with whole numbers that are not sizes.
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
+# They write rows, in no particular order.
+WRITES = (aten.index_put.default, aten.index_copy.default)
 # Of operators that compute a scale or an epsilon if none is given.
 COMPUTED = frozenset({"query", "normalized_shape"})
 
@@ -79,6 +82,8 @@ class Interpreter:
 
     def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
         """The result of a call; `fake` is that of the graph."""
+        if target in WRITES:
+            _check_rows_differ(*args)
         result, dtype = target(*args, **kwargs), getattr(fake, "dtype", None)
         if dtype is None or not dtype.is_floating_point or _step(dtype) <= self.step:
             return result
@@ -104,6 +109,19 @@ class Interpreter:
             given["scale"] = self.numbers.of(value_of(first).shape[-1]) ** -0.5
         if "normalized_shape" in given and given.get("eps") is None:
             given["eps"] = torch.finfo(value_of(first).dtype).eps
+
+
+def _check_rows_differ(cache: Tensor, where: Any, given: Any, *more: Any) -> None:
+    """Raises UncheckedError if a row is written twice: what it then holds is not defined. The operands are those of
+    index_put, or of index_copy."""
+    indices = [*[None] * (where % cache.dim()), given] if isinstance(where, int) else where
+    found = [index % size for index, size in zip(indices, cache.shape, strict=False) if index is not None]
+    is_added = not isinstance(where, int) and more and more[0]
+    if is_added or any(index.dtype == torch.bool for index in indices if index is not None):
+        return
+    rows = list(zip(*(row.flatten().tolist() for row in torch.broadcast_tensors(*found)), strict=True))  # type: ignore[no-untyped-call]  # torch left it so
+    if len({*rows}) < len(rows):
+        raise UncheckedError("a row is written twice")
 
 
 def _is_read_as_it_lies(part: Part) -> bool:

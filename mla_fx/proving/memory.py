@@ -7,7 +7,7 @@ function of its operands: that its two forms compute the same is for its own tes
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -35,10 +35,13 @@ class Memory:
     Raises UncheckedError if that cannot be run."""
 
     def __init__(self, call: Node, sources: Sequence[Node], copies: Iterable[Node]) -> None:
-        self.sources, around = sources, _Around(call, sources, copies)
+        between = {node for copy in copies for node in _between(copy, {call, *sources})}
+        self.sources, around = sources, _Around(call, sources, between)
+        self.ran = around.run
         self.region = around.region()
         self.numbers = Numbers(self.region.values, apart=True)
-        self.small = small_sizes(self.region.sizes(self.numbers), self.region.equations(self.numbers))
+        sizes, equations = self.region.sizes(self.numbers), self.region.equations(self.numbers)
+        self.small = small_sizes(sizes, equations, self.region.places(self.numbers))
         names = [result.name for result in call.target._schema.returns]  # type: ignore[union-attr]  # an operator
         self.results = dict(zip(names, tree_leaves(call.meta["val"]), strict=True))
         with on_real_tensors():
@@ -65,7 +68,7 @@ class Memory:
         UncheckedError if that cannot be found out."""
         with on_real_tensors():
             try:
-                seen = self._run(_Around(call, self.sources, ()), self.attempt)
+                seen = self._run(_Around(call, self.sources, self.ran), self.attempt)
             except Exception as error:
                 raise UncheckedError(f"the graph does not run: {error}") from error
             for place, before in self.seen.items():
@@ -76,12 +79,12 @@ class Memory:
 
 
 class _Around:
-    """The calls around one operator: those that run, and those that read what these compute."""
+    """The calls around one operator: those that run, as those in `between` do, and those that read what these
+    compute."""
 
-    def __init__(self, call: Node, sources: Sequence[Node], copies: Iterable[Node]) -> None:
+    def __init__(self, call: Node, sources: Sequence[Node], between: Set[Node]) -> None:
         self.call, self.sources = call, sources
         self.run, self.readers = {call}, set[Node]()
-        between = {node for copy in copies for node in _between(copy, {call, *sources})}
         pending = [*sources, call]
         while pending:
             for user in pending.pop().users.keys() - self.run:

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from mla_fx.rewriting.draft import Draft, fake_of, value_of
 from mla_fx.rewriting.replacement import Drafted
 
-from .equations import EQUATIONS, Equation
+from .equations import EQUATIONS, Equation, Shape
 from .inputs import CODES
 from .numbers import Numbers
 
@@ -23,6 +23,7 @@ aten = torch.ops.aten
 NEAR = 1e-6
 FEW = 30  # calls
 MOST = 1000  # calls of a region
+WHOLE = (torch.int64, torch.int32)
 ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
@@ -95,6 +96,11 @@ class Region:
         sizes: set[int] = set()
         _collect(map(numbers.of, self.values), sizes)
         return sizes
+
+    def places(self, numbers: Numbers) -> list[Shape]:
+        """The shapes of whole numbers that are drawn."""
+        values = [value for leaf in self.leaves if isinstance(value := value_of(leaf), Tensor)]
+        return [numbers.of(value) for value in values if value.dtype in WHOLE]
 
     def equations(self, numbers: Numbers) -> Iterator[Equation]:
         for call in self.calls:

@@ -1,27 +1,35 @@
 """A small number for each size in a part of a graph, such that its calls still fit together.
 
 Equal sizes get equal numbers, so what had to be as long as something else still is. The equations of views and slices
-determine some of the numbers; the others are chosen small, growing with the sizes, and all different. Sizes in
-equations that contradict each other stay as they are."""
+determine some of the numbers; the others are chosen small, growing with the sizes, and all different. A size that is as
+large as a tensor has whole numbers still is: they may all be different places in it. Sizes in equations that contradict
+each other stay as they are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 
-from .equations import Equation
+from .equations import Equation, Shape
 
 SMALL = 4  # the largest size that always stays as it is
+MORE = 3  # than the places; whole numbers are drawn from a few more
 
 
 def small_sizes(
-    sizes: Iterable[int], equations: Iterable[Equation], keep: Collection[int] = (), first: int = SMALL + 1
+    sizes: Iterable[int],
+    equations: Iterable[Equation],
+    places: Collection[Shape] = (),
+    keep: Collection[int] = (),
+    first: int = SMALL + 1,
 ) -> Mapping[int, int]:
-    """A number for each size, the smallest chosen one being `first`. Sizes in `keep` stay as they are."""
+    """A number for each size, the smallest chosen one being `first`. `places` are the shapes of whole numbers. Sizes in
+    `keep` stay as they are."""
     asked = {each for each in equations if each.whole not in each.parts}
     numbers = {*sizes, *(size for each in asked for size in (each.whole, *each.parts))}
     kept = {size for size in numbers if size <= SMALL or size in keep}
     while True:
-        small = _assigned(numbers, asked, kept, first)
+        small = _assigned(numbers, asked, places, kept, first)
         broken = [each for each in asked if small[each.whole] != each.combine(small[part] for part in each.parts)]
         more = {size for each in broken for size in (each.whole, *each.parts)} - kept
         if not more:
@@ -29,13 +37,21 @@ def small_sizes(
         kept |= more
 
 
-def _assigned(numbers: set[int], equations: Iterable[Equation], kept: set[int], first: int) -> dict[int, int]:
+def _assigned(
+    numbers: set[int], equations: Iterable[Equation], places: Iterable[Shape], kept: set[int], first: int
+) -> dict[int, int]:
     """Sizes are assigned in order, so parts come before their whole."""
     products_first = sorted(equations, key=lambda each: (each.combine is sum, each.parts))
     determined = {each.whole: each for each in reversed(products_first)}
-    small = {size: size for size in kept}
-    free = (number for number in range(first, max(numbers, default=0) + first + len(numbers)) if number not in kept)
+    small, last = {size: size for size in kept}, first - 1
     for size in sorted(numbers - kept):
         equation = determined.get(size)
-        small[size] = next(free) if equation is None else equation.combine(small[part] for part in equation.parts)
+        if equation is not None:
+            small[size] = equation.combine(small[part] for part in equation.parts)
+            continue
+        fitting = (shape for shape in places if math.prod(shape) <= size and small.keys() >= {*shape})
+        last = max([last + 1, *(math.prod(small[part] for part in shape) + MORE for shape in fitting)])
+        while last in kept:
+            last += 1
+        small[size] = last
     return small
