@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 # The class of operators in graphs. torch has no public name for it.
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # A weak reference to memory, which no later memory can be mistaken for.
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
 __all__ = [
+    "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
     "StorageWeakRef",

@@ -90,7 +90,7 @@ class Region:
     @property
     def values(self) -> Iterator[Any]:
         """The fake values of everything in it."""
-        return map(value_of, (*self.leaves, *self.calls))
+        return map(fake_of, (*self.leaves, *self.calls))
 
     def sizes(self, numbers: Numbers) -> set[int]:
         sizes: set[int] = set()
