@@ -22,7 +22,6 @@ from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.fake_values import hashable
 from mla_fx.rewriting.replacement import Drafted, Prove
 from mla_fx.target import Target
 
@@ -62,8 +61,7 @@ def absorb(
                 continue
             with emit.at(node, "absorb"):
                 expanded = _absorbed(node, emit, *args_of(node))
-            kind = hashable((node.args, node.kwargs), emit.fakes.signature)
-            prove("absorb", kind, Drafted.of([(node, expanded)], {*node.all_input_nodes}))
+            prove("absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
             _replace(node, expanded)
         elif not isinstance(tokens, int):
             node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)

@@ -75,6 +75,7 @@ def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bo
             if not found.is_closed:
                 _check_loss(plan)
             _ask_target(run, rule, plan)
+            prove(run, rule.name, plan)
             _apply(run, rule, anchor, plan)
             return True
     return False
@@ -107,8 +108,7 @@ def _rewrite(
             planned, plan = _taken(run, rule, planned, match.alike)
             _check_quantisation(run, planned)
             checked = _check_loss(plan)
-            if not planned.differences:
-                prove(run, rule.name, plan)
+            prove(run, rule.name, plan)
             found = recipe(run.emit, anchor, looked_into, plan, checked)
             _apply(run, rule, anchor, plan)
     except NoMatch as miss:

@@ -184,7 +184,7 @@ def hoist(graph: Graph, weights: Set[Node], prove: Prove) -> Hoisted:
         plan = Drafted.of([(node, _called(make, sources))], set())
         try:
             if all(map(may_run, plan.calls)):  # vendors' operators do not run here
-                prove("hoisting", node, plan)
+                prove("hoisting", plan)
         except NoMatch:
             continue
         if key not in inputs:

@@ -18,7 +18,6 @@ from mla_fx.readings.views import RESHAPES
 from mla_fx.rewriting.cleanup import drop_turns
 from mla_fx.rewriting.draft import fake_of
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.fake_values import hashable
 from mla_fx.rewriting.replacement import Drafted, Prove
 from mla_fx.target import Compiled, Lowering
 
@@ -58,11 +57,10 @@ def lower(
                 results = emit.inline(function, *operands, decompositions=decompositions, **node.kwargs)
                 drop_turns(emit.added)
             pairs = _pairs(node, results)
-            kind = hashable((operator, operands, node.kwargs), emit.fakes.signature)
             read = {operand for operand in tree_leaves(operands) if isinstance(operand, Node)}
             try:
                 if all(map(may_run, emit.added)):  # vendors' operators do not run here
-                    prove(f"the lowering of {operator._opname}", kind, Drafted.of(pairs, read))
+                    prove(f"the lowering of {operator._opname}", Drafted.of(pairs, read))
             except NoMatch as refuted:
                 notes[f"{operator._opname} stays a call: {refuted.reason}"] += 1
                 continue

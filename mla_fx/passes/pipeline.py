@@ -29,7 +29,7 @@ from .apply_rules import recognise
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
-from .prove import by_kind, prove_write
+from .prove import prove, prove_write
 from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -54,7 +54,7 @@ def look_around(run: Run) -> None:
 def choose_absorbed(run: Run) -> None:
     if run.is_changed:
         with contextlib.suppress(NoMatch):  # the attentions that are left stay expanded
-            absorb(run.graph, run.emit, run.options.absorb, run.target, by_kind(run))
+            absorb(run.graph, run.emit, run.options.absorb, run.target, functools.partial(prove, run))
 
 
 def recognise_pieces(run: Run) -> None:
@@ -107,7 +107,7 @@ def hoist_weights(run: Run) -> None:
         run.keep_original()
         run.numbers = read_ahead(run.graph, run.target.read_ahead_by)
         seldom_change = run.weights | inputs_of(run.graph, run.target.laid_out_by)
-        run.hoisted = hoist(run.graph, seldom_change, by_kind(run))
+        run.hoisted = hoist(run.graph, seldom_change, functools.partial(prove, run))
         _erase_orphans(run)
         summaries = (run.hoisted.summary(), run.numbers.summary())
         _note(run.report, {summary: 1 for summary in summaries if summary})
@@ -161,8 +161,8 @@ def _run_pass(run: Run, step: Pass) -> None:
 def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: bool) -> None:
     if lowerings:
         run.keep_original()
-        decompositions = run.target.decompositions()
-        _note(run.report, lower(run.graph, lowerings, decompositions, by_kind(run), keeps_calls=keeps_calls))
+        decompositions, check_plan = run.target.decompositions(), functools.partial(prove, run)
+        _note(run.report, lower(run.graph, lowerings, decompositions, check_plan, keeps_calls=keeps_calls))
         _erase_orphans(run)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch.fx import Node
 
@@ -12,40 +11,43 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import module_of
 from mla_fx.proving.check import Difference, difference
 from mla_fx.proving.interpreter import on_real_tensors
+from mla_fx.proving.kind import kind_of
 from mla_fx.proving.memory import Memory
 from mla_fx.proving.region import UncheckedError
-from mla_fx.rewriting.replacement import Drafted, Prove
+from mla_fx.rewriting.replacement import Drafted
 
 from .run import Run
 
 
 def prove(run: Run, rule: str, plan: Drafted) -> None:
     """Raises NoMatch if the plan computes something else than what it replaces, which is a fault of the rule; with
-    `prove="required"` also if that cannot be found out."""
+    `prove="required"` also if that cannot be found out. Plans of one kind are compared once."""
     if run.options.prove == "off":
         return
+    try:
+        kind = kind_of(plan)
+    except UncheckedError as error:
+        _leave_unchecked(run, rule, error)
+        return
+    if kind not in run.proved:
+        run.proved[kind] = _refusal(run, rule, plan)
+    refusal = run.proved[kind]
+    if refusal is not None:
+        raise NoMatch(refusal, plan.olds[0])
+
+
+def _refusal(run: Run, rule: str, plan: Drafted) -> str | None:
     try:
         found = difference(plan)
     except Exception as error:
         _leave_unchecked(run, rule, error)
-        return
+        return None
     if found is None:
         run.report.checked += 1
-        return
+        return None
     reason = f"{rule} would change {_named(found.old)}: {found.sentence}"
     run.report.refuted.append(reason if run.options.dump is None else _reproduced(reason, found, run.options.dump))
-    raise NoMatch(reason, found.old)
-
-
-def by_kind(run: Run) -> Prove:
-    proved: set[Any] = set()
-
-    def prove_once(rule: str, kind: Any, plan: Drafted) -> None:
-        if kind not in proved:
-            prove(run, rule, plan)
-        proved.add(kind)
-
-    return prove_once
+    return reason
 
 
 def prove_write(run: Run, call: Node, sources: Sequence[Node], copies: Sequence[Node]) -> Callable[[Node], None]:

@@ -72,6 +72,7 @@ class Recipe:
     added: tuple[tuple[Node | Draft, Draft], ...]
     replaced: tuple[tuple[Node, Draft | Node], ...]
     is_closed: bool
+    differs: bool
 
     def images(self, anchor: Node, fakes: FakeValues) -> Images | None:
         """The nodes at `anchor` that correspond to those of the recipe; None if anything differs there."""
@@ -119,7 +120,7 @@ def recipe(
     if added is None:
         return None
     sources, is_closed = plan.sources & calls.keys(), checked <= calls.keys() - inputs
-    return Recipe(tuple(ends), calls, inputs, sources, added, plan.replaced, is_closed)
+    return Recipe(tuple(ends), calls, inputs, sources, added, plan.replaced, is_closed, plan.differs)
 
 
 def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
@@ -133,7 +134,7 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
         args, kwargs = map_aggregate((call.args, call.kwargs), image)
         there[part] = emit.drafted(call.target, *args, **kwargs)
     sources = {images[source] for source in found.sources}
-    return Drafted.of([(images[old], image(new)) for old, new in found.replaced], sources)
+    return Drafted.of([(images[old], image(new)) for old, new in found.replaced], sources, differs=found.differs)
 
 
 def _behind(ends: list[Node], looked_into: Set[Node], fakes: FakeValues) -> dict[Node, _Call] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,8 @@ class Run:
 
     `weights` are the graph inputs that seldom change, or None if the compiler accepts only the original inputs.
     `fused` are the fused operators of latent attention after the rules, by name, each with the modules that call it.
-    `pieces` are the smaller fused operators. `rewritten` is the graph after the rules, kept for `verify`."""
+    `pieces` are the smaller fused operators. `rewritten` is the graph after the rules, kept for `verify`. `proved`
+    says of each kind of plan that was checked why it is refused, or None."""
 
     graph: Graph
     options: Options
@@ -54,6 +55,7 @@ class Run:
     on_stage: Callable[[str, Graph], None] = lambda name, graph: None
     on_compiled: Callable[[str, Callable[[], Shown | None]], None] = lambda name, show: None
     readers_before: OldReaders = field(default_factory=dict)
+    proved: dict[Hashable, str | None] = field(default_factory=dict)
     unfused: int | None = None
     caches: int | None = None
     _emit: Emitter | None = None

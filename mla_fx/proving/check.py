@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .region import Region, UncheckedError
 from .small_sizes import small_sizes
 
 CLOSE = 1e-10  # relative to the largest number of a result
+OTHER_CODES = 0.05  # the same, if codes of 8 bits are rounded otherwise
 LARGEST = 2**27  # elements of all tensors of a region
 FIRST, SECOND = 5, 7  # the smallest sizes that are chosen, of two draws
 
@@ -142,12 +144,13 @@ def _finite_results(plan: Drafted, run: Interpreter) -> list[list[Tensor]]:
 
 
 def _first_difference(plan: Drafted, run: Interpreter, olds: list[list[Tensor]]) -> Difference | None:
+    close = OTHER_CODES if plan.differs else CLOSE
     for (old, new), before in zip(plan.replaced, olds, strict=True):
         try:
             after = tree_leaves(run.run(new))
         except Exception as error:  # an operator may refuse other sizes with any error
             raise UncheckedError(f"the plan does not run: {error}") from error
-        for sentence in filter(None, map(compared, before, after)):
+        for sentence in filter(None, map(functools.partial(compared, close=close), before, after)):
             return Difference(old, new, sentence, run)
     return None
 
@@ -164,14 +167,14 @@ def _coarsest(plan: Drafted) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def compared(before: Tensor, after: Tensor) -> str | None:
+def compared(before: Tensor, after: Tensor, close: float = CLOSE) -> str | None:
     if before.shape != after.shape:
         return f"its shape would be {list(after.shape)} for {list(before.shape)}"
     if before.numel() == 0:
         return None
     errors = (before.double() - after.double()).abs().flatten()
     worst = int(errors.argmax())
-    if bool(errors[worst] <= CLOSE * before.double().abs().max()):
+    if bool(errors[worst] <= close * before.double().abs().max()):
         return None
     place = [int(index) for index in torch.unravel_index(torch.tensor(worst, device="cpu"), before.shape)]
     one, other = before.flatten()[worst].item(), after.flatten()[worst].item()

@@ -30,11 +30,8 @@ class Inputs:
         self.given: Any = {"generator": torch.Generator("cpu").manual_seed(attempt), "device": "cpu"}
 
     def drawn(self, leaf: Node) -> Any:
-        if leaf.op == "get_attr" and not any(map(_writes, leaf.users)):
-            own = _own(leaf)
-            if not isinstance(own, Tensor) or own.numel() == 1:
-                return own
-        return self.like(leaf.meta["val"])
+        own = constant_of(leaf)
+        return self.like(leaf.meta["val"]) if own is None else own
 
     def like(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -79,9 +76,16 @@ def _writes(user: Node) -> bool:
     return isinstance(user.target, OpOverload) and user.target._schema.is_mutable
 
 
-def _own(leaf: Node) -> Any:
-    """The constant that a graph holds. One number may be what a rule read; of more, only the shape is looked at."""
+def constant_of(leaf: Node) -> Any:
+    """What a graph holds and does not write; None for tensors of more than one number. A rule may have read one number,
+    but of more only the shape."""
+    if leaf.op != "get_attr" or any(map(_writes, leaf.users)):
+        return None
     owner: Any = leaf.graph.owning_module
     for name in str(leaf.target).split("."):
         owner = getattr(owner, name, None)
-    return owner.double() if isinstance(owner, Tensor) and owner.is_floating_point() else owner
+    if not isinstance(owner, Tensor):
+        return owner
+    if owner.numel() != 1:
+        return None
+    return owner.double() if owner.is_floating_point() else owner

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -47,19 +46,26 @@ OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default,
 
 @dataclass(frozen=True)
 class Drafted:
-    """A plan whose calls are all drafted, operands first, but not yet in the graph."""
+    """A plan whose calls are all drafted, operands first, but not yet in the graph. If it `differs`, it rounds some
+    codes otherwise."""
 
     replaced: tuple[tuple[Node, Draft | Node], ...]
     sources: Set[Node]
     calls: tuple[Draft, ...]
     exact: Set[Node] = frozenset()
+    differs: bool = False
 
     @classmethod
     def of(
-        cls, replaced: Iterable[tuple[Node, Draft | Node]], sources: Set[Node], exact: Set[Node] = frozenset()
+        cls,
+        replaced: Iterable[tuple[Node, Draft | Node]],
+        sources: Set[Node],
+        exact: Set[Node] = frozenset(),
+        *,
+        differs: bool = False,
     ) -> Drafted:
         news = tuple(replaced)
-        return cls(news, sources, tuple(in_order(new for _, new in news)), exact)
+        return cls(news, sources, tuple(in_order(new for _, new in news)), exact, differs)
 
     @property
     def olds(self) -> list[Node]:
@@ -71,8 +77,8 @@ class Drafted:
         return [call for call in self.calls if fused_name(call) is not None]
 
 
-Prove = Callable[[str, Any, Drafted], None]
-"""Checks the plan of a rule or a pass, once for each kind. Raises NoMatch if the plan changes a value."""
+Prove = Callable[[str, Drafted], None]
+"""Checks the plan of a rule or a pass. Raises NoMatch if it changes a value."""
 
 
 def drafted(emit: Emitter, plan: Plan, alike: Mapping[Node, Node] = MappingProxyType({})) -> Drafted:
@@ -80,7 +86,8 @@ def drafted(emit: Emitter, plan: Plan, alike: Mapping[Node, Node] = MappingProxy
 
     `alike` maps values to equal ones: a plan that reads the one accounts for the other."""
     again = {node for node, first in alike.items() if first in plan.sources}
-    return Drafted.of([(one.old, emit.draft(one.new)) for one in plan.replaced], plan.sources | again, plan.exact)
+    replaced = [(one.old, emit.draft(one.new)) for one in plan.replaced]
+    return Drafted.of(replaced, plan.sources | again, plan.exact, differs=bool(plan.differences))
 
 
 def replaced(old: Node, index: Sequence[Index], part: Part, *, padding: int = 0) -> Replaced:

@@ -1,0 +1,38 @@
+"""What a plan does, as a value: equal for plans that do the same to values of the same sizes, as in equal layers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.rewriting.draft import fake_of, is_value
+from mla_fx.rewriting.replacement import Drafted
+
+from .inputs import constant_of
+from .region import Region
+
+
+def kind_of(plan: Drafted) -> Hashable:
+    """Raises UncheckedError if it has too many calls."""
+    region = Region.of_any_numbers(plan)
+    names = {part: f"%{number}" for number, part in enumerate((*region.leaves, *region.calls))}
+
+    def named(value: Any) -> Hashable:
+        if is_value(value):
+            return names[value]
+        if isinstance(value, (list, tuple)):
+            return tuple([named(part) for part in value])
+        return str(value) if isinstance(value, (torch.SymInt, torch.SymFloat, slice)) else (type(value), value)
+
+    leaves = tuple((str(constant_of(leaf)), _described(fake_of(leaf))) for leaf in region.leaves)
+    calls = tuple(
+        (call.target, named(call.args), tuple(call.kwargs), named([*call.kwargs.values()])) for call in region.calls
+    )
+    return leaves, calls, named(plan.replaced), plan.differs
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)} {value.stride()}" if isinstance(value, Tensor) else str(value)
