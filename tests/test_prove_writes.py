@@ -99,10 +99,18 @@ def in_each_others_place(*given):
     given[-1].copy_(torch.cat((k_cache, ckv_cache[..., 6:]), -1))
 
 
+def returned(*given):
+    """The result is another tensor than the cache."""
+    k_cache, ckv_cache = fused(*given)[:2]
+    given[-2].copy_(k_cache)
+    given[-1].copy_(ckv_cache)
+    return k_cache
+
+
 RIGHT = copied_back, read_afterwards, read_before, written_in_part, turned_around
 WRONG = (
     old_is_read, old_view_is_read, twice, elsewhere, first_rows_alone, from_behind, sequences_swapped,
-    in_each_others_place,
+    in_each_others_place, returned,
 )  # fmt: skip
 
 

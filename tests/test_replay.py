@@ -5,8 +5,10 @@ import torch
 from layers import QUIET, Layer, Sizes, arguments, check
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
 
 from mla_fx.driver import discovery
+from mla_fx.passes import repeat
 from mla_fx.passes.repeat import MOST_NODES, recipe, replay
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import signature
@@ -70,6 +72,22 @@ def test_equal_layers_are_matched_once(matched):
     report = check(stack, given(3))
     assert report.fused == {"mla_prolog": 3, "latent_attention": 3}
     assert matched == {"mla_attention": 1, "mla_prolog": 1}
+
+
+@pytest.mark.refutes
+def test_a_layer_with_another_number_that_is_taken_for_equal(monkeypatch):
+    """The option prove finds it, and it is matched anew."""
+    is_same_call = repeat._is_same_call
+
+    def careless(call, other, pending):
+        args, kwargs = map_aggregate((other.args, other.kwargs), lambda leaf: 1e-6 if leaf == 0.1 else leaf)
+        return is_same_call(call, call._replace(target=other.target, args=args, kwargs=kwargs), pending)
+
+    monkeypatch.setattr(repeat, "_is_same_call", careless)
+    report = check(Stack(Layer(), OtherEpsilon()), given(2))
+    assert report.fused == {"mla_prolog": 2, "latent_attention": 2}
+    [reason] = report.refuted
+    assert reason.startswith("mla_prolog would change ")
 
 
 def test_two_kinds_in_turn_are_matched_once_each(matched):

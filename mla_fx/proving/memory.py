@@ -124,8 +124,16 @@ class _Around:
                 is_read = place > 0 or not _reads_no_numbers(node)
                 if is_read and operand in shown and isinstance(run.values[operand], Tensor):
                     yield (f"operand {place}", node.name), run.values[operand]
+                    if node.op == "output":
+                        yield (f"the memory of result {place}", node.name), self._shared(run, operand)
         for source in self.sources:
             yield ("the content", label_of(source)), run.values[source]
+
+
+    def _shared(self, run: Interpreter, value: Node) -> Tensor:
+        """Which inputs are in the memory of a value."""
+        memories = [run.values[one].untyped_storage().data_ptr() for one in (value, *self.sources)]
+        return torch.tensor([memory == memories[0] for memory in memories[1:]], device="cpu")
 
 
 class _Run(Interpreter):
