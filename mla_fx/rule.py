@@ -43,6 +43,7 @@ from .matching.pattern import (
 from .readings.attention import Attention
 from .readings.cache_places import CacheUpdate
 from .readings.contraction import Contraction
+from .readings.dequantised import Dequantised
 from .readings.element import Element, element_of, is_parameter
 from .readings.paged import Paged
 from .readings.reading import Reading
@@ -67,6 +68,7 @@ __all__ = [
     "Case",
     "Cast",
     "Contraction",
+    "Dequantised",
     "Element",
     "Expression",
     "Inlined",

@@ -32,6 +32,10 @@ CAUSAL_SIZE = 2048  # of the mask that CAUSAL takes, for any lengths: OPT_ATTEN_
 # Keys and values of heads, in pages, for one query row: document. v9.0.0: feature 105, and up to 1024 for 64 and 128.
 HEAD_SIZES = tuple(range(16, 257, 16))
 HEAD_PAGES = range(16, 513, 16)
+# The same in int8, with scales for each column: document; commit c29bc106: CheckInputQKVTypeMatch of
+# incre_flash_attention, and fused_infer_attention_score_tiling.cpp 667, which wants it of several query rows only.
+CODED_HEAD_SIZES = tuple(range(32, 257, 32))
+CODED_PAGE_SIZES = (128, 32)  # the better one first; the smaller divides all
 GROUP = 64  # heads of queries for each of keys, at most
 MOST_HEADS = 256  # of queries
 MOST_COLUMNS = 65535  # of all heads in a row of a page

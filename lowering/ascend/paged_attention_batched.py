@@ -2,7 +2,10 @@
 Nkv*D]; or queries [B,N,S,D], pages [BlockNum,Nkv,BlockSize,D], if heads come first in memory.
 
 A single token of each sequence is decoded (incre_flash_attention in CANN's sources, pages in steps of 16); several
-tokens are a prompt (prompt_flash_attention, pages in steps of 128)."""
+tokens are a prompt (prompt_flash_attention, pages in steps of 128).
+
+Codes in int8 are decoded only: pages in steps of 32, with scales and offsets [1,Nkv,D] in the dtype of the query. The
+kernel multiplies queries and sums by scales in float32, as if keys and values were not rounded."""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ from . import fused_infer_attention_score as kernel
 from . import limits
 from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
-from .fused_infer_attention_score_rules import HEAD_PAGES
+from .fused_infer_attention_score_rules import CODED_HEAD_SIZES, CODED_PAGE_SIZES, HEAD_PAGES
 from .latent_attention import in_parts
 from .paged_attention import refuse_heads
 from .prolog_form import PAGE_SIZES, page_size
 from .surface import Surface, bound
 
 OPERATOR = "paged_attention.batched"
+CHANNELS = ("key_scale", "value_scale", "key_offset", "value_offset")
 
 
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -38,8 +42,11 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel.refuse_chip(surface)
     limits.dtype("query", a.query, KERNEL, limits.HALVES)
     refuse_heads(a.query, a.key_cache, a.value_cache)
+    stored = torch.int8 if has_codes(a) else a.query.dtype
     for name, cache in caches(a).items():
-        limits.dtype(name, cache, KERNEL, (a.query.dtype,))
+        limits.dtype(name, cache, KERNEL, (stored,))
+    if has_codes(a):
+        refuse_codes(a)
     if not has_heads_first(a):
         for name, cache in caches(a).items():
             limits.dense(name, cache, KERNEL)
@@ -53,6 +60,20 @@ def caches(a: Arguments) -> dict[str, Tensor]:
     return {"key_cache": a.key_cache, "value_cache": a.value_cache}
 
 
+def has_codes(a: Arguments) -> bool:
+    return torch.int8 in (a.key_cache.dtype, a.value_cache.dtype)
+
+
+def refuse_codes(a: Arguments) -> None:
+    tokens = a.query.shape[1]
+    if not limits.known_equal(tokens, 1):
+        raise NoMatch(f"key_cache has codes and query S = {tokens}; {KERNEL} takes codes with a single token")
+    limits.size("with codes, query has D", a.query.shape[3], KERNEL, CODED_HEAD_SIZES)
+    for name in CHANNELS:
+        if (given := getattr(a, name)) is not None:
+            limits.dtype(name, given, KERNEL, (a.query.dtype,))
+
+
 def has_heads_first(a: Arguments) -> bool:
     """Whether the pages of both caches are [Nkv,BlockSize,D] in memory, and not [BlockSize,Nkv,D]."""
     return all(limits.is_dense(cache.transpose(1, 2)) and not limits.is_dense(cache) for cache in caches(a).values())
@@ -60,7 +81,8 @@ def has_heads_first(a: Arguments) -> bool:
 
 def refuse_pages(a: Arguments) -> None:
     positions, sizes = a.key_cache.shape[1], page_sizes(a)
-    what = f"with S = {a.query.shape[1]}, key_cache has BlockSize = {positions}"
+    given = "codes" if has_codes(a) else f"S = {a.query.shape[1]}"
+    what = f"with {given}, key_cache has BlockSize = {positions}"
     if page_size(positions, sizes) is None:
         raise NoMatch(f"{what}; {KERNEL} takes multiples of {sizes[-1]}")
     if has_heads_first(a) and not limits.holds(positions <= HEAD_PAGES[-1]):
@@ -73,7 +95,8 @@ def refuse_pages(a: Arguments) -> None:
 
 def page_sizes(a: Arguments) -> tuple[int, ...]:
     """Of the pages that a number of tokens is taken with; a larger block is several pages."""
-    return PAGE_SIZES if limits.known_equal(a.query.shape[1], 1) else PAGE_SIZES[:1]
+    sizes = CODED_PAGE_SIZES if has_codes(a) else PAGE_SIZES
+    return sizes if limits.known_equal(a.query.shape[1], 1) else sizes[:1]
 
 
 def one_headed(a: Arguments) -> latent_attention.Arguments:
@@ -105,9 +128,22 @@ def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
         num_key_value_heads=a.key_cache.shape[2],
         softmax_scale=a.scale,
         input_layout="BNSD" if heads_first else "BSND",
+        **(channels(a) if has_codes(a) else {}),
         **kernel.rows(tokens, device),
     )
     return checked(turned(out, heads_first), a.mask, lengths)
+
+
+def channels(a: Arguments) -> dict[str, Tensor]:
+    """Scales and offsets [1,Nkv,D] of both caches. The kernel takes offsets of both, or of neither."""
+    scales = {"dequant_scale_key": a.key_scale, "dequant_scale_value": a.value_scale}
+    offsets = {"dequant_offset_key": a.key_offset, "dequant_offset_value": a.value_offset}
+    has_offsets = any(offset is not None for offset in offsets.values())
+    sizes = a.key_cache.shape[2:]
+    given = {name: a.query.new_ones(sizes) if scale is None else scale for name, scale in scales.items()}
+    if has_offsets:
+        given |= {name: a.query.new_zeros(sizes) if offset is None else offset for name, offset in offsets.items()}
+    return {name: numbers.unsqueeze(0).contiguous() for name, numbers in given.items()}
 
 
 def turned(rows: Tensor, heads_first: bool) -> Tensor:

@@ -11,7 +11,7 @@ tokens(value, name="cq.codes")   the codes of a value that the program quantises
 coded(value, name="codes")       the codes of a value in int8, with a scale that is given
 rms_norm(value, gamma, name=..)  a weighted RMSNorm
 scaled(value, scale, name=..)    a value multiplied by a smaller tensor
-gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one
+gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one, or dequantised
 rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
 stored(row, name=..)             rows that enter a cache, or rows that are used directly; with `beside`, the same rows
                                  as those of another cache, token for token
@@ -49,7 +49,7 @@ from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction, contraction
 from mla_fx.readings.element import Element, element_of, is_parameter, resolve
 from mla_fx.readings.fractals import element_of_rows, sizes_of_rows
-from mla_fx.readings.paged import paged
+from mla_fx.readings.paged import paged_numbers
 from mla_fx.readings.quantised_cache import cache_behind
 from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.quantised_tokens import quantised_tokens
@@ -271,7 +271,7 @@ def scaled(value: Pattern, scale: Pattern, name: str) -> Pattern:
 
 
 def gathered(pages: Pattern, table: Pattern, name: str) -> Pattern:
-    return _Reads(name, lambda element, _: (paged(element, is_widened=True),), {"pages": pages, "table": table})
+    return _Reads(name, lambda element, _: (paged_numbers(element),), {"pages": pages, "table": table})
 
 
 def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:

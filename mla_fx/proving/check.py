@@ -164,6 +164,7 @@ def _coarsest(plan: Drafted) -> torch.dtype:
     results: list[Node | Draft] = [*plan.olds, *plan.fused]
     tensors = [value for value in tree_leaves(list(map(value_of, results))) if isinstance(value, Tensor)]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1}
+    dtypes |= {value for call in plan.fused for value in call.kwargs.values() if isinstance(value, torch.dtype)}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 

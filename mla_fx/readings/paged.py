@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from mla_fx.readings.integers import INTEGERS, IntegerSum, integer_sum
 
 from .axes import Axis, Index, combine, of_axis, whole
 from .calls import args_of
+from .dequantised import Dequantised, codes_behind, dequantised
 from .element import Element, operand, resolve
 from .reading import Reading
 from .sizes import Size, at_most, ratio
@@ -29,12 +30,19 @@ GATHERS = INDEXED | {aten.index_select.default, aten.embedding.default}
 @dataclass(frozen=True)
 class Paged(Reading):
     """`pages`, read along `block` at the number in `table`. The rest of the index of `pages` comes from the reader of
-    the gathered rows. With `wraps`, a negative number counts blocks from the end; otherwise the program refuses it."""
+    the gathered rows. With `wraps`, a negative number counts blocks from the end; otherwise the program refuses it. If
+    rows hold codes, `numbers` are what the program computes from them."""
 
     pages: Element
     block: Index
     table: Element
     wraps: bool
+    numbers: Dequantised | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the rows, or of what is computed from their codes."""
+        return self.pages.dtype if self.numbers is None else self.numbers.dtype
 
     def blocks_and_rows(self, context: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """The axes of a context that select blocks, and those within a block. Raises NoMatch if the rows of a block are
@@ -72,6 +80,20 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
     if len(looked_up) != 1:
         raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one block table", node)
     return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0], wraps=node.target in INDEXED)
+
+
+def paged_numbers(element: Element) -> Paged:
+    """Read an element of a row in the dtype of the pages or a wider one, or one that is dequantised from a row."""
+    if gathered_codes(element) in (None, element):
+        return paged(element, is_widened=True)
+    found = dequantised(element)
+    return replace(paged(found.codes), numbers=found)
+
+
+def gathered_codes(element: Element) -> Element | None:
+    """The codes in gathered rows from which an element seems to be dequantised, if it does."""
+    found = codes_behind(element)
+    return found if found is not None and found.origin.target in GATHERS else None
 
 
 def _pointed_at(total: IntegerSum, number: Element, size: Size) -> tuple[Index, tuple[Index, Element] | None]:

@@ -24,6 +24,10 @@ GE_NAMES = {
     "return_softmax_lse": "softmax_lse_flag",
     "dequant_scale_key": "key_antiquant_scale",
     "dequant_scale_value": "value_antiquant_scale",
+    "dequant_offset_key": "key_antiquant_offset",
+    "dequant_offset_value": "value_antiquant_offset",
+    "key_quant_mode": "key_antiquant_mode",
+    "value_quant_mode": "value_antiquant_mode",
 }
 DEFAULTS = {"num_key_value_heads": 0, "input_layout": "BSH", "scale": 1.0, "softmax_lse_flag": False}
 DTYPES = {6: torch.float32, 15: torch.bfloat16}  # by torch_npu's number

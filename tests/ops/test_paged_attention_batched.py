@@ -10,7 +10,18 @@ from ops.test_catalogue import DTYPES
 OPERATOR = CATALOGUE["paged_attention.batched"]
 
 
-def oracle(query, key_cache, value_cache, block_table, context_lens=None, mask=None, *, scale, fill=None):
+def numbers(cache, scale, offset):
+    """What the codes of a cache stand for."""
+    offset, scale = (0 if offset is None else offset), (1 if scale is None else scale)
+    return (cache.double() + offset) * scale if cache.dtype == torch.int8 else cache
+
+
+def oracle(
+    query, key_cache, value_cache, block_table, context_lens=None, mask=None, key_scale=None, value_scale=None,
+    key_offset=None, value_offset=None, *, scale, fill=None,
+):
+    key_cache = numbers(key_cache, key_scale, key_offset)
+    value_cache = numbers(value_cache, value_scale, value_offset)
     batch, steps, heads, _ = query.shape
     size, group = key_cache.shape[1], heads // key_cache.shape[2]
     out = torch.zeros(batch, steps, heads, value_cache.shape[3]).double()

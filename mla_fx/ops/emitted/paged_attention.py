@@ -16,6 +16,7 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, check_mask, masked, share
+from .codes import check_channels, dequantised
 from .pages import READS_PAGES, check_block_table, gathered, tiles
 from .tiled_attention import attend, seen_keys
 
@@ -30,9 +31,14 @@ class Arguments:
     block_table: Tensor
     context_lens: Tensor | None = None
     mask: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    key_offset: Tensor | None = None
+    value_offset: Tensor | None = None
     _: KW_ONLY
     scale: float
     fill: float | None = None
+    dequant_dtype: torch.dtype | None = None
 
 
 def body(a: Arguments) -> Tensor:
@@ -49,6 +55,13 @@ def body(a: Arguments) -> Tensor:
     strides: bfloat16, float16, float32 or float64; no cache is wider than query. BlockSize and BlockNum are free. The
     context of a sequence is the concatenation of the blocks in its row of block_table, int64 or int32 [B, Blocks]: T is
     Blocks * BlockSize. A negative number counts blocks from the end.
+
+    A cache may be int8. Then it holds codes, and its numbers are
+
+        key = (code + key_offset) * key_scale,  value = (code + value_offset) * value_scale
+
+    in float32 at least, rounded to dequant_dtype, or to the dtype of query if that is None. Scales and offsets are
+    [Hkv, D], or [Hkv, Dv] of values, in any floating dtype; without a scale it is 1, without an offset 0.
 
     context_lens, int64 [B] or [1], is the number of keys that the last row sees; each row before it sees one less: row
     s
@@ -81,8 +94,8 @@ def portable(a: Arguments) -> Tensor:
     """The same from a copy of the contexts."""
     heads = a.query.shape[2]
     keys, values = (
-        gathered(cache, a.block_table).to(a.query.dtype).transpose(1, 2).repeat_interleave(heads // cache.shape[2], 1)
-        for cache in (a.key_cache, a.value_cache)
+        rows.to(a.query.dtype).transpose(1, 2).repeat_interleave(heads // rows.shape[2], 1)
+        for rows in _numbers(a, *(gathered(cache, a.block_table) for cache in (a.key_cache, a.value_cache)))
     )
     mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
     seen = seen_keys(mask)
@@ -100,11 +113,19 @@ def _tiles(a: Arguments, query: Tensor) -> Iterator[Tile]:
     batch, steps, heads, _ = a.query.shape
     keys, values = (tiles(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     for (key, first, last), (value, _, _) in zip(keys, values, strict=True):
+        key, value = _numbers(a, key, value)
         scores = query @ _by_head(key, query.dtype).mT
         mask = _mask(a, first, last)
         if mask is not None:
             scores = masked(scores.view(batch, heads, steps, -1), mask, a.fill).view(scores.shape)
         yield scores, _by_head(value, query.dtype)
+
+
+def _numbers(a: Arguments, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [..., Hkv, D], dequantised if they are codes."""
+    dtype = a.dequant_dtype or a.query.dtype
+    keys = dequantised(keys, a.key_scale, a.key_offset, dtype)
+    return keys, dequantised(values, a.value_scale, a.value_offset, dtype)
 
 
 def _by_head(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -127,11 +148,14 @@ def check(a: Arguments) -> None:
     del sizes["BlockNum"]  # each has as many as it likes
     check_letters(a, sizes, value_cache="BlockNum, BlockSize, Hkv, Dv")
     narrower = [dtype for dtype in FLOATS if torch.promote_types(dtype, a.query.dtype) == a.query.dtype]
-    check_dtype("key_cache", a.key_cache, narrower)
-    check_dtype("value_cache", a.value_cache, narrower)
+    for name, letters in (("key_cache", "Hkv, D"), ("value_cache", "Hkv, Dv")):
+        check_dtype(name, getattr(a, name), (*narrower, torch.int8))
+        check_channels(a, sizes, name, letters)
     sizes["N"], kv_heads = sizes["H"], sizes["Hkv"]
     if statically_known_true(sizes["H"] % kv_heads != 0):
         raise ValueError(f"query has {sizes['H']} heads, key_cache {kv_heads}; the latter must divide the former.")
+    if a.dequant_dtype not in (None, *narrower):
+        raise ValueError(f"dequant_dtype is {a.dequant_dtype}; allowed: {', '.join(map(str, narrower))}.")
     check_block_table(a, sizes, "key_cache", "value_cache")
     check_mask(a.mask, a.context_lens, False, a.fill, sizes)
 
@@ -142,7 +166,7 @@ def fake(a: Arguments) -> Tensor:
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """One token and several, lengths, bool and additive masks, a row that sees nothing or is filled; grouped heads, one
-    key head, values of another width."""
+    key head, values of another width; codes."""
     lens, short = torch.tensor([70, 3]), torch.tensor([-1, 600])
     bias = Sampler(dtype, 9).normal(2, 4, 3, SPAN)
     allowed = torch.arange(SPAN) % 7 <= torch.arange(3).unsqueeze(-1)
@@ -161,6 +185,9 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("many tokens", (*sample(dtype, 11, MANY), torch.tensor([5, 300])), {"scale": 0.3})
     yield Sample("many tokens, bool mask", (*sample(dtype, 12, MANY), None, turns), {"scale": 0.3})
     yield Sample("a mask of one column", (*sample(dtype, 10, 3), None, allowed[:, :1]), {"scale": 0.3})
+    yield Sample("int8 caches", *in_codes(dtype, 13, 1, lens, offsets=False))
+    yield Sample("int8 caches, offsets", *in_codes(dtype, 14, 3, lens))
+    yield Sample("int8 caches, many tokens", *in_codes(dtype, 15, MANY, torch.tensor([5, 300])))
 
 
 SPAN = 9 * 64  # more than one tile
@@ -172,6 +199,18 @@ def sample(dtype: torch.dtype, seed: int, steps: int, kv_heads: int = 2) -> tupl
     table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 8, 20).view(2, 8)), 1)
     caches = draw.normal(20, 64, kv_heads, 16), draw.normal(20, 64, kv_heads, 8)
     return draw.normal(2, steps, 4, 16), *caches, table
+
+
+def in_codes(
+    dtype: torch.dtype, seed: int, steps: int, lens: Tensor, offsets: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same with caches of codes."""
+    query, *caches, table = sample(dtype, seed, steps)
+    draw = Sampler(dtype, seed + 100)
+    codes = [(cache * 40).round().clamp(-128, 127).to(torch.int8) for cache in caches]
+    scales = [(1 + 0.3 * draw.normal(*cache.shape[2:])) / 40 for cache in caches]
+    given = scales + [10 * draw.normal(*cache.shape[2:]) for cache in caches] if offsets else scales
+    return (query, *codes, table, lens, None, *given), {"scale": 0.3}
 
 
 def refuse_body(a: Arguments) -> None:

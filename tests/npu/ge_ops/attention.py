@@ -52,7 +52,7 @@ def FusedInferAttentionScore(
     """softmax((query . key + query_rope . key_rope) * scale) @ value, beside learnable_sink, a score without a value.
 
     Int8 queries and keys have scales; the weights are not made int8 as on a device, so that results agree to a
-    tolerance only."""
+    tolerance only. Int8 keys and values of other queries have scales for each column, and may have offsets."""
     kv_heads = num_key_value_heads or num_heads
     check(locals())
     layout = Layout.of(input_layout)
@@ -62,6 +62,8 @@ def FusedInferAttentionScore(
         None if x is None else _keys(x, layout, kv_heads, block_table, actual_seq_lengths_kv, len(queries))
         for x in (key[0], value[0], key_rope)
     )
+    if query.dtype != torch.int8 and key[0].dtype == torch.int8:
+        keys, values = _dequantised(keys, "key", rest), _dequantised(values, "value", rest)
     scales = _scales(rest, layout, actual_seq_lengths)
     outputs, sums = [], []
     for row, q in enumerate(queries):
@@ -135,6 +137,14 @@ def _pages(cache: Tensor, heads: int) -> Tensor:
 
 def _shared(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[0], 0)
+
+
+def _dequantised(rows: list[Tensor], name: str, rest: dict[str, Any]) -> list[Tensor]:
+    """(codes + offset) * scale for each column of each head, in float32: a device rounds no key and no value."""
+    scale, offset = rest[f"{name}_antiquant_scale"], rest.get(f"{name}_antiquant_offset")
+    heads, _, width = rows[0].shape
+    scale, offset = (0 if x is None else x.float().reshape(heads, 1, width) for x in (scale, offset))
+    return [(row.float() + offset) * scale for row in rows]
 
 
 def _scales(rest: dict[str, Any], layout: Layout, lengths: Tensor | None) -> list[Tensor] | None:

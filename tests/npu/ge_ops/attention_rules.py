@@ -11,6 +11,7 @@ from torch import Tensor
 LATENT = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
 EXPANDED = ("TND", "NTD_TND")
 PLAIN = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NTD_TND")
+CHANNELS = ("key_antiquant_scale", "value_antiquant_scale", "key_antiquant_offset", "value_antiquant_offset")
 UNSUPPORTED = ("pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix")
 
 
@@ -180,8 +181,10 @@ def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
     _require(key.shape == value.shape, f"key is {list(key.shape)} and value {list(value.shape)}; they are alike")
     _require(key.ndim == 3 or layout == "BNSD", f"key has {key.ndim} axes with {layout}; it has 3")
     dtypes = {query.dtype, key.dtype, value.dtype}
-    is_half = dtypes in ({torch.bfloat16}, {torch.float16})
-    _require(is_half, f"query, key and value are {dtypes}; they are all bfloat16, or all float16")
+    is_half = {query.dtype} in ({torch.bfloat16}, {torch.float16})
+    has_codes = key.dtype == value.dtype == torch.int8
+    _require(is_half and (has_codes or len(dtypes) == 1), f"query, key and value are {dtypes}; 16 bits, or int8 keys")
+    _check_codes(a, has_codes)
     width = _width(query, a)
     found = key.shape[-1] // kv_heads if key.ndim == 3 else key.shape[-1]
     _require(width == found, f"query has {width} columns a head, key {found}")
@@ -189,12 +192,34 @@ def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
     _require(heads <= 256 and heads <= 64 * kv_heads, f"{heads} heads share {kv_heads}; up to 256, and 64 for each")
     _require(kv_heads * width <= 65535, f"a row of a page has {kv_heads * width} columns; it has up to 65535")
     steps, size = _query_lengths(a, layout)[0], a["rest"]["block_size"]
-    least = 16 if steps == 1 else 128
+    least = 32 if has_codes else 16 if steps == 1 else 128
+    _require(steps == 1 or not has_codes, f"there are {steps} queries of int8 keys with a scale for each column, not 1")
     _require(
         size % least == 0 and size <= 512, f"block_size is {size} for {steps} queries; {least}, 2 * {least} to 512"
     )
     batch, lengths = len(a["block_table"]), len(a["actual_seq_lengths_kv"])
     _require(batch == len(query) == lengths, f"block_table has {batch} rows, there are {lengths} lengths")
+
+
+def _check_codes(a: dict[str, Any], has_codes: bool) -> None:
+    """CheckKVAntiQuantPerChannel, CheckAntiQuantParamKeyType and CheckKeyAndValueAntiquantScaleOffset of IFATiling."""
+    rest, query, heads = a["rest"], a["query"], a["kv_heads"]
+    width = _width(query, a)
+    given = {name: rest.get(name) for name in CHANNELS}
+    if not has_codes:
+        _require(all(x is None for x in given.values()), "keys are not int8, but scales or offsets are given")
+        return
+    both = [given[name] is not None for name in CHANNELS]
+    _require(both[:2] == [True, True], "int8 keys and values have scales both")
+    _require(both[2] == both[3], "offsets are given for both of keys and values, or for neither")
+    modes = rest.get("key_antiquant_mode", 0), rest.get("value_antiquant_mode", 0)
+    _require(modes == (0, 0), f"the antiquant modes are {modes}; with a scale for each column they are 0")
+    allowed = (1, heads, 1, width), (1, 1, heads, width), (1, heads, width), (1, heads * width)
+    for name, x in given.items():
+        if x is not None:
+            _require(x.dtype == query.dtype, f"{name} is {x.dtype}, query is {query.dtype}; they are alike")
+            _require(tuple(x.shape) in allowed, f"{name} is {list(x.shape)}; it is one of {allowed}")
+    _require(width % 32 == 0, f"a head of int8 keys has {width} columns; it has a multiple of 32")
 
 
 def _check_blocks(a: dict[str, Any]) -> None:

@@ -1,0 +1,161 @@
+"""Layers whose keys and values lie in pages, or only look like it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from mla_fx.cases import HE, B, S, T
+
+HEADS, KV_HEADS, WIDTH, COLUMNS, BLOCK = 4, 2, 8, 6, 4
+
+
+class Serving(nn.Module):
+    """A layer of a serving engine: rows are written by slot, and contexts gathered through a table."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+    table: Tensor
+    starts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        widths = HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * COLUMNS
+        self.qkv = nn.ParameterList(torch.randn(HE, width, generator=generator) * HE**-0.5 for width in widths)
+        blocks = 2 * B * T // BLOCK
+        for name, width in (("key_cache", WIDTH), ("value_cache", COLUMNS)):
+            self.register_buffer(name, torch.randn(blocks, BLOCK, KV_HEADS, width, generator=generator))
+        self.register_buffer("table", torch.randperm(blocks, generator=generator)[: B * T // BLOCK].view(B, -1))
+        self.register_buffer("starts", torch.tensor([T - S, 5]))
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        heads = HEADS, KV_HEADS, KV_HEADS
+        query, *rows = ((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
+        positions = self.starts[:, None] + torch.arange(S)
+        slots = self.table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+        caches = self.key_cache, self.value_cache
+        for cache, row in zip(caches, rows, strict=True):
+            cache.flatten(0, 1)[slots] = row.to(cache.dtype)
+        key, value = (self.context(cache, table) for cache, table in zip(caches, self.tables(), strict=True))
+        seen = self.seen(torch.arange(T), positions.unsqueeze(-1))
+        return self.attend(query, key, value, seen.unsqueeze(1))
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table
+
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        """[B, T, Hkv, columns]."""
+        return cache[table].view(B, T, KV_HEADS, -1)
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """[B, S, T]."""
+        return keys <= positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """[B, S, H, columns]."""
+        key, value = (rows.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for rows in (key, value))
+        return self.weigh(query.transpose(1, 2) @ key.mT * WIDTH**-0.5, value, seen).transpose(1, 2)
+
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+
+class Fused(Serving):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+
+
+class Grouped(Serving):
+    """Einsum over the query heads of each key head."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = torch.einsum("bshgd,bthd->bhgst", query.reshape(B, S, KV_HEADS, -1, WIDTH), key)
+        weights = (scores + torch.where(seen, 0.0, -torch.inf).unsqueeze(2)).softmax(-1)
+        return torch.einsum("bhgst,bthd->bshgd", weights, value).flatten(2, 3)
+
+
+class BySlots(Serving):
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache.flatten(0, 1)[(table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)).flatten(1)]
+
+
+class ByLength(Serving):
+    """The number of keys of each sequence; the last token sees all of them."""
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        lengths = positions[:, -1:] + 1
+        return keys < lengths - S + torch.arange(1, S + 1).unsqueeze(-1)
+
+
+class Window(Serving):
+    """A mask that no length describes stays a mask."""
+
+    def seen(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return (keys <= positions) & (keys > positions - 4)
+
+
+class TwoTables(Serving):
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.table.flip(1)
+
+
+class RowsFirst(Serving):
+    """A context reads all first rows of its blocks, then all second rows."""
+
+    def context(self, cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table].transpose(1, 2).reshape(B, T, KV_HEADS, -1)
+
+
+class WeighedKeys(Serving):
+    """Keys are weighted after they were gathered."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().attend(query, key * torch.linspace(0.5, 1.5, T).view(T, 1, 1), value, seen)
+
+
+class Sink(Serving):
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = torch.cat((scores.masked_fill(~seen, -torch.inf), torch.ones(B, HEADS, S, 1)), -1)
+        return scores.softmax(-1)[..., :-1] @ value
+
+
+class OneLatent(Serving):
+    """All heads share one key, whose first columns are the value."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        latent = key[:, :, :1].transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ latent.mT, latent[..., :COLUMNS], seen).transpose(1, 2)
+
+
+class HeadsOfValues(Serving):
+    """Keys and values are repeated in another order."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        key = key.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2)
+        value = value.unsqueeze(2).expand(-1, -1, HEADS // KV_HEADS, -1, -1).flatten(2, 3).transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ key.mT, value, seen).transpose(1, 2)
+
+
+class OneHeadOfValues(Serving):
+    """Each query head has a key head; all share one head of values."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        key = key.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2)
+        return self.weigh(query.transpose(1, 2) @ key.mT, value[:, :, :1].transpose(1, 2), seen).transpose(1, 2)
+
+
+class WiderKeys(Serving):
+    """Keys are stored and read in float32; values are bfloat16, and so are the probabilities that multiply them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value_cache = self.value_cache.bfloat16()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().attend(query.bfloat16().float(), key, value, seen).float()
+
+    def weigh(self, scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1).bfloat16() @ value
