@@ -28,10 +28,10 @@ class Codes:
         return (rows / scale).round().clamp(-128, 127).to(torch.int8)
 
     def keys(self, key):
-        return self.numbers(key, self.key_scale, self.key_zero)
+        return super().keys(self.numbers(key, self.key_scale, self.key_zero))
 
     def values(self, value):
-        return self.numbers(value, self.value_scale, self.value_zero)
+        return super().values(self.numbers(value, self.value_scale, self.value_zero))
 
     def numbers(self, codes, scale, zero):
         """[B, T, Hkv, columns]."""

@@ -14,15 +14,15 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import FLOATS
 
-from .algebra import as_sum
-from .calls import CASTS, args_of, operands_of
+from .calls import CASTS, args_of, operands_of, options_of
 from .element import Element, computed_between, is_coarser, operand
 from .reading import Reading
 from .views import MOVERS
 
 aten = torch.ops.aten
 DIVIDES = frozenset({aten.div.Tensor, aten.div.Scalar})
-COMPUTES = CASTS | DIVIDES | {aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor}
+SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+COMPUTES = CASTS | DIVIDES | SUMS | {aten.mul.Tensor, aten.mul.Scalar}
 NEAR = 5  # operations between codes and what is computed from them
 
 
@@ -46,24 +46,37 @@ def dequantised(element: Element) -> Dequantised:
     if node.target in DIVIDES:
         raise NoMatch("codes are divided, expected a product with a scale", node)
     numbers, scale = _scaled(element)
-    total = as_sum(numbers)
-    codes = [found for term in total.terms if (found := _codes(term)) is not None]
-    offsets = [term for term in total.terms if _codes(term) is None]
-    if len(codes) != 1:
+    found = _shifted(numbers)
+    if found is None:
         raise NoMatch("expected codes in torch.int8, an offset that is added and a scale that multiplies both", node)
-    if total.constant or len(offsets) > 1:
-        raise NoMatch("codes have a number or a sum for an offset, expected one tensor", numbers.origin)
-    calls = _rounding_to(dtype, element, codes[0], [part for part in (scale, *offsets) if part is not None])
-    return Dequantised(node, codes[0], scale, offsets[0] if offsets else None, dtype, tuple(calls))
+    codes, offset = found
+    calls = _rounding_to(dtype, element, codes, [part for part in (scale, offset) if part is not None])
+    return Dequantised(node, codes, scale, offset, dtype, tuple(calls))
 
 
 def _scaled(element: Element) -> tuple[Element, Element | None]:
     """Codes with their offset, and their scale if there is one."""
     sides = _operands(element) if element.origin.target is aten.mul.Tensor else []
     for numbers, scale in itertools.permutations(sides, 2):
-        if any(_codes(term) is not None for term in as_sum(numbers).terms):
+        if _shifted(numbers) is not None:
             return numbers, scale
     return element, None
+
+
+def _shifted(numbers: Element) -> tuple[Element, Element | None] | None:
+    """Codes and the offset that is added to them, if there is one; None if these are no codes."""
+    node, codes = numbers.origin, _codes(numbers)
+    if codes is not None:
+        return codes, None
+    is_sum = node.target in SUMS and len(args_of(node)) == 2 and not options_of(node)
+    if not is_sum or not node.meta["val"].is_floating_point() or numbers.factor != 1.0:
+        return None
+    sides, sign = _operands(numbers), -1.0 if node.target is aten.sub.Tensor else 1.0
+    for term, *offset in (sides,) if sign < 0 else (sides, sides[::-1]):
+        codes = _codes(term)
+        if codes is not None and offset:
+            return codes, offset[0].times(sign)
+    return None
 
 
 def _codes(term: Element) -> Element | None:
