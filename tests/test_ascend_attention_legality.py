@@ -87,6 +87,14 @@ PAGED = {
         lambda: {"mask": make(1, 300), "mask_type": "norm"},
         f"mask_type is 'mask_type_norm'; {NO_GRAPH} 'undefined'",
     ),
+    "quant_type": (
+        lambda: {
+            **dict.fromkeys(("key_cache", "value_cache"), make(8, 128, 4, D, dtype=torch.int8)),
+            **dict.fromkeys(("k_descale", "v_descale"), make(4 * D, dtype=torch.float32)),
+            "quant_type": "dequant_fusion",
+        },
+        f"quant_type is 'type_dequant_fusion', with float32 scales; {NO_GRAPH} scales in the dtype of query",
+    ),
     "BlockSize, heads first": (
         lambda: {"input_layout": "type_bnsd"} | dict.fromkeys(("key_cache", "value_cache"), make(8, 4, 1024, D)),
         "key_cache has BlockSize = 1024; FusedInferAttentionScore takes multiples of 16 up to 512",

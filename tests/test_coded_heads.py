@@ -9,6 +9,7 @@ import torch
 from coded_heads import Coded, ZeroPoints, coded, given, in_codes
 from layers import QUIET
 from test_paged_heads import (
+    CLOSE,
     FLOAT32,
     GATHERS,
     HEADS,
@@ -29,7 +30,9 @@ from test_paged_heads import (
     Window,
     arguments,
     check,
+    compared,
     file_of,
+    fixed,
     heads_first,
 )
 
@@ -209,6 +212,20 @@ def test_heads_first_in_a_page(target, tmp_path):
 @pytest.mark.parametrize("kind", [ZeroPoints, coded(Grouped)], ids=lambda kind: kind.__name__)
 def test_many_tokens(kind, tmp_path):
     fuses(kind(sized(70, batch=2, blocks=8)), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Coded, ZeroPoints, coded(Grouped)], ids=lambda kind: kind.__name__)
+def test_one_graph_for_all_sizes(kind):
+    torch._dynamo.reset()
+    shapes = [Sizes(3, 5, 7, 2, 8, 6), Sizes(5, 7, 9, 2, 8, 6), Sizes(2, 3, 11, 2, 8, 6)]
+    module = kind(shapes[0])
+    run = torch.compile(fixed(module), backend=mla_fx.get_backend(target="reference"), dynamic=True, fullgraph=True)
+    compared(run, module, given(module), CLOSE)
+    assert mla_fx.last_report().fused == ONE, str(mla_fx.last_report())
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for sizes in shapes[1:]:
+            compared(run, module, in_codes(arguments(sizes)), CLOSE)
 
 
 # --- precision -------------------------------------------------------------------------------------------------------

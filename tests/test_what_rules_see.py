@@ -27,6 +27,8 @@ NOTING = {"args_of", "options_of", "operands_of"}
 # Whatever depends on who reads a value is decided where a replacement is applied.
 FINDING = {"anchors", "written_alike", "_first_user", "_guards", "_first_result", "products", "_rounded"}
 FINDING |= {"_computing", "_writes"}
+# A plan's check looks at these, and a replay compares what it looked at.
+FINDING |= {"_casts_of"}
 # A replay checks again whether an attribute is a literal. Names of sizes are for messages.
 FINDING |= {"_is_literal", "_names"}
 # A call's layout is read here, where a replacement is applied.

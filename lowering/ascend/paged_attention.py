@@ -15,6 +15,7 @@ from mla_fx.ops.vendor.paged_attention.arguments import Arguments
 from mla_fx.ops.vendor.paged_attention.options import (
     BNSD,
     DECODING,
+    DEQUANT_FUSION,
     KVHEAD_ROPE,
     PLAIN_SCALE,
     UNCOMPRESSED,
@@ -58,6 +59,8 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
 
 def refuse_scenario(a: Arguments) -> None:
     options = read_options(a)
+    if options.quant == DEQUANT_FUSION:
+        raise NoMatch(f"quant_type is {options.quant!r}, with float32 scales; {NO_GRAPH} scales in the dtype of query")
     chosen = (options.mask, options.quant, options.calc, options.scale)
     for (name, wanted), value in zip(BASE.items(), chosen, strict=True):
         if value != wanted:

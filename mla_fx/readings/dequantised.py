@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -93,18 +94,18 @@ def _rounding_to(dtype: torch.dtype, element: Element, codes: Element, parts: li
     casts of it to `dtype`, and the calls between each of the other parts and what it was before casts."""
     for node in computed_between(element.origin, {codes.origin, *(part.seen[0] for part in parts)}):
         is_of_codes = node.target in CASTS and codes.origin in operands_of(node)
-        if is_of_codes or not is_coarser(node.meta["val"].dtype, dtype):
+        if is_of_codes or (_is_tensor(node) and not is_coarser(node.meta["val"].dtype, dtype)):
             yield node
-    yield from _casts(element.origin, dtype)
+    yield from _casts_of(element.origin, dtype)
     for part in parts:
         yield from computed_between(part.seen[0], {part.origin})
 
 
-def _casts(node: Node, dtype: torch.dtype) -> Iterator[Node]:
+def _casts_of(node: Node, dtype: torch.dtype) -> Iterator[Node]:
     """The casts of a value to `dtype`, directly or behind views."""
     for user in node.users:
         if user.target in MOVERS:
-            yield from _casts(user, dtype)
+            yield from _casts_of(user, dtype)
         elif user.target in CASTS and user.meta["val"].dtype == dtype:
             yield user
 
@@ -121,5 +122,8 @@ def codes_behind(element: Element, near: int = NEAR) -> Element | None:
 
 def _operands(element: Element) -> list[Element]:
     """The elements of tensors that a pointwise operation reads for an element."""
-    values = (value for value in args_of(element.origin)[:2] if isinstance(value, Node))
-    return [operand(value, element.index) for value in values if isinstance(value.meta["val"], torch.Tensor)]
+    return [operand(value, element.index) for value in args_of(element.origin)[:2] if _is_tensor(value)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta["val"], torch.Tensor)

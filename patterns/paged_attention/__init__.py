@@ -82,12 +82,14 @@ class PagedAttention(Rule):
         Case("slots", cases.BySlots, ONE),
         Case("lengths", cases.ByLength, ONE),
         Case("a window", cases.Window, ONE),
+        Case("codes", cases.Coded, ONE),
         Case("one latent", cases.OneLatent, {"latent_attention": 1}),
     )
     rejects = (
         Case("two tables", cases.TwoTables, because="block_table is not one tensor"),
         Case("first rows first", cases.RowsFirst, because="the rows of a block are not consecutive"),
         Case("a weight per key", cases.WeighedKeys, because="expected gathered rows, found mul"),
+        Case("a scale per key", cases.CodedTokens, because="the scale of codes is not the same for all tokens"),
         Case("attention sink", cases.Sink, because="paged_attention has no operand for an attention sink"),
         Case("heads of values in another order", cases.HeadsOfValues, because="do not have the same heads"),
         Case("one head of values", cases.OneHeadOfValues, because="do not have the same heads"),

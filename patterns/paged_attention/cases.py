@@ -97,6 +97,33 @@ class Window(Serving):
         return (keys <= positions) & (keys > positions - 4)
 
 
+class Coded(Serving):
+    """Caches hold codes in int8."""
+
+    key_scale: Tensor
+    value_scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("key", "value"):
+            cache = getattr(self, f"{name}_cache")
+            self.register_buffer(f"{name}_scale", torch.linspace(0.02, 0.05, cache[0, 0].numel()).view(cache.shape[2:]))
+            setattr(self, f"{name}_cache", (cache * 30).round().to(torch.int8))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return super().attend(query, self.numbers(key, self.key_scale), self.numbers(value, self.value_scale), seen)
+
+    def numbers(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.float() * scale
+
+
+class CodedTokens(Coded):
+    """Each token has its own scale."""
+
+    def numbers(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.float() * torch.linspace(0.02, 0.05, T).view(T, 1, 1)
+
+
 class TwoTables(Serving):
     def tables(self) -> tuple[Tensor, Tensor]:
         return self.table, self.table.flip(1)

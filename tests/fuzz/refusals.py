@@ -34,7 +34,8 @@ TESTS = (
     "test_soundness", "test_soundness_precision", "test_soundness_scores", "test_soundness_causal",
     "test_soundness_caches", "test_soundness_graphs", "test_soundness_models", "test_soundness_forms",
     "test_soundness_fills", "test_soundness_range", "test_soundness_constants", "test_pieces", "test_projections",
-    "test_combined_caches", "test_paged_contexts", "test_paged_heads", "test_unlike_layers", "test_positions",
+    "test_combined_caches", "test_paged_contexts", "test_paged_heads", "test_coded_heads", "test_unlike_layers",
+    "test_positions",
     "test_reasons", "test_plans", "test_slices", "test_servers", "test_quantised_weights",
     "test_stability", "test_zoo", "test_fuzz",
 )  # fmt: skip

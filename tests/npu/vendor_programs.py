@@ -14,6 +14,7 @@ import test_log_sums
 import test_packed_prologs
 import test_tiled_prologs
 import torch
+from coded_heads import Coded, ZeroPoints, in_codes
 from layers import in_type
 from mla_fx.lowering.ascend.surface import RELEASES
 from test_paged_heads import (
@@ -111,6 +112,10 @@ def heads(tokens, kind=Gqa, given=arguments):
 
 def pages_of_heads(sizes, dtype):
     return heads_first(arguments(sizes, dtype))
+
+
+def codes_of_heads(sizes, dtype):
+    return in_codes(arguments(sizes, dtype))
 
 
 def keys_of_heads(kind):
@@ -274,7 +279,9 @@ PER_HEAD = [
     Programs([part(heads, 1, TableOfEachHead, table_of_each_head)], [compressed_heads]),
     Programs([part(heads, 1, Slopes)], per_head("compress_type_kvhead_rope")),
     Programs([part(heads, 1, LogarithmOfLength)], per_head("scale_type_logn")),
-    Programs([], per_head("type_dequant_fusion")),
+    Programs(
+        [part(heads, 1, kind, codes_of_heads) for kind in (Coded, ZeroPoints)], per_head("type_dequant_fusion")
+    ),
     Programs([], per_head("type_quant_qkv_offline", "type_quant_qkv_online")),
     Programs([], per_head("NZ")),
 ]
