@@ -65,6 +65,31 @@ def test_another_number_is_noticed(converted, monkeypatch, name):
         compared(compiled(module), module, given(module, BF16))
 
 
+WRONG = {
+    "scales in float32": ("dequant_scale_key", torch.Tensor.float, "key_antiquant_scale is torch.float32"),
+    "one scale for each head": ("dequant_scale_value", lambda scales: scales[..., :1], "value_antiquant_scale is"),
+    "no offset of keys": ("dequant_offset_key", lambda _: None, "offsets are given for both of keys and values"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_device_would_refuse(converted, monkeypatch, name):
+    option, change, sentence = WRONG[name]
+    change_attention(monkeypatch, **{option: change})
+    module = ZeroPoints(sized(1, 32)).to(BF16)
+    with pytest.raises(ValueError, match=sentence):
+        compared(compiled(module), module, given(module, BF16))
+
+
+def test_batches_of_any_size(converted):
+    """From the second size on, the batch is a symbol; the caches keep their sizes."""
+    module = Coded(sized(1, 128, batch=4)).to(BF16)
+    run, (x, table, starts, *caches) = compiled(module, dynamic=None), given(module, BF16)
+    for batch in (4, 3, 2):
+        compared(run, module, [x[:batch], table[:batch], starts[:batch], *caches])
+    assert [[types(graph).count(name) for name in (KERNEL, "TensorMove")] for graph in converted.graphs] == [[1, 0]] * 2
+
+
 # --- what stays in plain operators -----------------------------------------------------------------------------------
 
 
