@@ -248,7 +248,8 @@ def test_no_coarser_than_the_program(kind, dtype):
     with torch.no_grad():
         near = module(*theirs)
         found = torch.compile(module, backend=mla_fx.get_backend(target="reference"))(*ours)
-    assert mla_fx.last_report().fused == ONE, str(mla_fx.last_report())
+    report = mla_fx.last_report()
+    assert report.fused == ONE and report.checked == 1, str(report)
     assert (found - exact).norm() <= 1.5 * (near - exact).norm() + 1e-6 * exact.norm()
     assert found.dtype == near.dtype and all(map(torch.equal, ours, theirs))
 

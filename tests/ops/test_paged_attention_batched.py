@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fx.ops.emitted.paged_attention import MANY, sample
+from mla_fx.ops.emitted.paged_attention import MANY, in_codes, sample
 from ops.harness import CATALOGUE, by_name, cases, compiles_once, double, refuses
 from ops.test_catalogue import DTYPES
 
@@ -18,8 +18,8 @@ def numbers(cache, scale, offset):
 
 def oracle(
     query, key_cache, value_cache, block_table, context_lens=None, mask=None, key_scale=None, value_scale=None,
-    key_offset=None, value_offset=None, *, scale, fill=None,
-):
+    key_offset=None, value_offset=None, *, scale, fill=None, dequant_dtype=None,
+):  # fmt: skip
     key_cache = numbers(key_cache, key_scale, key_offset)
     value_cache = numbers(value_cache, value_scale, value_offset)
     batch, steps, heads, _ = query.shape
@@ -83,6 +83,27 @@ def test_values_wider_than_keys(steps):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("steps", [2, MANY])
+def test_codes_beside_values(steps):
+    """Only keys are codes."""
+    codes, _ = in_codes(torch.float64, 5, steps, torch.tensor([70, 300]))
+    query, key_cache, _, table, lens, mask, key_scale, *_ = codes
+    given = query, key_cache, sample(torch.float64, 6, steps)[2], table, lens, mask, key_scale
+    torch.testing.assert_close(OPERATOR.overload(*given, scale=0.3), oracle(*given, scale=0.3))
+
+
+@pytest.mark.parametrize("steps", [2, MANY])
+def test_codes_are_rounded_to_a_dtype(steps):
+    """Products of bfloat16, multiplied further in a wider dtype."""
+    given, options = in_codes(torch.float32, 7, steps, torch.tensor([70, 300]))
+    query, *caches, table, lens, mask, key_scale, value_scale, key_offset, value_offset = given
+    parts = zip(caches, (key_scale, value_scale), (key_offset, value_offset), strict=True)
+    rounded = [((cache.float() + offset) * scale).bfloat16() for cache, scale, offset in parts]
+    found = OPERATOR.overload(*given, **options, dequant_dtype=torch.bfloat16)
+    torch.testing.assert_close(found, OPERATOR.overload(query, *rounded, table, lens, mask, **options))
+    assert not torch.allclose(found, OPERATOR.overload(*given, **options))
+
+
 def test_no_blocks_give_zeros():
     query, *caches, table = sample(torch.float64, 3, 2)
     out = OPERATOR.overload(query, *caches, table[:, :0], scale=0.3)
@@ -113,6 +134,16 @@ REFUSED = {
     r"context_lens has dtype torch.int32": {"context_lens": torch.tensor([1, 2]).int()},
     r"context_lens is given and mask is given": {"context_lens": torch.tensor([1, 2]), "mask": torch.ones(1).bool()},
     r"mask has shape \[3, 576\]; it must broadcast": {"mask": torch.ones(3, 576).bool()},
+    r"key_scale is given and key_cache has dtype torch.float32": {"key_scale": torch.ones(2, 16)},
+    r"value_offset has shape \[2, 16\]; it must be \[Hkv, Dv\]": {
+        "value_cache": torch.zeros(20, 64, 2, 8).char(), "value_offset": torch.ones(2, 16)
+    },
+    r"key_scale has dtype torch.int64; allowed": {
+        "key_cache": torch.zeros(20, 64, 2, 16).char(), "key_scale": torch.ones(2, 16).long()
+    },
+    r"dequant_dtype is torch.float64; allowed: torch.bfloat16, torch.float16, torch.float32": {
+        "dequant_dtype": torch.float64
+    },
 }  # fmt: skip
 
 
