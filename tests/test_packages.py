@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from coded_heads import ZeroPoints, in_codes
 from test_paged_heads import Engine, Sizes, arguments
 from torch import nn
 from torch._inductor.virtualized import V
@@ -97,6 +98,7 @@ PROGRAMS = {
         (paged(1, blocks=9),),
     ),
     "keys of each head": (Engine, engine(), None, "paged_attention", ()),
+    "codes of each head": (ZeroPoints, in_codes(engine()), None, "paged_attention", ()),
 }
 
 

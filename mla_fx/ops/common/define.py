@@ -54,8 +54,9 @@ class Operator:
     is `(rtol, atol)`. `inplace` is the form that writes its caches or outputs and returns the other results, or None.
     `host` and `inplace_host` are both forms with lengths as host lists, or None if there are no lengths. A compiler may
     trace `body` in place of a call only if `traceable`, and if `refuse_body`, given the same arguments, does not raise
-    NoMatch. For `kernel` that is `refuse_kernel`, by default `refuse_body`. `portable` is what a compiler traces if no
-    call may stay; it takes more memory than the kernel.
+    NoMatch; with int8 arguments, only if it `reads_codes` and makes none. For `kernel` that is `refuse_kernel`, by
+    default `refuse_body`. `portable` is what a compiler traces if no call may stay; it takes more memory than the
+    kernel.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Operator:
     kernel: Kernel
     refuse_kernel: Refusing
     portable: Kernel
+    reads_codes: bool
 
     def decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
         """Return what a compiler may trace in place of a call with such arguments. Raises NoMatch if the call must
@@ -97,7 +99,8 @@ class Operator:
     def _refuse_untraceable(self, *args: Any, **kwargs: Any) -> None:
         if not self.traceable:
             raise NoMatch("it reads lengths, or rounds where a compiler would not")
-        if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
+        has_codes = any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values()))
+        if has_codes and not self.reads_codes:
             raise NoMatch("it is quantised, and compilers do not keep its intermediate roundings")
 
 
@@ -120,6 +123,7 @@ def define(
     kernel: Callable[[Record], Any] | None = None,
     refuse_kernel: Callable[[Record], None] | None = None,
     portable: Callable[[Record], Any] | None = None,
+    reads_codes: bool = False,
 ) -> Operator:
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
@@ -173,6 +177,7 @@ def define(
         on_arguments(computed),
         on_arguments(refuse_kernel or refuse_body),
         on_arguments(portable or body),
+        reads_codes,
     )
 
 

@@ -227,4 +227,5 @@ operator = define(
     samples=samples,
     refuse_body=refuse_body,
     portable=portable,
+    reads_codes=True,
 )
