@@ -183,7 +183,8 @@ def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
     dtypes = {query.dtype, key.dtype, value.dtype}
     is_half = {query.dtype} in ({torch.bfloat16}, {torch.float16})
     has_codes = key.dtype == value.dtype == torch.int8
-    _require(is_half and (has_codes or len(dtypes) == 1), f"query, key and value are {dtypes}; 16 bits, or int8 keys")
+    allowed = "they are all bfloat16, or all float16, or keys and values are int8"
+    _require(is_half and (has_codes or len(dtypes) == 1), f"query, key and value are {dtypes}; {allowed}")
     _check_codes(a, has_codes)
     width = _width(query, a)
     found = key.shape[-1] // kv_heads if key.ndim == 3 else key.shape[-1]
