@@ -64,6 +64,9 @@ def names(monkeypatch, tmp_path):
         "slots": torch.tensor([3, 17]),
         "rows": torch.randn(2, 576),
         "block_table": torch.tensor([[1, 0]]),
+        "query": torch.randn(1, 1, 4, 8),
+        "key_cache": torch.ones(2, 16, 2, 8, dtype=torch.int8),
+        "key_scale": torch.rand(2, 8),
         "is_right": lambda: True,
     }
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None):
