@@ -103,6 +103,14 @@ def _arange(_: Any, start: Any, end: Any, step: int = 1) -> Iterator[Equation]:
     return of_cuts(start, end) if is_counted else iter(())
 
 
+def _compared(result: Shape, _: Any, number: Any) -> Iterator[Equation]:
+    """Positions may be compared with a number: as many lie on either side of it."""
+    if isinstance(number, int):
+        for size in result:
+            if 0 < number < size:
+                yield from of_cuts(number, size)
+
+
 # Of a call: functions of its result and its arguments.
 EQUATIONS: dict[Any, Callable[..., Iterator[Equation]]] = {
     aten.view.default: _view,
@@ -118,4 +126,5 @@ EQUATIONS: dict[Any, Callable[..., Iterator[Equation]]] = {
     aten.repeat.default: _repeat,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,
+    **{getattr(aten, name).Scalar: _compared for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }

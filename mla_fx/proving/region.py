@@ -21,6 +21,7 @@ from .numbers import Numbers
 aten = torch.ops.aten
 
 NEAR = 1e-6
+LARGEST = 1e9  # size
 FEW = 30  # calls
 MOST = 1000  # calls of a region
 WHOLE = (torch.int64, torch.int32)
@@ -113,12 +114,12 @@ class Region:
         become smaller as sizes do."""
         found: list[Any] = []
         map_aggregate(tuple((call.args, call.kwargs) for call in self.calls), found.append)
-        powers = (power for number in found if type(number) is float and number for power in _powers(number))
+        numbers = (abs(number) for number in found if type(number) is float)
+        powers = (power for number in numbers if 1 / LARGEST <= number <= LARGEST for power in _powers(number))
         return {size for power in powers for size in sizes if abs(power - size) <= NEAR * size}
 
 
 def _powers(number: float) -> tuple[float, ...]:
-    number = abs(number)
     return number, 1 / number, number**2, number**-2
 
 
