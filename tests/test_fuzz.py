@@ -12,6 +12,8 @@ from fuzz.draw import draw_scene, mutate
 from fuzz.excused import excuse
 from fuzz.found import FOUND
 from fuzz.outside import LENIENT
+from fuzz.power import fate
+from fuzz.power import main as power
 from fuzz.program import Seen, plainly
 from fuzz.reduce import Mutant
 from fuzz.scenes import SCENES
@@ -116,3 +118,23 @@ def test_state_is_kept_from_call_to_call():
     seen = plainly(program)
     assert seen.held["state"] == 6
     assert program.held()["state"] == 0, "the next run starts anew"
+
+
+def removed(reached=1, **verdicts):
+    wrong = [{"on": {"verdict": verdict}} for verdict, times in verdicts.items() for _ in range(times)]
+    return fate({"reached": reached, "wrong": wrong})
+
+
+def test_one_wrong_answer_that_the_check_does_not_see_is_a_miss():
+    assert removed(reached=0) == "reached by no program"
+    assert removed() == "no wrong answer"
+    assert removed(refuted=2) == removed(refuted=1, error=1) == "caught"
+    assert removed(refuted=2, wrong=1) == "missed"
+    assert removed(error=1, hang=1) == "undecided"
+
+
+@pytest.mark.slow
+def test_the_check_catches_what_a_missing_refusal_lets_through(capsys):
+    """Pages of latents and of rotary keys that two tables tell, read by one."""
+    assert not power(["--only", "are looked up by different tables", "--number", "0", "--tests"])
+    assert "1 of 1 removals that led to wrong answers were caught" in capsys.readouterr().out

@@ -25,6 +25,10 @@ found.py        failures that were found once, replayed by every test run
 command.py      `python -m tests.fuzz`
 refusals.py     `python -m tests.fuzz.refusals`: which refusal of the compiler does no test notice?
 removal.py      the plugin that tests run with there
+power.py        `python -m tests.fuzz.power`: does the option `prove` catch what a missing refusal lets through?
+unguarded.py    judges programs there, with one refusal after another switched off
+switch.py       the switch of both
+twins.py        the programs of patterns' rejected cases, and of tests
 
 A mutant is a base and a list of mutations. Each is a tuple of a kind, the name of a node in the captured graph and
 literal parameters, and does not depend on a random sequence. Half of the mutants drawn are scenes.

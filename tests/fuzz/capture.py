@@ -48,7 +48,7 @@ def capture(
     decomposed: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Captured:
-    """The inference graph of a layer, with mutations of inputs as copies."""
+    """The inference graph of a layer, or of a graph of Dynamo's, with mutations of inputs as copies."""
     graphs: list[GraphModule] = []
     inputs: list[tuple[Any, ...]] = []
 
@@ -64,7 +64,10 @@ def capture(
     torch._dynamo.reset()
     backend = _inductor(inference) if decomposed else _plain(inference)
     with torch.no_grad(), reals_of(dtype):
-        torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*arguments)
+        if isinstance(module, GraphModule):
+            backend(module, arguments)(*arguments)
+        else:
+            torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*arguments)
     (gm,), (given,) = graphs, inputs
     mode = next(node.meta["val"].fake_mode for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor))
     captured = Captured(gm, given, mode, dtype)

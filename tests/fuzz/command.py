@@ -40,10 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--replay", help="judge one mutant again: the line that was printed for it")
     given = parser.parse_args(arguments)
-    _start()
+    start()
     if given.replay:
         return _replay(given.replay)
-    start = time.perf_counter()
+    began = time.perf_counter()
     tally = Tally()
     console = Console(width=200)
     try:
@@ -54,13 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
     show(console, tally)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - began
     number = sum(tally.verdicts.values())
     console.print(f"{number} mutants, seed {given.seed}, {seconds:.0f} s, {number / seconds:.1f} a second")
     return bool(tally.failures)
 
 
-def _start() -> None:
+def start() -> None:
     torch.set_num_threads(1)
     quiet()
 
@@ -72,7 +72,7 @@ def _results(given: argparse.Namespace) -> Iterator[list[Result]]:
         yield from (piece() for piece in pieces)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.processes, mp_context=context, initializer=_start) as pool:
+    with ProcessPoolExecutor(given.processes, mp_context=context, initializer=start) as pool:
         try:
             for done in as_completed([pool.submit(piece) for piece in pieces]):
                 yield done.result()

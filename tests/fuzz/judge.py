@@ -77,12 +77,13 @@ def _farther(program: Program, exact: Program, eager: Seen, found: Seen) -> str:
     return difference if all(farther(seen, other, found) for other in chain(rounded_once(exact, eager), others)) else ""
 
 
-def judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
+def judge(captured: Captured, mutations: list[Mutation], **options: Any) -> Outcome:
+    """`options` are the compiler's."""
     with reals_of(captured.dtype):
-        return _judge(captured, mutations)
+        return _judge(captured, mutations, options)
 
 
-def _judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
+def _judge(captured: Captured, mutations: list[Mutation], options: dict[str, Any]) -> Outcome:
     try:
         program = mutate(captured, mutations)
         expected = _expected(program)
@@ -92,7 +93,7 @@ def _judge(captured: Captured, mutations: list[Mutation]) -> Outcome:
         return Outcome("invalid", f"{type(error).__name__}: {error}")
     try:
         with time_limit(SECONDS):
-            outcome = _rewritten(program, expected)
+            outcome = _rewritten(program, expected, options)
     except Hang:
         return Outcome("hang", f"no answer within {SECONDS} seconds of computing")
     if outcome.verdict not in ("wrong", "refuted") or expected.references[0].error:
@@ -143,6 +144,7 @@ BLIND_GIVES_ZEROS = {
     aten.div.Tensor: _quotient,
 }
 
+
 def _check_written(program: Program, reference: Seen) -> None:
     """Memory that nothing wrote is not a result: filled with NaN, it must not show."""
     if not any("empty" in str(node.target) for node in program.gm.graph.nodes):
@@ -156,23 +158,22 @@ def _check_written(program: Program, reference: Seen) -> None:
         raise InvalidError("memory that nothing wrote is read")
 
 
-def _rewritten(program: Program, expected: Expected) -> Outcome:
+def _rewritten(program: Program, expected: Expected, options: dict[str, Any]) -> Outcome:
     before = _text(program.gm)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
-            call, report = RUNNERS[program.way.runner](program)
+            call, report = RUNNERS[program.way.runner](program, options)
         except Exception as error:
             return Outcome("error", f"the pass raised {type(error).__name__}: {error}")
+    right = Outcome("refuted", report.refuted[0]) if report.refuted else None
     failed = [note for note in report.notes if "failed" in note]
-    if failed:
+    if failed and right is None:
         return Outcome("fallback", failed[0])
-    if report.refuted:
-        return Outcome("refuted", report.refuted[0])
     fused = dict(report.fused)
     if not fused:
         same = _text(program.gm) == before
-        return Outcome("unfused") if same else Outcome("wrong", "nothing fused, yet the graph changed")
+        return right or Outcome("unfused") if same else Outcome("wrong", "nothing fused, yet the graph changed")
     try:
         found = observe(program, call, may_raise=bool(expected.references[0].error))
     except Exception as error:
@@ -181,7 +182,7 @@ def _rewritten(program: Program, expected: Expected) -> Outcome:
     difference = difference or expected.difference(program, found)
     if difference:
         return Outcome("wrong", difference, fused)
-    return Outcome("fused", "", fused, _strides(expected.references[0].outputs) != _strides(found.outputs))
+    return right or Outcome("fused", "", fused, _strides(expected.references[0].outputs) != _strides(found.outputs))
 
 
 def _text(gm: GraphModule) -> list[Any]:

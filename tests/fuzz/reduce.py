@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .bases import BASES, captured
 from .draw import Mutation
@@ -21,8 +22,8 @@ class Mutant:
     def __str__(self) -> str:
         return repr((self.base, list(self.mutations)))
 
-    def judge(self) -> Outcome:
-        return judge(captured(self.base), list(self.mutations))
+    def judge(self, **options: Any) -> Outcome:
+        return judge(captured(self.base), list(self.mutations), **options)
 
 
 def reduce(mutant: Mutant, verdict: str) -> Mutant:

@@ -163,26 +163,36 @@ def run_tests(folder: Path, tests: list[str], numbers: list[int], patience: floa
         raise SystemExit(f"pytest ended with {process.returncode}\n{(folder / 'output').read_text()[-2000:]}")
 
 
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draw", type=int, default=0, metavar="N", help="N of them, drawn by the seed; else all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="TEXT", help="those whose file and text contain this")
+    parser.add_argument("--list", action="store_true", help="show what would be removed, and stop")
+
+
+def chosen(everything: list[Refusal], given: argparse.Namespace) -> list[int]:
+    """The numbers of the refusals to remove."""
+    numbers = [number for number, refusal in enumerate(everything) if given.only in str(refusal)]
+    return Random(given.seed).sample(numbers, min(given.draw, len(numbers))) if given.draw else numbers
+
+
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.refusals", description=__doc__)
-    parser.add_argument("--draw", type=int, default=0, metavar="N", help="N of them, drawn by the seed; else all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", metavar="TEXT", help="those whose file and text contain this")
+    add_choice(parser)
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="in tests/, quick ones first")
     parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds for one removal in one file")
     parser.add_argument("--first-tier", action="store_true", help="leave out the slow tests")
-    parser.add_argument("--list", action="store_true", help="show what would be removed, and stop")
     given = parser.parse_args()
     everything = refusals()
-    numbers = [number for number, refusal in enumerate(everything) if given.only in str(refusal)]
-    total = len(numbers)
-    if given.draw:
-        numbers = Random(given.seed).sample(numbers, min(given.draw, total))
+    numbers = chosen(everything, given)
     if given.list:
-        print(*(everything[number] for number in numbers), f"{total} refusals", sep="\n")
+        print(*(everything[number] for number in numbers), f"{len(numbers)} refusals", sep="\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="refusals") as folder:
         copied_to(Path(folder), everything)
@@ -191,7 +201,7 @@ def main() -> int:
             run = run_tests(Path(folder), given.tests, list(unnoticed), given.patience, tier)
             unnoticed = _reported(run, everything)
             noticed = len(numbers) - len(unnoticed)
-            print(f"\n{noticed} of {len(numbers)} removed refusals were noticed ({total} in all)", flush=True)
+            print(f"\n{noticed} of {len(numbers)} removed refusals were noticed ({len(everything)} in all)", flush=True)
     print(*(f"nobody noticed {everything[number]}{how}" for number, how in unnoticed.items()), sep="\n")
     return bool(unnoticed)
 

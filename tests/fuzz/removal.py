@@ -1,44 +1,23 @@
 """A pytest plugin for `refusals.py`: tests run with one refusal after another switched off.
 
-The compiler's source has been rewritten so that every refusal first asks `_is_made(number)`. That records which
-refusals a
-test reaches, and switches one off without a new process: modules are imported and tests collected once, and each run is
-a
-fork. A refusal is tried only with the tests that reach it, the fastest first, until one fails.
+Modules are imported and tests collected once, and each run is a fork (see switch.py). A refusal is tried only with the
+tests that reach it, the fastest first, until one fails.
 """
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
-import pickle
-import signal
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .switch import SWITCH, forked
 
-@dataclass
-class Switch:
-    """Which refusal is off in this process, and which were reached since `reached` was emptied."""
-
-    removed: int | None = None
-    reached: set[int] = field(default_factory=set)
-
-    def is_made(self, number: int) -> bool:
-        self.reached.add(number)
-        return number != self.removed
-
-
-SWITCH = Switch()
 FAILED: list[str] = []
-builtins._is_made = SWITCH.is_made  # type: ignore[attr-defined]  # the rewritten source calls it
 
 
 @dataclass(frozen=True)
@@ -64,7 +43,7 @@ def pytest_runtestloop(session: Any) -> bool:
     for file in given["tests"]:
         items = [item for item in session.items if file in (item.path.stem, item.path.parent.name)]
         started = time.monotonic()
-        ran = _forked(lambda items=items: _measured(items), given["seconds"]) or []
+        ran = forked(lambda items=items: _measured(items), given["seconds"]) or []
         tell(file=file, tests=len(items), ran=len(ran), failing=[one.name for one in ran if one.failed],
              seconds=round(time.monotonic() - started))  # fmt: skip
         for number in list(unnoticed):
@@ -124,24 +103,5 @@ def _noticed(number: int, items: list[Any], seconds: float) -> str | None:
                 return FAILED[0]
         return ""
 
-    result = _forked(run, seconds)
+    result = forked(run, seconds)
     return "a hang or a crash" if result is None else result or None
-
-
-def _forked(work: Callable[[], Any], seconds: float) -> Any:
-    """What `work` returns in a fork of this process; None if it took too long or died."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(work(), pipe)
-        os._exit(0)
-    os.close(writing)
-    clock = threading.Timer(seconds, os.kill, (child, signal.SIGKILL))
-    clock.start()
-    with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
-    clock.cancel()
-    os.waitpid(child, 0)
-    return pickle.loads(told) if told else None

@@ -1,4 +1,5 @@
-"""The ways to run a rewritten program: by the pass, by the backend, with weights laid out once."""
+"""The ways to run a rewritten program: by the pass, by the backend, with weights laid out once. Each takes more
+options."""
 
 from __future__ import annotations
 
@@ -16,25 +17,25 @@ from mla_fx.options import Options
 from .capture import copies, run
 from .program import Call, Program
 
-Runner = Callable[[Program], tuple[Call, Report]]
+Runner = Callable[[Program, dict[str, Any]], tuple[Call, Report]]
 
 
 def _by_pass(target: str) -> Runner:
     """Rewrites the graph in place, then runs it node by node."""
 
-    def rewritten(program: Program) -> tuple[Call, Report]:
-        compiler = mla_fx.MlaPass(target=target)
+    def rewritten(program: Program, options: dict[str, Any]) -> tuple[Call, Report]:
+        compiler = mla_fx.MlaPass(target=target, **options)
         compiler(program.gm)
         return lambda *inputs: run(program.gm, inputs), compiler.report
 
     return rewritten
 
 
-def _by_backend(**options: Any) -> Runner:
-    def compiled(program: Program) -> tuple[Call, Report]:
+def _by_backend(**own: Any) -> Runner:
+    def compiled(program: Program, options: dict[str, Any]) -> tuple[Call, Report]:
         torch._dynamo.reset()
         with torch.no_grad():
-            call = mla_fx.get_backend(**options)(program.gm, list(copies(program.inputs)))
+            call = mla_fx.get_backend(**own, **options)(program.gm, list(copies(program.inputs)))
         return call, mla_fx.last_report()
 
     return compiled
@@ -48,8 +49,8 @@ class _Keeping(Reference):
     prepares = True
 
 
-def _with_weights_kept(program: Program) -> tuple[Call, Report]:
-    compilation = Compilation(Options(), _Keeping(), Report(target=_Keeping.name))
+def _with_weights_kept(program: Program, options: dict[str, Any]) -> tuple[Call, Report]:
+    compilation = Compilation(Options(**options), _Keeping(), Report(target=_Keeping.name))
     given = zip(program.gm.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
     weights = {node for node, value in given if isinstance(value, torch.nn.Parameter)}
     prepared = compilation.rewrite(program.gm, weights=weights).hoisted
