@@ -59,7 +59,7 @@ def lower(
             pairs = _pairs(node, results)
             read = {operand for operand in tree_leaves(operands) if isinstance(operand, Node)}
             try:
-                if all(map(may_run, emit.added)):  # vendors' operators do not run here
+                if all(map(may_run, (node, *emit.added))):  # vendors' operators do not run here
                     prove(f"the lowering of {operator._opname}", Drafted.of(pairs, read))
             except NoMatch as refuted:
                 notes[f"{operator._opname} stays a call: {refuted.reason}"] += 1
