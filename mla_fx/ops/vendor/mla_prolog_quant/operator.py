@@ -51,9 +51,9 @@ def body(a: Arguments) -> Results:
     w_dkv_kr and None otherwise; cache_index int64 [T] over the BlockNum*BlockSize slots. Caches: kv_cache int8
     [BlockNum, BlockSize, 1, Hckv], kr_cache [BlockNum, BlockSize, 1, Dr] and k_scale_cache float32 [BlockNum,
     BlockSize, 1, 4]. Sizes are free, with Hckv divisible by 4 and Dr even. Tensors of no dtype named here share that of
-    token_x (bfloat16 as in the source, float16, float32, float64), but gammas and tables may be any of these. Strides
-    are free: the source's NZ is how an NPU stores weights. A negative index stores nothing for its
-    token. Duplicate slots: which row is stored is undefined.
+    token_x (bfloat16 as in the source, float16, float32, float64), but gammas and tables may be any of these, and with
+    float64 tokens scales may be float64, too. Strides are free: the source's NZ is how an NPU stores weights. A
+    negative index stores nothing for its token. Duplicate slots: which row is stored is undefined.
 
     A dequant_scale with shape[0] == 0 quantises neither query nor key: w_uq_qr and kv_cache have the dtype of token_x,
     q_norm is RMSNorm(c, gamma_cq), u = r(q_norm @ w_uq_qr), and kv_cache takes RMSNorm(k[:Hckv], gamma_ckv).
@@ -134,7 +134,7 @@ def quantised_projection(q_norm: Tensor, a: Arguments) -> tuple[Tensor, Tensor, 
         # In float64, because the difference after subtracting the offset can be far smaller than either term.
         product = ((codes.double() - offset.double()) @ a.w_uq_qr.double()).to(z.dtype)
     up = (product * scale * a.dequant_scale.flatten()).to(q_norm.dtype)
-    return codes, scale.float(), up
+    return codes, scale.to(a.dequant_scale.dtype), up
 
 
 def quantize_rows_with_offset(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +155,7 @@ def key_rows(a: Arguments, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
         return latent, key_rope, None
     tiles = to_accumulation_dtype(latent).view(latent.shape[0], KEY_TILES, rank // KEY_TILES)
     codes, scale = quantize_rows(tiles, inverse_first=True)
-    return codes.flatten(1), key_rope, scale.squeeze(-1).float()
+    return codes.flatten(1), key_rope, scale.squeeze(-1).to(a.k_scale_cache.dtype)
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
