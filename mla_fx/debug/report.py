@@ -63,8 +63,9 @@ class Report:
     that became operators, for targets that want them. `modules` has the path of the module that calls each fused
     operator, such as `model.layers.3.self_attn`. `notes` says what was read and what was not; `hindrances` are those
     notes that kept a graph with possible MLA from being read. `verified` has a line for each call that the option
-    verify compared. `checked` counts the rewrites that the option prove compared, one for each kind of layer;
-    `unchecked` says which it could not compare, `refuted` which would have changed a result and were not made."""
+    verify compared. `checked` counts what the option prove compared: rewrites, lowerings and weights laid out, one of
+    each kind, and writes in place. `unchecked` says what it could not compare, `refuted` what would have changed a
+    result and was not made."""
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
