@@ -74,11 +74,11 @@ def _programs(number: int, seed: int, tests: list[str]) -> Iterator[Judged]:
     """Failures that were found once, twins, and mutants of all bases, each base before its mutants."""
     yield from FOUND
     yield from rejected()
-    yield from compiled_by(tests)
     for base, numbers in batches(number, BATCH):
         if numbers:
             yield Mutant(base)
             yield from (mutant for mutant, _ in mutants(base, seed, numbers))
+    yield from compiled_by(tests)  # last: tests leave torch's configuration otherwise
 
 
 def _measured(programs: Iterator[Judged]) -> Iterator[Ran]:
