@@ -120,11 +120,10 @@ def _difference(plan: Drafted, region: Region, numbers: Numbers, small: Mapping[
         inputs = Inputs(numbers, small, attempt)
         run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, _coarsest(plan))
         try:
-            olds = _finite_results(plan, run)
+            found = _first_difference(plan, run, _finite_results(plan, run))
         except UncheckedError as error:
             reason = str(error)
             continue
-        found = _first_difference(plan, run, olds)
         if found is None or not any(map(_has_nan, run.values.values())):
             return found
     if found is None:

@@ -26,6 +26,7 @@ COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 # Arguments with whole numbers that are not sizes.
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
+TWICE = "a row is written twice: what it then holds is not defined"
 # Of operators that compute a scale or an epsilon if none is given.
 COMPUTED = frozenset({"query", "normalized_shape"})
 
@@ -83,13 +84,15 @@ class Interpreter:
         if target.namespace == "aten" and not COMPUTED.isdisjoint(names):
             args, kwargs = [], {**dict(zip(names, args, strict=False)), **kwargs}
             self._set_defaults(part.args[0], kwargs)
+        if target.namespace == "mla_fx":
+            _check_slots_differ(**dict(zip(names, args, strict=False)), **kwargs)
         return self.called(target, args, kwargs, value_of(part))
 
     def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
         """The result of a call; `fake` is that of the graph."""
         result, dtype = target(*args, **kwargs), getattr(fake, "dtype", None)
         if target in READ_BACK and not torch.allclose(*READ_BACK[target](result, *args), 0, 0, equal_nan=True):
-            raise UncheckedError("a row is written twice: what it then holds is not defined")
+            raise UncheckedError(TWICE)
         if isinstance(target, OpOverload) and "empty" in target._opname:
             result.fill_(1)  # the same each time
         if dtype is None or not dtype.is_floating_point or _step(dtype) <= self.step:
@@ -116,6 +119,19 @@ class Interpreter:
             given["scale"] = self.numbers.of(value_of(first).shape[-1]) ** -0.5
         if "normalized_shape" in given and given.get("eps") is None:
             given["eps"] = torch.finfo(value_of(first).dtype).eps
+
+
+def _check_slots_differ(cache_mode: str = "", cache_index: Any = None, index: Any = None, **_: Any) -> None:
+    """Raises UncheckedError if one of our operators would write a row twice; negative slots are not written. Slots are
+    those of one sequence, or of pages for all."""
+    slots = index if cache_index is None else cache_index
+    if not isinstance(slots, Tensor) or slots.dim() == 0:
+        return
+    is_paged = cache_mode.startswith("PA")
+    for row in slots.reshape(-1, slots.numel() if is_paged else slots.shape[-1]).tolist():
+        written = [slot for slot in row if slot >= 0]
+        if len({*written}) < len(written):
+            raise UncheckedError(TWICE)
 
 
 def _put(result: Tensor, cache: Tensor, indices: Any, values: Tensor, is_added: bool = False) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from mla_fx.ops.common.math import check_rope
 
 from .arguments import KEY_TILES, ROPE_LAYOUT, Arguments
 
-WIDE = (torch.float32, torch.float64)
+WIDE: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
 SCALES = ("dequant_scale", "k_scale_cache", "smooth_scales_cq", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
 
 
@@ -42,7 +42,7 @@ def check(a: Arguments) -> None:
 
 def check_types(a: Arguments) -> None:
     codes = (torch.int8 if a.quantises_query else a.token_x.dtype,)
-    own = {"w_uq_qr": codes, "kv_cache": codes, "cache_index": (torch.int64,)}
+    own: dict[str, tuple[torch.dtype, ...]] = {"w_uq_qr": codes, "kv_cache": codes, "cache_index": (torch.int64,)}
     own |= dict.fromkeys(SCALES, WIDE if a.token_x.dtype == torch.float64 else WIDE[:1])
     if a.w_dq.dtype == torch.int8:
         own |= dict.fromkeys(("w_dq", "w_dkv_kr"), (torch.int8,))
