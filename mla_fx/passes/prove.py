@@ -26,10 +26,11 @@ def prove(run: Run, rule: str, plan: Drafted) -> None:
         return
     try:
         kind = kind_of(plan)
-    except UncheckedError as error:
+        is_known = kind in run.proved
+    except Exception as error:
         _leave_unchecked(run, rule, error)
         return
-    if kind not in run.proved:
+    if not is_known:
         run.proved[kind] = _refusal(run, rule, plan)
     refusal = run.proved[kind]
     if refusal is not None:

@@ -24,10 +24,16 @@ from .small_sizes import small_sizes
 
 CLOSE = 1e-10  # relative to the largest number of a result
 OTHER_CODES = 0.05  # the same, if codes of 8 bits are rounded otherwise
-LARGEST = 2**27  # elements of all tensors of a region
+LARGEST = 2**27  # elements of all tensors of a region, and of all that are drawn for it
 FIRST, SECOND = 5, 7  # the smallest sizes that are chosen, of two draws
 
-Sizes = tuple[Numbers, Mapping[int, int]]
+
+class Sizes(NamedTuple):
+    """A number for each size, and how often values may be drawn for them."""
+
+    numbers: Numbers
+    small: Mapping[int, int]
+    tries: int = TRIES
 
 
 class Difference(NamedTuple):
@@ -66,7 +72,7 @@ def _at_some_sizes(plan: Drafted, region: Region, *choices: Callable[[Region], I
     found, reason = None, ""
     for sizes in choices:
         try:
-            found = next(filter(None, (_difference(plan, region, *each) for each in sizes(region))), None)
+            found = next(filter(None, (_difference(plan, region, each) for each in sizes(region))), None)
         except UncheckedError as error:
             reason = reason or str(error)
             continue
@@ -84,9 +90,8 @@ def _small(region: Region) -> Iterator[Sizes]:
     """Two draws if there are symbols."""
     numbers = Numbers(region.values, apart=True)
     for first in (FIRST, SECOND) if numbers.symbols else (FIRST,):
-        yield numbers, small_sizes(
-            region.sizes(numbers), region.equations(numbers), region.places(numbers), first=first
-        )
+        small = small_sizes(region.sizes(numbers), region.equations(numbers), region.places(numbers), first=first)
+        yield Sizes(numbers, small)
 
 
 def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
@@ -104,19 +109,21 @@ def _own(region: Region) -> Iterator[Sizes]:
 
 def _affordable(region: Region, numbers: Numbers, small: Mapping[int, int]) -> Iterator[Sizes]:
     tensors = (value for value in tree_leaves(list(region.values)) if isinstance(value, Tensor))
-    if sum(math.prod(small[size] for size in numbers.of(value)) for value in tensors) > LARGEST:
+    count = sum(math.prod(small[size] for size in numbers.of(value)) for value in tensors)
+    if count > LARGEST:
         raise UncheckedError("its tensors are too large to be computed")
-    yield numbers, small
+    yield Sizes(numbers, small, min(TRIES, LARGEST // max(count, 1)))
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def _difference(plan: Drafted, region: Region, numbers: Numbers, small: Mapping[int, int]) -> Difference | None:
+def _difference(plan: Drafted, region: Region, sizes: Sizes) -> Difference | None:
     """Of the first numbers for which the program runs and its results are finite. If a difference may come from others
     that are NaN, as the root of a negative epsilon is, more are tried."""
+    numbers, small, tries = sizes
     found, reason = None, ""
-    for attempt in range(TRIES):
+    for attempt in range(tries):
         inputs = Inputs(numbers, small, attempt)
         run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, _coarsest(plan))
         try:

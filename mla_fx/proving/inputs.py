@@ -53,10 +53,12 @@ class Inputs:
 
     def _flags(self, sizes: list[int]) -> Tensor:
         """As of a mask: some rows see nothing, as long as the program's results are finite then."""
-        flags = torch.rand(sizes, **self.given) < VISIBLE
-        if len(sizes) < 2 or self.attempt > 0:
-            return flags.index_fill(-1, torch.tensor(0, device="cpu"), True) if sizes else flags
-        return flags.index_fill(-2, torch.tensor(0, device="cpu"), False)
+        flags, first = torch.rand(sizes, **self.given) < VISIBLE, torch.tensor(0, device="cpu")
+        if not sizes or 0 in sizes:
+            return flags
+        if len(sizes) > 1 and self.attempt == 0:
+            return flags.index_fill(-2, first, False)
+        return flags.index_fill(-1, first, True)
 
     def _places(self, sizes: list[int]) -> Tensor:
         """Positions, slots, blocks or lengths: all different as long as the program takes that, then at random all

@@ -125,7 +125,7 @@ def _check_slots_differ(cache_mode: str = "", cache_index: Any = None, index: An
     """Raises UncheckedError if one of our operators would write a row twice; negative slots are not written. Slots are
     those of one sequence, or of pages for all."""
     slots = index if cache_index is None else cache_index
-    if not isinstance(slots, Tensor) or slots.dim() == 0:
+    if not isinstance(slots, Tensor) or slots.dim() == 0 or slots.numel() == 0:
         return
     is_paged = cache_mode.startswith("PA")
     for row in slots.reshape(-1, slots.numel() if is_paged else slots.shape[-1]).tolist():
