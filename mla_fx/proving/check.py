@@ -25,6 +25,7 @@ from .small_sizes import small_sizes
 CLOSE = 1e-10  # relative to the largest number of a result
 OTHER_CODES = 0.05  # the same, if codes of 8 bits are rounded otherwise
 LARGEST = 2**27  # elements of all tensors of a region, and of all that are drawn for it
+ENOUGH = 3  # draws that agree, if their places coincide
 FIRST, SECOND = 5, 7  # the smallest sizes that are chosen, of two draws
 
 
@@ -72,7 +73,7 @@ def _at_some_sizes(plan: Drafted, region: Region, *choices: Callable[[Region], I
     found, reason = None, ""
     for sizes in choices:
         try:
-            found = next(filter(None, (_difference(plan, region, each) for each in sizes(region))), None)
+            found = next(filter(None, (_difference(plan, region, each, found) for each in sizes(region))), None)
         except UncheckedError as error:
             reason = reason or str(error)
             continue
@@ -118,11 +119,12 @@ def _affordable(region: Region, numbers: Numbers, small: Mapping[int, int]) -> I
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def _difference(plan: Drafted, region: Region, sizes: Sizes) -> Difference | None:
-    """Of the first numbers for which the program runs and its results are finite. If a difference may come from others
-    that are NaN, as the root of a negative epsilon is, more are tried."""
+def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference | None) -> Difference | None:
+    """Of the first numbers for which the program runs and its results are finite; of all if there is a doubt, and of
+    some if places coincide. If a difference may come from others that are NaN, as the root of a negative epsilon is,
+    more are tried."""
     numbers, small, tries = sizes
-    found, reason = None, ""
+    found, agreed, reason = None, 0, ""
     for attempt in range(tries):
         inputs = Inputs(numbers, small, attempt)
         run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, _coarsest(plan))
@@ -131,8 +133,13 @@ def _difference(plan: Drafted, region: Region, sizes: Sizes) -> Difference | Non
         except UncheckedError as error:
             reason = str(error)
             continue
-        if found is None or not any(map(_has_nan, run.values.values())):
+        if found is not None and not any(map(_has_nan, run.values.values())):
             return found
+        agreed += found is None
+        if agreed and doubt is None and (inputs.differ or agreed == ENOUGH):
+            return None
+    if agreed:
+        return None
     if found is None:
         raise UncheckedError(reason)
     return found

@@ -29,6 +29,11 @@ class Inputs:
         self.numbers, self.small, self.attempt = numbers, small, attempt
         self.given: Any = {"generator": torch.Generator("cpu").manual_seed(attempt), "device": "cpu"}
 
+    @property
+    def differ(self) -> bool:
+        """Whether all places that are drawn are different ones."""
+        return self.attempt < len(LEAST)
+
     def drawn(self, leaf: Node) -> Any:
         own = constant_of(leaf)
         return self.like(leaf.meta["val"]) if own is None else own
@@ -64,7 +69,7 @@ class Inputs:
         """Positions, slots, blocks or lengths: all different as long as the program takes that, then at random all
         different, different in each row, or a few."""
         count = math.prod(sizes)
-        if self.attempt < len(LEAST):
+        if self.differ:
             return (torch.randperm(count + 2, **self.given)[:count] + LEAST[self.attempt]).reshape(sizes)
         kind = int(torch.randint(3, (), **self.given))
         if kind == 0 or not sizes:
