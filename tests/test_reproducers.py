@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from comparing import compiled
-from plants import FAULTS, plant
+from plants import FAULTS, plant, unproved
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.entries import DEFAULT, ENTRIES, Entry
@@ -108,6 +108,7 @@ def test_a_wrong_lowering_shows_where_it_is_compiled(monkeypatch, capsys):
 
     inline = Emitter.inline
     monkeypatch.setattr(Emitter, "inline", wrong)
+    unproved(monkeypatch)
     message, file = told(cases.Layer(), cases.inputs(), target="inductor")
     assert "lowered or compiled to, the nearest first: latent_attention, mla_prolog. `python" in message
     torch._dynamo.reset()

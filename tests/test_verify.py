@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from comparing import check_same, compiled
-from plants import FAULTS, plant
+from plants import FAULTS, plant, unproved
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
@@ -105,6 +105,7 @@ def test_verify_finds_a_wrong_lowering(monkeypatch):
 
     inline = Emitter.inline
     monkeypatch.setattr(Emitter, "inline", wrong)
+    unproved(monkeypatch)
     with pytest.raises(mla_fx.VerificationError, match=r"output 0 of the compiled graph is .* away from the exact one"):
         compiled(Model(), verify="first", target="inductor")(*cases.inputs())
 
