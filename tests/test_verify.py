@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 
 import pytest
@@ -17,6 +18,7 @@ from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
 from mla_fx import cases
+from mla_fx.debug.closeness import closeness, distance
 from mla_fx.debug.report import Report
 from mla_fx.debug.verify import Verification
 from mla_fx.rewriting.emitter import Emitter
@@ -72,6 +74,15 @@ def test_the_report_says_what_was_measured(dtype, target):
         line,
     )
     assert f"verify: {line}" in str(mla_fx.last_report())
+
+
+def test_zeros_are_as_close_as_can_be():
+    """A result may be zero everywhere, as numbers that a model keeps."""
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    assert distance(zeros.double(), zeros.double()) == 0.0
+    assert distance(ones.double(), zeros.double()) == math.inf
+    assert closeness("zeros", zeros.clone(), zeros, zeros.double()) == ("zeros", 0.0, 0.0, 0.0)
+    assert closeness("zeros", ones, zeros, zeros.double()).share == math.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

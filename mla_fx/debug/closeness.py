@@ -95,4 +95,6 @@ def _errors(difference: Tensor) -> tuple[float, float]:
 
 
 def _share(error: float, whole: float) -> float:
-    return error / whole if whole else math.inf * bool(error)
+    if whole:
+        return error / whole
+    return math.inf if error else 0.0
