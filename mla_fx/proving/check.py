@@ -20,7 +20,6 @@ from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors
 from .numbers import Numbers
 from .region import Region, UncheckedError
-from .small_sizes import small_sizes
 
 CLOSE = 1e-10  # relative to the largest number of a result
 OTHER_CODES = 0.05  # the same, if codes of 8 bits are rounded otherwise
@@ -91,16 +90,13 @@ def _small(region: Region) -> Iterator[Sizes]:
     """Two draws if there are symbols."""
     numbers = Numbers(region.values, apart=True)
     for first in (FIRST, SECOND) if numbers.symbols else (FIRST,):
-        small = small_sizes(region.sizes(numbers), region.equations(numbers), region.places(numbers), first=first)
-        yield Sizes(numbers, small)
+        yield Sizes(numbers, region.small(numbers, first=first))
 
 
 def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
     numbers = Numbers(region.values, apart=False)
-    sizes = region.sizes(numbers)
-    kept = region.sizes_in_numbers(sizes)
-    small = small_sizes(sizes, region.equations(numbers), region.places(numbers), kept)
-    return _affordable(region, numbers, small)
+    kept = region.sizes_in_numbers(region.sizes(numbers))
+    return _affordable(region, numbers, region.small(numbers, kept))
 
 
 def _own(region: Region) -> Iterator[Sizes]:

@@ -22,9 +22,6 @@ from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, Part, on_real_tensors
 from .numbers import Numbers
 from .region import FEW, Region, UncheckedError, few_behind
-from .small_sizes import small_sizes
-
-aten = torch.ops.aten
 
 Seen = Mapping[tuple[str, str], Tensor]
 
@@ -40,8 +37,7 @@ class Memory:
         self.ran = around.run
         self.region = around.region()
         self.numbers = Numbers(self.region.values, apart=True)
-        sizes, equations = self.region.sizes(self.numbers), self.region.equations(self.numbers)
-        self.small = small_sizes(sizes, equations, self.region.places(self.numbers))
+        self.small = self.region.small(self.numbers)
         names = [result.name for result in call.target._schema.returns]  # type: ignore[union-attr]  # an operator
         self.results = dict(zip(names, tree_leaves(call.meta["val"]), strict=True))
         with on_real_tensors():
@@ -128,7 +124,6 @@ class _Around:
                         yield (f"the memory of result {place}", node.name), self._shared(run, operand)
         for source in self.sources:
             yield ("the content", label_of(source)), run.values[source]
-
 
     def _shared(self, run: Interpreter, value: Node) -> Tensor:
         """Which inputs are in the memory of a value."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from mla_fx.rewriting.replacement import Drafted
 from .equations import EQUATIONS, Equation, Shape
 from .inputs import CODES
 from .numbers import Numbers
+from .small_sizes import SMALL, small_sizes
 
 aten = torch.ops.aten
 
@@ -97,6 +98,10 @@ class Region:
         sizes: set[int] = set()
         _collect(map(numbers.of, self.values), sizes)
         return sizes
+
+    def small(self, numbers: Numbers, keep: Collection[int] = (), first: int = SMALL + 1) -> Mapping[int, int]:
+        """A small number for each size; see small_sizes."""
+        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), keep, first)
 
     def places(self, numbers: Numbers) -> list[Shape]:
         """The shapes of whole numbers that are drawn."""

@@ -20,6 +20,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 
+def scale_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Those of scales and offsets beside tensors of a dtype: float32, and float64 for float64."""
+    return (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
+
+
 def known_to_differ(left: int, right: int) -> bool:
     """Whether two sizes are known to differ; unknown symbolic sizes are left to run time."""
     return statically_known_true(left != right)

@@ -18,6 +18,7 @@ from mla_fx.ops.common.check import (
     check_shape,
     check_tensors,
     known_to_differ,
+    scale_dtypes,
 )
 from mla_fx.ops.common.math import check_rope
 from mla_fx.ops.common.sizes import statically_known_true
@@ -27,14 +28,13 @@ from .arguments import Arguments
 CACHE_MODES = ("Norm", "BNSD", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ", "NZ")
 PLAIN_MODES = CACHE_MODES[:4]
 CONTIGUOUS_MODES = CACHE_MODES[:2]
-WIDE = (torch.float32, torch.float64)
 HEADS = (1, 2, 4, 8)
 # Each cache, and the prefix of its scale and offset.
 CACHES = {"k_cache": "k_rope", "ckv_cache": "c_kv"}
 
 
 def check(a: Arguments) -> None:
-    wide = WIDE if a.kv.dtype == torch.float64 else WIDE[:1]
+    wide = scale_dtypes(a.kv.dtype)
     scales = {f"{row}_{part}": wide for row in CACHES.values() for part in ("scale", "offset")}
     own = {"index": (torch.int64,), **dict.fromkeys(CACHES, (a.kv.dtype, torch.int8)), **scales}
     check_tensors(vars(a), free=("gamma", "cos", "sin"), skip=own)

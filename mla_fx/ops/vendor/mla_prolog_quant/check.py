@@ -10,12 +10,12 @@ from mla_fx.ops.common.check import (
     check_multiple,
     check_optional,
     check_tensors,
+    scale_dtypes,
 )
 from mla_fx.ops.common.math import check_rope
 
 from .arguments import KEY_TILES, ROPE_LAYOUT, Arguments
 
-WIDE: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
 SCALES = ("dequant_scale", "k_scale_cache", "smooth_scales_cq", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
 
 
@@ -43,7 +43,7 @@ def check(a: Arguments) -> None:
 def check_types(a: Arguments) -> None:
     codes = (torch.int8 if a.quantises_query else a.token_x.dtype,)
     own: dict[str, tuple[torch.dtype, ...]] = {"w_uq_qr": codes, "kv_cache": codes, "cache_index": (torch.int64,)}
-    own |= dict.fromkeys(SCALES, WIDE if a.token_x.dtype == torch.float64 else WIDE[:1])
+    own |= dict.fromkeys(SCALES, scale_dtypes(a.token_x.dtype))
     if a.w_dq.dtype == torch.int8:
         own |= dict.fromkeys(("w_dq", "w_dkv_kr"), (torch.int8,))
     check_tensors(vars(a), free=("gamma_cq", "gamma_ckv", "cos", "sin"), skip=own)

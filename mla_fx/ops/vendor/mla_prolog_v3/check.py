@@ -25,6 +25,7 @@ from mla_fx.ops.common.check import (
     check_shape,
     known_to_differ,
     readable,
+    scale_dtypes,
 )
 from mla_fx.ops.common.math import ROPE_LAYOUTS
 from mla_fx.ops.common.sizes import statically_known_true
@@ -42,7 +43,6 @@ CACHE_MODES = {
 # Per weight_quant_mode: the kv_cache_quant_modes that go with it.
 QUANT_MODES = {0: (0,), 1: (0, 2, 3), 2: (0, 1, 3)}
 NEWER_MODES = (3, 4, 5)
-WIDE = (torch.float32, torch.float64)
 PER_TENSOR, PER_CHANNEL, PER_TILE = 1, 2, 3
 # Options that follow from kv_cache_quant_mode: 1 in one mode, 0 in the others.
 COUPLED = {"query_quant_mode": PER_TENSOR, "ckvkr_repo_mode": PER_TILE, "quant_scale_repo_mode": PER_TILE}
@@ -141,7 +141,7 @@ def check_scales(a: Arguments, sizes: Sizes) -> None:
     when = f"weight_quant_mode {a.weight_quant_mode} and kv_cache_quant_mode {a.kv_cache_quant_mode}"
     for name, (wanted, letters) in scales.items():
         if check_optional(name, getattr(a, name), wanted, when):
-            check_dtype(name, getattr(a, name), WIDE if a.weight_uk.dtype == torch.float64 else WIDE[:1])
+            check_dtype(name, getattr(a, name), scale_dtypes(a.weight_uk.dtype))
             check_letters(a, sizes, **{name: letters})
 
 
