@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .debug.report import Miss, Report
     from .driver.discovery import register_patterns
     from .graph_pass import MlaPass
-    from .passes.hoist import refresh
+    from .passes.laid_out import refresh
     from .rule import Rule
     from .target import Target
 
@@ -57,7 +57,7 @@ _LAZY = {
     "Report": "debug.report",
     "Rule": "rule",
     "Target": "target",
-    "refresh": "passes.hoist",
+    "refresh": "passes.laid_out",
     "register_patterns": "driver.discovery",
 }
 

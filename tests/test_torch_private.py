@@ -128,8 +128,11 @@ def test_memory_is_known_without_being_kept():
     tensor = torch.ones(2)
     reference = torch_private.StorageWeakRef(tensor.untyped_storage())
     assert reference.cdata == tensor.untyped_storage()._cdata and not reference.expired()
+    known = torch_private.WeakIdKeyDictionary()
+    known[tensor.untyped_storage()] = "known"
+    assert known[tensor[1:].detach().untyped_storage()] == "known"
     del tensor
-    assert reference.expired()
+    assert reference.expired() and not known
 
 
 def test_memory_is_a_number_and_writes_are_counted():

@@ -30,6 +30,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 # Nested values, flattened as torch does it.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+# A dictionary that keeps no storage alive. Those of `weakref` lose one whose Python object torch makes anew.
+from torch.utils.weak import WeakIdKeyDictionary
+
 if TYPE_CHECKING:
     from torch.fx import Graph
 
@@ -38,6 +41,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "StorageWeakRef",
+    "WeakIdKeyDictionary",
     "codegen_of",
     "defining_module",
     "detect_fake_mode",

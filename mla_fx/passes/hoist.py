@@ -1,8 +1,8 @@
 """Moves work out of the compiled graph that it need not repeat at each step: weight layouts and views of caches.
 
 weights    A value that a fused operator reads and that is computed from weights alone, or from constants, is computed
-           once and becomes a graph input. It is recomputed when a weight changes (see `_State`), so a newly loaded
-           state takes effect from the next call on.
+           once and becomes a graph input. It follows its weights (see `LaidOut`), so a newly loaded state takes effect
+           from the next call on.
 caches     A graph input that an operator or a plain write of rows reads through a reshape, and that is written back
            through one, becomes an input of that shape. A compiler then sees one buffer that is read and written.
 """
@@ -26,12 +26,8 @@ from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import LAID_OUT, RULE, stand_in
 from mla_fx.graph.torch_private import (
     OpOverload,
-    StorageWeakRef,
     detect_fake_mode,
     has_symbolic_sizes,
-    memory_of,
-    share_storage,
-    version_of,
 )
 from mla_fx.proving.interpreter import may_run
 from mla_fx.readings.calls import args_of
@@ -42,89 +38,11 @@ from mla_fx.rewriting.draft import Draft
 from mla_fx.rewriting.fake_values import hashable, signature
 from mla_fx.rewriting.replacement import Drafted, Prove
 
+from .laid_out import LaidOut
+
 aten = torch.ops.aten
 PLAIN_WRITES = frozenset({aten.index_put.default, aten.index_copy.default})
 FLAT = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}  # elements stay in their order
-
-
-class LaidOut:
-    """A value computed from some of the graph's inputs, cached until one of them is another tensor or is written."""
-
-    def __init__(self, make: Callable[..., Tensor], sources: Sequence[int], bytes: int) -> None:
-        self.make, self.sources, self.bytes = make, sources, bytes
-        self.made: Tensor | None = None
-        self.made_from: list[_State] = []
-
-    def __call__(self, inputs: Sequence[Any]) -> Tensor:
-        sources = [inputs[position] for position in self.sources]
-        if self.made is None or not all(map(_State.is_of, self.made_from, sources)):
-            fresh = _own(self.make, sources)
-            # reuse the memory: a captured graph may point to it
-            is_alike = self.made is not None and self.made.shape == fresh.shape
-            self.made = self.made.copy_(fresh) if self.made is not None and is_alike else fresh
-            self.made_from = [_State(source) for source in sources]
-        return self.made
-
-
-def _own(make: Callable[..., Tensor], sources: Sequence[Tensor | int]) -> Tensor:
-    """Call `make`; the result is contiguous and never aliases a weight, because an update would then overwrite it."""
-    with torch.no_grad():
-        made = make(*sources).contiguous()
-        tensors = (source for source in sources if isinstance(source, Tensor))
-        return made.clone() if any(share_storage(made, source) for source in tensors) else made
-
-
-class _State:
-    """The state of a graph input at one time: a size, or a tensor's memory, version and sampled elements.
-
-    The weak reference to the storage keeps a later tensor from being mistaken for this one. A tensor is unchanged while
-    it is in the same memory and PyTorch has counted no write. On a CPU a sample of the elements also detects writes
-    that bypass the counter, through `.data` or `.numpy()`. Another device would need a synchronisation at each call,
-    and a sample may miss single elements: call `refresh` in these cases."""
-
-    def __init__(self, source: Tensor | int) -> None:
-        self.storage = StorageWeakRef(source.untyped_storage()) if isinstance(source, Tensor) else None  # type: ignore[no-untyped-call]  # torch left it so
-        self.version = _version(source)
-        self.sample = _sample(source)
-
-    def is_of(self, source: Tensor | int) -> bool:
-        if self.storage is None or not isinstance(source, Tensor):
-            return self.version == _version(source)
-        is_same = self.storage.cdata == memory_of(source)
-        is_counted = is_same and None not in self.version and self.version == _version(source)
-        return is_counted and torch.equal(self.sample, _sample(source))
-
-
-def _version(source: Tensor | int) -> tuple[int | None, ...]:
-    """A size, or a tensor's data pointer and version counter. An inference tensor has no counter: None."""
-    if not isinstance(source, Tensor):
-        return (source,)
-    return source.data_ptr(), None if source.is_inference() else version_of(source)
-
-
-SAMPLES = 8  # at least this many along each dimension (fewer if it is shorter): microseconds a call for any weight
-
-
-def _sample(source: Tensor | int) -> Tensor:
-    """The bytes of some elements spread over a CPU tensor, or of all if there are few. Empty for anything else."""
-    if not isinstance(source, Tensor) or source.device.type != "cpu":
-        return torch.empty(0)
-    steps = tuple(slice(None, None, max(1, size // SAMPLES)) for size in source.shape)
-    return source.detach()[steps].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-
-
-def refresh(*sources: torch.nn.Module | Tensor) -> None:
-    """Recompute the values derived from these models' weights, or from these tensors, at the next call.
-
-    Call this after a write that PyTorch does not count: through `.data` (as when adapters are merged into weights),
-    through `.numpy()`, or through a pointer. In-place operations such as `load_state_dict` and `copy_` are counted, and
-    another tensor in place of a weight is detected. The derived values are recomputed in their own memory, so a
-    captured graph stays valid. Nothing is recompiled."""
-    for source in sources:
-        tensors = [source] if isinstance(source, Tensor) else [*source.parameters(), *source.buffers()]
-        for tensor in tensors:
-            if not tensor.is_inference():  # values derived from inference tensors are recomputed at every call
-                torch.autograd.graph.increment_version(tensor)
 
 
 @dataclass
@@ -190,7 +108,7 @@ def hoist(graph: Graph, weights: Set[Node], prove: Prove) -> Hoisted:
         if key not in inputs:
             value = node.meta["val"]
             size = value.numel() * value.element_size() if not has_symbolic_sizes(value) else 0
-            prepared.laid_out.append(LaidOut(make, [places[source] for source in sources], size))
+            prepared.laid_out.append(LaidOut(make, make.code, [places[source] for source in sources], size))
             with graph.inserting_after(last):
                 last = inputs[key] = graph.placeholder(f"laid_out_{len(inputs)}")
             last.meta = {**node.meta, "val": _of_shape(value, value.shape), LAID_OUT: True}
@@ -240,14 +158,18 @@ def _is_worth_it(value: Node) -> bool:
 
 
 def function_of(value: Node) -> tuple[GraphModule, list[Node]]:
-    """The computation of a value as a function of the graph inputs it depends on, and these inputs."""
+    """The computation of a value as a function of the graph inputs it depends on, and these inputs.
+
+    The function's names are its own, so equal computations of different graphs have equal code."""
     nodes = sorted((value, *computed_from(value)))
     graph = Graph()
     sources = [node for node in nodes if node.op == "placeholder"]
-    copies = {node: graph.placeholder(node.name) for node in sources}
+    copies: dict[Any, Node] = {node: graph.placeholder(f"source_{place}") for place, node in enumerate(sources)}
     for node in nodes:
         if node.op != "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            args, kwargs = map_aggregate((node.args, node.kwargs), lambda leaf: copies.get(leaf, leaf))
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+            copies[node].meta = node.meta
     graph.output(copies[value])
     return GraphModule({}, graph), sources
 
