@@ -25,16 +25,14 @@ class MlaPass(GraphPass):
 
     Use it as `torch._inductor.config.post_grad_custom_pre_pass = mla_fx.MlaPass()`, or as torchair's
     `CompilerConfig().post_grad_custom_pre_pass`, which calls it with `(gm, example_inputs, config)`. It takes the
-    options
-    of `mla_backend` except `verify` and a target's own options, because the pass does not compile the graph. `target`
-    says
-    for which compiler operators are lowered; Inductor by default."""
+    options of `mla_backend` except `verify` and a target's own options, because the pass does not compile the graph.
+    `target` says for which compiler operators are lowered; Inductor by default. Variables such as MLA_FX_DISABLE are
+    read when the pass is made, so that Inductor's cache is keyed by what the pass does."""
 
     def __init__(self, **options: Any) -> None:
-        self.given = {"target": "inductor", **options}
         self._report: Report | None = None
         self._cached = CachedReports(self._use)
-        self._options = checked(self.given)
+        self._options = checked({"target": "inductor", **options})
         if self._options.verify != "off":
             raise OptionError("option verify does not apply to MlaPass, which has no unfused graph to run")
         if theirs := sorted(set(options) - OWN | set(options) & {MODE}):
@@ -76,7 +74,7 @@ class MlaPass(GraphPass):
         return cache_key.key(self._options)
 
     def _prepare(self, inputs: Sequence[Any]) -> Compilation:
-        compilation = Compilation.prepare(inputs, self.given)
+        compilation = Compilation.begin(inputs, self._options)
         self._report = compilation.report
         return compilation
 

@@ -96,6 +96,16 @@ def test_uuid_tells_passes_apart():
     assert len({mla_fx.MlaPass(**options).uuid() for options in kinds}) == len(kinds)
 
 
+def test_a_variable_set_later_changes_neither_key_nor_fusions(monkeypatch):
+    """A later process that sets no variable would otherwise get the unfused graph from Inductor's cache."""
+    graph_pass = mla_fx.MlaPass(target="reference")
+    before = graph_pass.uuid()
+    monkeypatch.setenv("MLA_FX_DISABLE", "mla_prolog")
+    graph_pass(torch.export.export(cases.Layer(), cases.inputs()).run_decompositions().graph_module)
+    assert graph_pass.uuid() == before != mla_fx.MlaPass(target="reference").uuid()
+    assert graph_pass.report.fused == ALL
+
+
 def test_uuid_changes_with_the_sources(monkeypatch):
     before = mla_fx.MlaPass().uuid()
     monkeypatch.setattr(cache_key, "source_hash", lambda: "other sources")

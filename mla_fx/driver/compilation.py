@@ -63,20 +63,18 @@ class Compilation:
     fuel: Fuel = field(default_factory=fuel_of_process)
 
     @classmethod
-    def prepare(
-        cls,
-        example_inputs: Sequence[Any],
-        given: Mapping[str, Any],
-        *,
-        keep_text: bool = False,
-        fuel: Fuel | None = None,
-    ) -> Compilation:
+    def prepare(cls, example_inputs: Sequence[Any], given: Mapping[str, Any], **rest: Any) -> Compilation:
         """Check the options and choose the target. Raises OptionError."""
-        targets, given = discovery.targets(), dict(given)
-        if given.get("target", AUTO) == AUTO:
-            given["target"] = automatic_target(targets, example_inputs).name
-        options = checked(given)
-        target = targets[options.target]
+        target = _target(given.get("target", AUTO), example_inputs)
+        return cls.begin(example_inputs, checked({**given, "target": target}), **rest)
+
+    @classmethod
+    def begin(
+        cls, example_inputs: Sequence[Any], options: Options, *, keep_text: bool = False, fuel: Fuel | None = None
+    ) -> Compilation:
+        """Begin with options that were checked before."""
+        options = replace(options, target=_target(options.target, example_inputs))
+        target = discovery.targets()[options.target]
         is_dry = keep_text and any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
         compilation = cls(
             options, target, Report(target=target.name), keep_text, is_dry, fuel=fuel or fuel_of_process()
@@ -260,6 +258,10 @@ class Compilation:
         if self.report.hindrances or not near:
             return "; ".join(self.report.hindrances)
         return str(max(near, key=lambda miss: miss.depth))
+
+
+def _target(name: str, example_inputs: Sequence[Any]) -> str:
+    return name if name != AUTO else automatic_target(discovery.targets(), example_inputs).name
 
 
 def automatic_target(targets: Mapping[str, Target], example_inputs: Sequence[Any]) -> Target:
