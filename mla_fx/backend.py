@@ -91,7 +91,7 @@ def explain(function: Callable[..., Any], **options: Any) -> Callable[..., Repor
             torch.compiler.reset()
         whole = Report.merged(reports).standing_for(layers)
         for report in reports:
-            report.graphs = {}  # large, and the last report is kept
+            report.graphs = {}  # large, and the log keeps reports until the next compilation
         return whole
 
     return explained

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
+from datetime import datetime
 
 import pytest
 import torch
@@ -77,8 +79,7 @@ def test_the_last_report_is_of_all_graphs_since_it_was_asked_for():
     run(*cases.inputs(1))
     assert mla_fx.last_report().fused == ALL
     assert [part.fused for part in mla_fx.last_report().parts] == [ALL, {}]
-    assert str(mla_fx.last_report()).splitlines()[:3] == [
-        str(mla_fx.last_report()).splitlines()[0],
+    assert str(mla_fx.last_report()).splitlines()[2:4] == [
         "  graph 0: fused mla_prolog x1, latent_attention x1",
         "  graph 1: fused nothing, no attention",
     ]
@@ -90,11 +91,20 @@ def test_the_last_report_is_of_nothing_from_before_a_reset():
     for _ in range(2):
         compiled(InTwo().eval())(*cases.inputs(1))
         torch._dynamo.reset()
-    assert mla_fx.last_report().fused == ALL
+    assert mla_fx.last_report() is None  # nothing was compiled since
     for _ in range(2):
-        compiled(nn.ReLU())(torch.ones(1))
         torch._dynamo.reset()
+        compiled(nn.ReLU())(torch.ones(1))
     assert mla_fx.last_report().parts == []
+
+
+def test_a_report_says_when_and_for_which_code_it_was_made():
+    before = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    compiled(cases.Layer())(*cases.inputs(1))
+    report = mla_fx.last_report()
+    assert before <= report.made <= f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    assert re.fullmatch(r"forward at .*mla_fx/cases\.py:\d+", report.code)
+    assert str(report).splitlines()[1] == f"  compiled at {report.made}: {report.code}"
 
 
 def test_what_was_compiled_without_dynamo_is_alone_in_its_report():
@@ -118,9 +128,10 @@ def test_the_last_report_is_of_so_many_graphs(monkeypatch):
 
 def test_explain_leaves_no_texts_behind(decode):
     module, arguments = decode
-    report = mla_fx.explain(module, target="reference")(*arguments)
+    with report_log.listening() as reports:
+        report = mla_fx.explain(module, target="reference")(*arguments)
     assert "captured" in report.graphs
-    assert (mla_fx.last_report().graphs, mla_fx.last_report().fused) == ({}, report.fused)
+    assert [(kept.graphs, kept.fused) for kept in reports] == [({}, report.fused)]
 
 
 def test_explain_merges_the_graphs_between_breaks():

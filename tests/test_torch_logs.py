@@ -153,7 +153,7 @@ def test_the_log_has_a_line_for_each_graph_and_the_passes_for_those_who_debug(de
     names = [record.name for record in mla_fx.last_report().passes]
     assert [line.strip().partition(":")[0] for line in passes] == names
     assert passes[2].endswith("nodes, mla_attention x1")
-    assert last.splitlines() == rest
+    assert last.splitlines()[1:] == rest[1:]  # all but when it was compiled
 
 
 @pytest.mark.slow

@@ -322,6 +322,7 @@ def test_a_run_of_dynamo_ends_with_its_reset():
     first, same, other, *more = found
     assert first is same and other is not first and all(one is other for one in more)
     assert torch_compilers.dynamo_run() is None
+    assert torch_compilers.was_reset(first) and not torch_compilers.was_reset(other)
 
 
 def test_inductor_tells_of_itself():

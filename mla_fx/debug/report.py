@@ -65,7 +65,8 @@ class Report:
     notes that kept a graph with possible MLA from being read. `verified` has a line for each call that the option
     verify compared. `checked` counts what the option prove compared: rewrites, lowerings and weights laid out, one of
     each kind, and writes in place. `unchecked` says what it could not compare, `refuted` what would have changed a
-    result and was not made."""
+    result and was not made. `code` is the captured function with the place of its first operation, `made` the local
+    time, such as `2026-11-26 20:41:07`."""
 
     fused: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
@@ -84,6 +85,8 @@ class Report:
     checked: int = 0
     unchecked: list[str] = field(default_factory=list)
     refuted: list[str] = field(default_factory=list)
+    code: str = ""
+    made: str = ""
 
     @property
     def milliseconds(self) -> float:
@@ -111,8 +114,11 @@ class Report:
             whole.refuted += report.refuted
             whole.has_attention |= report.has_attention
             whole.is_training |= report.is_training
+            whole.made = max(whole.made, report.made)
             prefix = f"graph {number}: " if len(reports) > 1 else ""
             whole.graphs.update({prefix + name: text for name, text in report.graphs.items()})
+        codes = list(dict.fromkeys(report.code for report in reports if report.code))
+        whole.code = f"{codes[0]} and {len(codes) - 1} more" if len(codes) > 1 else "".join(codes)
         return whole
 
     @property
@@ -162,6 +168,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.headline} in {self.milliseconds:.1f} ms" if self.target else self.headline]
+        lines += [f"  compiled at {self.made}: {self.code}"] * bool(self.made and self.code)
         lines += [f"  {line}" for line in (*self._of_parts(), *self._of_layers(), *self.remarks())]
         if self.misses:
             lines.append("nearest misses:")

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mla_fx.debug.report import Report
 from mla_fx.debug.torch_logs import tell
 from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
+from mla_fx.graph.provenance import code_of
 from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
 from mla_fx.passes.fuel import VARIABLE, Fuel, fuel_of_process
@@ -77,7 +79,7 @@ class Compilation:
         target = discovery.targets()[options.target]
         is_dry = keep_text and any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
         compilation = cls(
-            options, target, Report(target=target.name), keep_text, is_dry, fuel=fuel or fuel_of_process()
+            options, target, _report_of(target), keep_text, is_dry, fuel=fuel or fuel_of_process()
         )
         report_log.remember(compilation.report)
         compilation._tell_faults()
@@ -131,6 +133,7 @@ class Compilation:
         given = self.options, self.rules, self.report, self.target, weights, self.fuel
         run = Run(gm.graph, *given, on_stage=recorder.stage, on_compiled=recorder.compiled)
         try:
+            self.report.code = code_of(gm.graph)
             name_inputs(gm.graph, self.input_names)
             with torch.no_grad():
                 run_pipeline(run, (TRIAGE,) if self.is_broken else self.passes)
@@ -200,7 +203,7 @@ class Compilation:
 
     def use_report(self, found: Report) -> None:
         """Use the report of a cached graph, and judge it like the original."""
-        vars(self.report).update(vars(found))
+        vars(self.report).update(vars(found), made=self.report.made)
         self._judge()
 
     # --- the fence ---------------------------------------------------------------------------------------------------
@@ -258,6 +261,10 @@ class Compilation:
         if self.report.hindrances or not near:
             return "; ".join(self.report.hindrances)
         return str(max(near, key=lambda miss: miss.depth))
+
+
+def _report_of(target: Target) -> Report:
+    return Report(target=target.name, made=f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
 def _target(name: str, example_inputs: Sequence[Any]) -> str:

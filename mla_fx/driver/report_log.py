@@ -38,8 +38,16 @@ class _Run:
 
     def reports(self) -> list[Report]:
         with self._lock:
+            if self._dynamo is not None and _was_reset(self._dynamo):
+                self._reports.clear()
             self._is_read = True
             return list(self._reports)
+
+
+def _was_reset(dynamo: object) -> bool:
+    from mla_fx.graph.torch_compilers import was_reset
+
+    return was_reset(dynamo)
 
 
 _run = _Run()
@@ -53,12 +61,12 @@ def remember(report: Report) -> None:
 
 
 def last_report() -> Report | None:
-    """Return the report of what this process compiled last, in all threads; None before the first compilation.
+    """Return the report of what this process compiled last, in all threads; None if that was nothing, or if
+    `torch.compiler.reset()` was called since.
 
-    That is all graphs since the last report was read, or since `torch.compiler.reset()`, at most 256: `generate`, graph
-    breaks, several shapes or compiled regions make several. The report of several graphs is their sum, with that of
-    each in
-    `parts`. Reading it again returns the same until something more is compiled."""
+    It covers all graphs since the last report was read, at most 256: `generate`, graph breaks, several shapes or
+    compiled regions make several. The report of several graphs is their sum, with that of each in `parts`. Reading it
+    again returns the same until something more is compiled: its `made` and `code` say when and for which function."""
     reports = _run.reports()
     if len(reports) < 2:
         return reports[0] if reports else None

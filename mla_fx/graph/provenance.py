@@ -60,6 +60,14 @@ def _innermost(trace: str) -> str:
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
+def code_of(graph: Graph) -> str:
+    """The user's function from which a graph was captured, as `function at file:line` of its first operation, or an
+    empty string."""
+    traces = (_FRAME.findall(node.meta.get("stack_trace") or "") for node in graph.nodes)
+    file, line, function = next((frames[0] for frames in traces if frames), ("", "", ""))
+    return f"{function} at {file}:{line}" if file else ""
+
+
 def module_of(node: Node | None) -> str:
     """The path of the module that made a node, as its user writes it (`model.layers.3.self_attn`), or an empty
     string."""

@@ -43,6 +43,7 @@ __all__ = [
     "not_cached",
     "passing_dynamo",
     "static_inputs",
+    "was_reset",
     "when_compiled",
 ]
 
@@ -63,17 +64,28 @@ def passing_dynamo(error: Exception) -> Exception:
 
 def dynamo_run() -> object | None:
     """An object that changes with each reset of Dynamo; None if Dynamo is not compiling."""
-    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._guards import CompileContext
 
     if CompileContext.try_get() is None:
         return None
-    marks: Any = FRAME_COMPILE_COUNTER  # a reset empties it; our keys cannot collide with the numbers of frames
+    marks = _frames()
     found: object = next((mark for mark in marks if isinstance(mark, _RunMark)), None)
     if found is None:
         found = _RunMark()
         marks[found] = 0
     return found
+
+
+def was_reset(dynamo: object) -> bool:
+    """Whether Dynamo was reset since an object of `dynamo_run`."""
+    return dynamo not in _frames()
+
+
+def _frames() -> Any:
+    """Dynamo's numbers of frames. A reset empties it; our keys cannot collide with the numbers."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+
+    return FRAME_COMPILE_COUNTER
 
 
 class _RunMark:
