@@ -111,8 +111,10 @@ class _State:
         self.sample = _sample(source)
 
     def is_of(self, source: Source) -> bool:
-        is_counted = self.version is not None and self.version == _version(source)
-        return is_counted and torch.equal(self.sample, _sample(source))
+        if self.version is None or self.version != _version(source):
+            return False
+        sample = _sample(source)
+        return self.sample is None or sample is None or torch.equal(self.sample, sample)
 
 
 def _version(source: Source) -> int | None:
@@ -125,10 +127,10 @@ def _version(source: Source) -> int | None:
 SAMPLES = 8  # at least this many along each dimension (fewer if it is shorter): microseconds a call for any weight
 
 
-def _sample(source: Source) -> Tensor:
-    """The bytes of some elements spread over a CPU tensor, or of all if there are few. Empty for anything else."""
+def _sample(source: Source) -> Tensor | None:
+    """The bytes of some elements spread over a CPU tensor, or of all if there are few. None for anything else."""
     if not isinstance(source, Tensor) or source.device.type != "cpu":
-        return torch.empty(0)
+        return None
     steps = tuple(slice(None, None, max(1, size // SAMPLES)) for size in source.shape)
     return source.detach()[steps].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
