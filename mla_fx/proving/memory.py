@@ -19,9 +19,10 @@ from mla_fx.graph.torch_private import OpOverload, tree_leaves
 
 from .check import compared
 from .inputs import TRIES, Inputs
-from .interpreter import Interpreter, Part, on_real_tensors
+from .interpreter import Interpreter, on_real_tensors
 from .numbers import Numbers
 from .region import FEW, Region, UncheckedError, few_behind
+from .whole_numbers import Part
 
 Seen = Mapping[tuple[str, str], Tensor]
 
