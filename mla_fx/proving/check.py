@@ -92,7 +92,7 @@ def _small(region: Region) -> Iterator[Sizes]:
     """Two draws if there are symbols."""
     numbers = Numbers(region.values, apart=True)
     for first in (FIRST, SECOND) if numbers.symbols else (FIRST,):
-        yield Sizes(numbers, region.small(numbers, first=first))
+        yield from _affordable(region, numbers, region.small(numbers, first=first))
 
 
 def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
@@ -102,11 +102,11 @@ def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
 
 
 def _own(region: Region) -> Iterator[Sizes]:
-    """All, or all but a few that would make tensors too large. What is divided by a size stays as long."""
+    """All, or all but a few that would make tensors too large to be drawn again. A size that is divided by is kept."""
     numbers = Numbers(region.values, apart=False)
     averaged, others = region.averaged(numbers), region.undetermined(numbers)
     others, small = others - averaged, region.small(numbers, averaged | others)
-    while others and _count(region, numbers, small) > LARGEST:
+    while others and _count(region, numbers, small) > LARGEST // TRIES:
         ways = {size: region.small(numbers, averaged | others - {size}) for size in others}
         least = min(others, key=lambda size: _count(region, numbers, ways[size]))
         others, small = others - {least}, ways[least]
