@@ -76,6 +76,8 @@ class Interpreter:
             return self.called(target, args, kwargs, None)
         if target is aten.as_strided.default and _is_read_as_it_lies(part):
             return self._operand(part.args[0])
+        if target is aten.view.dtype:
+            return self._bytes(*part.args)
         names, kept = names_of(target), never_sizes(part)
         args = [self._argument(value, name in kept) for name, value in zip(names, part.args, strict=False)]
         kwargs = {name: self._argument(value, name in kept) for name, value in part.kwargs.items()}
@@ -85,6 +87,16 @@ class Interpreter:
         if target.namespace == "mla_fx":
             _check_slots_differ(**dict(zip(names, args, strict=False)), **kwargs)
         return self.called(target, args, kwargs, value_of(part))
+
+    def _bytes(self, value: Any, dtype: torch.dtype) -> Any:
+        """A view of the same bytes. Those of numbers are those of float32, in which no rounding of float64 is seen."""
+        given = self.run(value)
+        if value_of(value).is_floating_point():
+            given = self.called(aten._to_copy.default, [given], {"dtype": torch.float32}, None)
+        if not dtype.is_floating_point:
+            return self.called(aten.view.dtype, [given, dtype], {}, None)
+        viewed = self.called(aten.view.dtype, [given, torch.float32], {}, None)
+        return self.called(aten._to_copy.default, [viewed], {"dtype": torch.float64}, None)
 
     def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
         """The result of a call; `fake` is that of the graph."""

@@ -58,7 +58,7 @@ class Memory:
         fresh = {name: inputs.like(value) for name, value in self.results.items()}
         values: dict[Part, Any] = {leaf: inputs.drawn(leaf) for leaf in self.region.leaves}
         run = _Run(self.numbers, self.small, values, around.call, fresh)
-        return {place: value.clone() for place, value in around.seen(run)}
+        return {place: value.nan_to_num() for place, value in around.seen(run)}  # any bytes may be read as numbers
 
     def difference(self, call: Node) -> str | None:
         """How the graph as it is now, with a call that writes in place, differs from the one before. Raises
@@ -69,7 +69,7 @@ class Memory:
             except Exception as error:
                 raise UncheckedError(f"the graph does not run: {error}") from error
             for place, before in self.seen.items():
-                sentence = compared(before, seen[place]) if place in seen else "it would be another tensor"
+                sentence = compared(before, seen[place], close=0) if place in seen else "it would be another tensor"
                 if sentence is not None:
                     return f"{' of '.join(place)}: {sentence}"
         return None

@@ -14,11 +14,11 @@ from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.rewriting.draft import Draft, fake_of, value_of
 from mla_fx.rewriting.replacement import Drafted
 
-from .equations import EQUATIONS, Equation, Shape
+from .equations import EQUATIONS, Equation, Shape, of_bytes
 from .inputs import CODES
 from .numbers import Numbers
 from .small_sizes import SMALL, small_sizes
-from .whole_numbers import named_arguments, numbers_of
+from .whole_numbers import KERNEL, named_arguments, numbers_of
 
 aten = torch.ops.aten
 
@@ -102,8 +102,9 @@ class Region:
         return sizes
 
     def small(self, numbers: Numbers, keep: Collection[int] = (), first: int = SMALL + 1) -> Mapping[int, int]:
-        """A small number for each size; see small_sizes."""
-        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), keep, first)
+        """A small number for each size; see small_sizes. Those that a kernel knows stay as they are."""
+        kernel: set[Any] = {number for call in self.calls for name, number in call.kwargs.items() if name in KERNEL}
+        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), kernel.union(keep), first)
 
     def places(self, numbers: Numbers) -> list[Shape]:
         """The shapes of whole numbers that are drawn."""
@@ -113,7 +114,10 @@ class Region:
     def equations(self, numbers: Numbers) -> Iterator[Equation]:
         for call in self.calls:
             find = EQUATIONS.get(call.target)
-            if find is not None:
+            if call.target is aten.view.dtype:
+                old, new = fake_of(call.args[0]), value_of(call)
+                yield from of_bytes(numbers.of(old), numbers.of(new), _width(old) / _width(new))
+            elif find is not None:
                 yield from find(numbers.of(value_of(call)), *numbers.of(fake_of(call.args)))
 
     def undetermined(self, numbers: Numbers) -> set[int]:
@@ -132,6 +136,11 @@ class Region:
         numbers = (abs(number) for call in self.calls for number in numbers_of(call))
         powers = (power for number in numbers if 1 / LARGEST <= number <= LARGEST for power in _powers(number))
         return {size for power in powers for size in sizes if abs(power - size) <= NEAR * size}
+
+
+def _width(tensor: Tensor) -> int:
+    """In bytes; those of numbers are read in float32."""
+    return 4 if tensor.is_floating_point() else tensor.itemsize
 
 
 def _averaged(call: Node | Draft, numbers: Numbers) -> Iterator[Iterable[int]]:

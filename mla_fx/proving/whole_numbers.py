@@ -19,6 +19,8 @@ from mla_fx.rewriting.draft import Draft, fake_of
 Part = Node | Draft
 
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
+KERNEL = frozenset({"tile_size"})  # a number that an operator's kernel knows
+NO_SIZES = DIMENSIONS | KERNEL
 VALUES = ("Tensor", "number", "Optional[Tensor]", "Optional[number]")  # types in schemas
 PLACES = (torch.int64, torch.int32, torch.bool)
 
@@ -36,7 +38,7 @@ def never_sizes(call: Part) -> frozenset[str]:
     """The arguments of a call in which a whole number is no size."""
     if not isinstance(call.target, OpOverload):
         return frozenset()
-    return DIMENSIONS | _values(call.target) if _computes_values(call) else DIMENSIONS
+    return NO_SIZES | _values(call.target) if _computes_values(call) else NO_SIZES
 
 
 def named_arguments(call: Part) -> Iterator[tuple[str, Any]]:
