@@ -133,7 +133,10 @@ class _Around:
 
 
 class _Run(Interpreter):
-    """Runs one call as a function of all its operands, which are floating or codes, and of fresh numbers."""
+    """Runs one call as a function of all its operands, which are floating or codes, and of fresh numbers. A view shares
+    memory or fails."""
+
+    any_strides: Mapping[Any, Any] = {}
 
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], call: Node, fresh: dict[str, Tensor]

@@ -103,8 +103,8 @@ class Region:
 
     def small(self, numbers: Numbers, keep: Collection[int] = (), first: int = SMALL + 1) -> Mapping[int, int]:
         """A small number for each size; see small_sizes. Those that a kernel knows stay as they are."""
-        kernel: set[Any] = {number for call in self.calls for name, number in call.kwargs.items() if name in KERNEL}
-        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), kernel.union(keep), first)
+        known: set[Any] = {number for call in self.calls for name, number in call.kwargs.items() if name in KERNEL}
+        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), known.union(keep), first)
 
     def places(self, numbers: Numbers) -> list[Shape]:
         """The shapes of whole numbers that are drawn."""
