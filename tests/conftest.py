@@ -22,6 +22,7 @@ def pytest_addoption(parser):
     for tier, what in TIERS.items():
         parser.addoption(f"--{tier}", action="store_true", help=f"run tests marked {tier}, too: each {what}")
     parser.addoption("--sweep", type=int, default=6, help="how many models test_sweep.py draws")
+    parser.addoption("--real-sizes", type=int, default=4, help="how many layers test_real_sizes.py draws")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="fuzz with N mutants, not one of each layer")
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the seed from which mutants are drawn")
 

@@ -94,3 +94,28 @@ def check_fused(report, expected, kind):
     assert report.fused == getattr(expected, kind), str(report)
     for miss in report.misses:
         assert any(reason in miss.reason for reason in expected.reasons), str(report)
+
+
+STEPS = {  # the kind of cache, tokens before, tokens, and whether sizes are symbols
+    "prompt": ("static", 0, PROMPT, None),
+    "chunk": ("static", PROMPT, 5, None),
+    "decode": ("static", PROMPT, 1, None),
+    "growing cache": ("dynamic", PROMPT, 5, None),
+    "dynamic": ("static", PROMPT, 3, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("family", at_each_family())
+@torch.no_grad()
+def test_nothing_is_unchecked(family, step):
+    kind, before, count, dynamic = step
+    model = tiny_model(family)
+    cache = empty_cache(model, kind)
+    if before:
+        model(tokens(2, before), past_key_values=cache)
+    recorder = Recorder()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=family in COUNTS_FLAGS):
+        torch.compile(model, backend=recorder, dynamic=dynamic)(tokens(2, count), past_key_values=cache)
+    assert (recorder.report.unchecked, recorder.report.refuted) == ([], []), str(recorder.report)

@@ -16,6 +16,13 @@ def test_accept(case):
     check_accepted(case)
 
 
+@pytest.mark.parametrize("case", ACCEPTS)
+def test_what_is_accepted_is_checked(case):
+    """Each rewrite, what follows from it, and writes in place."""
+    report = run_case(case)
+    assert report.checked and (report.unchecked, report.refuted) == ([], []), str(report)
+
+
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 @pytest.mark.parametrize(("rule", "case"), REJECTS)
 def test_reject(rule, case):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from layers import QUIET, arguments, check, check_no_further, in_type
+from test_log_sums import Attention, compiled
+from test_log_sums import arguments as paged
 from test_soundness_scores import LeftPadded
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -85,3 +89,40 @@ def test_lowest_number_enlarged(outcome):
 
     assert check(Seeing(torch.finfo(torch.float64).min)).fused
     outcome(check_no_further(Seeing(torch.finfo(torch.float32).min).float(), in_type(arguments(), torch.float32)))
+
+
+@pytest.mark.parametrize("fill", [-3.3, -0.1, -1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fill_that_the_type_rounds(fill, dtype):
+    """The operator takes the number as the program writes it, so both are the same in float64."""
+    report = check_no_further(Both(fill).to(dtype), in_type(arguments(), dtype), strict=True)
+    assert report.fused["latent_attention"] == 1 and (report.unchecked, report.refuted) == ([], [])
+
+
+class Stretched(Parts):
+    """The product of both factors is just above 1."""
+
+    def logits(self, nope, rope, mask):
+        return (nope + rope).masked_fill(mask, self.fill) * 0.1 * math.nextafter(10, 11)
+
+
+def test_a_fill_just_beyond_the_lowest_number():
+    """PyTorch fills with no number beyond the range of the type."""
+    fill = torch.finfo(torch.float32).min
+    report = check_no_further(Stretched(fill).float(), in_type(arguments(), torch.float32), strict=True)
+    assert report.fused["latent_attention"] == 1
+
+
+class Hidden(Attention):
+    """The first position sees nothing."""
+
+    def masked(self, scores, positions):
+        seen = positions.unsqueeze(-1) * torch.arange(scores.shape[-1]) % 5 > 2
+        return scores.masked_fill(~seen.unsqueeze(1), -1e30)
+
+
+def test_a_log_sum_exp_of_fills():
+    found, report = compiled(Hidden(), paged(torch.float32), strict=True)
+    assert report.fused == {"latent_attention": 1} and (report.unchecked, report.refuted) == ([], [])
+    for one, wanted in zip(found, Hidden()(*paged(torch.float32)), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)

@@ -67,19 +67,21 @@ def _agrees_on_any_numbers(plan: Drafted) -> bool:
 
 
 def _at_some_sizes(plan: Drafted, region: Region, *choices: Callable[[Region], Iterator[Sizes]]) -> Difference | None:
-    """A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So it counts only
-    if it is still there when such sizes, and then all of them, stay as they are."""
-    found, reason = None, ""
+    """A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So only one at the
+    last choice counts, in which such sizes are what they are. Other calls compute the same of fewer columns as of more
+    of which the rest is zero."""
+    doubt, found, reason = None, None, ""
     for sizes in choices:
+        doubt, found = found or doubt, None
         try:
-            found = next(filter(None, (_difference(plan, region, each, found) for each in sizes(region))), None)
+            found = next(filter(None, (_difference(plan, region, each, doubt) for each in sizes(region))), None)
         except UncheckedError as error:
-            reason = reason or str(error)
+            reason = str(error) if doubt else reason or str(error)
             continue
         if found is None:
             return None
     if found is None:
-        raise UncheckedError(reason)
+        raise UncheckedError(f"it differs at small sizes; at its own, {reason}" if doubt else reason)
     return found
 
 
@@ -90,7 +92,7 @@ def _small(region: Region) -> Iterator[Sizes]:
     """Two draws if there are symbols."""
     numbers = Numbers(region.values, apart=True)
     for first in (FIRST, SECOND) if numbers.symbols else (FIRST,):
-        yield Sizes(numbers, region.small(numbers, first=first))
+        yield from _affordable(region, numbers, region.small(numbers, first=first))
 
 
 def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
@@ -100,16 +102,28 @@ def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
 
 
 def _own(region: Region) -> Iterator[Sizes]:
+    """All, or all but a few that would make tensors too large to be drawn again. A size that is divided by is kept."""
     numbers = Numbers(region.values, apart=False)
-    return _affordable(region, numbers, {size: size for size in region.sizes(numbers)})
+    averaged, others = region.averaged(numbers), region.undetermined(numbers)
+    others, small = others - averaged, region.small(numbers, averaged | others)
+    while others and _count(region, numbers, small) > LARGEST // TRIES:
+        ways = {size: region.small(numbers, averaged | others - {size}) for size in others}
+        least = min(others, key=lambda size: _count(region, numbers, ways[size]))
+        others, small = others - {least}, ways[least]
+    return _affordable(region, numbers, small)
 
 
 def _affordable(region: Region, numbers: Numbers, small: Mapping[int, int]) -> Iterator[Sizes]:
-    tensors = (value for value in tree_leaves(list(region.values)) if isinstance(value, Tensor))
-    count = sum(math.prod(small[size] for size in numbers.of(value)) for value in tensors)
+    count = _count(region, numbers, small)
     if count > LARGEST:
         raise UncheckedError("its tensors are too large to be computed")
     yield Sizes(numbers, small, min(TRIES, LARGEST // max(count, 1)))
+
+
+def _count(region: Region, numbers: Numbers, small: Mapping[int, int]) -> int:
+    """Elements of all tensors."""
+    tensors = (value for value in tree_leaves(list(region.values)) if isinstance(value, Tensor))
+    return sum(math.prod(small[size] for size in numbers.of(value)) for value in tensors)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

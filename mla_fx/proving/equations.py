@@ -4,6 +4,7 @@ Tensors are given as their shapes."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +48,19 @@ def of_cuts(*places: int) -> Iterator[Equation]:
 
 def of_pieces(sizes: Iterable[int]) -> Iterator[Equation]:
     return of_cuts(*itertools.accumulate(sizes))
+
+
+def of_bytes(old: Shape, new: Shape, width: float) -> Iterator[Equation]:
+    """A view of the same bytes in elements of another width: there are so many for each of the old ones."""
+    if old and width > 1:
+        yield Equation(_times(round(width)), new[-1], old[-1:])
+    elif old and width < 1:
+        yield Equation(_times(round(1 / width)), old[-1], new[-1:])
+
+
+@functools.cache
+def _times(number: int) -> Callable[[Iterable[int]], int]:
+    return lambda parts: number * math.prod(parts)
 
 
 def _product(*parts: int) -> Equation:

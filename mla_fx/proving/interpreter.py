@@ -9,23 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
 from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_dispatcher_off, unset_fake_temporarily
-from mla_fx.rewriting.draft import Draft, fake_of, is_value, value_of
+from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
 from .numbers import Numbers
 from .region import UncheckedError
+from .whole_numbers import Part, names_of, never_sizes
 
 aten = torch.ops.aten
 
-Part = Node | Draft
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 # Operators of others are not run: a collective would wait for other processes.
 PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
-# Arguments with whole numbers that are not sizes.
-DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 TWICE = "a row is written twice: what it then holds is not defined"
 # Of operators that compute a scale or an epsilon if none is given.
 COMPUTED = frozenset({"query", "normalized_shape"})
@@ -55,6 +53,8 @@ class Interpreter:
 
     A result whose dtype has larger steps than `coarsest` is rounded to it. No other is."""
 
+    any_strides: Mapping[Any, Any] = {aten.view.default: aten.reshape.default}
+
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype
     ) -> None:
@@ -78,9 +78,11 @@ class Interpreter:
             return self.called(target, args, kwargs, None)
         if target is aten.as_strided.default and _is_read_as_it_lies(part):
             return self._operand(part.args[0])
-        names = _names(target)
-        args = [self._argument(name, value) for name, value in zip(names, part.args, strict=False)]
-        kwargs = {name: self._argument(name, value) for name, value in part.kwargs.items()}
+        if target is aten.view.dtype:
+            return self._bytes(*part.args)
+        names, kept = names_of(target), never_sizes(part)
+        args = [self._argument(value, name in kept) for name, value in zip(names, part.args, strict=False)]
+        kwargs = {name: self._argument(value, name in kept) for name, value in part.kwargs.items()}
         if target.namespace == "aten" and not COMPUTED.isdisjoint(names):
             args, kwargs = [], {**dict(zip(names, args, strict=False)), **kwargs}
             self._set_defaults(part.args[0], kwargs)
@@ -88,8 +90,19 @@ class Interpreter:
             _check_slots_differ(**dict(zip(names, args, strict=False)), **kwargs)
         return self.called(target, args, kwargs, value_of(part))
 
+    def _bytes(self, value: Any, dtype: torch.dtype) -> Any:
+        """A view of the same bytes. Those of numbers are those of float32, in which no rounding of float64 is seen."""
+        given = self.run(value)
+        if value_of(value).is_floating_point():
+            given = self.called(aten._to_copy.default, [given], {"dtype": torch.float32}, None)
+        if not dtype.is_floating_point:
+            return self.called(aten.view.dtype, [given, dtype], {}, None)
+        viewed = self.called(aten.view.dtype, [given, torch.float32], {}, None)
+        return self.called(aten._to_copy.default, [viewed], {"dtype": torch.float64}, None)
+
     def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
-        """The result of a call; `fake` is that of the graph."""
+        """The result of a call; `fake` is that of the graph. Its strides are not those of other sizes."""
+        target = self.any_strides.get(target, target)
         result, dtype = target(*args, **kwargs), getattr(fake, "dtype", None)
         if target in READ_BACK and not torch.allclose(*READ_BACK[target](result, *args), 0, 0, equal_nan=True):
             raise UncheckedError(TWICE)
@@ -102,13 +115,13 @@ class Interpreter:
     def _operand(self, leaf: Any) -> Any:
         return self.run(leaf) if is_value(leaf) else leaf
 
-    def _argument(self, name: str, value: Any) -> Any:
+    def _argument(self, value: Any, is_kept: bool) -> Any:
         if is_value(value):
             return self.run(value)
         if type(value) is int:
-            return value if name in DIMENSIONS else self.small.get(value, value)
+            return value if is_kept else self.small.get(value, value)
         if isinstance(value, (list, tuple)):
-            return [self._argument(name, part) for part in value]
+            return [self._argument(part, is_kept) for part in value]
         if isinstance(value, torch.dtype):
             return torch.float64 if value.is_floating_point else torch.complex128 if value in COMPLEX else value
         return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -155,11 +168,6 @@ def _is_read_as_it_lies(part: Part) -> bool:
     value, *sizes = part.args
     given = fake_of(value)
     return list(map(list, sizes)) == [list(given.shape), list(given.stride())]
-
-
-@functools.cache
-def _names(target: OpOverload) -> tuple[str, ...]:
-    return tuple(argument.name for argument in target._schema.arguments)
 
 
 @functools.cache

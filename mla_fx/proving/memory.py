@@ -19,9 +19,10 @@ from mla_fx.graph.torch_private import OpOverload, tree_leaves
 
 from .check import compared
 from .inputs import TRIES, Inputs
-from .interpreter import Interpreter, Part, on_real_tensors
+from .interpreter import Interpreter, on_real_tensors
 from .numbers import Numbers
 from .region import FEW, Region, UncheckedError, few_behind
+from .whole_numbers import Part
 
 Seen = Mapping[tuple[str, str], Tensor]
 
@@ -57,7 +58,7 @@ class Memory:
         fresh = {name: inputs.like(value) for name, value in self.results.items()}
         values: dict[Part, Any] = {leaf: inputs.drawn(leaf) for leaf in self.region.leaves}
         run = _Run(self.numbers, self.small, values, around.call, fresh)
-        return {place: value.clone() for place, value in around.seen(run)}
+        return {place: value.nan_to_num() for place, value in around.seen(run)}  # any bytes may be read as numbers
 
     def difference(self, call: Node) -> str | None:
         """How the graph as it is now, with a call that writes in place, differs from the one before. Raises
@@ -68,7 +69,7 @@ class Memory:
             except Exception as error:
                 raise UncheckedError(f"the graph does not run: {error}") from error
             for place, before in self.seen.items():
-                sentence = compared(before, seen[place]) if place in seen else "it would be another tensor"
+                sentence = compared(before, seen[place], close=0) if place in seen else "it would be another tensor"
                 if sentence is not None:
                     return f"{' of '.join(place)}: {sentence}"
         return None
@@ -132,7 +133,10 @@ class _Around:
 
 
 class _Run(Interpreter):
-    """Runs one call as a function of all its operands, which are floating or codes, and of fresh numbers."""
+    """Runs one call as a function of all its operands, which are floating or codes, and of fresh numbers. A view shares
+    memory or fails."""
+
+    any_strides: Mapping[Any, Any] = {}
 
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], call: Node, fresh: dict[str, Tensor]

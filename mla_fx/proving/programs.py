@@ -9,7 +9,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from .check import Difference
-from .interpreter import Interpreter, Part
+from .interpreter import Interpreter
+from .whole_numbers import Part
 
 
 class Programs(NamedTuple):

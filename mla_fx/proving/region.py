@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
+from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.rewriting.draft import Draft, fake_of, value_of
 from mla_fx.rewriting.replacement import Drafted
 
-from .equations import EQUATIONS, Equation, Shape
+from .equations import EQUATIONS, Equation, Shape, of_bytes
 from .inputs import CODES
 from .numbers import Numbers
 from .small_sizes import SMALL, small_sizes
+from .whole_numbers import KERNEL, named_arguments, numbers_of
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ FEW = 30  # calls
 MOST = 1000  # calls of a region
 WHOLE = (torch.int64, torch.int32)
 ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
+AVERAGES = frozenset({"mean", "std", "var", "var_mean"})
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
 
@@ -100,8 +102,9 @@ class Region:
         return sizes
 
     def small(self, numbers: Numbers, keep: Collection[int] = (), first: int = SMALL + 1) -> Mapping[int, int]:
-        """A small number for each size; see small_sizes."""
-        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), keep, first)
+        """A small number for each size; see small_sizes. Those that a kernel knows stay as they are."""
+        known: set[Any] = {number for call in self.calls for name, number in call.kwargs.items() if name in KERNEL}
+        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), known.union(keep), first)
 
     def places(self, numbers: Numbers) -> list[Shape]:
         """The shapes of whole numbers that are drawn."""
@@ -111,17 +114,42 @@ class Region:
     def equations(self, numbers: Numbers) -> Iterator[Equation]:
         for call in self.calls:
             find = EQUATIONS.get(call.target)
-            if find is not None:
+            if call.target is aten.view.dtype:
+                old, new = fake_of(call.args[0]), value_of(call)
+                yield from of_bytes(numbers.of(old), numbers.of(new), _width(old) / _width(new))
+            elif find is not None:
                 yield from find(numbers.of(value_of(call)), *numbers.of(fake_of(call.args)))
 
+    def undetermined(self, numbers: Numbers) -> set[int]:
+        """The sizes of which the others are sums and products."""
+        equations = list(self.equations(numbers))
+        wholes = {each.whole for each in equations if each.whole not in each.parts}
+        return self.sizes(numbers).union(*(each.parts for each in equations)) - wholes
+
+    def averaged(self, numbers: Numbers) -> set[int]:
+        """The sizes that a result is divided by, in a mean or a norm."""
+        shapes = [shape for call in self.calls for shape in _averaged(call, numbers)]
+        return {size for shape in shapes for size in shape}
+
     def sizes_in_numbers(self, sizes: Set[int]) -> set[int]:
-        """The sizes that numbers of the program may be: the 1536 of a mean, the 192 of 1 / sqrt(192). Whole numbers
-        become smaller as sizes do."""
-        found: list[Any] = []
-        map_aggregate(tuple((call.args, call.kwargs) for call in self.calls), found.append)
-        numbers = (abs(number) for number in found if type(number) is float)
+        """The sizes that numbers of the program may be: the 1536 of a mean, the 192 of 1 / sqrt(192)."""
+        numbers = (abs(number) for call in self.calls for number in numbers_of(call))
         powers = (power for number in numbers if 1 / LARGEST <= number <= LARGEST for power in _powers(number))
         return {size for power in powers for size in sizes if abs(power - size) <= NEAR * size}
+
+
+def _width(tensor: Tensor) -> int:
+    """In bytes; those of numbers are read in float32."""
+    return 4 if tensor.is_floating_point() else tensor.itemsize
+
+
+def _averaged(call: Node | Draft, numbers: Numbers) -> Iterator[Iterable[int]]:
+    if getattr(call.target, "_opname", "") in AVERAGES:
+        yield set(numbers.of(fake_of(call.args[0]))).difference(*numbers.of(tree_leaves(value_of(call))))
+    for name, argument in named_arguments(call):
+        sizes = numbers.of(fake_of(argument))
+        if ("gamma" in name or name == "normalized_shape") and isinstance(sizes, (tuple, list)):
+            yield sizes
 
 
 def _powers(number: float) -> tuple[float, ...]:

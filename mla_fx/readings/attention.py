@@ -278,13 +278,19 @@ def _filled(element: Element) -> tuple[Element, Mask] | None:
     for kept, number, keep_where in ways:
         if number is None or constant(kept) is not None:
             continue
-        fill = rounded(number * factor, dtype)
+        fill = _as_written(number * factor, dtype)
         if -math.inf <= fill < math.inf:
             at_peak = [rounded(number * peak, each) for each in (dtype, node.meta["val"].dtype)]
             if math.isfinite(fill) and not all(map(math.isfinite, at_peak)):
                 raise NoMatch(f"scores are filled with {fill:.6g}, which is infinite before the scale is applied", node)
             return operand(kept, element.index, factor), Mask(node, operand(condition, element.index), fill, keep_where)
     return None
+
+
+def _as_written(number: float, dtype: torch.dtype) -> float:
+    """A number that a dtype may round, but for its range: the operator rounds it, and takes none beyond."""
+    nearest = rounded(number, dtype)
+    return max(number, torch.finfo(dtype).min) if math.isfinite(nearest) else nearest
 
 
 def _fused(node: Node) -> Attention:

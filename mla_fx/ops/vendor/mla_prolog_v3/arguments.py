@@ -2,9 +2,15 @@
 
 from dataclasses import KW_ONLY, dataclass
 
+import torch
 from torch import Tensor
 
 TILE = 128  # latents that share one scale in a packed row
+
+
+def stored_key(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of rotary keys in packed rows: 16 bits, or float32 for float64."""
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 @dataclass(frozen=True)

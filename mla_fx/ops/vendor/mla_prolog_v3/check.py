@@ -30,7 +30,7 @@ from mla_fx.ops.common.check import (
 from mla_fx.ops.common.math import ROPE_LAYOUTS
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .arguments import TILE, Arguments
+from .arguments import TILE, Arguments, stored_key
 
 # Per cache mode: the axes of token_x, and those of the caches except the last.
 PAGES = ("B, S, He or T, He", "BlockNum, BlockSize, 1")
@@ -44,6 +44,7 @@ CACHE_MODES = {
 QUANT_MODES = {0: (0,), 1: (0, 2, 3), 2: (0, 1, 3)}
 NEWER_MODES = (3, 4, 5)
 PER_TENSOR, PER_CHANNEL, PER_TILE = 1, 2, 3
+PACKED = (torch.bfloat16, torch.float16, torch.float64)  # dtypes beside packed rows
 # Options that follow from kv_cache_quant_mode: 1 in one mode, 0 in the others.
 COUPLED = {"query_quant_mode": PER_TENSOR, "ckvkr_repo_mode": PER_TILE, "quant_scale_repo_mode": PER_TILE}
 NUMBERS = ("weight_quant_mode", "kv_cache_quant_mode", *COUPLED, "tile_size")
@@ -94,7 +95,7 @@ def check_cache_mode(cache_mode: str, kv_cache_quant_mode: int) -> None:
 
 def check_types(a: Arguments) -> None:
     """Check that everything that is neither int8 nor free has the dtype of weight_uk."""
-    check_dtype("weight_uk", a.weight_uk, FLOATS[:2] if a.kv_cache_quant_mode == PER_TILE else FLOATS)
+    check_dtype("weight_uk", a.weight_uk, PACKED if a.kv_cache_quant_mode == PER_TILE else FLOATS)
     quantised = {"weight_uq_qr": a.weight_quant_mode > 0, "kv_cache": a.kv_cache_quant_mode > 0}
     quantised |= dict.fromkeys(("token_x", "weight_dq", "weight_dkv_kr"), a.weight_quant_mode == 2)
     if a.kv_cache_quant_mode != PER_TILE:
@@ -149,8 +150,9 @@ def check_caches(a: Arguments, sizes: Sizes) -> None:
     letters, rank = CACHE_MODES[a.cache_mode][1], sizes["Hckv"]
     if a.kv_cache_quant_mode == PER_TILE:
         check_multiple("Hckv, the width of weight_uk,", rank, TILE, f"a multiple of {TILE} with kv_cache_quant_mode 3")
-        packed = f"Hckv+2*Dr+Hckv/{TILE}*4"
-        sizes[packed] = rank + 2 * sizes["Dr"] + 4 * (rank // TILE)
+        width = stored_key(a.weight_uk.dtype).itemsize
+        packed = f"Hckv+{width}*Dr+Hckv/{TILE}*4"
+        sizes[packed] = rank + width * sizes["Dr"] + 4 * (rank // TILE)
         check_letters(a, sizes, kv_cache=f"{letters}, {packed}", kr_cache="0")
         check_layout("kv_cache", a.kv_cache, a.cache_mode)
         return

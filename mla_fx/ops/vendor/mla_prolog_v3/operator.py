@@ -18,7 +18,7 @@ from mla_fx.ops.common.math import (
     wide_rope,
 )
 
-from .arguments import TILE, Arguments
+from .arguments import TILE, Arguments, stored_key
 from .check import check
 from .samples import samples
 
@@ -42,8 +42,8 @@ def body(a: Arguments) -> Results:
     Shapes: token_x [B, S, He] or [T, He]; weight_dq [He, Hcq]; weight_uq_qr [Hcq, N*(D+Dr)], for each head D nope then
     Dr rope columns; weight_uk [N, D, Hckv]; weight_dkv_kr [He, Hckv+Dr]; rmsnorm_gamma_cq [Hcq]; rmsnorm_gamma_ckv
     [Hckv]; rope_sin and rope_cos [B, S, Dr] or [T, Dr]. Sizes are free. The dtype of weight_uk (bfloat16, float16,
-    float32, float64) is that of everything unquantised, 16-bit in kv_cache_quant_mode 3; gammas and tables may have any
-    of these. Norms, rotations and scales run in float32, or float64 for float64.
+    float32, float64) is that of everything unquantised, not float32 in kv_cache_quant_mode 3; gammas and tables may
+    have any of these. Norms, rotations and scales run in float32, or float64 for float64.
 
     weight_quant_mode, and the scales (float32, or float64 for float64) that it takes, all factors that turn integers
     back into values:
@@ -67,7 +67,8 @@ def body(a: Arguments) -> Results:
     - 2, with weight_quant_mode 1: both caches are int8, by quant_scale_ckv [1, Hckv] and quant_scale_ckr [1, Dr]; kr
       is rounded to the dtype before.
     - 3, with weight_quant_mode 1 or 2 and ckvkr_repo_mode and quant_scale_repo_mode 1: kv_cache is int8 with rows of
-      Hckv + 2*Dr + Hckv/128*4 bytes (656 for 512 and 64): int8 latents, 16-bit kr, one float32 scale for each
+      Hckv + 2*Dr + Hckv/128*4 bytes (656 for 512 and 64): int8 latents, 16-bit kr (float32 for float64, which takes
+      4*Dr bytes, and with which a compiler compares rewrites), one float32 scale for each
       tile_size = 128 latents, `max|ckv| * alpha / 127`, where k_nope_clip_alpha [1] is alpha; latents are clipped to
       +- `max|ckv| * alpha`. kr_cache is an empty tensor [0]. cache_mode is "PA_BSND", "BSND", "TND" or "Norm".
 
@@ -204,7 +205,8 @@ def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:
     bound = tiles.abs().amax(-1, keepdim=True) * clip_alpha
     scale = bound * (1 / 127)
     integers = i8_trunc(torch.minimum(tiles, bound).maximum(-bound) * scale.reciprocal()).flatten(-2)
-    return torch.cat((integers, key_rope.view(torch.int8), scale.squeeze(-1).float().view(torch.int8)), -1)
+    key = key_rope.to(stored_key(key_rope.dtype)).view(torch.int8)
+    return torch.cat((integers, key, scale.squeeze(-1).float().view(torch.int8)), -1)
 
 
 def token_slots(a: Arguments) -> Tensor | None:
