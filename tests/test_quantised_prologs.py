@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from quantised import Quantised, by_rows
+from quantised import Quantised, by_rows, of_sums_cast_back
 from torch.nn.functional import linear
 
 import mla_fx
@@ -155,9 +155,28 @@ class SmoothedScales(Quantised):
         return linear(codes, self.q_b_codes.float()) * scales * self.q_b_scales
 
 
-def test_smooth_scales():
-    layer = layer_of(divided, "q_b", kind=Smoothed)
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+def test_smooth_scales(names):
+    layer = layer_of(divided, *names, kind=Smoothed)
     assert report_of(layer).fused == {PROLOG: 1, ATTENTION: 1}
+
+
+def by_one_product_of_scales(x, w):
+    """The scales of tokens and outputs are multiplied first, and 127 divides both."""
+    largest = x.abs().amax(-1, keepdim=True)
+    product = linear((x * (127 / largest)).round().clamp(-127, 127), w.codes.float())
+    return product * (largest * w.scales / 127)
+
+
+def by_one_product_of_scales_of_outputs(x, w):
+    codes, scales = in_floats(x)
+    return linear(codes, w.codes.float()) * (w.scales * 3 * scales / 3)
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("multiply", [by_one_product_of_scales, by_one_product_of_scales_of_outputs, of_sums_cast_back])
+def test_scales_that_are_multiplied_first(multiply, names):
+    assert report_of(Quantised(multiply, by_rows, *names)).fused == {PROLOG: 1, ATTENTION: 1}
 
 
 def test_one_scale_for_a_whole_weight():
@@ -314,10 +333,26 @@ def test_near_twins(quantise):
     assert [miss.reason for miss in report.misses] == [NEAR_TWINS[quantise]]
 
 
-def test_scales_of_what_is_not_smoothed():
-    report = report_of(layer_of(divided, "q_b", kind=SmoothedScales))
+class SmoothedByToken(Quantised):
+    """The latent is multiplied by its own largest value, which no smoothing does."""
+
+    def query(self, x):
+        latent = self.norm(self.project(x, "q_a"), self.q_gamma)
+        return self.project(latent * latent.amax(-1, keepdim=True), "q_b")
+
+
+NOT_SMOOTHED = {
+    SmoothedScales: "the codes of tokens are divided by the largest of other values",
+    SmoothedByToken: "the query's latent is multiplied by a tensor that differs from token to token",
+}
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("kind", NOT_SMOOTHED)
+def test_what_is_not_smoothed(kind, names):
+    report = report_of(layer_of(divided, *names, kind=kind))
     assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
-    assert [miss.reason for miss in report.misses] == ["the codes of tokens are divided by the largest of other values"]
+    assert [miss.reason for miss in report.misses] == [NOT_SMOOTHED[kind]]
 
 
 SOME = {

@@ -8,6 +8,7 @@ from traced import Traced
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import resolve
+from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.quantised_tokens import Bounds, check_codes, whole_numbers
 from mla_fx.readings.views import fresh_index
 
@@ -73,3 +74,35 @@ def test_codes_that_int8_does_not_hold(name):
 def test_bounds_after_bounds():
     assert Bounds(-128, 127).after(Bounds(-300, 5)) == Bounds(-128, 5)
     assert Bounds(low=300).after(Bounds(-128, 127)) == Bounds(300, 300)
+
+
+# --- products of codes -----------------------------------------------------------------------------------------------
+
+
+def multiplied(dtype, terms, rounded):
+    """A product of codes in floats that is cast to integers, times scales."""
+    codes = torch.randint(-128, 128, (2, terms), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+
+    def scaled(x, w, scales):
+        product = x.to(dtype) @ w.to(dtype).t()
+        return product.to(rounded).to(torch.int32) * scales
+
+    traced = Traced(scaled, codes, codes, torch.ones(2))
+    return quantised_product(resolve(traced.out, fresh_index(traced.out)))
+
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+ROUNDED = [(F32, F32, 1024), (F64, F32, 1024), (BF16, BF16, 0), (F32, BF16, 0)]
+
+
+@pytest.mark.parametrize(("dtype", "terms"), [(F32, 1024), (F64, 2**16)])
+def test_sums_of_codes_that_floats_hold(dtype, terms):
+    found = multiplied(dtype, terms, dtype)
+    assert [side.origin.meta["val"].dtype for side in (found.left, found.right)] == [torch.int8] * 2
+    assert found.factor == 1.0
+
+
+@pytest.mark.parametrize(("dtype", "rounded", "most"), ROUNDED)
+def test_sums_of_codes_that_are_rounded(dtype, rounded, most):
+    with pytest.raises(NoMatch, match=f"a product of 1025 codes is rounded to {rounded}, exact for up to {most}"):
+        multiplied(dtype, 1025, rounded)
