@@ -163,6 +163,15 @@ def of_wider_results(x, w):
     return (product.to(x.dtype) * scales.expand(product.shape) * w.scales).view(*x.shape[:-1], -1)
 
 
+def of_sums_cast_back(x, w):
+    """bitsandbytes: the product is computed in float32 and cast to int32; both scales are multiplied first."""
+    flat = x.reshape(-1, x.shape[-1])
+    largest = flat.abs().amax(-1, keepdim=True)
+    codes = (flat * (127 / largest)).round().to(torch.int8)
+    product = (codes.float() @ w.codes.t().float()).to(torch.int32)
+    return (product * (largest * w.scales / 127)).to(x.dtype).view(*x.shape[:-1], -1)
+
+
 def of_tokens_without_scales(x, w):
     """Whole numbers are multiplied as they are."""
     codes = (x * 30).round().clamp(-128, 127).to(torch.int8)
@@ -203,15 +212,16 @@ SPELLINGS = {
     of_unsigned: by_rows,
     of_wide_integers: by_rows,
     of_wider_results: by_rows,
+    of_sums_cast_back: by_rows,
     of_tokens_without_scales: by_rows,
     of_float8: by_rows_in_float8,
     of_dequantised_tokens: by_groups,
 }
 OF_TOKENS = (
-    of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results, of_tokens_without_scales, of_float8,
-    of_dequantised_tokens,
+    of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results, of_sums_cast_back,
+    of_tokens_without_scales, of_float8, of_dequantised_tokens,
 )  # fmt: skip
-INT8_TOKENS = (of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results)
+INT8_TOKENS = (of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results, of_sums_cast_back)
 
 
 # --- a layer ---------------------------------------------------------------------------------------------------------

@@ -230,6 +230,14 @@ class ClippedByParameter(Packed):
         return (clipped * scales.reciprocal()).round().clamp(-128, 127).to(torch.int8), scales
 
 
+class ClippedByNegativeParameter(ClippedByParameter):
+    """The bound is negative, and values are minus that: the limit from below comes last, as in the operator."""
+
+    def __init__(self, dtype=BF16):
+        super().__init__(dtype)
+        self.alpha.neg_()
+
+
 class HalvesRotated(Packed):
     def rotate(self, x, cos, sin):
         first, second = x.float().chunk(2, -1)
@@ -238,6 +246,7 @@ class HalvesRotated(Packed):
 
 
 KINDS = Packed, AllInt8, IndexPut, Pages, IntoAnEmptyRow, ClippedByNumber, ClippedByParameter, HalvesRotated
+KINDS += (ClippedByNegativeParameter,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -339,11 +348,31 @@ class BoundOfTheScale(Packed):
         return (x.clamp(-bound, bound) * scales.reciprocal()).round().to(torch.int8), scales
 
 
+class ClippedFromBelowFirst(Packed):
+    """Where the bound is negative, values are the bound, in a kernel minus that."""
+
+    def tiles(self, x):
+        bound = x.abs().amax(-1, keepdim=True) * self.alpha
+        scales = bound * (1 / 127)
+        return (self.clipped(x, bound) * scales.reciprocal()).round().clamp(-128, 127).to(torch.int8), scales
+
+    def clipped(self, x, bound):
+        return x.clamp(-bound, bound)
+
+
+class MaximumFirst(ClippedFromBelowFirst):
+    def clipped(self, x, bound):
+        return x.maximum(-bound).minimum(bound)
+
+
 class RoundedProducts(AllInt8):
     def product(self, x, name):
         return super().product(x, name).to(self.kv_b.dtype)
 
 
+FROM_BELOW = (
+    "values are clipped from below first, in a kernel from above: it matters where the graph input alpha is negative"
+)
 DEQUANTISED = "the latent is dequantised otherwise than as integers * token scale * column scale in torch.float32"
 DIFFERENCES = {
     Divided: [CODES],
@@ -351,8 +380,10 @@ DIFFERENCES = {
     Rounded: ["the latent is rounded to torch.bfloat16 before it is quantised, in a kernel it is not"],
     Guarded: ["the largest value of a token counts as 1e-06 at least, in a kernel as it is", CODES, SCALES],
     ReciprocalRoots: [ORDER],
-    BoundOfTheScale: [CODES, SCALES],
+    BoundOfTheScale: [FROM_BELOW, CODES, SCALES],
     RoundedProducts: [DEQUANTISED],
+    ClippedFromBelowFirst: [FROM_BELOW],
+    MaximumFirst: [FROM_BELOW],
 }
 
 
@@ -370,6 +401,13 @@ def test_other_codes_are_taken_on_request(kind):
     theirs(*given())
     mine, others = (one.unpacked()[0] for one in (layer, theirs))
     torch.testing.assert_close(mine, others, rtol=0, atol=0.06)
+
+
+@pytest.mark.parametrize("kind", [ClippedFromBelowFirst, MaximumFirst])
+def test_the_order_of_two_limits_counts_where_the_bound_is_negative(kind):
+    layer = kind()
+    layer.alpha.neg_()
+    assert reasons(fused(layer, *given())) == [f"{FROM_BELOW}; quant='vendor' takes the operator's codes"]
 
 
 # --- near twins ------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Lora(Projected):
         return linear(x, weight) + linear(linear(x, self.down), self.up.T) * 0.7
 
 
-REASONS = {Bias: "has a bias", AddedBias: "has a bias", Lora: r"a second product is added .*\(a LoRA branch\?\)"}
+REASONS = {Bias: "has a bias", AddedBias: "has a bias", Lora: r"a second product is added .*\(a LoRA branch, "}
 
 
 @pytest.mark.slow

@@ -86,10 +86,19 @@ def test_one_prolog(names, multiply):
     assert report.fused == {PROLOGS[names]: 1, ATTENTION: 1}, str(report)
 
 
+REASONS = {
+    (): "only q_nope is multiplied by a tensor",
+    ("q_b",): "weight_uq has 2 scales, mla_prolog_v3 takes one",
+    DOWN: "weight_uq has 2 scales, mla_prolog_v3 takes one",
+}
+
+
 @every_prolog
 def test_nothing_changes_where_nothing_is_kept(names):
     report = check(layer_of(names, scaled_behind), lay_out=False)
     assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    because = "the scales of weight_uk multiply the query, unless a target keeps a copy of weights"
+    assert [miss.reason for miss in report.misses] == [f"{REASONS[names]}: {because}"]
 
 
 @every_prolog

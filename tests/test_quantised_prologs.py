@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from quantised import Quantised, by_rows
+from quantised import Quantised, by_rows, of_sums_cast_back
 from torch.nn.functional import linear
 
 import mla_fx
@@ -33,8 +33,7 @@ def divided(x):
 
 
 def multiplied(x):
-    """SGLang."""
-    largest = x.float().abs().max(-1, keepdim=True)[0].clamp_min(1e-7)
+    largest = x.float().abs().max(-1, keepdim=True)[0]
     return (x * (127 / largest)).round().to(torch.int8), largest / 127
 
 
@@ -54,7 +53,7 @@ def by_both_ends(x):
 
 def by_aminmax(x):
     low, high = torch.aminmax(x.float(), dim=-1, keepdim=True)
-    scales = torch.maximum(high, -low).mul(1 / 127).clamp(min=1e-9)
+    scales = torch.maximum(high, -low).mul(1 / 127).clamp(min=0)
     return x.float().div(scales).round().clamp_min(-128).clamp_max(127).to(torch.int8), scales
 
 
@@ -63,13 +62,21 @@ def by_a_norm(x):
     return (x / scales).round().to(torch.int8), scales
 
 
+def clamped_after_the_cast(x):
+    """No code is beyond 127 before."""
+    codes, scales = by_a_norm(x)
+    return codes.to(torch.int16).clamp(-128, 127).to(torch.int8), scales
+
+
 def in_floats(x):
     """Codes are never stored as integers."""
     scales = x.float().abs().amax(-1, keepdim=True) / 127
     return (x / scales).round().clamp(-127, 127), scales
 
 
-QUANTISERS = (divided, multiplied, by_a_true_quotient, by_both_ends, by_aminmax, by_a_norm, in_floats)
+QUANTISERS = (
+    divided, multiplied, by_a_true_quotient, by_both_ends, by_aminmax, by_a_norm, clamped_after_the_cast, in_floats,
+)  # fmt: skip
 
 
 def multiply_by(quantise):
@@ -148,9 +155,28 @@ class SmoothedScales(Quantised):
         return linear(codes, self.q_b_codes.float()) * scales * self.q_b_scales
 
 
-def test_smooth_scales():
-    layer = layer_of(divided, "q_b", kind=Smoothed)
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+def test_smooth_scales(names):
+    layer = layer_of(divided, *names, kind=Smoothed)
     assert report_of(layer).fused == {PROLOG: 1, ATTENTION: 1}
+
+
+def by_one_product_of_scales(x, w):
+    """The scales of tokens and outputs are multiplied first, and 127 divides both."""
+    largest = x.abs().amax(-1, keepdim=True)
+    product = linear((x * (127 / largest)).round().clamp(-127, 127), w.codes.float())
+    return product * (largest * w.scales / 127)
+
+
+def by_one_product_of_scales_of_outputs(x, w):
+    codes, scales = in_floats(x)
+    return linear(codes, w.codes.float()) * (w.scales * 3 * scales / 3)
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("multiply", [by_one_product_of_scales, by_one_product_of_scales_of_outputs, of_sums_cast_back])
+def test_scales_that_are_multiplied_first(multiply, names):
+    assert report_of(Quantised(multiply, by_rows, *names)).fused == {PROLOG: 1, ATTENTION: 1}
 
 
 def test_one_scale_for_a_whole_weight():
@@ -245,6 +271,24 @@ def from_two_largest(x):
     return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
 
 
+def in_half_steps(x):
+    """Codes are clamped to a number that is none of them."""
+    codes, scales = in_floats(x)
+    return (2 * codes).clamp(-128.5, 127.5), scales / 2
+
+
+def beyond_int8(x):
+    """The largest code, 128, wraps to -128 before it is clamped."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 127.5
+    return (x / scales).round().to(torch.int8).clamp(-128, 127), scales
+
+
+def with_a_bound_from_above(x):
+    """All factors are negative, so the least is the bound of the largest scale."""
+    scales = -(-x.abs().amax(-1, keepdim=True) / 127).clamp_min(-0.01)
+    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+
 def with_a_zero_point(x):
     codes, scales = divided(x)
     return codes + 1, scales
@@ -275,6 +319,9 @@ NEAR_TWINS = {
     with_fewer_steps: "the largest code of a token is 100, expected 127",
     clamped: "the codes of tokens are clamped to -100 and 100",
     from_two_largest: "expected the largest magnitude, found the ends of two values",
+    in_half_steps: "expected codes rounded to the nearest whole number, found clamp",
+    beyond_int8: "codes from -128 to 128 are cast to integers from -128 to 127 and not clamped before, so they wrap",
+    with_a_bound_from_above: "the scale of a token is multiplied by -1",
     with_a_zero_point: "expected codes rounded to the nearest whole number, found add",
 }
 
@@ -286,10 +333,26 @@ def test_near_twins(quantise):
     assert [miss.reason for miss in report.misses] == [NEAR_TWINS[quantise]]
 
 
-def test_scales_of_what_is_not_smoothed():
-    report = report_of(layer_of(divided, "q_b", kind=SmoothedScales))
+class SmoothedByToken(Quantised):
+    """The latent is multiplied by its own largest value, which no smoothing does."""
+
+    def query(self, x):
+        latent = self.norm(self.project(x, "q_a"), self.q_gamma)
+        return self.project(latent * latent.amax(-1, keepdim=True), "q_b")
+
+
+NOT_SMOOTHED = {
+    SmoothedScales: "the codes of tokens are divided by the largest of other values",
+    SmoothedByToken: "the query's latent is multiplied by a tensor that differs from token to token",
+}
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("kind", NOT_SMOOTHED)
+def test_what_is_not_smoothed(kind, names):
+    report = report_of(layer_of(divided, *names, kind=kind))
     assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
-    assert [miss.reason for miss in report.misses] == ["the codes of tokens are divided by the largest of other values"]
+    assert [miss.reason for miss in report.misses] == [NOT_SMOOTHED[kind]]
 
 
 SOME = {
@@ -329,14 +392,21 @@ def as_torchao_does(x):
     return codes.clamp(-128, 127).to(torch.int8), scales
 
 
+def as_sglang_does(x):
+    largest = x.float().abs().max(-1, keepdim=True)[0].clamp_min(1e-7)
+    return (x * (127 / largest)).round().to(torch.int8), largest / 127
+
+
 def with_a_guard_that_counts(x):
     scales = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-3)
     return (x / scales).round().to(torch.int8), scales
 
 
+COUNTS = "the largest value of a token counts as {:.3g} at least, in a kernel as it is"
 DIFFERENCES = {
-    as_torchao_does: "the largest code of a token is 127.5, of a kernel 127",
-    with_a_guard_that_counts: "the largest value of a token counts as 0.127 at least, in a kernel as it is",
+    as_torchao_does: f"the largest code of a token is 127.5, of a kernel 127; {COUNTS.format(1.52e-05)}",
+    as_sglang_does: COUNTS.format(1e-7),
+    with_a_guard_that_counts: COUNTS.format(0.127),
 }
 
 
@@ -357,6 +427,23 @@ def test_another_quantisation_is_taken_on_request(quantise):
     ]
     eager, unquantised = layer(*given()), plain(*given())
     assert (ours - eager).norm() <= 2 * (eager - unquantised).norm()
+
+
+def as_deepseek_does(x):
+    largest = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    return (x * (127 / largest)).round().to(torch.int8), largest / 127
+
+
+def test_a_guard_that_acts_because_a_norm_has_small_weights():
+    """The weight of the norm may be 1e-5, and that of the next projection makes up for it."""
+    layer = layer_of(as_deepseek_does, "q_b")
+    layer.q_gamma.data *= 1e-5
+    layer.q_b_scales *= 1e5
+    report = report_of(layer)
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason for miss in report.misses] == [
+        f"{COUNTS.format(1e-4)}; quant='vendor' takes the operator's codes"
+    ]
 
 
 def in_the_dtype_of_the_model(x):

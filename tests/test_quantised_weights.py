@@ -18,6 +18,7 @@ from quantised import (
     by_groups,
     by_rows,
     of_groups,
+    of_integers,
     of_tokens,
     scaled_behind,
     tokens,
@@ -27,6 +28,7 @@ from torch.nn.functional import linear
 import mla_fx
 from mla_fx.cases import DV, B, D, N, T, inputs
 from mla_fx.graph.torch_private import make_fx
+from mla_fx.readings.contraction import SECOND_PRODUCT
 from mla_fx.readings.quantised import quantised_up_projection
 
 pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
@@ -155,6 +157,29 @@ def with_second_branch(x, w):
     return linear(x, w.codes.to(x.dtype)) * w.scales + linear(x[..., :4], w.codes[:, :4].to(x.dtype))
 
 
+def with_outliers(x, w):
+    """bitsandbytes: the columns of outliers are multiplied as they are, and added."""
+    flat = x.reshape(-1, x.shape[-1])
+    outliers = flat[:, :2] @ (w.codes[:, :2].to(x.dtype) * w.scales.unsqueeze(1)).t()
+    rest = of_integers(torch.cat((torch.zeros_like(flat[:, :2]), flat[:, 2:]), -1), w)
+    return (rest + outliers).view(*x.shape[:-1], -1)
+
+
+def with_outliers_added_in_one_call(x, w):
+    flat = x.reshape(-1, x.shape[-1])
+    rest = of_integers(torch.cat((torch.zeros_like(flat[:, :2]), flat[:, 2:]), -1), w)
+    weight = (w.codes[:, :2].to(x.dtype) * w.scales.unsqueeze(1)).t()
+    return torch.addmm(rest, flat[:, :2], weight).view(*x.shape[:-1], -1)
+
+
+def with_a_bias_of_integers(x, w):
+    """Ascend's static W8A8: it holds the share of a zero point, too."""
+    codes = (x.reshape(-1, x.shape[-1]) * 30).round().clamp(-128, 127).to(torch.int8)
+    bias = w.codes.sum(1, dtype=torch.int32)
+    product = codes.to(torch.int32) @ w.codes.to(torch.int32).t() + bias
+    return (product.to(x.dtype) * (w.scales / 30)).view(*x.shape[:-1], -1)
+
+
 def quantised_behind(x, w):
     """Keys and values are quantised after the projection, per head: no function of the latents is absorbed."""
     codes, scales = tokens(scaled_behind(x, w).unflatten(-1, (N, -1)))
@@ -216,7 +241,10 @@ def corrected_in_8_bits(x, w):
 
 NEAR_TWINS = {
     with_bias: "the projection has a bias, which the fused operators do not support",
-    with_second_branch: "a second product is added to the projection (a LoRA branch?)",
+    with_second_branch: SECOND_PRODUCT,
+    with_outliers: SECOND_PRODUCT,
+    with_outliers_added_in_one_call: SECOND_PRODUCT,
+    with_a_bias_of_integers: "a product of codes has a bias in torch.int32, which the fused operators do not support",
     quantised_behind: "expected a matrix product, found an elementwise mul",
     divided: "a product of codes is multiplied by a power of",
     of_rows_and_columns: "the scales of a product belong to neither operand",
@@ -235,6 +263,13 @@ def test_near_twins(multiply):
     report = report_of(Quantised(multiply, by_rows, "kv_b"))
     assert report.fused == {}, str(report)
     assert [miss.reason[: len(NEAR_TWINS[multiply])] for miss in report.misses] == [NEAR_TWINS[multiply]]
+
+
+@pytest.mark.parametrize("names", [("q_b",), ("kv_a",)])
+def test_a_bias_of_integers_is_named(names):
+    report = report_of(Quantised(with_a_bias_of_integers, by_rows, *names))
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason for miss in report.misses] == [NEAR_TWINS[with_a_bias_of_integers]]
 
 
 class TwoQuantisers(Quantised):

@@ -89,6 +89,9 @@ Reciprocal = with_codes("Reciprocal", lambda my, x: coded(x, 1 / (my.of_latents 
 ClampedFirst = with_codes("ClampedFirst", lambda my, x: (my.one * x.float()).clamp(-128, 127).round().char())
 
 
+ByInt16 = with_codes("ByInt16", lambda my, x: int8((x.float() * my.one).round().clamp(-300, 300).short().half()))
+
+
 class Indexed(OneScale):
     """Rows are assigned at positions."""
 
@@ -164,8 +167,8 @@ class Appended(Channels):
 
 
 KINDS = (
-    OneScale, InOneDimension, Number, Reciprocal, ClampedFirst, Indexed, Channels, HuggingFace, Unrounded, Unrotated,
-    RotationIn16Bits, OnlyKeysRounded, Appended,
+    OneScale, InOneDimension, Number, Reciprocal, ClampedFirst, ByInt16, Indexed, Channels, HuggingFace, Unrounded,
+    Unrotated, RotationIn16Bits, OnlyKeysRounded, Appended,
 )  # fmt: skip
 
 
@@ -242,6 +245,10 @@ Divided = with_codes("Divided", lambda my, x: int8((x.float() / (1 / my.one)).ro
 DividedByNumber = with_codes("DividedByNumber", lambda _, x: int8((x.float() / 0.03).round()))
 Symmetric = with_codes("Symmetric", lambda my, x: (x.float() * my.one).round().clamp(-127, 127).char())
 Unclamped = with_codes("Unclamped", lambda my, x: (x.float() * my.one).round().char())
+CastFirst = with_codes("CastFirst", lambda my, x: (x.float() * my.one).round().char().clamp(-128, 127))
+CastToInt16First = with_codes("CastToInt16First", lambda my, x: int8((x.float() * my.one * 500).round().short()))
+CastToInt32First = with_codes("CastToInt32First", lambda my, x: int8((x.float() * my.one).round().int()))
+ClampedTooLate = with_codes("ClampedTooLate", lambda my, x: int8((x.float() * my.one).clamp(-300, 300).round().char()))
 ZeroPoint = with_codes("ZeroPoint", lambda my, x: int8((x.float() * my.one).round() + 3))
 ZeroPointFirst = with_codes("ZeroPointFirst", lambda my, x: int8((x.float() * my.one + my.in_one).round()))
 ScalesOfTokens = with_codes("ScalesOfTokens", lambda my, x: coded(x, my.of_tokens))
@@ -297,6 +304,7 @@ class NormIn16Bits(OneScale):
 
 WHOLE = "expected codes rounded to the nearest whole number, found mul"
 ZERO_POINT = "the codes have a zero point, expected none"
+WRAPS = "codes from -inf to inf are cast to integers from {:.6g} to {:.6g} and not clamped before, so they wrap"
 TAKES = "; quant='vendor' takes the operator's codes"
 DIVIDES = f"codes are divided by a scale; the operator multiplies{TAKES}"
 REASONS = {
@@ -306,6 +314,10 @@ REASONS = {
     DividedByNumber: DIVIDES,
     Symmetric: "the codes are clamped to -127 and 127, expected -128 and 127",
     Unclamped: "the codes are clamped to -inf and inf, expected -128 and 127",
+    CastFirst: WRAPS.format(-(2**7), 2**7 - 1),
+    CastToInt16First: WRAPS.format(-(2**15), 2**15 - 1),
+    CastToInt32First: WRAPS.format(-(2**31), 2**31 - 1),
+    ClampedTooLate: WRAPS.format(-(2**7), 2**7 - 1),
     ZeroPoint: ZERO_POINT,
     ZeroPointFirst: ZERO_POINT,
     OldCodes: "attention reads kv_codes as it is before new rows are written",

@@ -27,16 +27,19 @@ EITHER_ORDER = frozenset({aten.maximum.default, aten.minimum.default})
 
 @dataclass(frozen=True)
 class Clipped:
-    """`value` between `-bound` and `bound`."""
+    """`value` between `-bound` and `bound`. Where `bound` is negative, the limit that comes last counts:
+    `min(max(value, -bound), bound)` is `bound`, and with `is_high_last` the program computes that."""
 
     value: Element
     bound: Element
+    is_high_last: bool
 
 
 def clipped(element: Element) -> Clipped | None:
     """Read an element as a clipped value; None if nothing bounds it. Raises NoMatch if the bounds are not plus and
     minus one value, or if it is rounded after it is clipped."""
-    if _bounded(element.origin) is None:
+    last = _bounded(element.origin)
+    if last is None:
         return None
     if element.roundings:
         raise NoMatch(f"clipped values are rounded to {element.roundings[0]}", element.origin)
@@ -48,7 +51,7 @@ def clipped(element: Element) -> Clipped | None:
         value = operand(inner, value.index)
     if len(below) != 1 or len(above) != 1 or not same_value(below[0].times(-1.0), above[0]):
         raise NoMatch("values are clipped to two bounds, expected plus and minus one", element.origin)
-    return Clipped(value, above[0])
+    return Clipped(value, above[0], is_high_last=last[2] is not None)
 
 
 def _bounded(node: Node) -> tuple[Node, Node | None, Node | None] | None:

@@ -26,6 +26,8 @@ PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})
 ADDED_PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default})
 BIAS = "the projection has a bias, which the fused operators do not support"
 
+SECOND_PRODUCT = "a second product is added to the projection (a LoRA branch, or columns that are not quantised?)"
+
 
 @dataclass(frozen=True)
 class Contraction(Reading):
@@ -65,6 +67,8 @@ def contraction(element: Element) -> Contraction:
         if not isinstance(alpha, (int, float)):
             raise NoMatch("a matrix product is multiplied by a number known at run time", node)
         return matmul(element.times(alpha), *args_of(node)[1:3])
+    if target in ADDED_PRODUCTS and _is_projection(operand(args_of(node)[0], element.index).origin):
+        raise NoMatch(SECOND_PRODUCT, node)
     if target in ADDED_PRODUCTS or target is aten.linear.default:
         raise NoMatch(BIAS, node)
     if target is aten.add.Tensor:
@@ -79,7 +83,7 @@ def _why_added(element: Element) -> str:
     terms = [term.origin for term in as_sum(element).terms]
     products = [term for term in terms if _is_projection(term)]
     if len(products) > 1:
-        return "a second product is added to the projection (a LoRA branch?)"
+        return SECOND_PRODUCT
     is_biased = products and all(term in products or is_parameter(term) for term in terms)
     return BIAS if is_biased else f"expected a matrix product, found {name_of(element.origin)}"
 

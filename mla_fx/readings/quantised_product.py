@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
@@ -20,7 +21,7 @@ from .algebra import SUBTRACTS, as_product
 from .calls import CASTS, args_of, argument, options_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
-from .element import Element, Scales, is_parameter, operand, resolve
+from .element import Element, Scales, computed_from, is_parameter, operand, resolve
 from .sizes import at_most, product
 from .vendor_calls import is_quant_matmul, quant_matmul
 from .views import shape_of
@@ -51,6 +52,8 @@ def quantised_product(element: Element) -> Contraction:
     for scale, power in scales:
         if power != 1.0:
             raise NoMatch(f"a product of codes is multiplied by a power of {name_of(scale.origin)}", scale.origin)
+        if products[0].origin in computed_from(scale.origin, _multiplies):
+            raise NoMatch("a product of codes is multiplied by what is computed from it, as in a norm", scale.origin)
     return _scaled(element, found, number, [scale for scale, _ in scales])
 
 
@@ -79,6 +82,8 @@ def _parts(element: Element) -> tuple[float, list[Element], list[tuple[Element, 
 
 def holds_codes(element: Element) -> bool:
     """Whether an element is a product of codes, multiplied by scales or not."""
+    if _integers(element) is not None:
+        return _is_product(element)
     try:
         found = quantised_product(element)
     except NoMatch:
@@ -98,10 +103,11 @@ def _scaled(element: Element, found: Contraction, number: float, scales: list[El
             sides[_scaled_side(found, scale)].append(scale)
             continue
         whole = as_product(scale)  # the scales of both sides, multiplied first
-        number *= whole.number
         for factor, power in whole.factors:
             if power != 1.0:
                 raise NoMatch(f"a product of codes is multiplied by a power of {name_of(factor.origin)}", factor.origin)
+        first, *others = sorted((factor for factor, _ in whole.factors), key=lambda factor: is_parameter(factor.origin))
+        for factor in (first.times(whole.number), *others):  # a number belongs to scales that are computed, if any is
             sides[_scaled_side(found, factor)].append(factor)
     dtype = element.coarsest or element.dtype
     left, right = (_with_scales(_stored(getattr(found, side)), sides[side], dtype) for side in ("left", "right"))
@@ -157,7 +163,21 @@ def _is_product(element: Element) -> bool:
     whole = _integers(element)
     if whole is None:
         return element.origin.target in (*PRODUCTS, aten.linear.default)
-    return whole.origin.target in (*PRODUCTS, *SUBTRACTS, aten._int_mm.default, out_dtype)
+    is_cast = whole.origin.target in CASTS and _is_product(operand(args_of(whole.origin)[0], whole.index))
+    return is_cast or whole.origin.target in SUBTRACTS or _multiplies(whole.origin) or _biased(whole) is not None
+
+
+def _multiplies(node: Node) -> bool:
+    return node.target in (*PRODUCTS, aten.linear.default, aten._int_mm.default, out_dtype)
+
+
+def _biased(element: Element) -> Element | None:
+    """What is added to a product of integers, if something is."""
+    if element.origin.target is not aten.add.Tensor:
+        return None
+    terms = [operand(value, element.index) for value in args_of(element.origin)[:2] if isinstance(value, Node)]
+    others = [term for term in terms if not _multiplies(term.origin)]
+    return others[0] if len(terms) == 2 and len(others) == 1 else None
 
 
 def _of_codes(element: Element) -> Contraction:
@@ -192,11 +212,26 @@ def _multiplied(element: Element) -> Contraction:
     node = element.node
     if node.meta["val"].dtype not in WIDE:
         raise NoMatch(f"a product of integers in {node.meta['val'].dtype} may overflow", node)
+    if (bias := _biased(element)) is not None:
+        added = bias.origin.meta["val"].dtype
+        raise NoMatch(f"a product of codes has a bias in {added}, which the fused operators do not support", node)
+    if node.target in CASTS:
+        return _in_floats(operand(args_of(node)[0], element.index))
     if node.target is aten._int_mm.default:
         return matmul(element, *args_of(node)[:2])
     if node.target is out_dtype and args_of(node)[:2] == (aten.mm.default, torch.int32):
         return matmul(element, *args_of(node)[2:4])
     return contraction(element)
+
+
+def _in_floats(element: Element) -> Contraction:
+    """A product of codes in a dtype that holds every sum of it, so that a cast to integers drops nothing."""
+    node, dtype = element.node, element.coarsest or element.dtype
+    found = contraction(element)
+    terms, most = product(axis.size for axis in found.axes), 2 // torch.finfo(dtype).eps // 128**2
+    if not at_most(terms, most):
+        raise NoMatch(f"a product of {terms} codes is rounded to {dtype}, exact for up to {most:.0f}", node)
+    return found
 
 
 def _shifted_back(element: Element) -> Contraction:

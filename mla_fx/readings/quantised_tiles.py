@@ -76,7 +76,7 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
         raise NoMatch(f"rows of {column.size} codes have {tile.size} scales", codes.origin)
     upper, lower = whole(column).split(width)
     scale = scale.at({tile: combine(0, [(upper, 1)])})
-    found = clipped_tokens(replace(codes, scales=Scales((scale,), scale.dtype)), guard=0.0)
+    found = clipped_tokens(replace(codes, scales=Scales((scale,), scale.dtype)))
     if found.over != (combine(0, [(lower, 1)]),):
         raise NoMatch(f"the scale of {width} adjacent codes is not that of these", codes.origin)
     if found.part is not None and not form.clips:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -25,7 +25,7 @@ from mla_fx.graph.provenance import name_of
 from .algebra import as_product
 from .axes import Index
 from .calls import CASTS, args_of, argument, operands_of
-from .clipping import clipped
+from .clipping import Clipped, clipped
 from .constant import constant
 from .element import Element, computed_between, is_coarser, is_parameter, operand, resolve
 from .largest import largest
@@ -37,7 +37,6 @@ from .vendor_calls import dynamic_quant, is_dynamic_quant
 aten = torch.ops.aten
 STEPS = 127.0
 NEAR_STEPS = (STEPS, 127.5)
-LARGEST_GUARD = 1.3e-4  # for a maximum; that of a normalised row is smaller only if all of the row is nearly zero
 MOST_CALLS = 20  # between codes and what is rounded, or between a scale and a maximum
 # The arguments that bound a value from below and from above.
 LIMITS = {aten.clamp.default: (1, 2), aten.clamp_min.default: (1, None), aten.clamp_max.default: (None, 1)}
@@ -46,15 +45,17 @@ ARITHMETIC = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.
 WHOLE = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64}
 )
-BOUNDS = {aten.maximum.default: "below", aten.minimum.default: "above"}
+BOUNDS = {aten.maximum.default: "low", aten.minimum.default: "high"}
 OTHER_VALUES = "the codes of tokens are divided by the largest of other values"
 
 
 @dataclass(frozen=True)
 class Part(Parts):
-    """`number * factor` of the largest value, to which values are clipped at `bound`; no `factor` is one."""
+    """`number * factor` of the largest value, to which values are clipped at `bound`; no `factor` is one. Where it is
+    negative, values are `bound` if `is_high_last`, else minus that."""
 
     bound: Element
+    is_high_last: bool
     number: float
     factor: Element | None
 
@@ -73,18 +74,41 @@ class QuantisedTokens(Reading):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        return self.differences, None if self.part is None else self.part.number
+        return self.differences, None if self.part is None else (self.part.number, self.part.is_high_last)
+
+
+class Bounds(NamedTuple):
+    """Numbers below `low` become `low`, then numbers above `high` become `high`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def of(self, number: float) -> float:
+        return min(max(number, self.low), self.high)
+
+    def after(self, inner: Bounds) -> Bounds:
+        """Both in turn, `inner` first."""
+        return Bounds(self.of(inner.low), self.of(inner.high))
 
 
 @dataclass(frozen=True)
 class _Codes:
-    """The nearest whole numbers of `value`, which the program rounds at `rounded`, between two bounds."""
+    """The nearest whole numbers of `value`, which the program rounds at `rounded`, between two bounds.
+
+    Casts on the way wrap whole numbers that are not in `held`."""
 
     value: Element
     rounded: Node
-    below: float
-    above: float
+    bounds: Bounds
+    held: Bounds
     calls: tuple[Node, ...]
+
+    def check_held(self, low: float, high: float) -> None:
+        """Raises NoMatch unless the casts on the way keep whole numbers from `low` to `high`."""
+        if low < self.held.low or high > self.held.high:
+            held, found = (f"{numbers.low:.6g} to {numbers.high:.6g}" for numbers in (self.held, Bounds(low, high)))
+            said = f"codes from {found} are cast to integers from {held} and not clamped before, so they wrap"
+            raise NoMatch(said, self.calls[0])
 
 
 @dataclass(frozen=True)
@@ -104,16 +128,16 @@ class _Scale:
         return same_value(self.factor, other.factor) and same_value(self.maximum, other.maximum)
 
 
-def quantised_tokens(element: Element, *, guard: float = LARGEST_GUARD) -> QuantisedTokens:
-    """Read codes that carry one scale as quantised tokens. A bound of a largest value is a difference if it is above
-    `guard`. Raises NoMatch if they are none, or if their values are clipped."""
-    found = clipped_tokens(element, guard=guard)
+def quantised_tokens(element: Element) -> QuantisedTokens:
+    """Read codes that carry one scale as quantised tokens. Raises NoMatch if they are none, or if their values are
+    clipped."""
+    found = clipped_tokens(element)
     if found.part is not None:
         raise NoMatch("the values of tokens are clipped to a part of their largest one", element.origin)
     return found
 
 
-def clipped_tokens(element: Element, *, guard: float) -> QuantisedTokens:
+def clipped_tokens(element: Element) -> QuantisedTokens:
     """The same for values that may be clipped."""
     scales = () if element.scales is None else element.scales.by
     if len(scales) != 1:
@@ -141,7 +165,8 @@ def clipped_tokens(element: Element, *, guard: float) -> QuantisedTokens:
     stops = {plain.seen[0], divisor.maximum.origin, scale.maximum.origin}
     differences = (
         *_other_steps(steps),
-        *_raised((*divisor.guards, *scale.guards), guard),
+        *_raised((*divisor.guards, *scale.guards)),
+        *_clipped_otherwise(part),
         *rounded_in("the codes of tokens are computed", codes.rounded, stops),
         *rounded_in("the scales of tokens are computed", scales[0].seen[0], stops),
     )
@@ -153,7 +178,7 @@ def clipped_tokens(element: Element, *, guard: float) -> QuantisedTokens:
 def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Element, Part | None]:
     """Values before they are clipped to a part of the largest magnitude of `inside`, if they are."""
     clip = clipped(value)
-    part = _part(None if clip is None else clip.bound, divisor, value.origin)
+    part = _part(clip, divisor, value.origin)
     if clip is None:
         return value, None
     if clip.value.factor != inside.factor:
@@ -163,7 +188,7 @@ def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Elemen
 
 def whole_numbers(element: Element) -> _Codes:
     """What an element is rounded from, to the nearest whole number. Raises NoMatch if it is not rounded so."""
-    below, above = -math.inf, math.inf
+    bounds, held = Bounds(), Bounds()
     node, index = element.origin, element.index
     calls = list[Node]()
     for _ in range(MOST_CALLS):
@@ -172,35 +197,62 @@ def whole_numbers(element: Element) -> _Codes:
             raise NoMatch(f"codes are stored in {dtype}, which does not hold all of them", node)
         if node.target is aten.round.default:
             break
-        bounded = _bounded(node)
-        if bounded is not None:
-            value, low, high = bounded
-            below, above = max(below, low), min(above, high)
+        if (bounded := _bounded(node)) is not None and all(map(_is_whole, bounded[1])):
+            value, own = bounded
+            bounds, held = bounds.after(own), _held_behind(own, held)
         elif node.target in CASTS or node.target is aten.trunc.default:  # of whole numbers, if they are rounded before
-            value = args_of(node)[0]
+            value, held = args_of(node)[0], _held_by(held, dtype)
         else:
             break
         found = operand(value, index)
         if found.factor != 1.0:
             break
-        node, index = found.origin, found.index
+        node, index, held = found.origin, found.index, _held_by(held, *found.roundings)
     if node.target is not aten.round.default:
         raise NoMatch(f"expected codes rounded to the nearest whole number, found {name_of(node)}", node)
     rounded = args_of(node)[0]
     quotient = resolve(rounded, index)
+    held = _held_by(held, *quotient.roundings)
     while quotient.factor == 1.0 and (bounded := _bounded(quotient.origin)) is not None:
-        inner, low, high = bounded
-        below, above = max(below, low), min(above, high)
+        inner, own = bounded
+        bounds, held = bounds.after(own), _held_behind(own, held)
         quotient = operand(inner, quotient.index)
-    return _Codes(quotient, rounded, below, above, tuple(calls))
+        held = _held_by(held, *quotient.roundings)
+    return _Codes(quotient, rounded, bounds, held, tuple(calls))
+
+
+def _is_whole(bound: float) -> bool:
+    return math.isinf(bound) or bound.is_integer()
+
+
+def _held_by(held: Bounds, *dtypes: torch.dtype) -> Bounds:
+    """The whole numbers in `held` that casts keep. Floats round large ones, which matters only if some must be held."""
+    for dtype in dtypes:
+        if not dtype.is_floating_point or held != Bounds():
+            low, high = _range(dtype)
+            held = Bounds(max(held.low, low), min(held.high, high))
+    return held
+
+
+def _range(dtype: torch.dtype) -> Bounds:
+    """The whole numbers that a dtype holds, one as well as the next."""
+    if dtype.is_floating_point:
+        return Bounds(-2 / torch.finfo(dtype).eps, 2 / torch.finfo(dtype).eps)
+    return Bounds(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
+def _held_behind(bounds: Bounds, held: Bounds) -> Bounds:
+    """The numbers that are in `held` once they are bounded."""
+    low = -math.inf if bounds.low >= held.low else held.low
+    return Bounds(low, math.inf if bounds.high <= held.high else held.high)
 
 
 def check_codes(element: Element) -> None:
     """Raises NoMatch unless an element is a whole number that int8 holds."""
     if element.origin.meta["val"].dtype == torch.int8:
         return
-    codes = whole_numbers(element)
-    if codes.below < -128 or codes.above > 127:
+    low, high = whole_numbers(element).bounds
+    if low < -128 or high > 127:
         raise NoMatch("the codes of tokens are not clamped to the range of int8", element.origin)
 
 
@@ -229,38 +281,40 @@ def _scale(element: Element) -> _Scale:
         number *= whole.number
         element = others[0][0]
         bounded = _bounded(element.origin)
-        if number == 0 or not math.isfinite(number):
+        if not 0 < number < math.inf:
             raise NoMatch(f"the scale of a token is multiplied by {number:.6g}", element.origin)
         if bounded is None:
             guards = tuple(low * before / number for low, before in bounds)
             return _Scale(element, number, guards, given[0] if given else None)
-        value, low, high = bounded
-        if high != math.inf:
+        value, own = bounded
+        if own.high != math.inf:
             break
-        bounds.append((low, number))
+        bounds.append((own.low, number))
         element = operand(value, element.index)
     raise NoMatch(f"expected the scale of a token, found {name_of(element.origin)}", element.origin)
 
 
-def _part(bound: Element | None, divisor: _Scale, node: Node) -> Part | None:
+def _part(clip: Clipped | None, divisor: _Scale, node: Node) -> Part | None:
     """The part of their largest value to which values are clipped; None if they are not.
 
     Raises NoMatch if it is not that of their scale."""
-    if bound is None and divisor.factor is None:
+    if clip is None and divisor.factor is None:
         return None
-    if bound is None:
+    if clip is None:
         raise NoMatch("a scale is that of a part of the largest value, to which no value is clipped", node)
-    found = _scale(bound)
-    if not found.is_of(divisor):
+    found = _scale(clip.bound)
+    if not found.is_of(divisor) or found.guards != divisor.guards:
         raise NoMatch("values are clipped to another part of their largest one than that of their scale", node)
-    return Part(bound, found.number, found.factor)
+    return Part(clip.bound, clip.is_high_last, found.number, found.factor)
 
 
 def _check_range(codes: _Codes, steps: float, node: Node) -> None:
     if not any(math.isclose(steps, near, rel_tol=1e-3) for near in NEAR_STEPS):
         raise NoMatch(f"the largest code of a token is {steps:.6g}, expected 127", node)
-    if codes.below > -STEPS or codes.above < STEPS:
-        raise NoMatch(f"the codes of tokens are clamped to {codes.below:.6g} and {codes.above:.6g}", node)
+    low, high = codes.bounds
+    if low > -STEPS or high < STEPS:
+        raise NoMatch(f"the codes of tokens are clamped to {low:.6g} and {high:.6g}", node)
+    codes.check_held(-round(steps), round(steps))
 
 
 # --- differences from a kernel ---------------------------------------------------------------------------------------
@@ -271,9 +325,17 @@ def _other_steps(steps: float) -> Iterator[str]:
         yield f"the largest code of a token is {steps:.6g}, of a kernel 127"
 
 
-def _raised(guards: tuple[float, ...], allowed: float) -> Iterator[str]:
-    if any(guard > allowed for guard in guards):
+def _raised(guards: tuple[float, ...]) -> Iterator[str]:
+    """A row may be as small as its norm's weight is, so any bound above zero may act."""
+    if any(guard > 0 for guard in guards):
         yield f"the largest value of a token counts as {max(guards):.3g} at least, in a kernel as it is"
+
+
+def _clipped_otherwise(part: Part | None) -> Iterator[str]:
+    """Where a bound is negative, the last of two limits counts. No largest value is, but what multiplies it may be."""
+    if part is not None and part.factor is not None and part.is_high_last:
+        name = name_of(part.factor.origin)
+        yield f"values are clipped from below first, in a kernel from above: it matters where {name} is negative"
 
 
 def rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
@@ -289,8 +351,8 @@ def rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
             return
 
 
-def _bounded(node: Node) -> tuple[Node, float, float] | None:
-    """What a call bounds, from below and from above, if it does this and nothing else."""
+def _bounded(node: Node) -> tuple[Node, Bounds] | None:
+    """What a call bounds, if it does this and nothing else."""
     if node.target in BOUNDS:
         values = args_of(node)[:2]
         numbers = [constant(value) for value in values]
@@ -298,15 +360,15 @@ def _bounded(node: Node) -> tuple[Node, float, float] | None:
             return None
         (number,) = (number for number in numbers if number is not None)
         value = values[0] if numbers[0] is None else values[1]
-        return (value, number, math.inf) if BOUNDS[node.target] == "below" else (value, -math.inf, number)
+        return value, Bounds(**{BOUNDS[node.target]: number})
     if node.target not in LIMITS:
         return None
     bounds = []
-    for place, none in zip(LIMITS[node.target], (-math.inf, math.inf), strict=True):
+    for place, none in zip(LIMITS[node.target], Bounds(), strict=True):
         given = None if place is None else argument(node, place)
         bounds.append(none if given is None else constant(given))
     low, high = bounds
-    return None if low is None or high is None else (args_of(node)[0], low, high)
+    return None if low is None or high is None else (args_of(node)[0], Bounds(low, high))
 
 
 def unbounded(element: Element) -> Element:

@@ -6,6 +6,7 @@ it, or multiplies in 16 bits, may differ from an operator's by 1; `differences` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,9 @@ def static_codes(element: Element) -> Iterator[StaticCodes]:
         if miss.node is None or miss.node.target not in ADDS:
             raise
         raise NoMatch(ZERO_POINT, miss.node) from None
-    if (codes.below, codes.above) != RANGE:
-        raise NoMatch(f"the codes are clamped to {codes.below:.6g} and {codes.above:.6g}, expected -128 and 127", node)
+    if (bounds := codes.bounds) != RANGE:
+        raise NoMatch(f"the codes are clamped to {bounds.low:.6g} and {bounds.high:.6g}, expected -128 and 127", node)
+    codes.check_held(-math.inf, math.inf)
     (product, index), dtypes = _before_casts(codes.value)
     _check_zero_point(product, index)
     ways = [*_ways(product, index)]

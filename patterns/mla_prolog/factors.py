@@ -7,6 +7,7 @@ import math
 from torch.fx import Node
 
 from mla_fx.readings.axes import Axis, axes_of, of_axis
+from mla_fx.readings.dequantised import codes_behind
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.same_value import same_value
@@ -65,7 +66,7 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         return None
     if nope is None or rope is None:
         part = "q_nope" if rope is None else "q_rope"
-        raise NoMatch(f"only {part} is multiplied by a tensor", found.origin)
+        raise NoMatch(f"only {part} is multiplied by a tensor{of_keys(match)}", found.origin)
     if not (nope.axes | rope.axes) <= allowed:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:
@@ -74,6 +75,12 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
     if any(_is_computed_from(nope.origin, source) for source in sources):
         raise NoMatch("the query is multiplied by a tensor computed from it", nope.origin)
     return nope
+
+
+def of_keys(match: Match) -> str:
+    """Why the query may have one scale more than the program gives it."""
+    because = ": the scales of weight_uk multiply the query, unless a target keeps a copy of weights"
+    return "" if codes_behind(match["weight_uk"], near=1) is None else because
 
 
 def _is_computed_from(value: Node, source: Node) -> bool:

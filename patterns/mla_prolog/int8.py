@@ -24,6 +24,7 @@ from mla_fx.rewriting.operands import joined_parts, new_cache, positions_and_cac
 from mla_fx.rule import Axes, Call, Contraction, Element, Expression, Match, NoMatch, Rope, element_of, shape_of, tensor
 
 from .calls import key_rotation
+from .factors import of_keys
 from .weights import PARTS, Caches, Weights
 
 RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 5, "kr_cache": 6}
@@ -159,7 +160,7 @@ def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) 
     if mode == 1:
         return _Scales(dequant_scale_w_uq_qr=uq_qr, smooth_scales_cq=smooth)
     return _Scales(
-        dequant_scale_x=_wide(_scale(match["token_x"]), (*rows[0], *rows[1]), ()),
+        dequant_scale_x=_wide(_scale(match, "token_x"), (*rows[0], *rows[1]), ()),
         dequant_scale_w_dq=_of_columns(match, ("weight_dq",), weights, ()),
         dequant_scale_w_uq_qr=uq_qr,
         dequant_scale_w_dkv_kr=_of_columns(match, ("weight_dkv", "weight_kr"), weights, ()),
@@ -174,7 +175,7 @@ def _wide(scale: Element, *dims: Axes) -> Expression:
 
 def _of_columns(match: Match, names: tuple[str, ...], weights: Weights, heads: Axes) -> Expression:
     """The scales of a weight, or of two adjacent parts of it, [1, Columns]."""
-    found, widths = [_scale(match[name]) for name in names], [weights.columns[name] for name in names]
+    found, widths = [_scale(match, name) for name in names], [weights.columns[name] for name in names]
     whole, columns = found[0], widths[0]
     if not whole.axes and all(scale == whole for scale in found):  # one for the whole weight
         columns = (Axis(sum(product(axis.size for axis in part) for part in widths)),)
@@ -184,10 +185,11 @@ def _of_columns(match: Match, names: tuple[str, ...], weights: Weights, heads: A
     return _wide(whole, (), (*heads, *columns))
 
 
-def _scale(codes: Element) -> Element:
+def _scale(match: Match, name: str) -> Element:
+    codes = match[name]
     by = () if codes.scales is None else codes.scales.by
     if len(by) != 1:
-        raise NoMatch(f"codes have {len(by)} scales, {OPERATOR} takes one", codes.origin)
+        raise NoMatch(f"{name} has {len(by)} scales, {OPERATOR} takes one{of_keys(match)}", codes.origin)
     return by[0]
 
 
@@ -195,7 +197,10 @@ def _smooth(match: Match, weights: Weights) -> Expression | None:
     """smooth_scales_cq, [1, Hcq]."""
     if match.choices["query_rank"] != "smoothed":
         return None
-    return _wide(match["smooth_scales_cq"], (), weights.columns["hcq"])
+    smooth, columns = match["smooth_scales_cq"], weights.columns["hcq"]
+    if not smooth.axes <= {*columns}:
+        raise NoMatch("the query's latent is multiplied by a tensor that differs from token to token", smooth.origin)
+    return _wide(smooth, (), columns)
 
 
 def of_query(match: Match, weights: Weights) -> tuple[Expression, Expression | None]:

@@ -28,14 +28,15 @@ SCALES = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "deq
 class Int8(nn.Module):
     """A projection of int8: tokens are quantised as npu_dynamic_quant does, integers are multiplied."""
 
-    def __init__(self, plain):
+    def __init__(self, plain, smallest):
         super().__init__()
+        self.smallest = smallest
         for name, value in vars(by_rows(plain.weight.data.float())).items():
             self.register_buffer(name, value)
 
     def forward(self, x):
         w, wide = Stored(self.codes, self.scales), x.float()
-        scales = wide.abs().amax(-1, keepdim=True).clamp_min(1e-7) / 127  # rows of an empty cache are zero
+        scales = wide.abs().amax(-1, keepdim=True).clamp_min(self.smallest) / 127
         codes = (wide / scales).round().clamp(-128, 127)
         return (linear(codes, w.codes.float()) * scales * w.scales).to(x.dtype)
 
@@ -44,7 +45,8 @@ def model_of(names, layers=1):
     model = models.model(layers=layers)
     for layer in model.layers:
         for name in names:
-            setattr(layer.self_attn, name, Int8(getattr(layer.self_attn, name)))
+            smallest = 1e-7 if name in KEYS else 0  # rows of an empty cache are zero
+            setattr(layer.self_attn, name, Int8(getattr(layer.self_attn, name), smallest))
     return model
 
 
