@@ -4,20 +4,19 @@ written, so nothing has to be copied first."""
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import written
-from mla_fx.graph.torch_private import OpOverload, memory_of, tree_leaves, tree_map
+from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
 from mla_fx.readings.paged import GATHERS
 from mla_fx.readings.views import MOVERS
 
@@ -30,7 +29,6 @@ BYTES = frozenset({aten.view.dtype})
 # Operators that only move or select numbers, of tensors that may be large: the result is widened when it is used.
 KEEPS = MOVERS.keys() | GATHERS
 FILLS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
-DRAWS = 16  # of scores within their errors, for which a choice counts as open
 
 
 @dataclass
@@ -116,12 +114,12 @@ class Wide(Dry):
         if isinstance(node.target, OpOverload) and node.target not in BYTES and not is_random(node):
             for dtype in dict.fromkeys((self.dtype, torch.float32)):
                 with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                    return _as(self.dtype, self.call_function(node.target, *_as(dtype, (args, kwargs))))
+                    return widened(self.dtype, self.call_function(node.target, *widened(dtype, (args, kwargs))))
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: _own(one, self.env[one]))
-        return _as(self.dtype, self.call_function(node.target, args, kwargs))
+        return widened(self.dtype, self.call_function(node.target, args, kwargs))
 
     def as_compared(self, value: Any) -> Any:
-        return _as(self.dtype, value)
+        return widened(self.dtype, value)
 
     def _moves_own(self, node: Node) -> bool:
         """Whether all operands still have their own precision, so moving them keeps it."""
@@ -148,79 +146,19 @@ def is_random(node: Node) -> bool:
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
-def _as(dtype: torch.dtype, value: Any) -> Any:
+def widened(dtype: torch.dtype, value: Any) -> Any:
     """Floating tensors, and floating dtypes, in a wide dtype."""
     kinds = {**dict.fromkeys(FLOATS, dtype), torch.complex64: COMPLEX[dtype], torch.complex128: COMPLEX[dtype]}
 
-    def widened(leaf: Any) -> Any:
+    def wide(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(kinds.get(leaf.dtype, leaf.dtype))
         return kinds.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
-    return tree_map(widened, value)
+    return tree_map(wide, value)
 
 
 def _own(node: Node, value: Any) -> Any:
     """A value in its dtype in the graph."""
     fake = node.meta.get("val")
     return value.to(fake.dtype) if isinstance(value, Tensor) and isinstance(fake, Tensor) else value
-
-
-# --- what rounding may decide ----------------------------------------------------------------------------------------
-
-
-def choices(graph: Graph) -> list[Node]:
-    """Calls that compute integers or flags from floating values: the best experts, a token, a comparison."""
-    calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))
-    return [node for node in calls if _is_choice(node) and not {math.inf, -math.inf} & {*map(_number, node.args)}]
-
-
-def _is_choice(node: Node) -> bool:
-    results = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-    operands = (one.meta.get("val") for one in node.all_input_nodes)
-    is_made_of_floats = any(isinstance(value, Tensor) and value.is_floating_point() for value in operands)
-    return is_made_of_floats and any(not value.is_floating_point() and not value.is_complex() for value in results)
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, float) else None
-
-
-def undecided(graph: Graph, plain: Mapping[str, Any], exact: Mapping[str, Any]) -> set[Node]:
-    """What depends on random numbers, or on a choice that rounding may flip: errors of `plain` values against `exact`
-    ones, times four."""
-    found: set[Node] = set()
-    chosen, generator = set(choices(graph)), torch.Generator().manual_seed(0)
-    for node in graph.nodes:
-        is_open = is_random(node) or (node in chosen and _is_open(node, plain, exact, generator))
-        if is_open or any(one in found for one in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _is_open(node: Node, plain: Mapping[str, Any], exact: Mapping[str, Any], generator: torch.Generator) -> bool:
-    call: Any = node.target
-    errors = {one: _error(plain[one.name], exact[one.name]) for one in node.all_input_nodes}
-    if not any(errors.values()):
-        return False
-
-    def chosen(draw: bool) -> list[Tensor]:
-        def operand(one: Node) -> Any:
-            value = exact[one.name]
-            if not draw or not errors[one]:
-                return value
-            signs = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
-            return value + 4 * errors[one] * signs
-
-        args, kwargs = map_arg((node.args, node.kwargs), operand)
-        results = [value for value in tree_leaves(call(*args, **kwargs)) if not value.is_floating_point()]
-        return [value.sort(-1).values for value in results] if node.target is aten.topk.default else results
-
-    first = chosen(False)
-    return any(not all(map(torch.equal, first, chosen(True))) for _ in range(DRAWS))
-
-
-def _error(plain: Any, exact: Any) -> float:
-    if not isinstance(plain, Tensor) or not plain.is_floating_point() or plain.numel() == 0:
-        return 0.0
-    return float((plain.to(exact.dtype) - exact).nan_to_num(0, 0, 0).abs().max())
