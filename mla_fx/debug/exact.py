@@ -1,5 +1,5 @@
-"""Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. Nothing is
-written, so nothing has to be copied first."""
+"""Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. No input is
+written: one that is copied to as a whole is left as it is, and one that is written in part is copied first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from mla_fx.errors import VerificationError
-from mla_fx.graph.aliasing import written
+from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
 from mla_fx.readings.paged import GATHERS
 from mla_fx.readings.views import MOVERS
@@ -56,7 +55,9 @@ class Dry(Interpreter):
 
     def results(self, inputs: Sequence[Any]) -> Results:
         with torch.no_grad():
-            outputs = self.run(*inputs)
+            given, parts = self._with_copies(inputs)
+            outputs = self.run(*given)
+        self.written.update({place: given[place] for place in parts - self.written.keys()})
         memories = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
 
         def copied(value: Any) -> Any:
@@ -65,7 +66,7 @@ class Dry(Interpreter):
             is_shared = isinstance(value, Tensor) and memory_of(value) in memories
             return value.clone() if is_shared else value
 
-        written = {place: copied(value) for place, value in self.written.items()}
+        written = {place: copied(value) for place, value in sorted(self.written.items())}
         return Results([copied(value) for value in outputs], written, self.values)
 
     def as_compared(self, value: Any) -> Any:
@@ -79,14 +80,36 @@ class Dry(Interpreter):
         return value
 
     def _of(self, node: Node) -> Any:
-        if not written(node):
+        if not self._is_copy_back(node):
             return super().run_node(node)
         target, source = node.all_input_nodes[0], node.all_input_nodes[-1]
-        if node.target is not aten.copy_.default or target not in self.places:
-            raise VerificationError(f"{node.target} writes a value that is not a graph input, which verify cannot undo")
         old, new = self.env[target], self.env[source]
         self.written[self.places[target]] = value = new if new.shape == old.shape else new.expand(old.shape)
         return value
+
+    def _is_copy_back(self, node: Node) -> bool:
+        """Whether a node writes a whole graph input, which is not done."""
+        return node.target is aten.copy_.default and node.all_input_nodes[0] in self.places
+
+    def _with_copies(self, inputs: Sequence[Any]) -> tuple[list[Any], set[int]]:
+        """The inputs, in copies of all memory of which a part is written, and the places of those that are: these
+        writes are done in the copies."""
+        parts = [node for node in self.graph.nodes if written(node) and not self._is_copy_back(node)]
+        owners = {owner(target) for node in parts for target in written(node)}
+        places = {place for node, place in self.places.items() if node in owners}
+        copies = {memory_of(inputs[place]): self._copy(inputs[place]) for place in places}
+
+        def copied(value: Any) -> Any:
+            whole = copies.get(memory_of(value)) if isinstance(value, Tensor) else None
+            return value if whole is None else whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+        return [copied(value) for value in inputs], places
+
+    def _copy(self, value: Tensor) -> Tensor:
+        """A copy of the whole memory that a tensor is in."""
+        memory = value.new_empty(0).set_(value.untyped_storage())
+        wide = self.as_compared(memory)
+        return wide.clone() if wide is memory else wide
 
 
 class Wide(Dry):
@@ -102,7 +125,7 @@ class Wide(Dry):
         self.numbers = {node for node in gm.graph.nodes if _is_number(node)}
 
     def _of(self, node: Node) -> Any:
-        if node.op != "call_function" or node.target is operator.getitem or written(node):
+        if node.op != "call_function" or node.target is operator.getitem or self._is_copy_back(node):
             return super()._of(node)
         operands = [one for one in node.all_input_nodes if isinstance(one.meta["val"], Tensor)]
         if node in self.numbers or (operands and self.numbers.issuperset(operands)):
@@ -110,6 +133,8 @@ class Wide(Dry):
             return super()._of(node)
         if node.target in KEEPS and self._moves_own(node):
             return super()._of(node)
+        for target in written(node):
+            self.env[target] = widened(self.dtype, self.env[target])
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         if isinstance(node.target, OpOverload) and node.target not in BYTES and not is_random(node):
             for dtype in dict.fromkeys((self.dtype, torch.float32)):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.errors import VerificationError
-from mla_fx.graph.aliasing import written
+from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_compilers import as_boxed, is_boxed
 
@@ -37,6 +37,8 @@ from .exact import Dry, Results, Wide
 from .graph_part import Part, whole
 from .report import Report
 from .reproducer import of_lowering, of_rule, reproduced
+
+aten = torch.ops.aten
 
 
 class _Result(NamedTuple):
@@ -237,8 +239,13 @@ def _outputs_and_writes(graph: Graph) -> tuple[Sequence[Any], dict[int, Node]]:
     places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     outputs = graph.output_node().args[0]
     assert isinstance(outputs, (list, tuple)), "an operator graph returns several values"
-    writes = filter(written, graph.nodes)
-    return outputs, {places[node.all_input_nodes[0]]: node.all_input_nodes[-1] for node in writes}
+    writes = {
+        places[one]: node.all_input_nodes[-1] if node.target is aten.copy_.default and target is one else node
+        for node in graph.nodes
+        for target in written(node)
+        if (one := owner(target)) in places
+    }
+    return outputs, dict(sorted(writes.items()))
 
 
 def _name(dtype: torch.dtype) -> str:
