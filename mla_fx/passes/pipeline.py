@@ -147,7 +147,7 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
 
 
 def _mark_unfused_mla(run: Run) -> None:
-    """Where nothing fused although latents are projected up, what came nearest looks like MLA, whatever else differs."""
+    """Where nothing fused although latents are projected up, the nearest miss looks like MLA."""
     misses = run.report.misses
     if run.fused or not misses or not has_bottleneck(run.graph):
         return
