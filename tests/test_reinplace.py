@@ -268,12 +268,13 @@ class Together(cases.Layer):
     def __init__(self):
         super().__init__()
         self.pool = torch.nn.Buffer(torch.randn(8, 4, cases.HCKV + cases.DR))
+        self.slots = torch.nn.Buffer(torch.tensor([3, 4, 5, 19, 20, 21]))
+        self.table = torch.nn.Buffer(torch.arange(8).view(2, 4))
 
     def store(self, latent, k_rope, position):
         rows = torch.cat((latent, k_rope), -1).flatten(0, 2)
-        slots = (torch.arange(2).unsqueeze(-1) * 16 + position).flatten()
-        self.pool.view(-1, rows.shape[-1])[slots] = rows
-        held = self.pool[torch.arange(8).view(2, 4)].flatten(1, 2).unsqueeze(1)
+        self.pool.view(-1, rows.shape[-1])[self.slots] = rows
+        held = self.pool[self.table].flatten(1, 2).unsqueeze(1)
         return held[..., : cases.HCKV], held[..., cases.HCKV :]
 
 

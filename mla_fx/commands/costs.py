@@ -17,8 +17,8 @@ A product of [m, k] and [k, n] has 2 m k n FLOPs; nothing else is counted, and m
               2 B T C N (D + V) + 2 B S N T (D + R + V), and 2 B T N (D + R + V) values more to move
 
 Both also have 2 B S FLOPs for each weight of the projections. The time is that of a roofline: the longer of moving all
-bytes and of computing all FLOPs, without an overhead. Feed-forward parts, norms and rotations are left out, and so is an
-indexer that chooses keys: all keys count as read."""
+bytes and of computing all FLOPs, without an overhead. Feed-forward parts, norms and rotations are left out, and so is
+an indexer that chooses keys: all keys count as read."""
 
 from __future__ import annotations
 
