@@ -82,8 +82,8 @@ class Inductor(Target):
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""
         if not _wants_dot_products(options):
-            return {}
-        return {aten.mm.default: _of_rows, aten.bmm.default: _of_heads}
+            return {aten._int_mm.default: _of_one_row}
+        return {aten._int_mm.default: _of_one_row, aten.mm.default: _of_rows, aten.bmm.default: _of_heads}
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, but with a batched product of one batch as a plain product, which has the better kernel."""
@@ -183,6 +183,15 @@ def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:
     return dot_products
 
 
+def _of_one_row(rows: Tensor, weight: Tensor) -> Compiled:
+    """Lower a product of one row of integers. Raises NoMatch otherwise.
+
+    A CPU library reads the row by its stride, and Inductor gives one row the stride 0."""
+    if weight.device.type != "cpu" or not isinstance(rows.shape[0], int) or rows.shape[0] != 1:
+        raise NoMatch("Inductor multiplies several rows of integers right")
+    return product_of_one_row
+
+
 def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
     """Lower a batched product of each head's rows and weights of 16 or 8 bits on a CPU. Raises NoMatch otherwise.
 
@@ -202,6 +211,11 @@ def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
 
 def _are_narrow(rows: Tensor, weights: Tensor) -> bool:
     return rows.dtype in HALVES and weights.dtype in (rows.dtype, *CODES)
+
+
+def product_of_one_row(row: Tensor, weight: Tensor) -> Tensor:
+    """[1, K] @ [K, N] of integers, as the first row of two."""
+    return torch._int_mm(row.expand(2, -1).contiguous(), weight)[:1]
 
 
 def small_products(rows: Tensor, weight: Tensor) -> Tensor:

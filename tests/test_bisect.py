@@ -51,6 +51,14 @@ def test_a_right_program_takes_one_compilation(stack, capsys):
     assert last.startswith("Nothing is wrong: with all 2 rewrites, ")
 
 
+def test_a_program_in_which_nothing_fuses_was_not_rewritten(tmp_path, capsys):
+    (path := tmp_path / "script.py").write_text(
+        "import torch\ndef build(): return torch.nn.Linear(3, 3), (torch.ones(1, 3),)"
+    )
+    assert main(["bisect", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Nothing was rewritten. ")
+
+
 def test_the_guilty_rewrite_is_found(monkeypatch, stack, capsys):
     plant(monkeypatch, "scale 1 % off", ".layers.1.")
     assert main(["bisect", stack(2), "--json"]) == 1

@@ -36,6 +36,14 @@ def test_one_token_of_deepseek_v3_by_hand():
     assert expanded.bytes == absorbed.bytes + 2 * 2 * 4096 * 128 * (192 + 128)
 
 
+def test_an_indexer_is_named():
+    sparse = Sizes.of(SimpleNamespace(**ATTENTION, index_topk=2048))
+    told = costs.told(sparse, 61, Step(), Machine())
+    assert "the indexer, which chooses 2048 keys for each query, is not counted, and all 4096 keys count" in told
+    assert costs.to_dict(sparse, 61, Step(), Machine())["keys_chosen"] == 2048
+    assert "indexer" not in costs.told(V3, 61, Step(), Machine())
+
+
 def test_a_query_without_a_low_rank():
     direct = replace(SMALL, query_rank=0)
     assert direct.weights - SMALL.weights == 2 * (64 * 4 * 24 - 48 * (64 + 4 * 24))

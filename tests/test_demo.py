@@ -132,6 +132,26 @@ def test_explain_a_script(tmp_path, capsys):
     assert "fused nothing" in capsys.readouterr().out
 
 
+UNLIKE = """
+from mla_fx import cases
+
+class Summed(cases.Layer):
+    def keys(self, latent, k_rope):
+        key, value = super().keys(latent, k_rope)
+        return key, value.cumsum(-2)
+
+def build():
+    return Summed(), cases.inputs()
+"""
+
+
+def test_mla_in_which_nothing_fused_is_a_failure(tmp_path, capsys):
+    """Values are no projection of the latents, keys are."""
+    (script := tmp_path / "script.py").write_text(UNLIKE)
+    assert main(["explain", str(script)]) == 1
+    assert "expected a matrix product, found cumsum" in capsys.readouterr().out
+
+
 def test_hybrids_get_a_layer_with_attention():
     model, _, kwargs = tiny_call("bailing_hybrid")
     assert "full_attention" in model.config.layer_types

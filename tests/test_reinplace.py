@@ -233,7 +233,7 @@ REFUSED = {
     ReturnsNew: "the updated kv_cache is an output",
     ReturnsViewOfNew: "the updated kr_cache is an output",
     ComparesBoth: "reads the old kv_cache",
-    Cloned: "kv_cache is not a view of a graph input",
+    Cloned: "kv_cache is not a view of a graph input, but computed by clone",
     RoomyRestored: "the updated kv_cache differs from what the graph input becomes",
     RoomyHalf: "the updated kv_cache differs from what the graph input becomes",
     TwoSteps: KEPT,
@@ -260,6 +260,28 @@ def run_both(module, target="reference"):
     for name, buffer in eager.named_buffers():
         torch.testing.assert_close(fused.get_buffer(name), buffer, rtol=1e-4, atol=1e-5)
     return report
+
+
+class Together(cases.Layer):
+    """Latents and rotary keys share pages, which the operator does not write: it gives the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = torch.nn.Buffer(torch.randn(8, 4, cases.HCKV + cases.DR))
+        self.slots = torch.nn.Buffer(torch.tensor([3, 4, 5, 19, 20, 21]))
+        self.table = torch.nn.Buffer(torch.arange(8).view(2, 4))
+
+    def store(self, latent, k_rope, position):
+        rows = torch.cat((latent, k_rope), -1).flatten(0, 2)
+        self.pool.view(-1, rows.shape[-1])[self.slots] = rows
+        held = self.pool[self.table].flatten(1, 2).unsqueeze(1)
+        return held[..., : cases.HCKV], held[..., cases.HCKV :]
+
+
+def test_rows_for_a_pool_are_new_memory():
+    report = run_both(Together())
+    assert "mla_prolog" in report.fused, str(report)
+    assert any("kv_cache is not a view of a graph input, but new memory, from which rows" in n for n in report.notes)
 
 
 def stages(module):

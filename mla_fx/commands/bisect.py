@@ -73,6 +73,8 @@ class Bisection:
         if self.wrong is None:
             (step,) = self.steps
             worst = step.worst
+            if not step.fuel:
+                return f"Nothing was rewritten. {worst} is {worst.share:.2g} of what is allowed."
             return f"Nothing is wrong: with all {step.fuel} rewrites, {worst} is {worst.share:.2g} of what is allowed."
         after = self.wrong.worst
         if self.guilty is None or self.right is None:

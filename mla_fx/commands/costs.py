@@ -17,7 +17,8 @@ A product of [m, k] and [k, n] has 2 m k n FLOPs; nothing else is counted, and m
               2 B T C N (D + V) + 2 B S N T (D + R + V), and 2 B T N (D + R + V) values more to move
 
 Both also have 2 B S FLOPs for each weight of the projections. The time is that of a roofline: the longer of moving all
-bytes and of computing all FLOPs, without an overhead. Feed-forward parts, norms and rotations are left out."""
+bytes and of computing all FLOPs, without an overhead. Feed-forward parts, norms and rotations are left out, and so is
+an indexer that chooses keys: all keys count as read."""
 
 from __future__ import annotations
 
@@ -84,10 +85,13 @@ class Sizes:
     nope: int
     rope: int
     value: int
+    chosen: int = 0
+    """Keys that an indexer chooses per query, 0 without one."""
 
     @classmethod
     def of(cls, config: Any) -> Sizes:
-        return cls(**{name: getattr(config, theirs, None) or 0 for name, theirs in NAMES.items()})
+        names = {**NAMES, "chosen": "index_topk"}
+        return cls(**{name: getattr(config, theirs, None) or 0 for name, theirs in names.items()})
 
     @property
     def _projections(self) -> int:
@@ -134,6 +138,7 @@ def to_dict(sizes: Sizes, layers: int, step: Step, machine: Machine) -> dict[str
         "machine": asdict(machine),
         "weights": sizes.weights,
         "cache_per_token": sizes.cache_per_token,
+        "keys_chosen": sizes.chosen,
         "caches_read": sizes.caches_read(step),
         "forms": {name: {**asdict(cost), "seconds": machine.seconds(cost)} for name, cost in forms.items()},
     }
@@ -152,5 +157,10 @@ def told(sizes: Sizes, layers: int, step: Step, machine: Machine) -> str:
         lines.append(
             f"  {name}: {amount(cost.bytes, 'B')} moved, {amount(cost.flops, 'FLOP')} per layer; at least "
             f"{seconds * 1e6:.1f} us, {seconds * layers * 1e3:.2f} ms for all layers, bound by {bound}"
+        )
+    if sizes.chosen:
+        lines.append(
+            f"  the indexer, which chooses {sizes.chosen} keys for each query, is not counted, and all "
+            f"{step.context} keys count as read: fused attention has no sparse form"
         )
     return "\n".join([*lines, f"  at {machine.bandwidth:g} GB/s and {machine.flops:g} TFLOP/s"])

@@ -41,16 +41,21 @@ def closeness(what: str, mine: Any, plain: Any, exact: Any) -> Closeness:
         return Closeness(what, 0.0, 0.0, 0.0)
     if not _is_alike(mine, plain):
         return Closeness(what, math.inf, 0.0, math.inf)
-    mine, plain, exact = map(_real, (mine, plain, exact))
+    mine, plain, exact = map(numbers, (mine, plain, exact))
     seen = plain.isfinite() & exact.isfinite()
     if not plain.is_floating_point() or not seen.any():
         return Closeness(what, 0.0, 0.0, 0.0)
-    floor = ULPS * torch.finfo(plain.dtype).eps + SAME[exact.dtype]
+    floor = floor_of(plain, exact)
     mine, plain, exact = (value.to(exact.dtype)[seen] for value in (mine, plain, exact))
     (error, mean), (unfused, own_mean) = (_errors(value - exact) for value in (mine, plain))
     largest, size = _errors(exact)
     shares = _share(error, TIMES * unfused + floor * largest), _share(mean, TIMES * own_mean + floor * size)
     return Closeness(what, _share(error, largest), _share(unfused, largest), max(shares))
+
+
+def floor_of(plain: Tensor, exact: Tensor) -> float:
+    """The error that is allowed at least, relative to the largest element."""
+    return ULPS * torch.finfo(plain.dtype).eps + SAME[exact.dtype]
 
 
 def distance(mine: Any, theirs: Any) -> float:
@@ -59,7 +64,7 @@ def distance(mine: Any, theirs: Any) -> float:
         return 0.0
     if not _is_alike(mine, theirs):
         return math.inf
-    mine, theirs = _real(mine), _real(theirs)
+    mine, theirs = numbers(mine), numbers(theirs)
     if not theirs.is_floating_point():
         return 0.0
     seen = theirs.isfinite()
@@ -70,7 +75,7 @@ def _is_alike(mine: Tensor, theirs: Tensor) -> bool:
     """Whether both are of the same kind, with equal values wherever they are not finite floating numbers."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
-    mine, theirs = _real(mine), _real(theirs)
+    mine, theirs = numbers(mine), numbers(theirs)
     if not theirs.is_floating_point():
         return torch.equal(mine, theirs)
     wild = ~theirs.isfinite() & ~blind(mine, theirs)
@@ -83,8 +88,11 @@ def blind(mine: Tensor, theirs: Tensor) -> Tensor:
     return theirs.isnan() & mine.isfinite()
 
 
-def _real(value: Tensor) -> Tensor:
-    return torch.view_as_real(value) if value.is_complex() else value
+def numbers(value: Tensor) -> Tensor:
+    """A tensor that can be computed with: complex numbers as two, those of 8 bits as wider ones."""
+    if value.is_complex():
+        return torch.view_as_real(value)
+    return value.float() if value.is_floating_point() and value.itemsize == 1 else value
 
 
 def _errors(difference: Tensor) -> tuple[float, float]:

@@ -1,23 +1,21 @@
-"""Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. Nothing is
-written, so nothing has to be copied first."""
+"""Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. No input is
+written: one that is copied to as a whole is left as it is, and one that is written in part is copied first."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from mla_fx.errors import VerificationError
-from mla_fx.graph.aliasing import written
-from mla_fx.graph.torch_private import OpOverload, memory_of, tree_leaves, tree_map
+from mla_fx.graph.aliasing import owner, written
+from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
 from mla_fx.readings.paged import GATHERS
 from mla_fx.readings.views import MOVERS
 
@@ -30,7 +28,6 @@ BYTES = frozenset({aten.view.dtype})
 # Operators that only move or select numbers, of tensors that may be large: the result is widened when it is used.
 KEEPS = MOVERS.keys() | GATHERS
 FILLS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
-DRAWS = 16  # of scores within their errors, for which a choice counts as open
 
 
 @dataclass
@@ -58,7 +55,9 @@ class Dry(Interpreter):
 
     def results(self, inputs: Sequence[Any]) -> Results:
         with torch.no_grad():
-            outputs = self.run(*inputs)
+            given, parts = self._with_copies(inputs)
+            outputs = self.run(*given)
+        self.written.update({place: given[place] for place in parts - self.written.keys()})
         memories = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
 
         def copied(value: Any) -> Any:
@@ -67,7 +66,7 @@ class Dry(Interpreter):
             is_shared = isinstance(value, Tensor) and memory_of(value) in memories
             return value.clone() if is_shared else value
 
-        written = {place: copied(value) for place, value in self.written.items()}
+        written = {place: copied(value) for place, value in sorted(self.written.items())}
         return Results([copied(value) for value in outputs], written, self.values)
 
     def as_compared(self, value: Any) -> Any:
@@ -81,14 +80,36 @@ class Dry(Interpreter):
         return value
 
     def _of(self, node: Node) -> Any:
-        if not written(node):
+        if not self._is_copy_back(node):
             return super().run_node(node)
         target, source = node.all_input_nodes[0], node.all_input_nodes[-1]
-        if node.target is not aten.copy_.default or target not in self.places:
-            raise VerificationError(f"{node.target} writes a value that is not a graph input, which verify cannot undo")
         old, new = self.env[target], self.env[source]
         self.written[self.places[target]] = value = new if new.shape == old.shape else new.expand(old.shape)
         return value
+
+    def _is_copy_back(self, node: Node) -> bool:
+        """Whether a node writes a whole graph input, which is not done."""
+        return node.target is aten.copy_.default and node.all_input_nodes[0] in self.places
+
+    def _with_copies(self, inputs: Sequence[Any]) -> tuple[list[Any], set[int]]:
+        """The inputs, in copies of all memory of which a part is written, and the places of those that are: these
+        writes are done in the copies."""
+        parts = [node for node in self.graph.nodes if written(node) and not self._is_copy_back(node)]
+        owners = {owner(target) for node in parts for target in written(node)}
+        places = {place for node, place in self.places.items() if node in owners}
+        copies = {memory_of(inputs[place]): self._copy(inputs[place]) for place in places}
+
+        def copied(value: Any) -> Any:
+            whole = copies.get(memory_of(value)) if isinstance(value, Tensor) else None
+            return value if whole is None else whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+        return [copied(value) for value in inputs], places
+
+    def _copy(self, value: Tensor) -> Tensor:
+        """A copy of the whole memory that a tensor is in."""
+        memory = value.new_empty(0).set_(value.untyped_storage())
+        wide = self.as_compared(memory)
+        return wide.clone() if wide is memory else wide
 
 
 class Wide(Dry):
@@ -104,7 +125,7 @@ class Wide(Dry):
         self.numbers = {node for node in gm.graph.nodes if _is_number(node)}
 
     def _of(self, node: Node) -> Any:
-        if node.op != "call_function" or node.target is operator.getitem or written(node):
+        if node.op != "call_function" or node.target is operator.getitem or self._is_copy_back(node):
             return super()._of(node)
         operands = [one for one in node.all_input_nodes if isinstance(one.meta["val"], Tensor)]
         if node in self.numbers or (operands and self.numbers.issuperset(operands)):
@@ -112,16 +133,18 @@ class Wide(Dry):
             return super()._of(node)
         if node.target in KEEPS and self._moves_own(node):
             return super()._of(node)
+        for target in written(node):
+            self.env[target] = widened(self.dtype, self.env[target])
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         if isinstance(node.target, OpOverload) and node.target not in BYTES and not is_random(node):
             for dtype in dict.fromkeys((self.dtype, torch.float32)):
                 with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                    return _as(self.dtype, self.call_function(node.target, *_as(dtype, (args, kwargs))))
+                    return widened(self.dtype, self.call_function(node.target, *widened(dtype, (args, kwargs))))
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: _own(one, self.env[one]))
-        return _as(self.dtype, self.call_function(node.target, args, kwargs))
+        return widened(self.dtype, self.call_function(node.target, args, kwargs))
 
     def as_compared(self, value: Any) -> Any:
-        return _as(self.dtype, value)
+        return widened(self.dtype, value)
 
     def _moves_own(self, node: Node) -> bool:
         """Whether all operands still have their own precision, so moving them keeps it."""
@@ -148,79 +171,19 @@ def is_random(node: Node) -> bool:
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
-def _as(dtype: torch.dtype, value: Any) -> Any:
+def widened(dtype: torch.dtype, value: Any) -> Any:
     """Floating tensors, and floating dtypes, in a wide dtype."""
     kinds = {**dict.fromkeys(FLOATS, dtype), torch.complex64: COMPLEX[dtype], torch.complex128: COMPLEX[dtype]}
 
-    def widened(leaf: Any) -> Any:
+    def wide(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(kinds.get(leaf.dtype, leaf.dtype))
         return kinds.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
-    return tree_map(widened, value)
+    return tree_map(wide, value)
 
 
 def _own(node: Node, value: Any) -> Any:
     """A value in its dtype in the graph."""
     fake = node.meta.get("val")
     return value.to(fake.dtype) if isinstance(value, Tensor) and isinstance(fake, Tensor) else value
-
-
-# --- what rounding may decide ----------------------------------------------------------------------------------------
-
-
-def choices(graph: Graph) -> list[Node]:
-    """Calls that compute integers or flags from floating values: the best experts, a token, a comparison."""
-    calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))
-    return [node for node in calls if _is_choice(node) and not {math.inf, -math.inf} & {*map(_number, node.args)}]
-
-
-def _is_choice(node: Node) -> bool:
-    results = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-    operands = (one.meta.get("val") for one in node.all_input_nodes)
-    is_made_of_floats = any(isinstance(value, Tensor) and value.is_floating_point() for value in operands)
-    return is_made_of_floats and any(not value.is_floating_point() and not value.is_complex() for value in results)
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, float) else None
-
-
-def undecided(graph: Graph, plain: Mapping[str, Any], exact: Mapping[str, Any]) -> set[Node]:
-    """What depends on random numbers, or on a choice that rounding may flip: errors of `plain` values against `exact`
-    ones, times four."""
-    found: set[Node] = set()
-    chosen, generator = set(choices(graph)), torch.Generator().manual_seed(0)
-    for node in graph.nodes:
-        is_open = is_random(node) or (node in chosen and _is_open(node, plain, exact, generator))
-        if is_open or any(one in found for one in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _is_open(node: Node, plain: Mapping[str, Any], exact: Mapping[str, Any], generator: torch.Generator) -> bool:
-    call: Any = node.target
-    errors = {one: _error(plain[one.name], exact[one.name]) for one in node.all_input_nodes}
-    if not any(errors.values()):
-        return False
-
-    def chosen(draw: bool) -> list[Tensor]:
-        def operand(one: Node) -> Any:
-            value = exact[one.name]
-            if not draw or not errors[one]:
-                return value
-            signs = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
-            return value + 4 * errors[one] * signs
-
-        args, kwargs = map_arg((node.args, node.kwargs), operand)
-        results = [value for value in tree_leaves(call(*args, **kwargs)) if not value.is_floating_point()]
-        return [value.sort(-1).values for value in results] if node.target is aten.topk.default else results
-
-    first = chosen(False)
-    return any(not all(map(torch.equal, first, chosen(True))) for _ in range(DRAWS))
-
-
-def _error(plain: Any, exact: Any) -> float:
-    if not isinstance(plain, Tensor) or not plain.is_floating_point() or plain.numel() == 0:
-        return 0.0
-    return float((plain.to(exact.dtype) - exact).nan_to_num(0, 0, 0).abs().max())

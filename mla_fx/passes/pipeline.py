@@ -7,6 +7,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
@@ -17,7 +18,7 @@ from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_disp
 from mla_fx.ops.common.collector import collector_paused
 from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
 from mla_fx.passes.hoist import hoist
-from mla_fx.passes.triage import triage
+from mla_fx.passes.triage import has_bottleneck, triage
 from mla_fx.readings.sizes import size_facts
 from mla_fx.readings.written_alike import written_alike
 from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, drop_turns, erase_orphans
@@ -140,8 +141,18 @@ def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
                 _run_pass(run, step)
     run.report.pieces, run.report.modules = dict(run.pieces), run.fused
     run.report.fused = {name: len(modules) for name, modules in run.fused.items()}
+    _mark_unfused_mla(run)
     if run.fused and run.is_changed:
         run.report.memory = [_memory(run)]
+
+
+def _mark_unfused_mla(run: Run) -> None:
+    """Where nothing fused although latents are projected up, the nearest miss looks like MLA."""
+    misses = run.report.misses
+    if run.fused or not misses or not has_bottleneck(run.graph):
+        return
+    nearest = max(range(len(misses)), key=lambda place: misses[place].depth)
+    misses[nearest] = replace(misses[nearest], looks_like_mla=True)
 
 
 def _run_pass(run: Run, step: Pass) -> None:

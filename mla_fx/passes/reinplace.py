@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import may_share, owner, readers, stride_readers, surely_shares, writers
 from mla_fx.graph.dead_code import erase_unread, unread_without
+from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import Operator, catalogue
 from mla_fx.readings.axes import Index, fresh, shifted, substitute
 from mla_fx.readings.calls import args_of, named_argument
@@ -107,7 +108,8 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
     given = named_argument(node, name)
     source = _viewed_input(given) if isinstance(given, Node) else None
     if source is None:
-        raise NoMatch(f"{name} is not a view of a graph input")
+        made = _made_by(given) if isinstance(given, Node) else ""
+        raise NoMatch(f"{name} is not a view of a graph input{made}")
     if any(owner(operand) is source for operand in node.all_input_nodes if operand is not given):
         raise NoMatch(f"another operand is in the same graph input as {name}")
     copies = list(writers(source))
@@ -145,6 +147,15 @@ def _viewed_input(node: Node) -> Node | None:
             return None
         node = source
     return node if node.op == "placeholder" else None
+
+
+def _made_by(node: Node) -> str:
+    """What computes a value that is no view of a graph input."""
+    while (source := surely_shares(node)) is not None:
+        node = source
+    if node.target is aten.empty.memory_format:
+        return ", but new memory, from which rows are written to the program's own cache"
+    return f", but computed by {node.target._opname}" if isinstance(node.target, OpOverload) else ""
 
 
 class _Part(NamedTuple):
