@@ -73,7 +73,7 @@ def of_random_numbers(graph: Graph) -> set[Node]:
 
 
 def of_bytes(graph: Graph) -> set[Node]:
-    """What may hold the bytes of floating numbers, of which the last bits mean nothing."""
+    """What may hold the bytes of floating numbers, whose last bits mean nothing."""
     return depends_on(graph, lambda node: node.target in BYTES and _is_choice(node))
 
 

@@ -92,7 +92,7 @@ class Dry(Interpreter):
         return node.target is aten.copy_.default and node.all_input_nodes[0] in self.places
 
     def _with_copies(self, inputs: Sequence[Any]) -> tuple[list[Any], set[int]]:
-        """The inputs, in copies of all memory of which a part is written, and the places of those that are: these
+        """The inputs, in copies of all memory that is written in part, and the places of those that are: these
         writes are done in the copies."""
         parts = [node for node in self.graph.nodes if written(node) and not self._is_copy_back(node)]
         owners = {owner(target) for node in parts for target in written(node)}
