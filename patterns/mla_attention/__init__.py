@@ -47,7 +47,6 @@ from mla_fx.readings.sizes import at_most, product
 from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
 from mla_fx.rewriting.materialize import scaled_by
 from mla_fx.rewriting.plan import ByHoisting
-from mla_fx.rewriting.weights import check_weight
 from mla_fx.rule import (
     LATENT_ATTENTION,
     Attention,
@@ -267,8 +266,9 @@ def _roles(match: Match) -> _Roles:
 
 def _check_operands(match: Match, found: Attention, a: _Roles) -> None:
     """Each operand has its own dimensions and no others."""
-    if "weight_uk" in match.elements:
-        check_weight(match["weight_uk"], "weight_uk", may_be_dequantised=True)
+    for name, columns in (("weight_uk", a.d), ("weight_uv", a.dv)):
+        if name in match.elements:
+            _check_axes(match[name], name, {*a.n, *columns, *a.hckv})
     _check_shared(match["kv_cache"], "the latent", {*a.b, *a.t, *a.hckv}, a.n, a.t)
     if "kr_cache" in match.elements:
         _check_shared(match["kr_cache"], "k_rope", {*a.b, *a.t, *a.dr}, a.n, a.t)
