@@ -59,6 +59,11 @@ def by_blocks(weight: Tensor) -> Stored:
     return Stored((blocks / scales).view(weight.shape).to(torch.float8_e4m3fn), scales.squeeze((1, 3)))
 
 
+def as_floats(weight: Tensor) -> Stored:
+    """The weight itself, and the scales by which it is quantised in the graph."""
+    return Stored(weight.clone(), weight.abs().amax(1, keepdim=True) / 127.5)
+
+
 def in_nibbles(weight: Tensor) -> Stored:
     """Two codes of 4 bits in each byte."""
     scales = weight.abs().amax(1) / 7
@@ -197,6 +202,31 @@ def of_dequantised_tokens(x, w):
     return of_groups((codes.to(x.dtype) - zeros) * scales, w)
 
 
+def of_a_library_with_tokens(x, w):
+    """PT2E: operators dequantise weights and tokens to float32. The result is rounded to the dtype of the model."""
+    library = torch.ops.quantized_decomposed
+    zeros = torch.zeros(len(w.scales), dtype=torch.int64)
+    weight = library.dequantize_per_channel(w.codes, w.scales.float(), zeros, 0, -128, 127, torch.int8)
+    codes = library.quantize_per_tensor(x.float(), 0.03, 0, -128, 127, torch.int8)
+    return linear(library.dequantize_per_tensor(codes, 0.03, 0, -128, 127, torch.int8), weight).to(x.dtype)
+
+
+def in_float32(x, w):
+    """The weight is dequantised to float32, and so is the product."""
+    return linear(x.float(), w.codes.float() * w.scales.float().unsqueeze(1)).to(x.dtype)
+
+
+def of_fake_quantisation(x, w):
+    """compressed-tensors: tokens and weights are quantised and dequantised in the model's dtype; no integer appears."""
+    low, high = (x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0))
+    scales = torch.maximum(low.abs(), high.abs()) / 127.5
+    scales = torch.where(scales == 0, torch.finfo(x.dtype).eps, scales)
+    values, weight = (
+        torch.clamp(part / by, -128, 127).round() * by for part, by in ((x, scales), (w.codes, w.scales))
+    )
+    return linear(values, weight)
+
+
 SPELLINGS = {
     scaled_behind: by_rows,
     scaled_behind_in_one_dimension: by_tensor,
@@ -216,6 +246,9 @@ SPELLINGS = {
     of_tokens_without_scales: by_rows,
     of_float8: by_rows_in_float8,
     of_dequantised_tokens: by_groups,
+    of_a_library_with_tokens: by_rows,
+    in_float32: by_rows,
+    of_fake_quantisation: as_floats,
 }
 OF_TOKENS = (
     of_tokens, of_integers, of_unsigned, of_wide_integers, of_wider_results, of_sums_cast_back,

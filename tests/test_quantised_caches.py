@@ -9,7 +9,7 @@ from torch import nn
 from transformers import QuantizedCache
 
 import mla_fx
-from mla_fx.cases import HCKV, B, Layer, S, T, inputs
+from mla_fx.cases import DV, HCKV, B, D, Layer, N, S, T, inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 TILES = 4
@@ -138,6 +138,49 @@ def test_attention_is_over_what_the_cache_holds(kind):
         torch.testing.assert_close(compiled(*inputs()), theirs(*inputs()), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(list(ours.buffers()), list(theirs.buffers()), rtol=0, atol=0)
     assert mla_fx.last_report().fused == {"latent_attention": 1}
+
+
+class Folded(OfTokens):
+    """Absorbed attention multiplies codes; their scales multiply scores, probabilities, or both."""
+
+    parts = ("scores", "probabilities")
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        weight, scales = self.kv_b.view(N, D + DV, HCKV), self.of_tokens.transpose(-1, -2)
+        codes = self.kv_codes.to(latent.dtype)
+        query = torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D])
+        folded = (query @ codes.transpose(-1, -2)) * scales
+        nope = folded if "scores" in self.parts else query @ latent.transpose(-1, -2)
+        weights = torch.softmax((nope + q_rope @ k_rope.transpose(-1, -2)) * 0.3 + mask, -1)
+        out = (weights * scales) @ codes if "probabilities" in self.parts else weights @ latent
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
+
+
+class FoldedIntoScores(Folded):
+    parts = ("scores",)
+
+
+class FoldedIntoNothing(Folded):
+    parts = ()
+
+
+SCORES = "scores of codes are multiplied by scales, expected latents that are dequantised: codes times scales"
+PROBABILITIES = (
+    "probabilities are multiplied by index_copy, expected none: multiply the values, as by the scales of their codes"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reasons"), [(Folded, [PROBABILITIES]), (FoldedIntoScores, [SCORES]), (FoldedIntoNothing, [])]
+)
+def test_folded_scales_of_tokens_are_named(kind, reasons):
+    ours, theirs = kind(), kind()
+    compiled = torch.compile(ours, backend="mla", options={"target": "reference"})
+    torch.testing.assert_close(compiled(*inputs()), theirs(*inputs()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(list(ours.buffers()), list(theirs.buffers()), rtol=0, atol=0)
+    report = mla_fx.last_report()
+    assert report.fused.get("latent_attention", 0) == (not reasons)
+    assert [miss.reason for miss in report.misses if miss.pattern == "mla_attention"] == reasons
 
 
 @pytest.mark.slow

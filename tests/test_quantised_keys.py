@@ -168,21 +168,35 @@ def by_two_scales(x, w):
     return by_scales_in_another_order(x, w) * w.scales
 
 
+def by_scales_of_the_next_head(x, w):
+    return linear(x, w.codes.to(x.dtype)) * w.scales.roll(D + DV)
+
+
 @every_prolog
 @pytest.mark.parametrize(
-    "multiply", [by_scales_in_another_order, by_scales_along_the_latent, by_one_scale_per_head, by_two_scales]
+    "multiply",
+    [
+        by_scales_in_another_order,
+        by_scales_along_the_latent,
+        by_one_scale_per_head,
+        by_two_scales,
+        by_scales_of_the_next_head,
+    ],
 )
 def test_other_scales_are_kept_right(names, multiply):
     report = check(layer_of(names, multiply))
     assert report.fused == {PROLOGS[names]: 1, ATTENTION: 1}, str(report)
 
 
-def by_scales_of_the_next_head(x, w):
-    return linear(x, w.codes.to(x.dtype)) * w.scales.roll(D + DV)
-
-
 def by_scales_that_depend_on_tokens(x, w):
     return linear(x, w.codes.to(x.dtype)) * (w.scales * x.abs().mean())
+
+
+def test_scales_may_depend_on_tokens():
+    """The prolog would need the cache that it writes."""
+    report = check(layer_of((), by_scales_that_depend_on_tokens))
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason for miss in report.misses] == ["the operator would need a value that it computes itself"]
 
 
 def by_scales_on_both_sides_of_a_weight(x, w):
@@ -194,8 +208,6 @@ def by_a_scale_per_token_and_column(x, w):
 
 
 TWINS = {
-    by_scales_of_the_next_head: "weight_uk is computed in the graph, expected a parameter",
-    by_scales_that_depend_on_tokens: "weight_uk is computed in the graph, expected a parameter",
     by_scales_on_both_sides_of_a_weight: "a matrix product is multiplied by a parameter, as by the scales of",
     by_a_scale_per_token_and_column: "the scales of a product belong to neither operand",
 }

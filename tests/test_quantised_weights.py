@@ -17,6 +17,7 @@ from quantised import (
     by_blocks,
     by_groups,
     by_rows,
+    in_float32,
     of_groups,
     of_integers,
     of_tokens,
@@ -239,7 +240,12 @@ def corrected_in_8_bits(x, w):
     return unsigned(x, w, dtype=torch.int8)
 
 
+def rounded_on_the_way(x, w):
+    return scaled_behind(x, w).to(torch.bfloat16).to(x.dtype)
+
+
 NEAR_TWINS = {
+    rounded_on_the_way: "the program rounds to torch.bfloat16, the operator only to torch.float32",
     with_bias: "the projection has a bias, which the fused operators do not support",
     with_second_branch: SECOND_PRODUCT,
     with_outliers: SECOND_PRODUCT,
@@ -300,6 +306,19 @@ def test_keys_and_values_of_different_latents(kind):
     report = report_of(kind(of_tokens, by_rows, "kv_b"))
     assert report.fused == {}, str(report)
     assert [miss.reason.partition(":")[0] for miss in report.misses] == ["kv_cache is not one tensor"]
+
+
+def test_keys_and_values_are_rounded_to_a_third_dtype():
+    """Attention in bfloat16 over latents in float32 rounds once, but not to float16 before."""
+    layer = in_dtype(Quantised(lambda x, w: in_float32(x, w).half().to(x.dtype), by_rows, "kv_b"), torch.bfloat16)
+    *given, position = inputs()
+    given = [value.to(torch.bfloat16) for value in given]
+    torch.compile(layer, backend="mla", options={"target": "reference"})(*given, position)
+    report = mla_fx.last_report()
+    assert report.fused == {}
+    assert [miss.reason for miss in report.misses] == [
+        "the program rounds to torch.float16, the operator only to torch.float32"
+    ]
 
 
 def test_codes_in_float16_may_leave_its_range():

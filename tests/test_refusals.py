@@ -651,17 +651,6 @@ class OneAppended(Layer):
         return kv_cache, torch.cat((kr_cache[:, :, self.sizes.tokens :], k_rope), dim=2)
 
 
-class ComputedUp(Layer):
-    def keys(self, latent, k_rope):
-        self.kv_b = self.whole * torch.linspace(0.5, 1.5, len(self.whole), dtype=torch.float64)[:, None]
-        return super().keys(latent, k_rope)
-
-    def __init__(self):
-        super().__init__()
-        self.whole = self.kv_b
-        del self.kv_b
-
-
 class ComputedQuery(Layer):
     def query(self, x):
         z, scale = self.sizes, torch.linspace(0.5, 1.5, len(self.q_b), dtype=torch.float64)
@@ -824,7 +813,6 @@ class KeyByQuery(Layer):
 LAYERS = {
     KeyByQuery: ("k_rope depends on more than its own dimensions",),
     OneAppended: ("are not cached in the same way", "latent and rotary key are written to different positions"),
-    ComputedUp: ("weight_uk is computed in the graph, expected a parameter",),
     ComputedQuery: ("weight_uq is computed in the graph, expected a parameter",),
     ScaledStates: ("a projection of the prolog is multiplied by 1.5",),
     CrossedQuery: ("the weights of q_nope and q_rope are not adjacent in one matrix",),
@@ -848,10 +836,6 @@ def test_near_twins_of_a_layer(kind):
     reasons = {miss.reason for miss in report.misses}
     for reason in LAYERS[kind]:
         assert any(reason in told for told in reasons), reasons
-
-
-def test_a_weight_that_is_computed_keeps_attention_as_it_is():
-    assert not check(ComputedUp()).fused
 
 
 def test_single_precision_behind_the_projections():

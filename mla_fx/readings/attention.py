@@ -21,6 +21,7 @@ from .calls import CASTS, args_of, argument
 from .constant import constant, rounded
 from .contraction import PRODUCTS, Contraction, contraction, scaled_product
 from .element import Element, computed_from, operand, resolve
+from .quantised_product import holds_codes
 from .reading import Reading
 from .sizes import Size, ratio
 from .softmax import SOFTMAX, exponential, softmax
@@ -119,16 +120,31 @@ def attention(node: Node) -> Attention:
     weighted = contraction(resolve(output, index))
     is_left = weighted.left.origin in (node, *_guards(node))
     probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
+    for side in (weighted.left, weighted.right):
+        _check_not_scaled(side, {node, *_guards(node)})
     found = softmax(probability)
     keys = of_axis(found.axis)
     if weighted.over != (keys,):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
     scores, masks = _logits(found.logits, allowance())
+    for mask in masks:
+        if holds_codes(mask.element):
+            how = "expected latents that are dequantised: codes times scales"
+            raise NoMatch(f"scores of codes are multiplied by scales, {how}", mask.element.origin)
     sink = None if found.sink is None else _sink(found.sink)
     factor = weighted.factor
     return _unpadded(
         Attention(output, index, scores, masks, None, value, factor, keys, sink=sink, logits=found.logits)
     )
+
+
+def _check_not_scaled(side: Element, probabilities: Set[Node]) -> None:
+    """Raises NoMatch if a side of the product with the values is the probabilities times something else."""
+    factors = [factor.origin for factor, _ in as_product(side).factors]
+    others = [name_of(factor) for factor in factors if factor not in probabilities]
+    if 0 < len(others) < len(factors):
+        because = "expected none: multiply the values, as by the scales of their codes"
+        raise NoMatch(f"probabilities are multiplied by {', '.join(others)}, {because}", side.origin)
 
 
 def _sink(logit: Element) -> Element | float:

@@ -39,6 +39,7 @@ from mla_fx.readings.attention import anchors, attention, weighted_sum
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.contraction import parted_at, segments
+from mla_fx.readings.element import computed_between, is_coarser
 from mla_fx.readings.log_sum_exp import LogSumExp
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.quantised import quantised_up_projection
@@ -47,7 +48,6 @@ from mla_fx.readings.sizes import at_most, product
 from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
 from mla_fx.rewriting.materialize import scaled_by
 from mla_fx.rewriting.plan import ByHoisting
-from mla_fx.rewriting.weights import check_weight
 from mla_fx.rule import (
     LATENT_ATTENTION,
     Attention,
@@ -228,10 +228,11 @@ class MlaAttention(Rule):
         out = out if factors["out"] == 1.0 else times(Cast(out, widest), factors["out"])
         part = result(out, (a.b, a.s, a.n, a.dv))
         new = replaced(found.node, found.index, part, padding=found.padding)
+        exact = _rounded_once(match, dtype)
         if not lses:
-            return Plan(new)
+            return Plan(new, exact=exact)
         sums = result(Call(operator.getitem, call, 1), (a.b, a.s, a.n))
-        return Plan(new, *(replaced(lse.node, lse.index, sums) for lse in lses))
+        return Plan(new, *(replaced(lse.node, lse.index, sums) for lse in lses), exact=exact)
 
     def looks_like_mla(self, anchor: Node) -> bool:
         """Whether something that is multiplied by the probabilities comes from a bottleneck, whatever else differs."""
@@ -267,8 +268,9 @@ def _roles(match: Match) -> _Roles:
 
 def _check_operands(match: Match, found: Attention, a: _Roles) -> None:
     """Each operand has its own dimensions and no others."""
-    if "weight_uk" in match.elements:
-        check_weight(match["weight_uk"], "weight_uk", may_be_dequantised=True)
+    for name, columns in (("weight_uk", a.d), ("weight_uv", a.dv)):
+        if name in match.elements:
+            _check_axes(match[name], name, {*a.n, *columns, *a.hckv})
     _check_shared(match["kv_cache"], "the latent", {*a.b, *a.t, *a.hckv}, a.n, a.t)
     if "kr_cache" in match.elements:
         _check_shared(match["kr_cache"], "k_rope", {*a.b, *a.t, *a.dr}, a.n, a.t)
@@ -340,6 +342,15 @@ def _dtype(match: Match) -> torch.dtype:
     if all(query.is_exact_in(dtype) for query in queries):
         return dtype
     return functools.reduce(torch.promote_types, (query.dtype for query in queries), dtype)
+
+
+def _rounded_once(match: Match, dtype: torch.dtype) -> list[Node]:
+    """The calls whose results have the dtype of the attention's result, where that is coarser than `dtype`: weights or
+    latents are dequantised to float32, and keys and values rounded to 16 bits. The operator rounds its result alone."""
+    out = match.reading(Attention, "attention").node
+    own, sources = out.meta["val"].dtype, {element.origin for element in match.elements.values()}
+    calls = computed_between(out, sources) if is_coarser(own, dtype) else ()
+    return [call for call in calls if getattr(call.meta.get("val"), "dtype", None) == own]
 
 
 def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: Axes) -> None:

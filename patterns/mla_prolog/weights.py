@@ -94,5 +94,5 @@ def _check_products(match: Match) -> None:
         if found is not None and found.factor != 1.0:
             raise NoMatch(f"a projection of the prolog is multiplied by {found.factor:.6g}", found.node)
     for name in PARTS:
-        if name in match.elements:
-            check_weight(match[name], name, may_be_dequantised=name == "weight_uk")
+        if name in match.elements and name != "weight_uk":  # attention takes that as it is computed, too
+            check_weight(match[name], name)

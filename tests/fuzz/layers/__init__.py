@@ -125,4 +125,8 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "int8 projections, level": (quantised.Int8Projections, LEVEL),
     "smoothed query": (quantised.SmoothedQuery, S),
     "smoothed query, even": (quantised.SmoothedQuery, EVEN),
+    "packed up": (quantised.PackedUp, S),
+    "packed up, even": (quantised.PackedUp, EVEN),
+    "looked up": (quantised.LookedUp, S),
+    "looked up, level": (quantised.LookedUp, LEVEL),
 }

@@ -96,6 +96,42 @@ class GroupedUp(QuantisedUp):
         return latent @ weight.flatten(1).T
 
 
+class PackedUp(QuantisedUp):
+    """Eight codes of 4 bits in each 32-bit number, with a zero point and a scale for each row."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        rows = len(self.kv_b)
+        self.shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        words = (self.codes(rows, -(-sizes.rank // 8), 8) << self.shifts).sum(-1).to(torch.int32)
+        self.words, self.zeros = (nn.Parameter(part, requires_grad=False) for part in (words, self.codes(rows, 1)))
+        self.steps = nn.Parameter(self.random(rows, 1).abs() * 0.05 + 0.02)
+
+    def codes(self, *shape: int) -> Tensor:
+        return torch.randint(0, 16, shape, generator=self.draw, dtype=torch.int32)
+
+    def unpacked(self) -> Tensor:
+        codes = ((self.words.unsqueeze(-1) >> self.shifts) & 15).flatten(1)[:, : self.sizes.rank]
+        return (codes - self.zeros) * self.steps
+
+    def up(self, latent: Tensor) -> Tensor:
+        return latent @ self.unpacked().T
+
+
+class LookedUp(PackedUp):
+    """The same codes are places of a table."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.table = nn.Parameter(self.random(16))
+
+    def unpacked(self) -> Tensor:
+        codes = self.words.new_zeros(len(self.words), 8 * self.words.shape[1])
+        for place in range(8):
+            codes[:, place::8] = (self.words >> 4 * place) & 15
+        return self.table[codes[:, : self.sizes.rank]] * self.steps * 8
+
+
 class Int8Query(Quantised):
     """The query's projection in int8, of tokens in int8."""
 
