@@ -9,4 +9,4 @@ def leave_out() -> None:
     from torchair.core import _backend  # type: ignore[import-not-found]
 
     fx2ge_converter.initialize_graph_engine = _backend.initialize_graph_engine = lambda *_: None
-    compat_ir.is_cann_compat = lambda *_, **__: ""  # the complaint about an operator, of which there is none
+    compat_ir.is_cann_compat = lambda *_, **__: ""  # no complaint about any operator
