@@ -25,7 +25,8 @@ STATUS = "Exit status: 0 if it fused, 1 if attention that looks like MLA did not
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(given, argparse.Namespace(arguments=given))
     try:
         return int(options.run(options))
     except (CommandError, FusionError, ModuleNotFoundError, OptionError) as error:
@@ -57,6 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the backend or of a target"
     )
+    explain.add_argument(
+        "--cann",
+        action="append",
+        dest="option",
+        type="cann={}".format,
+        metavar="RELEASE",
+        help="the release of CANN whose limits NPU targets check (all known ones)",
+    )
+    explain.add_argument("--layers", type=int, metavar="N", help="the first layers of a full model alone (all)")
     explain.add_argument("--full", action="store_true", help="a model type's full model on meta, not a tiny one")
     step, machine = Step(), Machine()
     for name, default, what in (
@@ -107,8 +117,9 @@ def _explain(options: argparse.Namespace) -> int:
     if unreadable:
         raise CommandError(f"--option is {unreadable[0]!r}; it takes NAME=VALUE, such as soc=Ascend910B3.")
     given = dict(one.split("=", 1) for one in options.option)
-    targets = options.target or [BY_DEFAULT]
-    return run_explain(Asked(options.model, targets, given, step, machine, options.full, options.json))
+    targets, layers = options.target or [BY_DEFAULT], options.layers
+    shown = options.full, options.json, options.arguments
+    return run_explain(Asked(options.model, targets, given, step, machine, layers, *shown))
 
 
 def _report(options: argparse.Namespace) -> int:

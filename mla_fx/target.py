@@ -71,10 +71,21 @@ class Target:
     """Operators that it runs for users who call them, but that the compiler does not add, each with the reason."""
     max_absorbed_tokens: ClassVar[int | None] = None
     """The most query tokens for which attention is absorbed; None if the device decides."""
+    releases: ClassVar[Sequence[str]] = ()
+    """The releases of the device's software whose limits are known, the oldest first: values of its option `cann`."""
 
     def missing(self) -> str | None:
         """Why the target cannot be used here, or None."""
         return None
+
+    def stand_in(self) -> Mapping[str, str]:
+        """The environment variables with which a child process can compile for this target, though it is missing here,
+        and run nothing. Raises OptionError if there are none."""
+        raise OptionError("nothing takes the place of what it needs")
+
+    def only_compiles(self, example_inputs: Sequence[Any]) -> bool:
+        """Whether `explain` compiles for these inputs and runs nothing, because the device is another one."""
+        return False
 
     def serves(self, example_inputs: Sequence[Any]) -> bool:
         """Whether "auto" may choose it for these inputs."""

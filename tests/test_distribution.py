@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from mla_fx.lowering.ascend.stub import environment
 
 import mla_fx
 
@@ -43,6 +46,20 @@ def test_it_holds_what_a_clone_holds(unpacked):
         return {path.relative_to(root) for path in found if "__pycache__" not in path.parts} | {Path(f) for f in FILES}
 
     assert files(ROOT) == {path for path in files(unpacked) if (unpacked / path).is_file()}
+
+
+def test_a_wheel_has_the_files_that_are_no_modules(unpacked):
+    """And what the extra of NPUs brings is what torchair imports, with pip to fetch torch_npu."""
+    command = [sys.executable, "-c", "import setuptools.build_meta as build; build.build_wheel('wheels')"]
+    subprocess.run(command, cwd=unpacked, check=True, capture_output=True)
+    (made,) = (unpacked / "wheels").iterdir()
+    with zipfile.ZipFile(made) as archive:
+        names = archive.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    assert {"mla_fx/py.typed", "mla_fx/debug/page.html", "mla_fx/lowering/ascend/stub/cann_stub.c"} <= set(names)
+    brought = set(re.findall(r'^Requires-Dist: (\S+); extra == "npu"$', text, re.MULTILINE))
+    assert brought == {*environment.IMPORTED_BY_TORCHAIR, "pip"}
 
 
 def test_it_has_the_version_of_the_package(unpacked):

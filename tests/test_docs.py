@@ -13,7 +13,7 @@ import torch
 from coverage_table.command import committed
 from coverage_table.tables import PLAIN
 from families import empty_cache, tiny_model, tokens
-from npu import environment
+from mla_fx.lowering.ascend.stub.environment import TORCH_NPU
 from zoo.entries import ENTRIES
 
 import mla_fx
@@ -161,7 +161,7 @@ def test_releases_of_the_table():
     """torch_npu as the NPU tests take it, the bounds of torch, and the pinned torch, with which all tests run."""
     lines = re.findall(r"^\| (2\.\d+)\.(\d+) \| (.+) \|$", read("docs/npu.md"), re.MULTILINE)
     rows = [(torch, patch, *cells.split(" | ")) for torch, patch, cells in lines]
-    assert {torch: npu for torch, _, _, npu, *_ in rows if npu != "none yet"} == environment.TORCH_NPU
+    assert {torch: npu for torch, _, _, npu, *_ in rows if npu != "none yet"} == TORCH_NPU
     low, high = re.search(r"torch>=2\.(\d+),<2\.(\d+)", read("pyproject.toml")).groups()
     assert [torch for torch, *_ in rows] == [f"2.{release}" for release in range(int(low), int(high))]
     tested = {f"{torch}.{patch}" for torch, patch, first, _, npu, _ in rows if first == npu == "all"}

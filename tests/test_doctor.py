@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from mla_fx.lowering.ascend import toolchain
 
 from mla_fx.__main__ import main
 from mla_fx.commands import doctor
@@ -68,3 +69,17 @@ def test_cann_by_its_variable(monkeypatch, tmp_path):
 def test_an_optional_package(monkeypatch):
     monkeypatch.setitem(doctor.OPTIONAL, "no_such_module", "dreams")
     assert str(found()["no_such_module"]) == "no_such_module: does not: it is not installed; dreams need it"
+
+
+def test_a_package_that_cannot_be_imported_does_not_work(monkeypatch, tmp_path):
+    """As torch_npu without CANN: what it says is the same for the targets that need it."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    toolchain.missing.cache_clear()
+    findings = found()
+    toolchain.missing.cache_clear()
+    why = "libhccl.so: cannot open shared object file"
+    assert str(findings["torch_npu"]) == f"torch_npu: does not: {why}"
+    for target in ("ge", "aclgraph"):
+        assert str(findings[f"target {target}"]) == f"target {target}: does not: torch_npu cannot be imported: {why}"
+    assert "torchair" not in findings, "it is a part of torch_npu"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from families import SIZES
+from mla_fx.lowering.ascend import toolchain
+from mla_fx.lowering.ascend.stub import environment
 
 import mla_fx
 from mla_fx.__main__ import main
@@ -26,21 +29,7 @@ TINY = {
     "n_group": 2,
     "topk_group": 1,
 }
-V3 = {
-    **TINY,
-    **ATTENTION,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "vocab_size": 129280,
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-}
+CONFIGS = Path(__file__).parent / "configs"
 NO_NPU = importlib.util.find_spec("torch_npu") is None
 
 
@@ -70,21 +59,63 @@ def test_a_configuration(tmp_path, capsys, is_folder):
 
 
 @pytest.mark.slow
-def test_deepseek_v3_as_published(tmp_path, capsys):
-    assert main(["explain", written(tmp_path, V3)]) == 0
+def test_deepseek_v3_as_published(capsys):
+    assert main(["explain", str(CONFIGS / "deepseek_v3.json")]) == 0
     text = capsys.readouterr().out
     assert "mla_fx on reference: fused mla_prolog x61, latent_attention x61" in text
     assert "\n  model.layers.0 … 60 (61): mla_prolog, latent_attention\n" in text
     assert "per layer: weights 374.2 MB, cache 1152 B per token, caches read 4.719 MB" in text
 
 
+@pytest.fixture
+def without(monkeypatch, tmp_path):
+    """A function that says what this machine lacks; what was found before is forgotten."""
+    monkeypatch.setenv("MLA_FX_NPU_CACHE", str(tmp_path / "cache"))
+    environment.variables.cache_clear()
+    yield lambda lacking: getattr(monkeypatch, lacking[0])(*lacking[1:])
+    environment.variables.cache_clear()
+
+
 @pytest.mark.skipif(not NO_NPU, reason="torch_npu is installed")
-def test_targets_that_cannot_be_used_are_named(tmp_path, capsys):
-    assert main(["explain", written(tmp_path, TINY), "--json", "--target", "ge", "--target", "aclgraph"]) == 0
-    found = told(capsys)
-    assert list(found["targets"]) == ["reference"]
-    assert "target 'ge' cannot be used here: torch_npu is not installed" in found["absent"]["ge"]
-    assert "'reference' shows what the rules find" in found["absent"]["aclgraph"]
+@pytest.mark.parametrize("target", ["ge", "aclgraph"])
+@pytest.mark.parametrize(
+    ("lacking", "why"),
+    [
+        (("setenv", "PATH", ""), "the stub libraries are built with gcc, which is not installed"),
+        (
+            ("setattr", environment.platform, "machine", lambda: "aarch64"),
+            "torch_npu and its stub libraries need Linux on x86-64, this is linux aarch64",
+        ),
+        (("setattr", environment, "TORCH_NPU", {"2.9": "2.9.0"}), "torch_npu is known for torch 2.9, this is "),
+        (("setenv", "PIP_NO_INDEX", "1"), "pip could not install torch-npu=="),
+        (("setenv", environment.IN_CHILD, "1"), "the stub libraries do not take the place of CANN's"),
+    ],
+    ids=["gcc", "processor", "torch", "network", "stub"],
+)
+def test_a_target_that_cannot_be_used_is_an_error(tmp_path, capsys, without, target, lacking, why):
+    """It says why, and no other target takes its place."""
+    without(lacking)
+    if lacking[1] == "PIP_NO_INDEX":
+        without(("delenv", "PIP_FIND_LINKS", False))
+    toolchain.missing.cache_clear()
+    assert main(["explain", written(tmp_path, TINY), "--target", "reference", "--target", target]) == 2
+    toolchain.missing.cache_clear()
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith(f"mla_fx: target {target!r} cannot be used here: torch_npu is not installed; ")
+    assert f". Without a device: {why}" in found.err
+
+
+def test_a_release_that_is_not_known(tmp_path, capsys, without):
+    without(("setenv", "PATH", ""))
+    assert main(["explain", written(tmp_path, TINY), "--target", "ge", "--cann", "7.0.0"]) == 2
+    names = "'8.5.0.alpha001', '8.5.0', '9.0.0', '9.1.0'"
+    assert capsys.readouterr().err == f"mla_fx: option cann is '7.0.0'; it takes {names}\n"
+
+
+def test_a_release_is_not_for_every_target(tmp_path, capsys):
+    assert main(["explain", written(tmp_path, TINY), "--cann", "8.5.0"]) == 2
+    assert "cann" in capsys.readouterr().err
 
 
 def test_all_targets(monkeypatch):
@@ -94,10 +125,34 @@ def test_all_targets(monkeypatch):
 
     known = {"ge": Known("no torch_npu"), "inductor": Known(), "reference": Known()}
     monkeypatch.setattr(explain.discovery, "targets", lambda: known)
-    assert explain._usable(["all"])[0] == ["inductor", "reference"]
-    assert explain._usable(["inductor", "inductor"]) == (["inductor"], {})
-    assert explain._usable(["ge", "inductor"])[0] == ["inductor", "reference"]
-    assert explain._usable(["abacus"]) == (["abacus"], {})
+    sentence = "target 'ge' cannot be used here: no torch_npu. --target ge checks its limits without the device."
+    assert explain._usable(["all"]) == (["inductor", "reference"], {"ge": sentence})
+    assert explain._usable(["inductor", "inductor", "abacus"]) == (["inductor", "abacus"], {})
+
+
+def test_the_first_layers(tmp_path, capsys):
+    assert main(["explain", written(tmp_path, TINY), "--layers", "2", "--json"]) == 0
+    found = told(capsys)
+    assert list(found["targets"]["reference"]["layers"]) == ["model.layers.0", "model.layers.1"]
+    assert found["costs"]["layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (("--layers", "5"), "--layers is 5; this model has 1 to 4."),
+        (("--layers", "0"), "--layers is 0; this model has 1 to 4."),
+    ],
+)
+def test_layers_that_are_not_there(tmp_path, capsys, given, complaint):
+    assert main(["explain", written(tmp_path, TINY), *given]) == 2
+    assert capsys.readouterr().err == f"mla_fx: {complaint}\n"
+
+
+def test_layers_of_a_tiny_model(capsys):
+    assert main(["explain", "deepseek_v3", "--layers", "1"]) == 2
+    complaint = "--layers takes the first layers of a configuration, or of a model type with --full."
+    assert capsys.readouterr().err == f"mla_fx: {complaint}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,15 @@
-"""The files of `tests/npu/`, each in its own process that can import torch_npu: see `tests/npu/environment.py`."""
+"""The files of `tests/npu/`, each in its own process that can import torch_npu: see `tests/npu/__init__.py`."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from npu import environment
+from mla_fx.lowering.ascend.stub import environment
+from npu.environment import pytest as run_pytest
+
+from mla_fx.errors import OptionError
 
 FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_*.py"))
 QUICK = ("test_golden.py",)
@@ -13,7 +19,7 @@ QUICK = ("test_golden.py",)
 def torch_npu():
     try:
         environment.variables()
-    except environment.UnavailableError as reason:
+    except OptionError as reason:
         pytest.skip(str(reason))
 
 
@@ -22,9 +28,22 @@ def torch_npu():
 )
 def test_in_a_process_with_torch_npu(torch_npu, file, request):
     more = ["--campaign"] if request.config.getoption("--campaign") else []
-    done = environment.pytest([f"tests/npu/{file}", *more], capture_output=True)
+    done = run_pytest([f"tests/npu/{file}", *more], capture_output=True)
     if done.returncode:
         pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+
+@pytest.mark.slow
+def test_explain_finds_what_it_needs_by_itself(torch_npu):
+    config = str(Path(__file__).parent / "configs" / "minicpm3.json")
+    flags = "--target", "ge", "--cann", "9.0.0", "--layers", "1", "--json"
+    command = [sys.executable, "-m", "mla_fx", "explain", config, *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)["targets"]["ge"]
+    assert report["fused"] == {"latent_attention": 1}
+    assert "MlaPrologV3 of CANN 9.0.0 takes" in report["misses"][0]["reason"]
+    assert "\nmodel.layers.0.self_attn.o_proj.weight: bfloat16[2560, 2560]\n" in report["compiled"]["compiled for ge"]
 
 
 def test_torch_npu_stays_out_of_this_environment():
@@ -58,7 +77,5 @@ def test_a_folder_is_cached_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_a_wheel_that_cannot_be_had_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("MLA_FX_NPU_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(
-        environment.UnavailableError, match=r"pip could not install no-such-project==1: .*no-such-project"
-    ):
+    with pytest.raises(OptionError, match=r"pip could not install no-such-project==1: .*no-such-project"):
         environment.package("no-such-project==1")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mla_fx.lowering.ascend.stub.environment import torch_npu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -70,7 +71,7 @@ def test_auto_without_a_target_says_so():
 def test_without_torch_npu_its_targets_say_at_once_what_to_install(monkeypatch, make, target):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "torch_npu" else find(name, *of))
-    release = torch.__version__.partition("+")[0]
+    release = torch_npu(torch.__version__)
     with pytest.raises(mla_fx.OptionError) as error:
         make(target)
     assert str(error.value).startswith(  # Dynamo adds a hint of its own

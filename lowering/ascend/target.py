@@ -13,6 +13,8 @@ from mla_fx.target import Compiled, Compiler, Lowering, Target
 
 from . import host_numbers, toolchain
 from .fused_infer_attention_score_rules import LATENT_TOKENS
+from .stub import environment
+from .surface import RELEASES
 
 
 class AscendTarget(Target):
@@ -27,12 +29,23 @@ class AscendTarget(Target):
     laid_out_by = toolchain.FORMAT_CASTS
     read_ahead_by = host_numbers.READ
     max_absorbed_tokens = LATENT_TOKENS
+    releases = RELEASES
 
     def missing(self) -> str | None:
         return toolchain.missing()
 
+    def stand_in(self) -> Mapping[str, str]:
+        return environment.variables()
+
+    def only_compiles(self, example_inputs: Sequence[Any]) -> bool:
+        return not toolchain.is_on_npu(example_inputs)
+
     def accepts(self) -> frozenset[str]:
         return toolchain.OPTIONS
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        if "cann" in options:
+            toolchain.release(options)
 
     def takes_pieces(self, options: Mapping[str, Any]) -> bool:
         return True

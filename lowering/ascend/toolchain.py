@@ -6,11 +6,13 @@ public backend, which has no hook between AOTAutograd and its compiler. For `reg
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
@@ -26,6 +28,7 @@ from mla_fx.ops import catalogue
 from mla_fx.target import Compiled, Compiler, Lowering
 
 from . import converters, numbers_of_sizes
+from .stub import engine, environment
 from .surface import RELEASES, Prolog, Release, Surface
 
 OPTIONS = frozenset({"cann", "causal_masks", "compiler_config", "mode", "prolog", "soc"})
@@ -40,12 +43,20 @@ IN_PLACE = {"npu_kv_rmsnorm_rope_cache_v2": [5, 6], "npu_mla_prolog_v3": [9, 10]
 """Operators that write arguments at these positions. A name with _functional is that of the one that returns them."""
 
 
+@functools.cache
 def missing() -> str | None:
     """The reason why no graph can be compiled for NPUs here, or None."""
-    if importlib.util.find_spec("torch_npu") is not None:
-        return None
-    release = torch.__version__.partition("+")[0]
-    return f"torch_npu is not installed; pip install torch-npu=={release}, on a machine with Ascend's CANN"
+    if importlib.util.find_spec("torch_npu") is None:
+        try:
+            version = environment.torch_npu(torch.__version__)
+        except OptionError as error:
+            return f"torch_npu is not installed; {error}"
+        return f"torch_npu is not installed; pip install torch-npu=={version}, on a machine with Ascend's CANN"
+    try:
+        _torchair()
+    except Exception as error:  # a library of CANN that is not there, or another torch
+        return f"torch_npu cannot be imported: {str(error).strip().partition(chr(10))[0]}"
+    return None
 
 
 def is_on_npu(example_inputs: Sequence[Any]) -> bool:
@@ -239,5 +250,9 @@ def _mark_weights(gm: GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _torchair() -> Any:
-    importlib.import_module("torch_npu")  # makes torchair importable
-    return importlib.import_module("torchair")
+    with contextlib.redirect_stdout(sys.stderr):  # they print warnings, and commands print JSON
+        importlib.import_module("torch_npu")  # makes torchair importable
+        torchair = importlib.import_module("torchair")
+    if environment.is_used():
+        engine.leave_out()
+    return torchair

@@ -36,6 +36,18 @@ def read_config(given: str) -> Any:
     return config
 
 
+def with_layers(config: Any, count: int) -> Any:
+    """The configuration, with its first layers alone."""
+    known = int(config.num_hidden_layers)
+    if not 1 <= count <= known:
+        raise CommandError(f"--layers is {count}; this model has 1 to {known}.")
+    config.num_hidden_layers = count
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == known:  # the kind of each layer
+            setattr(config, name, value[:count])
+    return config
+
+
 def attention_layers(config: Any) -> int:
     """How many layers have latent attention; hybrids list the kind of each."""
     kinds = getattr(config, "layer_types", None)

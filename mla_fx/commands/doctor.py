@@ -20,7 +20,6 @@ from mla_fx.graph.torch_compilers import cache_folder, cpp_compiler
 
 OPTIONAL = {
     "torch_npu": "the targets ge and aclgraph",
-    "torchair": "the targets ge and aclgraph",
     "transformers": "explain and demo",
     "torchao": "quantised models",
     "rich": "tables and explain",
@@ -57,8 +56,8 @@ def findings() -> Iterator[Finding]:
         reason = target.missing()
         yield Finding(f"target {name}", reason is None, reason or "")
     yield _tried("CANN", _cann)
-    for name, user in OPTIONAL.items():
-        yield _installed(name, user)
+    for name in OPTIONAL:
+        yield _tried(name, lambda name=name: _imported(name))  # type: ignore[misc]  # a default
     yield _tried("CUDA", _cuda)
     for name in CPU_FEATURES:
         yield _tried(f"CPU feature {name}", lambda name=name: _cpu_feature(name))  # type: ignore[misc]  # a default
@@ -115,13 +114,15 @@ def _plugins() -> str:
     return f"{len(discovery.rules())} rules, {len(discovery.targets())} targets"
 
 
-def _installed(name: str, user: str) -> Finding:
+def _imported(name: str) -> str:
+    """The version of an optional package, once it is imported."""
     if importlib.util.find_spec(name) is None:
-        return Finding(name, False, f"it is not installed; {user} need it")
+        raise RuntimeError(f"it is not installed; {OPTIONAL[name]} need it")
+    importlib.import_module(name)
     try:
-        return Finding(name, True, importlib.metadata.version(name.replace("_", "-")))
+        return importlib.metadata.version(name.replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, True)
+        return ""
 
 
 def _cann() -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +17,14 @@ import torch
 from mla_fx.backend import explain
 from mla_fx.debug.report import Report
 from mla_fx.driver import discovery
-from mla_fx.errors import MlaWarning
+from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.options import OWN
 
-from . import costs
-from .configs import attention_layers, is_config, read_config
+from . import costs, releases
+from .configs import attention_layers, is_config, read_config, with_layers
 from .costs import Machine, Sizes, Step
 from .demo import Announce, progress
+from .errors import CommandError
 from .models import Call, config_class, full_call, script_call, tiny_call
 
 ALL = "all"
@@ -29,21 +33,28 @@ BY_DEFAULT = "reference"
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for."""
+    """What the command line asks for. `arguments` are its own, for a child process."""
 
     model: str
     targets: Sequence[str] = (BY_DEFAULT,)
     options: Mapping[str, str] = field(default_factory=dict)
     step: Step = field(default_factory=Step)
     machine: Machine = field(default_factory=Machine)
+    layers: int | None = None
     is_full: bool = False
     as_json: bool = False
+    arguments: Sequence[str] = ()
 
 
 def run_explain(asked: Asked) -> int:
-    """Print what fuses for each target, and what the attention of a full model costs.
+    """Print what fuses for each target, what its compiler makes of it, and what the attention of a full model costs.
 
     Returns 1 if attention that looks like MLA was not fused, and else 0."""
+    with progress() as announce:
+        variables = _stand_ins(asked, announce)
+    if variables:
+        command = [sys.executable, "-m", "mla_fx", *asked.arguments]
+        return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
     with progress() as announce, warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaWarning)  # the report says the same
         announce(f"building {asked.model}")
@@ -52,10 +63,10 @@ def run_explain(asked: Asked) -> int:
         reports = dict(_reports(asked, call, usable, announce))
     sizes = None if config is None else (Sizes.of(config), attention_layers(config), asked.step, asked.machine)
     if asked.as_json:
-        told = {name: report.to_dict() for name, report in reports.items()}
+        told = releases.to_dict(reports)
         print(json.dumps({"targets": told, "absent": absent, "costs": sizes and costs.to_dict(*sizes)}, indent=2))
     else:
-        parts = [*absent.values(), *map(str, reports.values()), *([costs.told(*sizes)] if sizes else [])]
+        parts = [*absent.values(), *releases.told(reports), *([costs.told(*sizes)] if sizes else [])]
         print("\n\n".join(parts))
     return int(any(map(leaves_mla, reports.values())))
 
@@ -68,11 +79,15 @@ def leaves_mla(report: Report) -> bool:
 
 def _model(asked: Asked, targets: Sequence[str]) -> tuple[Any, Call]:
     """The configuration of a full model, if it is one, and the call to trace."""
+    is_whole = is_config(asked.model) or asked.is_full
+    if asked.layers is not None and (asked.model.endswith(".py") or not is_whole):
+        raise CommandError("--layers takes the first layers of a configuration, or of a model type with --full.")
     if asked.model.endswith(".py"):
         return None, script_call(Path(asked.model))
-    if not is_config(asked.model) and not asked.is_full:
+    if not is_whole:
         return None, tiny_call(asked.model, "cpu" if all(map(_runs_here, targets)) else "meta")
     config = read_config(asked.model) if is_config(asked.model) else config_class(asked.model)()
+    config = config if asked.layers is None else with_layers(config, asked.layers)
     return config, full_call(config, asked.step)
 
 
@@ -81,11 +96,18 @@ def _runs_here(name: str) -> bool:
     return target is None or target.runs_operators or target.serves([torch.empty(1)])
 
 
-def _reports(asked: Asked, call: Call, targets: Sequence[str], announce: Announce) -> Iterator[tuple[str, Report]]:
+def _reports(
+    asked: Asked, call: Call, targets: Sequence[str], announce: Announce
+) -> Iterator[tuple[tuple[str, str], Report]]:
+    """By target and release of its software: the one that the options name, or all known ones."""
     function, args, kwargs = call
     for name in targets:
-        announce(f"tracing {asked.model}, and rewriting it for {name}")
-        yield name, explain(function, target=name, **_options_of(name, asked.options, targets))(*args, **kwargs)
+        given = _options_of(name, asked.options, targets)
+        known = discovery.targets()[name].releases if name in discovery.targets() else ()
+        for release in (given[releases.OPTION],) if releases.OPTION in given else known or ("",):
+            announce(f"tracing {asked.model}, and rewriting it for {name} {release}".rstrip())
+            chosen = {**given, releases.OPTION: release} if release else given
+            yield (name, release), explain(function, target=name, **chosen)(*args, **kwargs)
 
 
 def _options_of(name: str, options: Mapping[str, str], usable: Sequence[str]) -> dict[str, str]:
@@ -95,18 +117,30 @@ def _options_of(name: str, options: Mapping[str, str], usable: Sequence[str]) ->
     return {key: value for key, value in options.items() if key in taken.get(name, OWN) or key not in known}
 
 
-def _usable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The targets that can be used here, and a sentence for each other one.
+def _stand_ins(asked: Asked, announce: Announce) -> Mapping[str, str]:
+    """The environment variables of a child process that has what is missing here for the targets with these names."""
+    known, variables = discovery.targets(), dict[str, str]()
+    for name in [name for name in asked.targets if name in known]:  # explain refuses unknown ones
+        reason = known[name].missing()
+        if reason is None:
+            continue
+        known[name].check(asked.options)
+        announce(f"finding what target {name!r} needs without its device; the first time, pip fetches it")
+        try:
+            variables.update(known[name].stand_in())
+        except OptionError as error:
+            raise CommandError(f"target {name!r} cannot be used here: {reason}. Without a device: {error}.") from error
+    return variables
 
-    The rules are the same for every target, so where one is missing, the reference shows what they find."""
-    known = discovery.targets()
-    asked = list(known) if ALL in names else list(dict.fromkeys(names))
-    reasons = {name: known[name].missing() if name in known else None for name in asked}  # explain refuses unknown ones
+
+def _usable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The targets to use, and a sentence for each one that is left out of all."""
+    if ALL not in names:
+        return list(dict.fromkeys(names)), {}
+    reasons = {name: target.missing() for name, target in discovery.targets().items()}
     absent = {
-        name: f"target {name!r} cannot be used here: {reason}. Its limits are not checked; "
-        f"{BY_DEFAULT!r} shows what the rules find for every target."
+        name: f"target {name!r} cannot be used here: {reason}. --target {name} checks its limits without the device."
         for name, reason in reasons.items()
         if reason
     }
-    usable = [name for name in asked if name not in absent]
-    return usable if usable and (not absent or BY_DEFAULT in usable) else [*usable, BY_DEFAULT], absent
+    return [name for name in reasons if name not in absent], absent

@@ -38,8 +38,8 @@ class Recorder:
         self._fenced(self._close)
 
     def compiled(self, name: str, show: Callable[[], Shown | None]) -> None:
-        """Add what a compiler made of the graph, if that can be shown, to a dump."""
-        if self._dump is not None:
+        """Add what a compiler made of the graph, if that can be shown, to a dump and to a report that keeps texts."""
+        if self._dump is not None or self._keep in self._readers:
             self._fenced(lambda: self._add(name, show()))
 
     def _open(self, folder: str | None, keep_text: bool, fuses_loops: bool) -> None:

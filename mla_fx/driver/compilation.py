@@ -48,8 +48,8 @@ def checked(given: Mapping[str, Any]) -> Options:
 class Compilation:
     """What is known about one call of the backend; only the report outlives it.
 
-    With `is_dry`, for `explain` on meta tensors, the target's compiler is not called: there are no values to run with,
-    and a device's compiler may want some. The result is the graph as it was."""
+    With `is_dry`, for `explain` on meta tensors or without the target's device, the result is the graph as it was. The
+    target's compiler is called only if it needs no values."""
 
     options: Options
     target: Target
@@ -77,7 +77,8 @@ class Compilation:
         """Begin with options that were checked before."""
         options = replace(options, target=_target(options.target, example_inputs))
         target = discovery.targets()[options.target]
-        is_dry = keep_text and any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
+        is_on_meta = any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
+        is_dry = keep_text and (is_on_meta or target.only_compiles(example_inputs))
         compilation = cls(
             options, target, _report_of(target), keep_text, is_dry, fuel=fuel or fuel_of_process()
         )
@@ -107,14 +108,19 @@ class Compilation:
                 return compile_graph(inputs)
             prepares = self.target.prepares and self.options.lay_out
             run = self.rewrite(gm, weights=_weights(gm) if prepares else None)
-            if self.is_dry:
-                return lambda *given: gm(*given)
+            if self.is_dry and not self.target.only_compiles(inputs):
+                return gm
             try:
                 made = compile_graph(run.fake_inputs(inputs))
                 run.on_compiled(f"compiled for {self.target.name}", lambda: self.target.shown(made, gm.graph))
+                if self.is_dry:
+                    return gm
                 compiled = run.around(made)
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
+                if self.is_dry:
+                    self.report.notes.append(f"{self.target.name} does not compile this graph: {_first_line(error)}")
+                    return gm
                 if not run.is_changed:
                     raise
                 run.restore(gm)
@@ -289,6 +295,10 @@ def through_dynamo(error: Exception) -> Exception:
     """Let our own errors reach the user without a BackendCompilerFailed around them."""
     is_ours = isinstance(error, (OptionError, FusionError, VerificationError))
     return passing_dynamo(error) if is_ours else error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _weights(gm: GraphModule) -> Set[Node]:

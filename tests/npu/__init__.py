@@ -1,7 +1,7 @@
 """Tests that need torch_npu, on a machine without an NPU: `python -m tests.npu` runs them.
 
-`environment.py` fetches torch_npu and builds stub libraries (`stub_cann.py`, `cann_stub.c`) into a cache folder, and
-runs pytest in a process that sees them; `tests/test_npu.py` does that for the whole suite. In that process a test has
+`environment.py` runs pytest in a process that sees torch_npu and stub libraries of CANN, as `explain` has them
+(`lowering/ascend/stub/`); `tests/test_npu.py` does that for the whole suite. In that process a test has
 the fixture `converted` (`converted.py`): functions compiled with the real torchair, whose GE graphs run on the CPU
 (`ge_interpreter.py`, `ge_ops/`) and can be read as text (`ge_text.py`). The fixture `captured` (`captured.py`) has the
 graphs of torchair's other mode, ACL graph, which run on the CPU too (`cpu_kernels.py`). `formats.py` simulates

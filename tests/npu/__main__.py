@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from mla_fx.errors import OptionError
 from npu import environment
 
 FILES = sorted(f"tests/npu/{path.name}" for path in Path(__file__).parent.glob("test_*.py"))
@@ -16,6 +17,6 @@ options = [argument for argument in sys.argv[1:] if not argument.startswith("tes
 chosen = [argument for argument in sys.argv[1:] if argument.startswith("tests/npu/")]
 try:
     codes = [environment.pytest([file, *options]).returncode for file in chosen or FILES]
-except environment.UnavailableError as reason:
+except OptionError as reason:
     sys.exit(str(reason))
 sys.exit(max(code for code in codes if code != NO_TESTS) if set(codes) != {NO_TESTS} else NO_TESTS)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch_npu  # noqa: F401  registers the operators that torchair converts
 import torchair
+from mla_fx.lowering.ascend.stub import engine
 from torch import Tensor
-from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
+from torchair._ge_concrete_graph import fx2ge_converter
 from torchair.core import _backend
 
 from npu import formats
@@ -66,8 +67,7 @@ def _read_formats(graph: Any, inputs: Sequence[Tensor]) -> None:
 
 _update_internal_format_from_inputs = fx2ge_converter._update_internal_format_from_inputs
 fx2ge_converter._update_internal_format_from_inputs = _read_formats
-fx2ge_converter.initialize_graph_engine = _backend.initialize_graph_engine = lambda *_: None
+engine.leave_out()
 _backend.TorchNpuGraph = Executor
-compat_ir.is_cann_compat = lambda *_, **__: ""  # there is no CANN whose list of operators could be asked
 formats.register()
 torch.backends.cuda.enable_flash_sdp(False)  # PyTorch's flash attention for the CPU, which is on no NPU

@@ -1,135 +1,19 @@
-"""An environment in which torch_npu imports without an NPU: its packages, stub CANN libraries, a child process with
-both.
-
-Everything is in a cache folder, outside the environment that runs the tests: with torch_npu installed, a plain
-`import torch` fails without CANN libraries.
-"""
+"""Runs pytest in a child process that can import torch_npu without an NPU: see `lowering/ascend/stub/`."""
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import importlib.util
 import os
-import platform
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from npu import stub_cann
+from mla_fx.lowering.ascend.stub import environment
 
 REPOSITORY = Path(__file__).parents[2]
-PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
-
-# The newest torch_npu for each release of torch.
-TORCH_NPU = {
-    "2.10": "2.10.0.post7",
-    "2.11": "2.11.0.post3",
-    "2.12": "2.12.0.post3",
-    "2.13": "2.13.0",
-    "2.14": "2.14.0",
-}
-
-# What torchair imports, as project and as module. Torch and numpy are the environment's own.
-IMPORTED_BY_TORCHAIR = {
-    "protobuf": "google.protobuf",
-    "attrs": "attr",
-    "psutil": "psutil",
-    "decorator": "decorator",
-    "scipy": "scipy",
-    "pyyaml": "yaml",
-    "cloudpickle": "cloudpickle",
-}
-
-
-class UnavailableError(Exception):
-    """Why torch_npu is not available here, as a sentence."""
-
-
-def cache() -> Path:
-    """$MLA_FX_NPU_CACHE, or a folder in the user's cache."""
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("MLA_FX_NPU_CACHE") or user / "mla_fx" / "npu").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def built(name: str, build: Callable[[Path], None]) -> Path:
-    """The cached folder with that name. It appears completely or not at all: it is built elsewhere and then renamed, so
-    neither an interruption nor a second process leaves half of it behind."""
-    folder = cache() / name
-    if folder.exists():
-        return folder
-    with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as aside:
-        build(Path(aside) / name)
-        try:
-            (Path(aside) / name).rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was faster
-                raise
-    return folder
-
-
-def package(requirement: str) -> Path:
-    """A folder with that requirement alone, without what it depends on."""
-
-    def install(folder: Path) -> None:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
-        done = subprocess.run(pip, capture_output=True, text=True)
-        if done.returncode:
-            raise UnavailableError(
-                f"pip could not install {requirement}: {(done.stderr.strip() or 'no message')[-300:]}"
-            )
-
-    return built(f"{requirement}-{PYTHON}", install)
-
-
-def torch_npu(torch: str) -> str:
-    """The version of torch_npu for a version of torch. Raises UnavailableError."""
-    release = ".".join(torch.split(".")[:2])
-    if release not in TORCH_NPU:
-        raise UnavailableError(f"torch_npu is known for torch {', '.join(TORCH_NPU)}, this is {torch}")
-    return TORCH_NPU[release]
-
-
-@functools.cache
-def variables() -> dict[str, str]:
-    """The environment variables with which a child process imports torch_npu. Raises UnavailableError."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise UnavailableError(
-            f"torch_npu and its stubs need Linux on x86-64, this is {sys.platform} {platform.machine()}"
-        )
-    for tool in ("gcc", "nm"):
-        if shutil.which(tool) is None:
-            raise UnavailableError(f"the stub libraries are built with {tool}, which is not installed")
-    torch = importlib.metadata.version("torch").split("+")[0]
-    version = torch_npu(torch)
-    site = package(f"torch-npu=={version}")
-    missing = [project for project, module in IMPORTED_BY_TORCHAIR.items() if not _is_importable(module)]
-    libraries = built(f"stubs-{stub_cann.key()}-{version}-torch-{torch}", lambda folder: stub_cann.build(site, folder))
-    paths = [site, site / "torch_npu" / "dynamo", *map(package, missing)]
-    return {
-        "LD_LIBRARY_PATH": _joined(libraries, os.environ.get("LD_LIBRARY_PATH")),
-        "PYTHONPATH": _joined(*paths, os.environ.get("PYTHONPATH")),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch_npu is imported by those who want it, not by torch
-    }
 
 
 def pytest(arguments: Sequence[str], **options: object) -> subprocess.CompletedProcess[str]:
-    """Runs pytest with these arguments in a child process that can import torch_npu. Raises UnavailableError."""
+    """Runs pytest with these arguments in such a process. Raises OptionError if there can be none."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "testpaths=tests/npu", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **variables()}, text=True, **options)
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
-
-
-def _joined(*paths: Path | str | None) -> str:
-    return os.pathsep.join(str(path) for path in paths if path)
+    return subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **environment.variables()}, text=True, **options)

@@ -8,7 +8,7 @@ from npu.ge_ops import attention_rules, key_side_rules, prolog_rules
 
 RELEASES = ("8.5.0.alpha001", "8.5.0", "9.0.0", "9.1.0")
 OLDEST, *_, NEWEST, BRANCH = RELEASES  # the last one is not out yet
-RELEASE = "8.5.0"  # which a graph is made for: as cann_stub.c calls itself
+RELEASE = "8.5.0"  # which a graph is made for: as the stub libraries call themselves
 RULES = {
     "MlaProlog": prolog_rules,
     "MlaPrologV2": prolog_rules,

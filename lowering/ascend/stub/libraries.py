@@ -1,7 +1,7 @@
 """Stubs of the CANN libraries, with which the real torch_npu imports and torchair converts without an NPU.
 
-Each symbol that torch_npu's binaries need and nobody defines becomes a function that returns 0; `cann_stub.c` holds the
-few that must answer something else.
+Each symbol that torch_npu's binaries need and nothing defines becomes a function that returns 0; `cann_stub.c` holds
+the few that must answer something else.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib.util
 import re
 import subprocess
 from pathlib import Path
+
+from mla_fx.errors import OptionError
 
 ANSWERS = Path(__file__).with_name("cann_stub.c")
 LIBRARIES = (
@@ -46,7 +48,7 @@ def key() -> str:
 
 
 def build(site: Path, folder: Path) -> None:
-    """Builds the libraries in `folder` for the torch_npu that is installed in `site`."""
+    """Build the libraries in `folder` for the torch_npu that is installed in `site`. Raises OptionError."""
     folder.mkdir(parents=True)
     source, library = folder / "stubs.s", folder / "libcann_stub.so"
     stubs = [(VIRTUAL_TABLE if name.startswith("_ZT") else FUNCTION).format(name) for name in sorted(_missing(site))]
@@ -56,13 +58,19 @@ def build(site: Path, folder: Path) -> None:
         (folder / name).symlink_to(library.name)
 
 
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None, "this package needs torch"
+    return Path(spec.origin).parent / "lib"
+
+
 def _missing(site: Path) -> set[str]:
-    """What torch_npu links to or looks up by name, and nobody has."""
-    torch = Path(importlib.util.find_spec("torch").origin).parent / "lib"
+    """What torch_npu links to or looks up by name, and no library here has."""
     binaries = list((site / "torch_npu").rglob("*.so"))
     system = [_run("gcc", f"-print-file-name={name}").strip() for name in SYSTEM]
-    defined = set().union(*(_symbols("--defined-only", file) for file in [*binaries, *torch.glob("*.so*"), *system]))
-    linked = set().union(*(_symbols("--undefined-only", file) for file in binaries))
+    present: list[Path | str] = [*binaries, *_torch().glob("*.so*"), *system]
+    defined = set[str]().union(*(_symbols("--defined-only", file) for file in present))
+    linked = set[str]().union(*(_symbols("--undefined-only", file) for file in binaries))
     looked_up = re.findall(rb"(?<=\0)acl(?:rt|op|mdl|prof|tdt|)[A-Z]\w+(?=\0)", _bytes(site))
     answered = set(re.findall(r"\b(acl\w+)(?=[(,)])", ANSWERS.read_text()))
     missing = (linked | {name.decode() for name in looked_up}) - defined - answered - BY_LOADER
@@ -80,4 +88,7 @@ def _symbols(which: str, file: Path | str) -> set[str]:
 
 
 def _run(*command: Path | str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OptionError(f"{command[0]} could not build the stub libraries: {done.stderr.strip()[-300:]}")
+    return done.stdout

@@ -1,0 +1,133 @@
+"""An environment in which torch_npu imports without an NPU: its packages and the stub libraries, for a child process.
+
+Everything is in a cache folder, outside the environment that runs: with torch_npu installed there, a plain
+`import torch` fails without CANN's libraries.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mla_fx.errors import OptionError
+
+from . import libraries
+
+PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
+IN_CHILD = "MLA_FX_NPU_STUB"
+
+# The newest torch_npu for each release of torch.
+TORCH_NPU = {
+    "2.10": "2.10.0.post7",
+    "2.11": "2.11.0.post3",
+    "2.12": "2.12.0.post3",
+    "2.13": "2.13.0",
+    "2.14": "2.14.0",
+}
+
+# What torchair imports, as project and as module; the extra "npu" brings it. Torch is the environment's own.
+IMPORTED_BY_TORCHAIR = {
+    "attrs": "attr",
+    "cloudpickle": "cloudpickle",
+    "decorator": "decorator",
+    "numpy": "numpy",
+    "protobuf": "google.protobuf",
+    "psutil": "psutil",
+    "pyyaml": "yaml",
+    "scipy": "scipy",
+}
+
+
+def is_used() -> bool:
+    """Whether this process is such a child."""
+    return IN_CHILD in os.environ
+
+
+def cache() -> Path:
+    """$MLA_FX_NPU_CACHE, or a folder in the user's cache."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("MLA_FX_NPU_CACHE") or user / "mla_fx" / "npu").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def built(name: str, build: Callable[[Path], None]) -> Path:
+    """The cached folder with that name. It appears completely or not at all: it is built elsewhere and then renamed, so
+    neither an interruption nor a second process leaves half of it behind."""
+    folder = cache() / name
+    if folder.exists():
+        return folder
+    with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as aside:
+        build(Path(aside) / name)
+        try:
+            (Path(aside) / name).rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
+    return folder
+
+
+def package(requirement: str) -> Path:
+    """A folder with that requirement alone, without what it depends on. Raises OptionError."""
+
+    def install(folder: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OptionError(f"pip could not install {requirement}: {(done.stderr.strip() or 'no message')[-300:]}")
+
+    return built(f"{requirement}-{PYTHON}", install)
+
+
+def torch_npu(torch: str) -> str:
+    """The version of torch_npu for a version of torch. Raises OptionError."""
+    release = ".".join(torch.split(".")[:2])
+    if release not in TORCH_NPU:
+        raise OptionError(f"torch_npu is known for torch {', '.join(TORCH_NPU)}, this is {torch}")
+    return TORCH_NPU[release]
+
+
+@functools.cache
+def variables() -> Mapping[str, str]:
+    """The environment variables with which a child process imports torch_npu. Raises OptionError."""
+    if is_used():
+        raise OptionError("the stub libraries do not take the place of CANN's")
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise OptionError(
+            f"torch_npu and its stub libraries need Linux on x86-64, this is {sys.platform} {platform.machine()}"
+        )
+    for tool in ("gcc", "nm"):
+        if shutil.which(tool) is None:
+            raise OptionError(f"the stub libraries are built with {tool}, which is not installed")
+    torch = importlib.metadata.version("torch").split("+")[0]
+    version = torch_npu(torch)
+    site = package(f"torch-npu=={version}")
+    missing = [project for project, module in IMPORTED_BY_TORCHAIR.items() if not _is_importable(module)]
+    found = built(f"stubs-{libraries.key()}-{version}-torch-{torch}", lambda folder: libraries.build(site, folder))
+    paths = [site, site / "torch_npu" / "dynamo", *map(package, missing)]
+    return {
+        IN_CHILD: "1",
+        "LD_LIBRARY_PATH": _joined(found, os.environ.get("LD_LIBRARY_PATH")),
+        "PYTHONPATH": _joined(*paths, os.environ.get("PYTHONPATH")),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch_npu is imported by those who want it, not by torch
+    }
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _joined(*paths: Path | str | None) -> str:
+    return os.pathsep.join(str(path) for path in paths if path)
