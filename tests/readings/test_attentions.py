@@ -186,7 +186,7 @@ NO_ATTENTIONS = {
         lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=-0.3) @ v,
         "not the maximum of the scores",
     ),
-    "less a logarithm over queries": (lambda q, k, v: less_logarithm(q @ k.mT, -2) @ v, "not summed over the softmax axis"),
+    "less a logarithm over queries": (lambda q, k, v: less_logarithm(q @ k.mT, -2) @ v, "not summed over the softmax"),
     "less half the logarithm": (lambda q, k, v: less_logarithm(q @ k.mT, times=0.5) @ v, "multiplied by a number, 0.5"),
     "less the logarithm of others": (
         lambda q, k, v: (q @ k.mT - (q @ k.mT * 0.5).logsumexp(-1, keepdim=True)).exp() @ v,
