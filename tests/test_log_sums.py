@@ -94,6 +94,13 @@ class Widened(Attention):
         return masked.float().logsumexp(-1)
 
 
+class LessLogarithm(Attention):
+    """The softmax has no sum but this one."""
+
+    def weights(self, scores):
+        return (scores - scores.logsumexp(-1, keepdim=True)).exp()
+
+
 class Base2(Attention):
     def lse(self, masked, scores):
         return masked.logsumexp(-1) / math.log(2)
@@ -109,7 +116,7 @@ class Twice(Attention):
         return masked.logsumexp(-1) * Added.lse(self, masked, scores)
 
 
-SPELLINGS = [Attention, Kept, Added, Maximum, Divided, OverRows, Base2, Offset, Twice]
+SPELLINGS = [Attention, Kept, Added, Maximum, Divided, OverRows, LessLogarithm, Base2, Offset, Twice]
 
 
 def arguments(dtype=torch.float64, *, sizes=(RANK, ROPE), block=BLOCK, heads=N, tokens=S):
@@ -138,11 +145,11 @@ def compiled(module, given, target="reference", **options):
     return found, mla_fx.last_report()
 
 
-def lowered(module, given):
+def lowered(module, given, target="reference"):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", mla_fx.MlaWarning)
         torch._dynamo.reset()
-        return mla_fx.explain(module, target="reference")(*given).graphs["lower"]
+        return mla_fx.explain(module, target=target)(*given).graphs["lower"]
 
 
 def check(module, given=None, **options):

@@ -139,6 +139,29 @@ def test_what_only_lends_its_shape_is_not_lost():
     lost(lambda x, y: torch.empty_like(y).copy_(x) + x.new_full((), 2.0), "add", "x")
 
 
+def written_twice(x, y):
+    """Columns of the first row of x are replaced by those of y, in two steps."""
+    for start in (0, 2):
+        row = aten.slice_scatter(x[0], y[0, start : start + 2], 0, start, start + 2)
+        x = aten.select_scatter(x, row, 0, 0)
+    return x
+
+
+def test_what_is_overwritten_is_not_lost():
+    lost(lambda x, y: aten.select_scatter(aten.select_scatter(x, y[1], 0, 0), y[2], 0, 0)[0].exp(), "exp", "y")
+    lost(lambda x, y: written_twice(x, y)[1].exp(), "exp", "x")
+    with pytest.raises(NoMatch, match="the graph input x enters the result"):
+        lost(lambda x, y: written_twice(x, y)[1].exp(), "exp", "y")
+    with pytest.raises(NoMatch, match="the graph input y enters the result"):
+        lost(lambda x, y: written_twice(x, y)[0].exp(), "exp", "x")
+
+
+def test_what_is_computed_again_is_not_lost():
+    lost(lambda x: x.sin() * x.sin().exp(), "mul", "sin_1")
+    with pytest.raises(NoMatch, match="the graph input x enters the result"):
+        lost(lambda x: x.sin() * x.cos().exp(), "mul", "sin")
+
+
 def test_a_rounding_on_the_way_is_lost():
     lost(lambda x: x.sin().bfloat16().exp(), "exp", "x", dtype=torch.bfloat16)
     lost(lambda x: x.double().sin(), "sin", "x")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -26,14 +26,13 @@ class Match:
 
     A name that is bound twice is one tensor, read at equal indices. An axis of one reading may equal an axis of
     another, for example the two that two products are summed over, but no `fixed` axis equals another. `same` maps each
-    axis to what it equals, `alike` each value that the program computed again to the one that is bound."""
+    axis to what it equals."""
 
     elements: Mapping[str, Element] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     same: Same = field(default_factory=dict)
     fixed: frozenset[Axis] = frozenset()
-    alike: Mapping[Node, Node] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -56,7 +55,7 @@ class Match:
         same = self._as_one(before, element)
         if same is None:
             raise NoMatch(f"{name} is read in two different ways", element.origin)
-        return replace(self, same=same, alike={**self.alike, **dict(_pairs(element, before))})
+        return replace(self, same=same)
 
     def read(self, name: str, reading: Reading) -> Match:
         """Keep a reading. If a pattern occurs twice, the first is kept, and the second must agree with it."""
@@ -186,14 +185,6 @@ class NearestMiss:
     def fail(self, match: Match, miss: NoMatch, *, is_certain: bool = False) -> None:
         if (is_certain, match.depth) > (self.is_certain, self.depth):
             self.depth, self.miss, self.is_certain = match.depth, miss, is_certain
-
-
-def _pairs(again: Element, first: Element) -> Iterator[tuple[Node, Node]]:
-    """What computes an element and its scales again, with what computed them first."""
-    parts = [(again, first)]
-    if again.scales is not None and first.scales is not None:
-        parts += zip(again.scales.by, first.scales.by, strict=True)
-    yield from ((one.origin, other.origin) for one, other in parts if one.origin is not other.origin)
 
 
 def _extended(same: Same, axis: Axis, index: Index) -> Same:

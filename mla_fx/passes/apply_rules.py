@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def _rewrite(
     try:
         planned = rule.rewrite(match.settled())
         with run.emit.at(anchor, rule.name):
-            planned, plan = _taken(run, rule, planned, match.alike)
+            planned, plan = _taken(run, rule, planned)
             _check_quantisation(run, planned)
             checked = _check_loss(plan)
             prove(run, rule.name, plan)
@@ -120,15 +120,15 @@ def _rewrite(
     return True
 
 
-def _taken(run: Run, rule: Rule, planned: Plan, alike: Mapping[Node, Node]) -> tuple[Plan, Drafted]:
+def _taken(run: Run, rule: Rule, planned: Plan) -> tuple[Plan, Drafted]:
     """The plan, or the one to try instead, that the target takes. Raises NoMatch if it takes neither."""
-    plan = drafted(run.emit, planned, alike)
+    plan = drafted(run.emit, planned)
     try:
         _ask_target(run, rule, plan)
     except NoMatch:
         if planned.instead is None:
             raise
-        return _taken(run, rule, planned.instead, alike)
+        return _taken(run, rule, planned.instead)
     return planned, plan
 
 

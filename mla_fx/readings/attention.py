@@ -24,7 +24,7 @@ from .element import Element, computed_from, operand, resolve
 from .quantised_product import holds_codes
 from .reading import Reading
 from .sizes import Size, ratio
-from .softmax import SOFTMAX, exponential, softmax
+from .softmax import SOFTMAX, exponential, softmax, subtracts_logarithm
 from .views import MOVERS, cuts, fresh_index, pads_with_zero, shape_of
 
 aten = torch.ops.aten
@@ -39,10 +39,10 @@ FUSED_ATTENTION = frozenset(
     }
 )
 
-ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor})
+ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor, aten.exp.default})
 MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 SUMS = PRODUCTS | {aten.sum.dim_IntList}
-STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor})
+STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor, aten.nan_to_num.default})
 TO_CODES = STEPS | {aten.div.Tensor}
 
 
@@ -104,8 +104,13 @@ def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
 def _begins_attention(node: Node) -> bool:
     if node.target in FUSED_ATTENTION:
         return True
-    is_softmax = node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
-    return is_softmax and (weighted_sum(node) or codes_of(node)) is not None
+    return _is_softmax(node) and (weighted_sum(node) or codes_of(node)) is not None
+
+
+def _is_softmax(node: Node) -> bool:
+    if node.target is aten.exp.default:
+        return subtracts_logarithm(node)
+    return node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
 
 
 def attention(node: Node) -> Attention:
@@ -118,7 +123,7 @@ def attention(node: Node) -> Attention:
         raise NoMatch(reason, codes_of(node))
     index = fresh_index(output)
     weighted = contraction(resolve(output, index))
-    is_left = weighted.left.origin in (node, *_guards(node))
+    is_left = _is_computed_from(weighted.left.origin, node)
     probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
     for side in (weighted.left, weighted.right):
         _check_not_scaled(side, {node, *_guards(node)})
@@ -178,8 +183,9 @@ def _unpadded(found: Attention) -> Attention:
     return found
 
 
-def _guards(node: Node) -> list[Node]:
-    return [user for user in node.users if user.target is aten.where.self]
+def _is_computed_from(value: Node, node: Node) -> bool:
+    """Whether no product is between the two."""
+    return value is node or node in computed_from(value, lambda found: found.target in SUMS)
 
 
 def weighted_sum(node: Node) -> Node | None:

@@ -19,6 +19,7 @@ from .calls import args_of, argument, options_of
 from .element import Element, element_of, operand, resolve
 from .fractals import in_fractals
 from .reading import renamed
+from .same_value import same_value
 from .sizes import Size, product, strides_of
 from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
 
@@ -226,7 +227,7 @@ def _slot(block: Element, offset: Element, size: Size) -> Element | None:
     if not whole_number(args_of(divided)[1]) == whole_number(args_of(rest)[1]) == size:
         return None
     slot, other = (operand(args_of(part.node)[0], part.index) for part in (block, offset))
-    return slot if slot == other and slot.origin.meta["val"].dtype in INTEGERS else None
+    return slot if same_value(slot, other) and slot.origin.meta["val"].dtype in INTEGERS else None
 
 
 def _rows_at(

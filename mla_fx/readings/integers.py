@@ -17,6 +17,7 @@ from .axes import ZERO, Index, combine, shifted
 from .calls import CASTS, args_of, argument, options_of
 from .constant import EXACT, constant
 from .element import Element, operand
+from .same_value import same_value
 from .sizes import Size, at_most, plain
 from .views import Place, integer, number
 
@@ -36,13 +37,18 @@ class IntegerSum:
     elements: frozenset[tuple[Element, Size]] = frozenset()
 
     def plus(self, other: IntegerSum, times: Size = 1) -> IntegerSum:
-        """`self + times * other`."""
+        """`self + times * other`. An element that is computed twice counts as one."""
         scaled = shifted(other.index, 0, times)
         index = combine(self.index.offset + scaled.offset, [*self.index.terms, *scaled.terms])
         total = dict(self.elements)
         for element, own in other.elements:
-            total[element] = plain(total.get(element, 0) + times * own)
+            alike = next((known for known in total if same_value(known, element)), element)
+            total[alike] = plain(total.get(alike, 0) + times * own)
         return IntegerSum(index, frozenset(item for item in total.items() if item[1] != 0))
+
+    @property
+    def is_zero(self) -> bool:
+        return self == IntegerSum(ZERO)
 
     @property
     def is_at_most_zero(self) -> bool:

@@ -15,15 +15,13 @@ from .algebra import as_sum
 from .attention import SUMS, Attention
 from .axes import Axis, Index, extent
 from .calls import CASTS, args_of
-from .contraction import reduced, summed
-from .element import Element, computed_from, operand, resolve
+from .element import Element, computed_from, resolve
 from .reading import Reading, renamed
-from .softmax import exponential, is_peak, less_peak
+from .softmax import LOGARITHMS, exponential, log_of_sum
 from .views import MOVERS, fresh_index
 
 aten = torch.ops.aten
 
-LOGARITHMS = (aten.log.default, aten.logsumexp.default)
 MOVES = frozenset({*MOVERS, *CASTS})
 OTHER_SCORES = "the logarithm is not of the sum that the softmax divides by"
 
@@ -100,33 +98,11 @@ def log_sum_exp(node: Node, attention: Attention) -> LogSumExp:
 
 def _read(node: Node) -> _Sum:
     index = fresh_index(node)
-    if node.target is aten.logsumexp.default:
-        source, where, over = reduced(node, index)
-        return _Sum(index, resolve(source, where), _one(over, node))
     total = as_sum(resolve(node, index))
-    logs = [term for term in total.terms if term.origin.target is aten.log.default]
-    peaks = [term for term in total.terms if term not in logs]
-    if len(logs) != 1 or len(peaks) != 1 or total.constant:
-        raise NoMatch("expected the largest score and the logarithm of a sum", node)
-    total_of = operand(args_of(logs[0].node)[0], logs[0].index)
-    if total_of.origin.target is not aten.sum.dim_IntList:
-        raise NoMatch(f"expected the logarithm of a sum, found one of {name_of(total_of.origin)}", node)
-    exponentials, over = summed(total_of)
-    keys = _one(over, node)
-    if exponentials.node.target is not aten.exp.default:
-        raise NoMatch(f"expected a sum of exponentials, found one of {name_of(exponentials.origin)}", node)
-    raised = operand(args_of(exponentials.node)[0], exponentials.index)
-    logits = less_peak(raised, keys)
-    if logits is None or not is_peak(peaks[0], logits, keys):
+    found = log_of_sum(total.terms, node)
+    if found.others or total.constant:
         raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
-    return _Sum(index, logits, keys)
-
-
-def _one(over: tuple[Index, ...], node: Node) -> Axis:
-    axis = over[0].axis if len(over) == 1 else None
-    if axis is None:
-        raise NoMatch("the exponentials are not summed over the keys alone", node)
-    return axis
+    return _Sum(index, found.logits, found.keys)
 
 
 def _names(found: _Sum, attention: Attention, logits: Element) -> dict[Axis, Index]:

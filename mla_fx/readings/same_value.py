@@ -21,6 +21,8 @@ MOST_CALLS = 50  # compared for one pair of values
 REPEATABLE = frozenset({"npu.npu_dynamic_quant.default"})  # of other libraries
 UNLIKE = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise})
 
+_Pairs = set[tuple[Node, Node]]
+
 
 def same_value(one: Element, other: Element) -> bool:
     """Whether both elements have the same factor, casts and index, and come from one value or from two equal ones."""
@@ -31,31 +33,33 @@ def same_value(one: Element, other: Element) -> bool:
 
 def equal_calls(one: Node, other: Node) -> bool:
     """Whether two nodes have equal values: they are one node, or equal calls."""
-    return _same(one, other, [MOST_CALLS])
+    return _same(one, other, set())
 
 
-def _same(one: Any, other: Any, left: list[int]) -> bool:
-    """Whether two arguments are equal. `left` holds the number of calls that may still be compared."""
+def _same(one: Any, other: Any, compared: _Pairs) -> bool:
+    """Whether two arguments are equal. `compared` are the pairs of calls met before: a difference ends it all."""
     if isinstance(one, Node):
-        return one is other or (isinstance(other, Node) and _same_call(one, other, left))
+        return one is other or (isinstance(other, Node) and _same_call(one, other, compared))
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):
         pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_same(mine, theirs, left) for mine, theirs in pairs)
+        return len(one) == len(other) and all(_same(mine, theirs, compared) for mine, theirs in pairs)
     return repr(one) == repr(other)  # 0.0 and -0.0 are not the same number, NaN and NaN are
 
 
-def _same_call(one: Node, other: Node, left: list[int]) -> bool:
-    if one.op != "call_function" or other.op != "call_function" or one.target is not other.target or not left[0]:
+def _same_call(one: Node, other: Node, compared: _Pairs) -> bool:
+    if (one, other) in compared:
+        return True
+    if one.op != "call_function" or other.op != "call_function" or one.target is not other.target:
         return False
-    if not _is_repeatable(one.target):
+    if len(compared) == MOST_CALLS or not _is_repeatable(one.target):
         return False
-    left[0] -= 1
+    compared.add((one, other))
     mine, theirs = options_of(one), options_of(other)
-    if list(mine) != list(theirs) or not _same(list(mine.values()), list(theirs.values()), left):
+    if list(mine) != list(theirs) or not _same(list(mine.values()), list(theirs.values()), compared):
         return False
-    return _same(args_of(one), args_of(other), left)
+    return _same(args_of(one), args_of(other), compared)
 
 
 def _is_repeatable(target: Any) -> bool:

@@ -1,9 +1,11 @@
-"""Softmax in any spelling, with or without a sink: the probabilities that enter a product, and their logits."""
+"""Softmax in any spelling, with or without a sink: the probabilities that enter a product, and their logits. It divides
+exponentials by their sum, or subtracts the logarithm of the sum before it exponentiates."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +14,12 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
+from .algebra import Sum, as_sum
 from .axes import Axis, Index, fresh, of_axis, shifted
 from .calls import CASTS, args_of, argument
 from .constant import constant
 from .contraction import reduced, summed
-from .element import Element, operand
+from .element import Element, element_of, operand, resolve
 from .sizes import Size, plain
 from .views import MOVERS, shape_of
 
@@ -24,6 +27,11 @@ aten = torch.ops.aten
 
 SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
 NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
+LOGARITHMS = (aten.log.default, aten.logsumexp.default)
+NAN_REPLACED = (
+    "NaN among the attention probabilities is replaced, whatever it comes from; the operators give zeros only for rows "
+    "that see no key"
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,10 @@ def softmax(element: Element) -> Softmax:
         return _guarded(element)
     if node.target is aten.div.Tensor and (exp := exponential(args_of(node)[0])) is not None:
         return _divided(element, exp)
+    if node.target is aten.exp.default:
+        return _less_logarithm(element)
+    if node.target is aten.nan_to_num.default:
+        raise NoMatch(NAN_REPLACED, node)
     raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
 
 
@@ -155,10 +167,76 @@ def _difference(raised: Element, axis: Axis) -> Element | None:
     return logits if is_peak(peak, logits, axis) else None
 
 
+@dataclass(frozen=True)
+class LogOfSum:
+    """The logarithm of the sum over `keys` of the exponentials of `logits`. `others` were added to it."""
+
+    logits: Element
+    keys: Axis
+    others: tuple[Element, ...]
+
+
+def log_of_sum(terms: Sequence[Element], node: Node) -> LogOfSum:
+    """Read a logarithm of a sum among terms: `logsumexp`, or `largest + log(sum(exp(logits - largest)))`. Raises
+    NoMatch if there is none."""
+    logs = [term for term in terms if term.origin.target in LOGARITHMS]
+    others = [term for term in terms if term not in logs]
+    if len(logs) != 1:
+        raise NoMatch("expected the largest score and the logarithm of a sum", node)
+    log = logs[0]
+    if log.node.target is aten.logsumexp.default:
+        source, where, over = reduced(log.node, log.index)
+        return LogOfSum(resolve(source, where), _one(over, node), tuple(others))
+    total = operand(args_of(log.node)[0], log.index)
+    if total.origin.target is not aten.sum.dim_IntList:
+        raise NoMatch(f"expected the logarithm of a sum, found one of {name_of(total.origin)}", node)
+    exponentials, over = summed(total)
+    keys = _one(over, node)
+    if exponentials.node.target is not aten.exp.default:
+        raise NoMatch(f"expected a sum of exponentials, found one of {name_of(exponentials.origin)}", node)
+    logits = less_peak(operand(args_of(exponentials.node)[0], exponentials.index), keys)
+    peaks = [] if logits is None else [term for term in others if is_peak(term, logits, keys)]
+    if logits is None or len(peaks) != 1:
+        raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
+    return LogOfSum(logits, keys, tuple(term for term in others if term not in peaks))
+
+
+def _one(over: tuple[Index, ...], node: Node) -> Axis:
+    axis = over[0].axis if len(over) == 1 else None
+    if axis is None:
+        raise NoMatch("the exponentials are not summed over the keys alone", node)
+    return axis
+
+
+def subtracts_logarithm(exp: Node) -> bool:
+    """Whether this exponentiates a difference from a logarithm."""
+    try:
+        terms = as_sum(element_of(args_of(exp)[0])).terms
+    except NoMatch:
+        return False
+    return any(term.origin.target in LOGARITHMS and term.factor < 0 for term in terms)
+
+
+def _less_logarithm(element: Element) -> Softmax:
+    """Read `exp(x - log(sum(exp(x))))`."""
+    node = element.node
+    total = as_sum(operand(args_of(node)[0], element.index))
+    subtracted = log_of_sum([term.times(-1.0) for term in total.terms], node)
+    left = [term.times(-1.0) for term in subtracted.others]
+    for dim, size in enumerate(shape_of(node)):
+        if total.constant or size != subtracted.keys.size:
+            continue
+        columns = _columns(element.index, dim, node)
+        logits = subtracted.logits.at({subtracted.keys: of_axis(columns.read)})
+        if columns.read is columns.whole and as_sum(logits) == Sum(tuple(left), 0.0):
+            return Softmax(logits, columns.read)
+    raise NoMatch("the logarithm that is subtracted from the scores is not of the sum of their exponentials", node)
+
+
 def is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
     """Whether `peak` is the maximum of the logits along the softmax axis; any other number may take them out of
     range."""
-    factor, peak = peak.apart()
+    factor, peak = _unguarded(peak).apart()
     largest = _largest(peak.node)
     if largest is None:
         return False
@@ -172,6 +250,30 @@ def _reduced_along(node: Node, index: tuple[Index, ...], axis: Axis) -> tuple[No
     if len(over) != 1 or over[0].axis is None or over[0].axis.size != axis.size:
         return None, index
     return source, tuple(of_axis(axis) if part == over[0] else part for part in index)
+
+
+def _unguarded(peak: Element) -> Element:
+    """The maximum, if this is zero where that is infinite, as in `logsumexp`, or minus infinity: a row that sees no key
+    then has minus infinity for its logarithm, and still NaN for its probabilities."""
+    node = peak.origin
+    if node.target is not aten.where.self or constant(args_of(node)[1]) != 0:
+        return peak
+    condition, _, largest = args_of(node)
+    tested, kept = operand(condition, peak.index), operand(largest, peak.index)
+    return kept.times(peak.factor) if _tests_for_infinity(tested, kept) else peak
+
+
+def _tests_for_infinity(tested: Element, value: Element) -> bool:
+    """Whether this is `isinf(value)`, `abs(value) == inf` or `value == -inf`."""
+    node = tested.node
+    if node.target is aten.isinf.default:
+        return operand(args_of(node)[0], tested.index) == value
+    if node.target is not aten.eq.Scalar:
+        return False
+    one, number = operand(args_of(node)[0], tested.index), args_of(node)[1]
+    if number == math.inf and one.node.target is aten.abs.default:
+        return operand(args_of(one.node)[0], one.index) == value
+    return number == -math.inf and one == value
 
 
 def _largest(node: Node) -> Node | None:

@@ -209,7 +209,7 @@ def check_same_write(latent: CacheRoles, keys: CacheRoles, what: str = "latent a
         raise NoMatch(f"only one of {what} is cached in FRACTAL_NZ", theirs.node)
     if _wraps(mine) != _wraps(theirs):
         raise NoMatch(f"negative positions are written for only one of {what}", theirs.node)
-    if latent.row != keys.row or _counted(mine) != _counted(theirs):
+    if latent.row != keys.row or not _are_equal(_counted(mine), _counted(theirs)):
         raise NoMatch(f"{what} are written to different positions", theirs.node)
 
 
@@ -219,19 +219,24 @@ def _wraps(update: CacheUpdate) -> bool:
     return isinstance(where, InBlocks) or (isinstance(where, (At, WholeBlocks)) and where.wraps)
 
 
-def _counted(update: CacheUpdate) -> object:
-    """The position of a row in comparable form, since each cache may compute its positions anew; None if appended."""
+def _counted(update: CacheUpdate) -> tuple[IntegerSum, ...]:
+    """The position of a row in comparable form, since each cache may compute its positions anew; empty if appended."""
     match update.where:
         case From(start):
-            return IntegerSum(shifted(update.token, start))
+            return (IntegerSum(shifted(update.token, start)),)
         case At(slot):
-            return integer_sum(slot)
+            return (integer_sum(slot),)
         case InBlocks(block, offset):
-            return integer_sum(block), offset
+            return integer_sum(block), integer_sum(offset)
         case WholeBlocks(block, offset):
-            return integer_sum(block), offset
+            return integer_sum(block), IntegerSum(offset)
         case Appended():
-            return None
+            return ()
+
+
+def _are_equal(mine: tuple[IntegerSum, ...], theirs: tuple[IntegerSum, ...]) -> bool:
+    pairs = zip(mine, theirs, strict=False)
+    return len(mine) == len(theirs) and all(one.plus(other, -1).is_zero for one, other in pairs)
 
 
 def old_cache(cache: CacheRoles) -> Expression:

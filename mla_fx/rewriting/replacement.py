@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
@@ -16,8 +15,9 @@ from mla_fx.graph.provenance import fused_name, name_of, stand_in
 from mla_fx.readings.axes import Index
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.constant import constant
-from mla_fx.readings.element import is_coarser
-from mla_fx.readings.views import MOVERS
+from mla_fx.readings.element import is_coarser, is_parameter
+from mla_fx.readings.same_value import equal_calls
+from mla_fx.readings.views import MOVERS, Place, fresh_index, move
 
 from .draft import Draft, in_order
 from .emitter import Emitter
@@ -81,13 +81,10 @@ Prove = Callable[[str, Drafted], None]
 """Checks the plan of a rule or a pass. Raises NoMatch if it changes a value."""
 
 
-def drafted(emit: Emitter, plan: Plan, alike: Mapping[Node, Node] = MappingProxyType({})) -> Drafted:
-    """Draft a plan. Raises NoMatch if an operator refuses its operands.
-
-    `alike` maps values to equal ones: a plan that reads the one accounts for the other."""
-    again = {node for node, first in alike.items() if first in plan.sources}
+def drafted(emit: Emitter, plan: Plan) -> Drafted:
+    """Draft a plan. Raises NoMatch if an operator refuses its operands."""
     replaced = [(one.old, emit.draft(one.new)) for one in plan.replaced]
-    return Drafted.of(replaced, plan.sources | again, plan.exact, differs=bool(plan.differences))
+    return Drafted.of(replaced, plan.sources, plan.exact, differs=bool(plan.differences))
 
 
 def replaced(old: Node, index: Sequence[Index], part: Part, *, padding: int = 0) -> Replaced:
@@ -160,36 +157,65 @@ def check_nothing_is_lost(
     `sources` are the operations from which the operator's operands are read. Between them and the old values are the
     nodes that the patterns read. The check does not rely on the patterns having overlooked nothing. Those in `exact`
     round nothing."""
-    seen = set(sources)
-    lost = _lost(list(olds), seen, dtype, exact)
+    search = _Search(sources, dtype, exact)
+    lost = search.lost(list(olds))
     if lost is not None:
         raise NoMatch(f"{name_of(lost)} enters the result but would not enter the operator", lost)
-    return seen - sources
+    return search.seen | search.moved
 
 
-def _lost(pending: list[Node], seen: set[Node], dtype: torch.dtype, exact: Set[Node]) -> Node | None:
-    """The first graph input reached from the pending nodes without passing a `seen` one, or None."""
-    while pending:
-        node = pending.pop()
-        value = node.meta.get("val")
-        if node in seen or not _has_elements(value) or node.target in LIKE:
-            continue
-        seen.add(node)
-        if node.op in ("placeholder", "get_attr"):
-            if constant(node) is None:
-                return node
-            continue
-        if node not in exact and isinstance(value, torch.Tensor) and _rounds_to_coarser(node, value.dtype, dtype):
-            raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {dtype}", node)
-        if node.target is not aten.cat.default:
-            pending += _needed_operands(node)
-        elif all(lost := [_lost([piece], seen, dtype, exact) for piece in node.all_input_nodes]):
-            return lost[0]  # some pieces of a cat may be unread
-    return None
+@dataclass(frozen=True)
+class _Search:
+    """What was met on the way from the old values to the sources: all elements of the nodes in `seen`, some of those in
+    `moved`."""
 
+    sources: Set[Node]
+    dtype: torch.dtype
+    exact: Set[Node]
+    seen: set[Node] = field(default_factory=set)
+    moved: set[Node] = field(default_factory=set)
 
-def _rounds_to_coarser(node: Node, own: torch.dtype, dtype: torch.dtype) -> bool:
-    return is_coarser(own, dtype) and not _keeps(node, own)
+    def lost(self, pending: list[Node]) -> Node | None:
+        """The first graph input reached from the pending nodes without passing a source, or None."""
+        while pending:
+            node = pending.pop()
+            if not _has_elements(node.meta.get("val")) or node.target in LIKE:
+                continue
+            node = self._origin(node)
+            if node in self.seen or self._is_source(node):
+                continue
+            self.seen.add(node)
+            if is_parameter(node):
+                if constant(node) is None:
+                    return node
+                continue
+            self._check_rounding(node)
+            if node.target is not aten.cat.default:
+                pending += _needed_operands(node)
+            elif all(lost := [self.lost([piece]) for piece in node.all_input_nodes]):
+                return lost[0]  # some pieces of a cat may be unread
+        return None
+
+    def _is_source(self, node: Node) -> bool:
+        """Whether this is a source, or computes its value again."""
+        return any(equal_calls(node, source) for source in self.sources)
+
+    def _origin(self, node: Node) -> Node:
+        """The node that computes the elements of a view, as far as one that is known. What the view does not read of
+        the values on the way, such as a base whose row is overwritten, does not enter the result."""
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return node
+        place: Place = node, fresh_index(node)
+        while place[0] not in self.seen and place[0] not in self.sources and (origin := move(*place)) is not None:
+            self.moved.add(place[0])
+            place = origin
+        return place[0]
+
+    def _check_rounding(self, node: Node) -> None:
+        value = node.meta["val"]
+        is_rounded = isinstance(value, torch.Tensor) and is_coarser(value.dtype, self.dtype)
+        if is_rounded and node not in self.exact and not _keeps(node, value.dtype):
+            raise NoMatch(f"the program rounds to {value.dtype}, the operator only to {self.dtype}", node)
 
 
 def _keeps(node: Node, dtype: torch.dtype) -> bool:

@@ -7,6 +7,7 @@ from traced import B, D, N, S, T, Traced, agree, dense, sum_of
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.attention import anchors, attention
+from mla_fx.readings.log_sum_exp import log_sum_exp
 
 
 def softmax_by_hand(scores, compared=slice(None)):
@@ -39,6 +40,16 @@ def minus_peak(scores):
     return scores - scores.max(-1, keepdim=True).values
 
 
+def less_logarithm(scores, dim=-1, times=1.0):
+    return (scores - times * scores.logsumexp(dim, keepdim=True)).exp()
+
+
+def guarded_by_hand(scores):
+    peak = scores.amax(-1, keepdim=True)
+    raised = (scores - torch.where(peak == -torch.inf, 0.0, peak)).exp()
+    return raised / raised.sum(-1, keepdim=True)
+
+
 MASK = dense(B, 1, S, T) > -0.5
 MASK[..., 0] = True
 BIAS = torch.zeros(B, 1, S, T).masked_fill(~MASK, -torch.inf)
@@ -49,8 +60,13 @@ ATTENTIONS = {
     "scaled query": lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v,
     "in float": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
     "by hand": lambda q, k, v: softmax_by_hand(q @ k.mT) @ v,
+    "by hand, guarded": lambda q, k, v: guarded_by_hand(q @ k.mT + BIAS) @ v,
     "as Inductor writes it": lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3) @ v,
     "as Inductor writes it, of a negative factor": lambda q, k, v: softmax_of_inductor(q @ k.mT, -0.3) @ v,
+    "less the logarithm of the sum": lambda q, k, v: less_logarithm(q @ k.mT * 0.3) @ v,
+    "less it, biased": lambda q, k, v: less_logarithm(q @ k.mT + BIAS) @ v,
+    "less it, filled": lambda q, k, v: less_logarithm((q @ k.mT).masked_fill(~MASK, -torch.inf)) @ v,
+    "exponential of log_softmax": lambda q, k, v: (q @ k.mT + BIAS).log_softmax(-1).exp() @ v,
     "einsum": lambda q, k, v: torch.einsum("bnst,bntv->bnsv", torch.einsum("bnsd,bntd->bnst", q, k).softmax(-1), v),
     "output transposed": lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2),
     "bias": lambda q, k, v: (q @ k.mT + BIAS).softmax(-1) @ v,
@@ -170,8 +186,50 @@ NO_ATTENTIONS = {
         lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=-0.3) @ v,
         "not the maximum of the scores",
     ),
+    "less a logarithm over queries": (lambda q, k, v: less_logarithm(q @ k.mT, -2) @ v, "not summed over the softmax"),
+    "less half the logarithm": (lambda q, k, v: less_logarithm(q @ k.mT, times=0.5) @ v, "multiplied by a number, 0.5"),
+    "less the logarithm of others": (
+        lambda q, k, v: (q @ k.mT - (q @ k.mT * 0.5).logsumexp(-1, keepdim=True)).exp() @ v,
+        "not of the sum of their exponentials",
+    ),
+    "less the logarithm of the unbiased": (
+        lambda q, k, v: (q @ k.mT + BIAS - (q @ k.mT).logsumexp(-1, keepdim=True)).exp() @ v,
+        "not of the sum of their exponentials",
+    ),
+    "twice less the logarithm": (
+        lambda q, k, v: (2 * (q @ k.mT - (q @ k.mT).logsumexp(-1, keepdim=True))).exp() @ v,
+        "multiplied by a number",
+    ),
+    "a number more": (
+        lambda q, k, v: (q @ k.mT + 1.0 - (q @ k.mT).logsumexp(-1, keepdim=True)).exp() @ v,
+        "not of the sum of their exponentials",
+    ),
     "a number added": (lambda q, k, v: (q @ k.mT + 2.0).softmax(-1) @ v, "a number is added to the attention scores"),
 }
+
+
+@pytest.mark.parametrize("decompose", [True, False], ids=["as Inductor has it", "as it is"])
+@pytest.mark.parametrize("weights", [less_logarithm, lambda scores: scores.softmax(-1)], ids=["logarithm", "softmax"])
+def test_probabilities_whose_nan_are_replaced_are_refused(weights, decompose):
+    """NaN may come from a query, not only from a row that sees no key."""
+
+    def function(q, k, v):
+        return weights((q @ k.mT).masked_fill(~MASK, -torch.inf)).nan_to_num(0.0) @ v
+
+    traced = Traced(function, dense(B, N, S, D), dense(B, N, T, D), dense(B, N, T, D), decompose=decompose)
+    with pytest.raises(NoMatch, match=r"NaN among the attention probabilities is replaced|replaced under a condition"):
+        read_attention(traced)
+
+
+@pytest.mark.parametrize("decompose", [True, False], ids=["as Inductor has it", "as it is"])
+def test_the_logarithm_beside_an_attention_is_read(decompose):
+    def function(q, k, v):
+        scores = q @ k.mT + BIAS
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    traced = Traced(function, dense(B, N, S, D), dense(B, N, T, D), dense(B, N, T, D), decompose=decompose)
+    (found,) = map(attention, anchors(traced.graph))
+    assert log_sum_exp(traced.out[1], found).node is traced.out[1]
 
 
 @pytest.mark.parametrize("name", NO_ATTENTIONS)

@@ -23,12 +23,22 @@ def angles(positions, base=100.0):
     return torch.outer(positions.float(), base ** -(torch.arange(D) / D)).cos()
 
 
+def doubled(value):
+    """Each of 20 sums has the one before as both operands."""
+    for _ in range(20):
+        value = value + value.clone()
+    return value
+
+
 EQUAL = {
     "looked up": lambda table, p: (table[p], table[p]),
     "computed": lambda table, p: (angles(p), angles(p)),
     "by its casts": lambda table, p: (table[p].double(), table[p].double()),
     "one of several": lambda table, p: (table[p].split(2, -1)[1], table[p].split(2, -1)[1]),
     "one value": lambda table, p: (table, table),
+    "clamped": lambda table, p: (p.clamp(max=4), p.clamp(max=4)),
+    "chosen": lambda table, p: (torch.where(p > 4, 0, p), torch.where(p > 4, 0, p)),
+    "by many ways": lambda table, p: (doubled(p), doubled(p)),
 }
 UNLIKE = {
     "another position": lambda table, p: (table[p], table[p + 1]),
@@ -42,6 +52,9 @@ UNLIKE = {
     "another rounding": lambda table, p: (table[p].cos(), table[p].cos().bfloat16().float()),
     "random": lambda table, p: (torch.rand_like(table), torch.rand_like(table)),
     "another library's": lambda table, p: (drawn(table), drawn(table)),
+    "another bound": lambda table, p: (p.clamp(max=4), p.clamp(max=3)),
+    "another at the end of many ways": lambda table, p: (doubled(p), doubled(p.clone().clamp(max=4))),
+    "written in between": lambda table, p: (p.clamp(max=4), p.add_(1).clamp(max=4)),
     "empty": lambda table, p: (torch.empty_like(table).exp(), torch.empty_like(table).exp()),
 }
 
