@@ -69,7 +69,7 @@ def _agrees_on_any_numbers(plan: Drafted) -> bool:
 def _at_some_sizes(plan: Drafted, region: Region, *choices: Callable[[Region], Iterator[Sizes]]) -> Difference | None:
     """A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So only one at the
     last choice counts, in which such sizes are what they are. Other calls compute the same of fewer columns as of more
-    of which the rest is zero."""
+    whose rest is zero."""
     doubt, found, reason = None, None, ""
     for sizes in choices:
         doubt, found = found or doubt, None

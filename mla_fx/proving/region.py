@@ -121,7 +121,7 @@ class Region:
                 yield from find(numbers.of(value_of(call)), *numbers.of(fake_of(call.args)))
 
     def undetermined(self, numbers: Numbers) -> set[int]:
-        """The sizes of which the others are sums and products."""
+        """The sizes whose sums and products the others are."""
         equations = list(self.equations(numbers))
         wholes = {each.whole for each in equations if each.whole not in each.parts}
         return self.sizes(numbers).union(*(each.parts for each in equations)) - wholes

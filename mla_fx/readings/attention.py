@@ -126,7 +126,7 @@ def attention(node: Node) -> Attention:
     is_left = _is_computed_from(weighted.left.origin, node)
     probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
     for side in (weighted.left, weighted.right):
-        _check_not_scaled(side, {node, *_guards(node)})
+        _check_not_scaled(side, node)
     found = softmax(probability)
     keys = of_axis(found.axis)
     if weighted.over != (keys,):
@@ -143,10 +143,10 @@ def attention(node: Node) -> Attention:
     )
 
 
-def _check_not_scaled(side: Element, probabilities: Set[Node]) -> None:
+def _check_not_scaled(side: Element, probabilities: Node) -> None:
     """Raises NoMatch if a side of the product with the values is the probabilities times something else."""
     factors = [factor.origin for factor, _ in as_product(side).factors]
-    others = [name_of(factor) for factor in factors if factor not in probabilities]
+    others = [name_of(factor) for factor in factors if not _is_computed_from(factor, probabilities)]
     if 0 < len(others) < len(factors):
         because = "expected none: multiply the values, as by the scales of their codes"
         raise NoMatch(f"probabilities are multiplied by {', '.join(others)}, {because}", side.origin)
