@@ -145,11 +145,15 @@ def compiled(module, given, target="reference", **options):
     return found, mla_fx.last_report()
 
 
-def lowered(module, given, target="reference"):
+def lowered(module, given):
+    return stage("lower", module, given, "reference")
+
+
+def stage(name, module, given, target):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", mla_fx.MlaWarning)
         torch._dynamo.reset()
-        return mla_fx.explain(module, target=target)(*given).graphs["lower"]
+        return mla_fx.explain(module, target=target)(*given).graphs[name]
 
 
 def check(module, given=None, **options):
@@ -195,6 +199,8 @@ def test_inductor(kind):
             for one, wanted in zip(run(*few), module(*few), strict=True):
                 torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
     assert mla_fx.last_report().fused == {"latent_attention": 2}
+    text = stage("clean up", kind(), given, "inductor")
+    assert text.count(BOTH) == 1 and ALONE not in text
 
 
 # --- parts of a context that are merged ------------------------------------------------------------------------------
