@@ -9,6 +9,7 @@ import pytest
 from expecttest import TestCase
 from rich.console import Console
 
+from mla_fx.debug.memory import Memory
 from mla_fx.debug.outcomes import layer_of, outcomes_of, rows_of
 from mla_fx.debug.report import Miss, Report
 
@@ -119,6 +120,23 @@ def test_layers_that_others_represent():
     assert [miss.module for miss in found.misses] == [f"model.layers.{layer}.self_attn.q_b_proj" for layer in (3, 4, 5)]
     assert named(found) == ["model.layers.0 … 2 (3)", "model.layers.3 … 5 (3)"]
     assert traced.standing_for({}) is traced
+
+
+def test_layers_that_others_represent_in_several_graphs():
+    """The rows, the memory, and the counts speak of the same layers."""
+    one = report(fused(0, 1))
+    one.memory = [Memory(2, 2048, 0, None, None, 0)]
+    whole = Report.merged([one, report({})]).standing_for({"model.layers.1": [f"model.layers.{n}" for n in range(1, 7)]})
+    assert named(whole) == ["model.layers.0 … 6 (7)"]
+    assert whole.fused == whole.parts[0].fused == {"mla_prolog": 7}
+    assert str(whole.memory[0]).startswith("memory, per layer of the 2 traced for 7: 0.0 KiB of copies of weights, 1.0 KiB")
+
+
+def test_memory_of_layers_that_are_all_traced():
+    one = report(fused(0))
+    one.memory = [Memory(1, 2048, 0, None, None, 0)]
+    found = one.standing_for({"model.layers.8": ["model.layers.8", "model.layers.9"]})
+    assert str(found.memory[0]).startswith("memory, per layer of 1: ")
 
 
 class TestText(TestCase):
