@@ -64,6 +64,7 @@ def test_deepseek_v3_as_published(capsys):
     text = capsys.readouterr().out
     assert "mla_fx on reference: fused mla_prolog x61, latent_attention x61" in text
     assert "\n  model.layers.0 … 60 (61): mla_prolog, latent_attention\n" in text
+    assert "\n  memory, per layer of the 2 traced for 61: 0.0 KiB of copies of weights, 4.5 MiB of caches " in text
     assert "per layer: weights 374.2 MB, cache 1152 B per token, caches read 4.719 MB" in text
 
 

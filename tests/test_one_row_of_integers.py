@@ -57,7 +57,7 @@ def test_ours_is_right():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="seen on Xeons with AMX")
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="seen on an Intel Xeon with AVX-512 VNNI and AMX")
 def test_inductor_has_the_fault_still():
     """If this fails, `product_of_one_row` may go."""
     model = Quantised()

@@ -6,9 +6,13 @@ import io
 import json
 
 import pytest
+import torch
 from expecttest import TestCase
 from rich.console import Console
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from mla_fx.debug.layers import kinds, layers_of
+from mla_fx.debug.memory import Memory
 from mla_fx.debug.outcomes import layer_of, outcomes_of, rows_of
 from mla_fx.debug.report import Miss, Report
 
@@ -121,6 +125,51 @@ def test_layers_that_others_represent():
     assert traced.standing_for({}) is traced
 
 
+def test_layers_that_others_represent_in_several_graphs():
+    """The rows, the memory, and the counts speak of the same layers."""
+    one = report(fused(0, 1))
+    one.memory = [Memory(2, 2048, 0, None, None, 0)]
+    equal = [f"model.layers.{layer}" for layer in range(1, 7)]
+    whole = Report.merged([one, report({})]).standing_for({"model.layers.1": equal})
+    assert named(whole) == ["model.layers.0 … 6 (7)"]
+    assert whole.fused == whole.parts[0].fused == {"mla_prolog": 7}
+    read = "0.0 KiB of copies of weights, 1.0 KiB of caches read"
+    assert str(whole.memory[0]) == f"memory, per layer of the 2 traced for 7: {read}"
+
+
+def test_memory_of_layers_that_are_all_traced():
+    one = report(fused(0))
+    one.memory = [Memory(1, 2048, 0, None, None, 0)]
+    found = one.standing_for({"model.layers.8": ["model.layers.8", "model.layers.9"]})
+    assert str(found.memory[0]).startswith("memory, per layer of 1: ")
+
+
+@pytest.mark.parametrize(
+    ("modules", "shown"),
+    [
+        (["", "attention"], {"the model itself"}),
+        (["", "layers.0", "layers.1", ""], {"layers.0", "layers.1", "outside the layers"}),
+    ],
+)
+def test_a_model_without_layers_is_named_on_the_page(modules, shown):
+    """It has nothing that anything could be outside of."""
+
+    def function(x):
+        for _ in range(6 * len(modules)):
+            x = x.exp()
+        return x
+
+    graph = make_fx(function)(torch.randn(2)).graph
+    for place, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)):
+        node.meta["nn_module_stack"] = {"a": (modules[place // 6], object)}
+    found = layers_of(graph)
+    assert {kind["paths"] for kind in kinds(found, found)} == shown
+
+
+def test_the_root_module_is_named_in_a_table():
+    assert named(report({"mla_prolog": [""]})) == ["the model itself"]
+
+
 class TestText(TestCase):
     maxDiff = None
 
@@ -159,8 +208,11 @@ nearest misses:
     def test_html(self):
         found = report(fused(0), [miss(1, reason="a < b & c")])
         found.notes.append("<noted>")
-        self.assertExpectedInline(found._repr_html_().replace("<tr>", "\n<tr>"), """\
-<table><caption>mla_fx on inductor: fused mla_prolog x1</caption>
+        style = ' style="text-align: left; padding: 0.3em 0.6em; border: 1px solid"'
+        html = found._repr_html_()
+        assert html.count(style) == html.count("<td") + html.count("<th") == 9
+        self.assertExpectedInline(html.replace(style, "").replace("<tr>", "\n<tr>"), """\
+<table style="border-collapse: collapse"><caption style="text-align: left">mla_fx on inductor: fused mla_prolog x1</caption>
 <tr><th>layers</th><th>fused</th><th>why not more</th></tr>
 <tr><td>model.layers.0</td><td>mla_prolog</td><td></td></tr>
 <tr><td>model.layers.1</td><td>nothing</td><td>mla_prolog: a &lt; b &amp; c (at addmm_1, model.py:17, model.layers.1.self_attn.q_b_proj)</td></tr></table><ul><li>&lt;noted&gt;</li></ul>""")  # noqa: E501  # the text as it is written
@@ -182,4 +234,4 @@ def test_without_rich_a_table_is_a_sentence(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"this needs rich; pip install 'mla_fx\[demo\]' brings it"):
         several().table()
-    assert "<table>" in several()._repr_html_()
+    assert "<table " in several()._repr_html_()

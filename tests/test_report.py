@@ -61,6 +61,16 @@ nearest misses:
   mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn
   mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:20, layers.3.self_attn)""")  # noqa: E501  # the text as it is printed
 
+    def test_pieces_beside_operators(self):
+        found = report(fused={"mla_prolog": 2}, pieces={"norm_linear": 1, "rope": 1})
+        self.assertExpectedInline(
+            str(found), """mla_fx on inductor: fused mla_prolog x2, and also norm_linear x1, rope x1 in 1.8 ms"""
+        )
+        self.assertExpectedInline(
+            Report.merged([found] * 2).headline,
+            """mla_fx on inductor: fused mla_prolog x4, and also norm_linear x2, rope x2 in 2 graphs""",
+        )
+
     def test_memory_before_the_notes(self):
         alike = [Memory(61, 61 * 18 * 2**20, 0, 27 * 2**20, 2586 * 2**20, 0)] * 2
         text = str(report(fused={"latent_attention": 61}, memory=alike, notes=["caches written in place"]))

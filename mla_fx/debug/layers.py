@@ -13,6 +13,7 @@ from mla_fx.graph.provenance import REPLACED, RULE, fused_name, module_of, sourc
 from .graph_text import Writer, borders, ranges
 from .memory import Lives
 from .node_text import call_text, described, short_source, target_name, value_of
+from .outcomes import WHOLE
 from .sections import Section
 from .work import Meter, Work
 
@@ -67,16 +68,19 @@ def _values(writer: Writer, node: Node) -> dict[str, Any]:
 
 
 def kinds(before: Mapping[str, Layer], after: Mapping[str, Layer]) -> Iterator[dict[str, Any]]:
-    """The kinds of layers: those with equal nodes before and after. Each is shown by its first layer."""
+    """The kinds of layers: those with equal nodes before and after. Each is shown by its first layer; a model
+    without layers is one, and is named as such."""
     nothing = Layer("", ())
+    every = dict.fromkeys([*before, *after])
     alike: dict[tuple[str, str], list[str]] = {}
-    for path in dict.fromkeys([*before, *after]):
+    for path in every:
         alike.setdefault((before.get(path, nothing).text, after.get(path, nothing).text), []).append(path)
     for paths in alike.values():
         sides = {"before": before.get(paths[0], nothing), "after": after.get(paths[0], nothing)}
+        names = [WHOLE] if [*every] == [REST] else paths
         yield {
-            "path": paths[0],
-            "paths": ranges(paths),
+            "path": names[0],
+            "paths": ranges(names),
             "count": len(paths),
             **{side: layer.nodes for side, layer in sides.items()},
             "work": {side: _work(layer) for side, layer in sides.items()},

@@ -29,7 +29,8 @@ class Memory:
     """Bytes of one graph; None if a size is a symbol.
 
     Temporaries are estimated: the values that the graph computes, each for as long as it is read, in the order of the
-    graph. `unfused` are those of the original graph. `calls` counts the operators whose own temporaries are unknown."""
+    graph. `unfused` are those of the original graph. `calls` counts the operators whose own temporaries are unknown.
+    `stands_for` counts the layers of the model if only some of them, `layers`, are in the graph."""
 
     layers: int
     caches: int | None
@@ -37,12 +38,14 @@ class Memory:
     temporaries: int | None
     unfused: int | None
     calls: int
+    stands_for: int = 0
 
     def __str__(self) -> str:
         parts = [f"{readable_size(self.weights / self.layers)} of copies of weights"]
         if self.caches is not None:
             parts.append(f"{readable_size(self.caches / self.layers)} of caches read")
-        sizes = f"memory, per layer of {self.layers}: {', '.join(parts)}"
+        layers = f"the {self.layers} traced for {self.stands_for}" if self.stands_for > self.layers else self.layers
+        sizes = f"memory, per layer of {layers}: {', '.join(parts)}"
         if self.temporaries is None or self.unfused is None:
             return sizes
         beside = " and what operators allocate inside" if self.calls else ""

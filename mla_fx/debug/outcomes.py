@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .report import Miss, Report
 
 _LAYER = re.compile(r".*\.\d+(?=\.[A-Za-z_])|\d+(?=\.[A-Za-z_])")
+WHOLE = "the model itself"  # what is in no module, or in a model without layers
 _RANGE = 3  # consecutive numbers from which on a range is shorter
 
 
@@ -106,7 +107,7 @@ def _list_of(path: str) -> str:
 def _named_together(paths: Sequence[str]) -> str:
     """`model.layers.0 … 60 (61)` for layers of one list, in order."""
     if len(paths) == 1:
-        return paths[0] or "the whole graph"
+        return paths[0] or WHOLE
     before = paths[0].rpartition(".")[0]
     numbers = [int(path.rpartition(".")[2]) for path in paths]
     return f"{before}.{', '.join(_ranges(numbers))} ({len(paths)})".lstrip(".")

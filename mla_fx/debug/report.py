@@ -137,9 +137,15 @@ class Report:
         }
         misses = [replace(miss, module=path) for miss in self.misses for path in _equal(layers, miss.module)]
         fused = {name: len(paths) for name, paths in modules.items()}
+        parts = [part.standing_for(layers) for part in self.parts]
+        most = max(fused.values(), default=0)
+        memory = [one for part in parts for one in part.memory] or [
+            replace(one, stands_for=most) for one in self.memory
+        ]
         listed = ", ".join(f"{path} for {len(equal)}" for path, equal in layers.items())
         note = f"traced one of each group of equal layers: {listed}"
-        return replace(self, fused=fused, modules=modules, misses=misses, notes=[note, *self.notes])
+        notes = [note, *self.notes]
+        return replace(self, fused=fused, modules=modules, misses=misses, notes=notes, memory=memory, parts=parts)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values, under the names of its fields, and `layers`; without `graphs`, the texts of
@@ -180,7 +186,7 @@ class Report:
         """The target and what fused, in a line."""
         if not self.target:
             return "mla_fx: nothing was compiled"
-        where = f"{',' * bool(self.pieces)}{f' in {len(self.parts)} graphs' if self.parts else ''}"
+        where = f" in {len(self.parts)} graphs" if self.parts else ""
         return f"mla_fx on {self.target}: {self._outcome}{where}"
 
     def remarks(self) -> list[str]:

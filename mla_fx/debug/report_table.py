@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .report import Report
 
 HEADINGS = ("layers", "fused", "why not more")
+# In each cell: notebooks have a rule of their own for cells, by which they align to the right.
+CELL = 'style="text-align: left; padding: 0.3em 0.6em; border: 1px solid"'
 
 
 def rich_table(report: Report) -> Table:
@@ -36,7 +38,8 @@ def html_table(report: Report) -> str:
     body = "".join(_html_row("td", row) for row in _cells(report))
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.remarks())
     listed = f"<ul>{notes}</ul>" if notes else ""
-    return f"<table><caption>{html.escape(report.headline)}</caption>{head}{body}</table>{listed}"
+    caption = f'<caption style="text-align: left">{html.escape(report.headline)}</caption>'
+    return f'<table style="border-collapse: collapse">{caption}{head}{body}</table>{listed}'
 
 
 def _cells(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -47,4 +50,4 @@ def _cells(report: Report) -> Iterator[tuple[str, str, str]]:
 
 
 def _html_row(tag: str, cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(f'<{tag} {CELL}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -27,6 +27,7 @@ from mla_fx.target import Lowering
 
 from .absorb import absorb
 from .apply_rules import recognise
+from .chosen_keys import chosen_keys
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
@@ -78,6 +79,7 @@ def clean_up(run: Run) -> None:
             run.pieces[rule] += 1
         elif name is not None:
             run.fused.setdefault(name, []).append(module_of(node))
+    run.report.notes += chosen_keys(run.graph)
     run.caches = bytes_of_caches(run.graph)
     if run.fused and run.options.verify != "off":
         run.keep_original()
