@@ -215,7 +215,8 @@ def _are_narrow(rows: Tensor, weights: Tensor) -> bool:
 
 def product_of_one_row(row: Tensor, weight: Tensor) -> Tensor:
     """[1, K] @ [K, N] of integers, as the first row of two."""
-    return torch._int_mm(row.expand(2, -1).contiguous(), weight)[:1]
+    product: Tensor = aten._int_mm(row.expand(2, -1).contiguous(), weight)
+    return product[:1]
 
 
 def small_products(rows: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import mla_fx
 from mla_fx import cases
 from mla_fx.driver import cache_key, discovery
 from mla_fx.passes import absorb
+from mla_fx.passes.triage import is_decomposed
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -75,6 +76,20 @@ def test_an_exported_program_is_to_be_decomposed(layer):
         graph_pass(exported.graph_module)
     graph_pass(exported.run_decompositions().graph_module)
     assert graph_pass.report.fused == ALL
+
+
+class Written(torch.nn.Module):
+    def forward(self, cache, row):
+        before = cache[:, :2] * 2
+        cache[:, 1:].add_(row)
+        return before
+
+
+def test_a_graph_that_writes_its_inputs_before_its_end_is_not_decomposed():
+    """Rules would read the cache after the write as what it was before."""
+    exported = torch.export.export(Written(), (torch.ones(2, 3), torch.ones(2)))
+    assert not is_decomposed(exported.graph)
+    assert is_decomposed(exported.run_decompositions().graph)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.debug.report import Report
+from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import count_fused
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.readings.attention import anchors
@@ -67,9 +68,22 @@ def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     return is_inference and (first is not None or has_own_calls)
 
 
+def is_decomposed(graph: Graph) -> bool:
+    """Whether readings apply to a graph. In one that writes its inputs before its end, they would miss the writes."""
+    return not any(node.target in WHOLE or _writes_an_input(node) for node in graph.nodes)
+
+
+def _writes_an_input(node: Node) -> bool:
+    """Whether one of PyTorch's operators writes an input, other than by the copies that end a functional graph."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    inputs = [operand for operand in written(node) if owner(operand).op == "placeholder"]
+    return bool(inputs) and not (node.target is aten.copy_.default and inputs[0].op == "placeholder")
+
+
 def tell_undecomposed(graph: Graph, report: Report) -> None:
     """Note in the report of an unfused graph that its operators are not decomposed, if this is so."""
-    if report.has_attention and any(node.target in WHOLE for node in graph.nodes):
+    if report.has_attention and not is_decomposed(graph):
         report.notes.append(UNDECOMPOSED)
         report.hindrances.append(UNDECOMPOSED)
 
