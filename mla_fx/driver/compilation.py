@@ -79,9 +79,8 @@ class Compilation:
         target = discovery.targets()[options.target]
         is_on_meta = any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
         is_dry = keep_text and (is_on_meta or target.only_compiles(example_inputs))
-        compilation = cls(
-            options, target, _report_of(target), keep_text, is_dry, fuel=fuel or fuel_of_process()
-        )
+        report = Report(target=target.name, made="" if keep_text else f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+        compilation = cls(options, target, report, keep_text, is_dry, fuel=fuel or fuel_of_process())
         report_log.remember(compilation.report)
         compilation._tell_faults()
         return compilation
@@ -267,10 +266,6 @@ class Compilation:
         if self.report.hindrances or not near:
             return "; ".join(self.report.hindrances)
         return str(max(near, key=lambda miss: miss.depth))
-
-
-def _report_of(target: Target) -> Report:
-    return Report(target=target.name, made=f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
 def _target(name: str, example_inputs: Sequence[Any]) -> str:

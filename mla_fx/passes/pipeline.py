@@ -18,7 +18,7 @@ from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_disp
 from mla_fx.ops.common.collector import collector_paused
 from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
 from mla_fx.passes.hoist import hoist
-from mla_fx.passes.triage import has_bottleneck, is_decomposed, triage
+from mla_fx.passes.triage import has_bottleneck, is_functional, triage
 from mla_fx.readings.sizes import size_facts
 from mla_fx.readings.written_alike import written_alike
 from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, drop_turns, erase_orphans
@@ -46,9 +46,9 @@ def take_back_in_place_forms(run: Run) -> None:
 
 def look_around(run: Run) -> None:
     """End the run if there is nothing to try; otherwise, make the size facts of the graph available until it ends.
-    Rules are for decomposed graphs."""
+    Rules are for functional graphs."""
     run.is_done = not triage(run.graph, run.report)
-    run.rules = run.rules if is_decomposed(run.graph) else ()
+    run.rules = run.rules if is_functional(run.graph) else ()
     if not run.is_done:
         fake_mode = detect_fake_mode([node.meta.get("val") for node in run.graph.find_nodes(op="placeholder")])
         environment = getattr(fake_mode, "shape_env", None)

@@ -68,9 +68,9 @@ def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     return is_inference and (first is not None or has_own_calls)
 
 
-def is_decomposed(graph: Graph) -> bool:
+def is_functional(graph: Graph) -> bool:
     """Whether readings apply to a graph. In one that writes its inputs before its end, they would miss the writes."""
-    return not any(node.target in WHOLE or _writes_an_input(node) for node in graph.nodes)
+    return not any(map(_writes_an_input, graph.nodes))
 
 
 def _writes_an_input(node: Node) -> bool:
@@ -83,7 +83,8 @@ def _writes_an_input(node: Node) -> bool:
 
 def tell_undecomposed(graph: Graph, report: Report) -> None:
     """Note in the report of an unfused graph that its operators are not decomposed, if this is so."""
-    if report.has_attention and not is_decomposed(graph):
+    is_whole = not is_functional(graph) or any(node.target in WHOLE for node in graph.nodes)
+    if report.has_attention and is_whole:
         report.notes.append(UNDECOMPOSED)
         report.hindrances.append(UNDECOMPOSED)
 

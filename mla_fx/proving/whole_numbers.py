@@ -38,7 +38,8 @@ def never_sizes(call: Part) -> frozenset[str]:
     """The arguments of a call in which a whole number is no size."""
     if not isinstance(call.target, OpOverload):
         return frozenset()
-    return NO_SIZES | _values(call.target) if _computes_values(call) else NO_SIZES
+    has_numbers = int in {*map(type, call.args), *map(type, call.kwargs.values())}
+    return NO_SIZES | _values(call.target) if has_numbers and _computes_values(call) else NO_SIZES
 
 
 def named_arguments(call: Part) -> Iterator[tuple[str, Any]]:

@@ -198,7 +198,7 @@ class _Search:
 
     def _is_source(self, node: Node) -> bool:
         """Whether this is a source, or computes its value again."""
-        return any(equal_calls(node, source) for source in self.sources)
+        return node in self.sources or any(equal_calls(node, source) for source in self.sources)
 
     def _origin(self, node: Node) -> Node:
         """The node that computes the elements of a view, as far as one that is known. What the view does not read of
