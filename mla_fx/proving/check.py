@@ -132,11 +132,12 @@ def _count(region: Region, numbers: Numbers, small: Mapping[int, int]) -> int:
 def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference | None) -> Difference | None:
     """Of the first numbers for which the program runs and its results are finite; of all if there is a doubt, and of
     some if places coincide. If a difference may come from others that are NaN, as the root of a negative epsilon is,
-    more are tried."""
+    more are tried. What a plan names as different may be so for negative factors alone, as the order of two limits
+    is."""
     numbers, small, tries = sizes
     found, agreed, reason = None, 0, ""
     for attempt in range(tries):
-        inputs = Inputs(numbers, small, attempt)
+        inputs = Inputs(numbers, small, attempt, are_factors_positive=plan.differs)
         run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, _coarsest(plan))
         try:
             found = _first_difference(plan, run, _finite_results(plan, run))

@@ -23,10 +23,14 @@ TRIES = 16
 
 class Inputs:
     """Draws values one after another. Each of `TRIES` attempts draws other whole numbers: what they count is not known,
-    and a program raises an error for those that it cannot use."""
+    and a program raises an error for those that it cannot use. With `are_factors_positive`, tensors of one floating
+    number are above zero."""
 
-    def __init__(self, numbers: Numbers, small: Mapping[int, int], attempt: int) -> None:
+    def __init__(
+        self, numbers: Numbers, small: Mapping[int, int], attempt: int, are_factors_positive: bool = False
+    ) -> None:
         self.numbers, self.small, self.attempt = numbers, small, attempt
+        self.are_factors_positive = are_factors_positive
         self.given: Any = {"generator": torch.Generator("cpu").manual_seed(attempt), "device": "cpu"}
 
     @property
@@ -48,7 +52,8 @@ class Inputs:
         if dtype.is_complex:
             return torch.randn(sizes, dtype=torch.complex128, **self.given)
         if dtype.is_floating_point:
-            return torch.randn(sizes, dtype=torch.float64, **self.given) * SPREAD
+            values = torch.randn(sizes, dtype=torch.float64, **self.given) * SPREAD
+            return values.abs() if self.are_factors_positive and values.numel() == 1 else values
         if dtype == torch.bool:
             return self._flags(sizes)
         if dtype in CODES:
