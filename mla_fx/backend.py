@@ -25,8 +25,7 @@ def mla_backend(
     """Compile a Dynamo graph and fuse Multi-head Latent Attention: `torch.compile(model, backend=mla_backend)`.
 
     `options` are those of `mla_fx.options.Options` and of the target; `mode` is passed to the target. Raises
-    OptionError for
-    an unknown option, FusionError if `strict` or `expect` is not met."""
+    OptionError for an unknown option, FusionError if `strict` or `expect` is not met."""
     return _compile(gm, example_inputs, mode, options)
 
 

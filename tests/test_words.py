@@ -1,7 +1,9 @@
-"""Sentences are plain: the give-away words of a translated text are in no message, docstring, comment or page."""
+"""Sentences are plain: the give-away words of a translated text are in no message, docstring, comment or page, and a
+docstring opens with its subject or its verb."""
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -16,7 +18,9 @@ WORDS = re.compile(
     r"held against|hangs on|is of no matter)\b",
     re.IGNORECASE,
 )
+OPENINGS = ("That of ", "Those of ", "Of ", "As ", "By ")
 FILES = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")) if path.name != "test_words.py"]
+PRODUCT = [path for path in FILES if path.relative_to(ROOT).parts[0] != "tests"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -32,3 +36,14 @@ def sentences(path):
 @pytest.mark.parametrize("path", [*FILES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_plain_words(path):
     assert [found.group() for text in sentences(path) for found in WORDS.finditer(" ".join(text.split()))] == []
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_open_with_a_subject(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = [node.value.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and is_text(node.value)]
+    assert [text for text in texts if text.startswith(OPENINGS)] == []
+
+
+def is_text(value):
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -125,7 +125,7 @@ def _constant(op: Any) -> str:
 
 @functools.cache
 def _defaults(kind: str) -> dict[str, Any]:
-    """Of the attributes, from torchair's function for the operator."""
+    """Return the defaults of the attributes, from torchair's function for the operator."""
     function = getattr(importlib.import_module("torchair._ge_concrete_graph.ge_apis"), kind, None)
     parameters = inspect.signature(function).parameters.values() if function is not None else ()
     return {parameter.name: parameter.default for parameter in parameters}

@@ -34,7 +34,7 @@ def attention(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, Tens
 
 
 def of_hidden_scores(a: Arguments, lse: Tensor) -> Tensor | float:
-    """That of a row in which all scores are hidden."""
+    """Return the log-sum-exp of a row in which all scores are hidden."""
     if a.fill is None:
         return -torch.inf
     scores = max(a.fill, torch.finfo(lse.dtype).min)

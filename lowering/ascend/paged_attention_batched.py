@@ -94,7 +94,7 @@ def refuse_pages(a: Arguments) -> None:
 
 
 def page_sizes(a: Arguments) -> tuple[int, ...]:
-    """Of the pages that a number of tokens is taken with; a larger block is several pages."""
+    """Return the sizes of pages that the kernel takes with this number of tokens; a larger block is several pages."""
     sizes = CODED_PAGE_SIZES if has_codes(a) else PAGE_SIZES
     return sizes if limits.known_equal(a.query.shape[1], 1) else sizes[:1]
 
@@ -157,6 +157,6 @@ def pages(cache: Tensor, size: int, heads_first: bool) -> Tensor:
 
 
 def table(a: Arguments, size: int) -> Tensor:
-    """Of pages, [B,Blocks]; the operator's numbers of blocks may count from the end."""
+    """Return the table of pages, [B,Blocks]; the operator's numbers of blocks may count from the end."""
     counted = torch.where(a.block_table < 0, a.block_table + a.key_cache.shape[0], a.block_table)
     return in_parts(counted, a.key_cache.shape[1] // size)

@@ -68,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer."""
+    """What one layer reads and computes."""
 
     bytes: int
     flops: int

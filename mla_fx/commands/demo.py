@@ -185,8 +185,7 @@ def temporaries(step: Callable[[], object]) -> int:
     """The most bytes that a step holds at once in PyTorch's CPU allocator, in addition to those at its start.
 
     Read from the profiler's record of every allocation and release. Scratch memory that a math library gets from the
-    system
-    itself is not included, for any of the ways."""
+    system itself is not included, for any of the ways."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs its own start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()

@@ -99,7 +99,7 @@ def _runs_here(name: str) -> bool:
 def _reports(
     asked: Asked, call: Call, targets: Sequence[str], announce: Announce
 ) -> Iterator[tuple[tuple[str, str], Report]]:
-    """By target and release of its software: the one that the options name, or all known ones."""
+    """Yield a report for each target and each release of its software: the one that the options name, or all known."""
     function, args, kwargs = call
     for name in targets:
         given = _options_of(name, asked.options, targets)

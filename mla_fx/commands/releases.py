@@ -37,7 +37,7 @@ def told(reports: Reports) -> Iterator[str]:
 
 
 def _compiled(report: Report) -> dict[str, str]:
-    """By the names of graphs."""
+    """Return the compiled graphs as text, by their names."""
     return {
         name: text.removeprefix(A_GRAPH).rstrip("\n") for name, text in report.graphs.items() if "compiled for " in name
     }

@@ -22,7 +22,7 @@ class Closeness(NamedTuple):
     error: float
     unfused: float
     share: float
-    """As a share of the allowed error."""
+    """The error as a share of the allowed one."""
 
     def __str__(self) -> str:
         return f"{self.what} error {self.error:.1e} (unfused {self.unfused:.1e})"

@@ -41,7 +41,7 @@ class Dump:
             self._keep_layers(shown)
 
     def _keep_layers(self, graph: Graph) -> None:
-        """Those of the first graph, and of the last one before fused operators are lowered."""
+        """Keep the layers of the first graph, and of the last one before fused operators are lowered."""
         if sum(count_fused(graph).values()) < _count_fused(self._layers["after"]):
             return
         self._layers["after"] = layers_of(graph, is_fused=self._fuses_loops)

@@ -77,12 +77,12 @@ class Writer:
     # --- above the functions -----------------------------------------------------------------------------------------
 
     def imports(self) -> list[str]:
-        """Of torch, of the functions called, and of what defines operators of other packages."""
+        """Import torch, the modules of functions that are called, and those that define operators of other packages."""
         modules = {module for node in self.graph.nodes if (module := _module_of_target(node)) is not None}
         return [f"import {module}" for module in sorted({"torch", *modules})]
 
     def namespaces(self) -> list[str]:
-        """Of the operators."""
+        """Name the namespaces of the operators."""
         targets = (node.target for node in self.graph.nodes)
         names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})
         return [f"{name} = torch.ops.{name}" for name in names]

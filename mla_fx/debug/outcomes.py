@@ -53,7 +53,7 @@ class Row:
 
 
 def outcomes_of(report: Report) -> dict[str, list[Outcome]]:
-    """By the path of each layer, its outcomes; graphs in which it has the same one share it."""
+    """Return the outcomes of each layer by its path. Graphs in which a layer has the same outcome share it."""
     found: dict[str, list[Outcome]] = {}
     for number, graph in enumerate(report.parts or [report]):
         for path, outcome in _in_graph(graph, number):

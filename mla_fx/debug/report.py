@@ -123,7 +123,7 @@ class Report:
 
     @property
     def layers(self) -> dict[str, list[Outcome]]:
-        """By the path of each layer, what fused in it and its nearest miss: one outcome, or several if those of graphs
+        """Return what fused in each layer and its nearest miss, by the layer's path: one outcome, or several if graphs
         differ."""
         return outcomes_of(self)
 

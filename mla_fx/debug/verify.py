@@ -6,12 +6,11 @@ rounding, and the first value that differs names the rule and the layer.
 
 The compiled graph is then compared with these exact numbers. Its error may be at most `TIMES` the error of the original
 graph in its own precision, plus `ULPS` of the dtype and `SAME`. Both the largest error, relative to the largest
-element,
-and the root mean square, relative to that of all elements, must be within that. NaN and infinity must be in the same
-places, except in rows that attend to nothing, which are zeros in fused attention; integers and flags must be equal.
-Choices, as of experts or codes, are those of the original graph. A result that is further away may follow from another
-choice that rounding flips, between almost equal scores: `choices` and `Envelope` bound how far. Values that depend on a
-random number are checked by the first comparison only."""
+element, and the root mean square, relative to that of all elements, must be within that. NaN and infinity must be in
+the same places, except in rows that attend to nothing, which are zeros in fused attention; integers and flags must be
+equal. Choices, as of experts or codes, are those of the original graph. A result that is further away may follow from
+another choice that rounding flips, between almost equal scores: `choices` and `Envelope` bound how far. Values that
+depend on a random number are checked by the first comparison only."""
 
 from __future__ import annotations
 

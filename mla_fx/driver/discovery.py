@@ -1,8 +1,7 @@
 """Finds patterns and targets by walking their folders; a file dropped there is used, and no list names it.
 
 A user's own patterns are elsewhere: in a module or package named by an entry point of the group `mla_fx.patterns`, or
-in
-a folder passed to `register_patterns`."""
+in a folder passed to `register_patterns`."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def register_patterns(folder: str | Path) -> None:
 
     Each file is imported as a module of a package for the folder, so files may import each other with
     `from .other import ...`. A rule has its file's name, also in the option `disable`. Registering a folder again reads
-    it
-    again for new files. Raises OptionError for a folder that does not exist."""
+    it again for new files. Raises OptionError for a folder that does not exist."""
     path = Path(folder).resolve()
     if not path.is_dir():
         raise OptionError(f"there is no folder {str(path)!r} to register patterns from")

@@ -17,8 +17,7 @@ def recover_floats(gm: GraphModule) -> None:
     """Turn epsilons and softmax scales that Dynamo lifted to 0-d inputs into numbers again, under a guard.
 
     Only if the graph may contain MLA: a part of one product that enters another. Then a new shape recompiles nothing,
-    and a
-    new number recompiles once. If anything fails, the graph is unchanged."""
+    and a new number recompiles once. If anything fails, the graph is unchanged."""
     items = [node for node in gm.graph.nodes if _is_lifted_float(node)]
     if not items or not joins_cut_products(gm.graph):
         return

@@ -110,7 +110,7 @@ def writers(value: Node) -> Iterator[Node]:
 
 @functools.cache
 def _shared(target: OpOverload) -> tuple[Argument, ...] | None:
-    """Whether all of these are None."""
+    """Return the arguments that a result may share memory with; None if the operator does not declare them."""
     if target in UNDECLARED:
         return None
     if not any(result.alias_info for result in target._schema.returns):

@@ -188,9 +188,8 @@ def compile_fx(
     """Inductor as a backend with the caller's inner compiler, so that one trace serves both.
 
     AOTAutograd's own cache returns a graph before the inner compiler sees it. So that compiler is part of its key.
-    Without
-    a key, the cache is off. It is also off where graphs are bundled, because such graphs are found again without this
-    backend. Inductor's own cache sees only what the inner compiler returns."""
+    Without a key, the cache is off. It is also off where graphs are bundled, because such graphs are found again
+    without this backend. Inductor's own cache sees only what the inner compiler returns."""
     from torch._dynamo import config as dynamo_config
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx

@@ -191,7 +191,7 @@ def _updates_codes(call: Draft) -> bool:
 
 
 def _first_dtype(value: Any) -> torch.dtype:
-    """That of the first result; if that holds codes, the coarsest dtype of the others that are floating."""
+    """Return the dtype of the first result; if that holds codes, the coarsest floating dtype of the others."""
     results = [value] if isinstance(value, torch.Tensor) else value
     dtypes: list[torch.dtype] = [result.dtype for result in results]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]

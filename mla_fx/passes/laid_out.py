@@ -33,7 +33,7 @@ class LaidOut:
     def __init__(self, make: Make, recipe: str, sources: Sequence[int], bytes: int) -> None:
         self.make, self.recipe, self.sources, self.bytes = make, recipe, sources, bytes
         self.made: MutableMapping[torch.UntypedStorage, dict[Any, _Made]] = WeakIdKeyDictionary()
-        """By the storage of the first source."""
+        """The tensors that were made, by the storage of their first source."""
         self._constants = torch.empty(0).untyped_storage()  # what is made from no tensor belongs to the graph
 
     def __call__(self, inputs: Sequence[Any]) -> Tensor:

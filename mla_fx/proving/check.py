@@ -130,9 +130,9 @@ def _count(region: Region, numbers: Numbers, small: Mapping[int, int]) -> int:
 
 
 def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference | None) -> Difference | None:
-    """Of the first numbers for which the program runs and its results are finite; of all if there is a doubt, and of
-    some if places coincide. If a difference may come from others that are NaN, as the root of a negative epsilon is,
-    more are tried. What a plan names as different may be so for negative factors alone, as the order of two limits
+    """Compare for the first numbers for which the program runs with finite results; for all if there is a doubt, and
+    for some if places coincide. If a difference may come from values that are NaN, as the root of a negative epsilon
+    is, more are tried. What a plan names as different may be so for negative factors alone, as the order of two limits
     is."""
     numbers, small, tries = sizes
     found, agreed, reason = None, 0, ""
@@ -157,7 +157,7 @@ def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference |
 
 
 def _finite_results(plan: Drafted, run: Interpreter) -> list[list[Tensor]]:
-    """Of each value that the plan replaces."""
+    """Return the results of each value that the plan replaces. Raises UncheckedError if one is not finite."""
     try:
         olds = [tree_leaves(run.run(old)) for old in plan.olds]
     except Exception as error:  # PyTorch refuses numbers that are out of range, and sizes that do not fit

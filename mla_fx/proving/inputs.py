@@ -62,7 +62,7 @@ class Inputs:
         return self._places(sizes).to(dtype)
 
     def _flags(self, sizes: list[int]) -> Tensor:
-        """As of a mask: some rows see nothing, as long as the program's results are finite then."""
+        """Draw flags like those of a mask: some rows see nothing, as long as the program's results are finite then."""
         flags, first = torch.rand(sizes, **self.given) < VISIBLE, torch.tensor(0, device="cpu")
         if not sizes or 0 in sizes:
             return flags
@@ -71,7 +71,7 @@ class Inputs:
         return flags.index_fill(-1, first, True)
 
     def _places(self, sizes: list[int]) -> Tensor:
-        """Positions, slots, blocks or lengths: all different as long as the program takes that, then at random all
+        """Draw positions, slots, blocks or lengths: all different as long as the program takes that, then at random all
         different, different in each row, or a few."""
         count = math.prod(sizes)
         if self.differ:

@@ -160,7 +160,7 @@ READ_BACK: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
     aten.index_put.default: _put,
     aten.index_copy.default: _copied,
 }
-"""Of operators that write rows in no particular order: what is in these rows, and what was written."""
+"""Operators that write rows in no particular order give what is in these rows, and what was written."""
 
 
 def _is_read_as_it_lies(part: Part) -> bool:

@@ -181,7 +181,7 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
     """The conditions in a condition, and the operands that it compares."""
     node, index = element.node, element.index
     if node.meta["val"].dtype != torch.bool:
-        raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype} expected a condition", node)
+        raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype}, expected a condition", node)
     if node.target in NOT:
         return [(operand(args_of(node)[0], index), not holds)], []
     if node.target in (BOTH if holds else EITHER):

@@ -201,7 +201,7 @@ def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def _roundings(dtypes: list[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """Those of a value's dtypes that may have changed it; it was computed in the first."""
+    """Return the dtypes of a value that may have changed it; it was computed in the first."""
     rounded: list[torch.dtype] = []
     finest = dtypes[-1]
     for dtype in reversed(dtypes):

@@ -41,7 +41,7 @@ class Paged(Reading):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the rows, or of what is computed from their codes."""
+        """The dtype of the rows, or of what is computed from their codes."""
         return self.pages.dtype if self.numbers is None else self.numbers.dtype
 
     def blocks_and_rows(self, context: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:

@@ -24,7 +24,7 @@ def channels(found: Numbers, dims: Sequence[tuple[Axes, Axes]], dtype: torch.dty
 
 
 def _channel(part: Element | None, what: str, dims: tuple[Axes, Axes], dtype: torch.dtype) -> Expression | None:
-    """As it is stored, or in `dtype` if the program rounds it so far."""
+    """Return the part as it is stored, or in `dtype` if the program rounds it so far."""
     if part is None:
         return None
     if not part.axes <= {axis for dim in dims for axis in dim}:

@@ -21,7 +21,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def scale_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Those of scales and offsets beside tensors of a dtype: float32, and float64 for float64."""
+    """Return the dtypes of scales and offsets beside tensors of a dtype: float32, and float64 for float64."""
     return (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
 
 
@@ -176,8 +176,7 @@ def check_values() -> Iterator[None]:
     """Make operators also check the values of indices, lengths and block tables on a device.
 
     On the CPU they always check values. Reading values on a device means waiting for it, so without this context they
-    are
-    left to the device's own bounds checks.
+    are left to the device's own bounds checks.
     """
     token = _VALUES_ON_DEVICES.set(True)
     try:

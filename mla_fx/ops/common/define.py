@@ -50,13 +50,12 @@ class Operator:
     the body or an equivalent that not every compiler supports.
 
     `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not support;
-    `tolerance[dtype]`
-    is `(rtol, atol)`. `inplace` is the form that writes its caches or outputs and returns the other results, or None.
-    `host` and `inplace_host` are both forms with lengths as host lists, or None if there are no lengths. A compiler may
-    trace `body` in place of a call only if `traceable`, and if `refuse_body`, given the same arguments, does not raise
-    NoMatch; with int8 arguments, only if it `reads_codes` and makes none. For `kernel` that is `refuse_kernel`, by
-    default `refuse_body`. `portable` is what a compiler traces if no call may stay; it takes more memory than the
-    kernel.
+    `tolerance[dtype]` is `(rtol, atol)`. `inplace` is the form that writes its caches or outputs and returns the other
+    results, or None. `host` and `inplace_host` are both forms with lengths as host lists, or None if there are no
+    lengths. A compiler may trace `body` in place of a call only if `traceable`, and if `refuse_body`, given the same
+    arguments, does not raise NoMatch; with int8 arguments, only if it `reads_codes` and makes none. For `kernel` that
+    is `refuse_kernel`, by default `refuse_body`. `portable` is what a compiler traces if no call may stay; it takes
+    more memory than the kernel.
     """
 
     name: str
@@ -128,13 +127,11 @@ def define(
     """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
 
     All functions except `samples` receive the record. `check` and `in_place` also receive, by name, outputs that only
-    the
-    in-place form `mla_fx::name_` has. `writes` maps each result that this form does not return to the argument that it
-    writes: a cache among the arguments of `body`, or an output of its own, placed after the required arguments; an
+    the in-place form `mla_fx::name_` has. `writes` maps each result that this form does not return to the argument that
+    it writes: a cache among the arguments of `body`, or an output of its own, placed after the required arguments; an
     `optional` output may be left out. Overloads of both forms take other types: `host` takes lists for the tensors
     `lengths`; `enum` takes numbers for the `enumerators`, which otherwise are names, with the number of the default
-    given;
-    `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
+    given; `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
     """
 
     def on_arguments(function: Kernel) -> Kernel:

@@ -40,8 +40,7 @@ def probabilities(
 
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
     Where a bool mask is False, the scores are `fill`, as closely as their dtype holds it, or minus infinity. `sinks`
-    [N]
-    adds one score to each row; its probability is dropped.
+    [N] adds one score to each row; its probability is dropped.
     """
     scores = logits(latent, rotated, mask, scale, fill, rows_first)
     if mask is None and sinks is None:

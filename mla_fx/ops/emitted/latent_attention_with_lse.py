@@ -56,7 +56,7 @@ def fake(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Those of latent_attention."""
+    """Yield the samples of latent_attention that have no sinks."""
     return (sample for sample in latent_attention.samples(dtype) if "sinks" not in sample.mode)
 
 

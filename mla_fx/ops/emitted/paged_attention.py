@@ -64,13 +64,11 @@ def body(a: Arguments) -> Tensor:
     [Hkv, D], or [Hkv, Dv] of values, in any floating dtype; without a scale it is 1, without an offset 0.
 
     context_lens, int64 [B] or [1], is the number of keys that the last row sees; each row before it sees one less: row
-    s
-    attends to keys t < context_lens[b] - S + 1 + s. It may be any number; past the ends of the context there is nothing
-    to hide or to see. mask broadcasts to [B, H, S, T]: bool, where True may attend, or floating and added. At most one
-    of
-    the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if
-    that is None. A row whose scores are all minus infinity gives zeros. A hidden score may be anything, even NaN, also
-    where minus infinity is added to it.
+    s attends to keys t < context_lens[b] - S + 1 + s. It may be any number; past the ends of the context there is
+    nothing to hide or to see. mask broadcasts to [B, H, S, T]: bool, where True may attend, or floating and added. At
+    most one of the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus
+    infinity if that is None. A row whose scores are all minus infinity gives zeros. A hidden score may be anything,
+    even NaN, also where minus infinity is added to it.
 
     Unlike the other forms, which the vendor's document describes, this one reads no length on the host. So a graph can
     contain it, and a sequence without a context keeps its rows.

@@ -23,8 +23,7 @@ class Mask(NamedTuple):
     """What is added to the scores of each query row: a row [C] of `table`, or a window of it.
 
     `row` [E, K, S, G], or sizes 1. Column c of a row belongs to key position c or, with `shift` [E, 1, S or 1, 1], to
-    key
-    position shift + c. Earlier positions are visible; positions after the last column are hidden.
+    key position shift + c. Earlier positions are visible; positions after the last column are hidden.
     """
 
     table: Tensor
