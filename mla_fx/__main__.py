@@ -20,7 +20,10 @@ from .commands.explain import ALL, BY_DEFAULT, Asked, run_explain
 from .commands.report import run_report
 from .errors import FusionError, OptionError
 
-STATUS = "Exit status: 0 if it fused, 1 if attention that looks like MLA did not, 2 for an error."
+STATUS = (
+    "Exit status: 0 if all that looks like MLA fused as far as the targets can, 1 if the program keeps some of it from "
+    "fusing, 2 for an error."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,11 @@ class NoMatch(Exception):  # noqa: N818  a refusal, part of every normal compila
         self.node = node
 
 
+class ByDesign(NoMatch):
+    """A refusal for which nothing in the program is to blame: the target or an option leaves the operator out, another
+    form costs less, or there is nothing for the operator to do."""
+
+
 class OptionError(ValueError):
     """An option or target that does not exist or does not apply; the message lists those that do."""
 

@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import HCKV
+from mla_fx.errors import ByDesign
 from mla_fx.matching.pattern import Pattern
-from mla_fx.readings.cache_update import WRITES, cache_update
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.constant import rounded
 from mla_fx.readings.element import computed_from
-from mla_fx.readings.quantised_cache import cache_behind, check_int8_cache, int8_cache
+from mla_fx.readings.new_rows import has_new_rows, is_new
+from mla_fx.readings.quantised_cache import check_int8_cache
 from mla_fx.readings.sizes import Size, product
 from mla_fx.readings.static_codes import StaticCodes, computed_otherwise
 from mla_fx.rewriting.operands import (
@@ -82,6 +83,7 @@ from mla_fx.rule import (
 
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
+ONLY_NEW = "attention reads only the rows computed here; if they are written into a cache, too, that stays as it is"
 
 K_ROPE = either("k_rope", normed=normed("k_rope", "kv_rmsnorm_rope_cache"), plain=var("k_rope"))
 LATENT = rms_norm(var("latent"), var("gamma"), name="norm")
@@ -143,7 +145,7 @@ class KvRmsnormRopeCache(Rule):
     rejects = (Case("two positions", _TwoPositions, because="written to different positions"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        return (node for node in super().anchors(graph) if _is_cached(element_of(named_argument(node, "kv_cache"))))
+        return (node for node in super().anchors(graph) if has_new_rows(element_of(named_argument(node, "kv_cache"))))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         check_int8_cache(element_of(named_argument(anchor, "kv_cache")))
@@ -154,8 +156,10 @@ class KvRmsnormRopeCache(Rule):
         """Latent and rotary key are written to the same positions of two caches."""
         names = [name for name in PATTERN.operands if f"{name}.axes" in match.readings]
         updates = [update for name in names if (update := match.get(CacheUpdate, f"{name}.write")) is not None]
+        if not updates and is_new(match["latent"]):
+            raise ByDesign(ONLY_NEW, match["latent"].origin)
         if len(updates) < len(names):
-            raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
+            raise NoMatch("latent and rotary key are not both cached as attention reads them", match["latent"].origin)
         latent, *others = (cache_roles(update, may_be_nz=True) for update in updates)
         keys = others[0] if others else None
         check_norm_of_rows(match.reading(RmsNorm, "norm"), latent.width)
@@ -201,16 +205,6 @@ def _plan(
     written = ((cache, Call(operator.getitem, out, place)) for place, cache in ((0, keys), (1, latent)) if cache)
     replaced = (replaced_by(cache, new) for cache, new in written)
     return Plan(*replaced, differences=quantisation.differences, exact=quantisation.whole, instead=instead)
-
-
-def _is_cached(latents: Element) -> bool:
-    """Rows enter a cache, and no operator has computed them already."""
-    written = cache_behind(latents.origin)
-    cache = latents if written is None or latents.origin.target in WRITES else element_of(written)
-    try:
-        return cache_update(cache).row.origin.target is not operator.getitem
-    except NoMatch:  # with a reason worth reporting
-        return latents.origin.target in WRITES or int8_cache(latents) is not None
 
 
 def _new_cache(cache: CacheRoles) -> Expression:

@@ -197,14 +197,40 @@ def test_the_version(capsys):
 
 
 def test_the_exit_status_tells_unfused_mla():
-    def missed(layer, *, looks_like_mla=True):
-        return Miss("mla_prolog", "no", "mm", "", f"layers.{layer}.attn", 3, looks_like_mla)
+    def missed(layer, *, looks_like_mla=True, by_design=False):
+        return Miss("mla_attention", "no", "mm", "", f"layers.{layer}.attn", 3, looks_like_mla, by_design)
 
-    fused = {"latent_attention": ["layers.0.attn"]}
-    assert not explain.leaves_mla(Report(modules=fused, misses=[missed(0)]))
+    fused = {"latent_attention": ["layers.0.attn"], "paged_attention": ["layers.2.attn"]}
+    assert not explain.leaves_mla(Report(modules=fused))
     assert explain.leaves_mla(Report(modules=fused, misses=[missed(1)]))
-    assert not explain.leaves_mla(Report(misses=[missed(1, looks_like_mla=False)]))
     assert explain.leaves_mla(Report(hindrances=["dropout"]))
+    for layer, is_part in ((0, True), (1, False), (2, False)):  # of MLA, of nothing, of other attention
+        miss = missed(layer, looks_like_mla=False)
+        assert explain.leaves_mla(Report(modules=fused, misses=[miss])) == is_part
+        assert not explain.leaves_mla(Report(modules=fused, misses=[missed(layer, by_design=True)]))
+    prolog = Miss("mla_prolog", "no", "mm", "", "q_proj", 3)
+    assert explain.leaves_mla(Report(misses=[missed(0, by_design=True), prolog]))
+
+
+NEVER = "--option", "absorb=never"
+UNABSORBED = "absorb: the query is not absorbed"
+
+
+@pytest.mark.parametrize(
+    ("layer", "flags", "status", "sentence"),
+    [
+        ("Layer", (), 0, "fused mla_prolog x1, latent_attention x1"),
+        ("Layer", NEVER, 0, UNABSORBED),
+        ("WeightedQuery", NEVER, 0, UNABSORBED),
+        ("WeightedQuery", (), 1, "the query is multiplied by a tensor that differs from column to column"),
+    ],
+)
+def test_the_exit_status_tells_what_a_program_keeps_from_fusing(tmp_path, capsys, layer, flags, status, sentence):
+    (script := tmp_path / "script.py").write_text(
+        f"from mla_fx import cases\ndef build(): return cases.{layer}().eval(), cases.inputs()"
+    )
+    assert main(["explain", str(script), *flags]) == status
+    assert sentence in capsys.readouterr().out
 
 
 UNFUSED = """

@@ -321,7 +321,7 @@ REASONS = {
     ZeroPoint: ZERO_POINT,
     ZeroPointFirst: ZERO_POINT,
     OldCodes: "attention reads kv_codes as it is before new rows are written",
-    OldKeys: "latent and rotary key are not both cached",
+    OldKeys: "latent and rotary key are not both cached as attention reads them",
     ScalesOfTokens: "codes have scales of tokens, expected one scale or one for each column",
     CachedScales: "the scales of an int8 cache are written with its rows, expected scales that are given",
     WideScale: "a value in torch.float64 would be rounded to torch.float32 by the operator",

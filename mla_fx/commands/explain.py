@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from mla_fx.backend import explain
+from mla_fx.debug.outcomes import layer_of
 from mla_fx.debug.report import Report
 from mla_fx.driver import discovery
 from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.options import OWN
+from mla_fx.rule import ATTENTION, Stage
 
 from . import costs, releases
 from .configs import attention_layers, is_config, read_config, with_layers
@@ -29,6 +31,7 @@ from .models import Call, config_class, full_call, script_call, tiny_call
 
 ALL = "all"
 BY_DEFAULT = "reference"
+MLA = frozenset(overload._opname for overload in ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Asked:
 def run_explain(asked: Asked) -> int:
     """Print what fuses for each target, what its compiler makes of it, and what the attention of a full model costs.
 
-    Returns 1 if attention that looks like MLA was not fused, and else 0."""
+    Returns 0 if all that looks like MLA fused as far as each target can, and else 1."""
     with progress() as announce:
         variables = _stand_ins(asked, announce)
     if variables:
@@ -72,9 +75,15 @@ def run_explain(asked: Asked) -> int:
 
 
 def leaves_mla(report: Report) -> bool:
-    """Whether there is attention that looks like MLA and in whose layer nothing fused."""
-    unfused = (one.missed for outcomes in report.layers.values() for one in outcomes if not one.fused)
-    return bool(report.hindrances) or any(missed is not None and missed.looks_like_mla for missed in unfused)
+    """Whether attention that looks like MLA is left, or a part of its layer, for another reason than by design."""
+    others = {rule.name for rule in discovery.rules() if rule.stage == Stage.ATTENTION}  # may miss any attention
+    layers = {layer_of(path) for name in MLA for path in report.modules.get(name, ())}
+    left = (
+        miss
+        for miss in report.misses
+        if miss.looks_like_mla or miss.pattern not in others or layer_of(miss.module) in layers
+    )
+    return bool(report.hindrances) or not all(miss.by_design for miss in left)
 
 
 def _model(asked: Asked, targets: Sequence[str]) -> tuple[Any, Call]:

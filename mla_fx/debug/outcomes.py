@@ -90,8 +90,13 @@ def _in_graph(report: Report, number: int) -> Iterator[tuple[str, Outcome]]:
     for miss in report.misses:
         misses.setdefault(layer_of(miss.module), []).append(miss)
     for path in dict.fromkeys(chain(fused, misses)):
-        nearest = max(misses.get(path, ()), key=lambda miss: (miss.looks_like_mla, miss.depth), default=None)
+        nearest = max(misses.get(path, ()), key=_nearness, default=None)
         yield path, Outcome(tuple(fused.get(path, Counter()).items()), nearest, (number,))
+
+
+def _nearness(miss: Miss) -> tuple[bool, bool, int]:
+    """What can be mended comes before what is by design."""
+    return miss.looks_like_mla, not miss.by_design, miss.depth
 
 
 def _are_alike(one: Outcome, other: Outcome) -> bool:

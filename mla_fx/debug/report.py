@@ -19,7 +19,9 @@ _NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
 
 @dataclass(frozen=True)
 class Miss:
-    """The deepest point at which a pattern failed at one place."""
+    """The deepest point at which a pattern failed at one place.
+
+    `by_design` says that nothing in the program is to blame, so that more cannot fuse for this target."""
 
     pattern: str
     reason: str
@@ -27,7 +29,8 @@ class Miss:
     source: str
     module: str
     depth: int
-    looks_like_mla: bool
+    looks_like_mla: bool = False
+    by_design: bool = False
 
     def __str__(self) -> str:
         return f"{self.pattern}: {self.sentence}"

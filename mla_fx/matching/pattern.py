@@ -49,6 +49,7 @@ from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction, contraction
 from mla_fx.readings.element import Element, element_of, is_parameter, resolve
 from mla_fx.readings.fractals import element_of_rows, sizes_of_rows
+from mla_fx.readings.new_rows import is_cached
 from mla_fx.readings.paged import paged_numbers
 from mla_fx.readings.quantised_cache import cache_behind
 from mla_fx.readings.quantised_product import quantised_product
@@ -198,8 +199,8 @@ class _Stored(Pattern):
         except NoMatch as miss:
             if element.origin.target in POSITIONED or is_written_where(element.origin):
                 raise  # a cache write in an unknown spelling is not a plain row
-            if element.origin.target in WRITES:
-                nearest.fail(match, miss)  # a slice may be assigned to something other than a cache
+            if element.origin.target in WRITES and is_cached(element):
+                nearest.fail(match, miss)
             yield from self.row.bindings(element, match.choose(self.name, "none"), nearest)
             return
         other = match.readings.get(self.beside)
@@ -287,8 +288,7 @@ def behind(pattern: Pattern) -> Pattern:
 
 
 def _both_ways(found: Contraction) -> Iterator[Contraction]:
-    yield found
-    yield found.swapped
+    return iter((found, found.swapped))
 
 
 # --- roots: what a rule starts from ------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ kind of device has its own threshold. S <= 8 is always absorbed. Above that, a c
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+from mla_fx.errors import ByDesign, NoMatch
+from mla_fx.graph.dead_code import erase_unread
 from mla_fx.graph.provenance import REPLACED, stand_in
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.readings.calls import args_of
@@ -28,6 +30,7 @@ from mla_fx.target import Target
 ALWAYS = 2**62
 MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
 SURELY_ABSORBED = 8
+UNABSORBED = "the query is not absorbed, and prologs compute absorbed ones only"
 
 
 def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> int:
@@ -39,39 +42,54 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
     return MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"]) if given is None else given
 
 
-def absorb(
-    graph: Graph, emit: Emitter, policy: str, target: Target, prove: Prove
-) -> None:
-    """Rewrites every mla_attention whose S is provably small to latent_attention.
+def absorb(node: Node, emit: Emitter, policy: str, target: Target, prove: Prove) -> None:
+    """Rewrites an mla_attention whose S is provably small to latent_attention. Raises NoMatch with the reason if it
+    stays as it is; `prove` may refuse, too.
 
     If S is a symbol that may be large, the call gets the limit at which it decides at run time. It stays expanded if
     the target cannot run the operator.
 
     An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
-    call therefore stays an mla_attention, which computes the absorbed query in float32.
-
-    `prove` may refuse with NoMatch."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
-        q_nope, _, kv_cache, *_ = args_of(node)
-        limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
-        tokens = shape_of(q_nope)[1]
-        if _is_absorbed(tokens, shape_of(kv_cache)[1], limit):
-            if q_nope.meta["val"].dtype == torch.float16 and target.runs_operators:
-                node.update_kwarg("max_absorbed_tokens", ALWAYS)
-                continue
-            with emit.at(node, "absorb"):
-                expanded = _absorbed(node, emit, *args_of(node))
-            prove("absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
-            _replace(node, expanded)
-        elif not isinstance(tokens, int):
+    call therefore stays an mla_attention, which computes the absorbed query in float32."""
+    q_nope, _, kv_cache, *_ = args_of(node)
+    value = q_nope.meta["val"]
+    limit = max_absorbed_tokens(policy, value.device.type, target.max_absorbed_tokens)
+    tokens, context = shape_of(q_nope)[1], shape_of(kv_cache)[1]
+    if not _is_absorbed(tokens, context, limit):
+        if not isinstance(tokens, int):
             node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
+        raise ByDesign(f"{UNABSORBED}: {_why_not(tokens, context, limit)}", node)
+    if value.dtype == torch.float16 and target.runs_operators:
+        node.update_kwarg("max_absorbed_tokens", ALWAYS)
+        raise ByDesign(f"{UNABSORBED}: absorbed, it might leave the range of torch.float16", node)
+    with emit.at(node, "absorb"):
+        expanded = _absorbed(node, emit, *args_of(node))
+    try:
+        prove("absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
+    except NoMatch:
+        erase_unread([expanded])
+        raise
+    _replace(node, expanded)
 
 
 def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
     if limit == ALWAYS:
         return True
-    is_cold_prefill = tokens == context and not at_most(tokens, SURELY_ABSORBED)
-    return at_most(tokens, limit) and not is_cold_prefill
+    return at_most(tokens, limit) and not _is_cold(tokens, context)
+
+
+def _is_cold(tokens: Size, context: Size) -> bool:
+    return tokens == context and not at_most(tokens, SURELY_ABSORBED)
+
+
+def _why_not(tokens: Size, context: Size, limit: int) -> str:
+    if limit == 0:
+        return "option absorb is 'never'"
+    if not isinstance(tokens, int):
+        return f"the number of its tokens, {tokens}, is known at run time only"
+    if _is_cold(tokens, context):
+        return f"a prompt of {tokens} tokens without earlier ones costs less like this"
+    return f"{tokens} tokens are more than the {limit} up to which absorbing costs less"
 
 
 def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Node:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.debug.report import Miss
-from mla_fx.errors import NoMatch
+from mla_fx.errors import ByDesign, NoMatch
 from mla_fx.graph.provenance import REPLACED, fused_name, module_of, note_sources, source_of
 from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.matching.match import Match, NearestMiss
@@ -52,12 +52,16 @@ def _apply_rule(run: Run, rule: Rule) -> None:
             run.fired[rule.name] += 1
             run.fuel.burn(rule.name, anchor, run.emit.added)
         elif nearest.miss is not None and rule.tells_misses:
-            run.report.misses.append(_miss(rule, anchor, nearest.miss, nearest.depth))
+            tell_miss(run, rule.name, anchor, nearest.miss, nearest.depth, looks_like_mla=rule.looks_like_mla(anchor))
 
 
-def _miss(rule: Rule, anchor: Node, miss: NoMatch, depth: int) -> Miss:
-    node = miss.node if miss.node is not None else anchor
-    return Miss(rule.name, miss.reason, *_place(node), depth, rule.looks_like_mla(anchor))
+def tell_miss(
+    run: Run, name: str, anchor: Node, miss: NoMatch, depth: int = 0, *, looks_like_mla: bool = False
+) -> None:
+    """Report why a rule or a pass does not apply at `anchor`."""
+    place = _place(miss.node if miss.node is not None else anchor)
+    by_design = isinstance(miss, ByDesign)
+    run.report.misses.append(Miss(name, miss.reason, *place, depth, looks_like_mla, by_design))
 
 
 def _place(node: Node) -> tuple[str, str, str]:
@@ -171,7 +175,7 @@ def _ask_target(run: Run, rule: Rule, plan: Drafted) -> None:
 def _ask_about(run: Run, call: Draft) -> None:
     name = fused_name(call)
     if name is not None and name in run.target.left_out:
-        raise NoMatch(f"target {run.target.name!r}: {run.target.left_out[name]}")
+        raise ByDesign(f"target {run.target.name!r}: {run.target.left_out[name]}")
     lowering = run.lowerings.get(call.target)
     would_copy = not run.target.writes_in_place and _updates_codes(call)
     if lowering is None or (run.target.runs_operators and not would_copy):
@@ -179,7 +183,7 @@ def _ask_about(run: Run, call: Draft) -> None:
     try:
         lowering(*fake_of(call.args), **{name: fake_of(value) for name, value in call.kwargs.items()})
     except NoMatch as refusal:
-        raise NoMatch(f"target {run.target.name!r}: {refusal.reason}") from refusal
+        raise ByDesign(f"target {run.target.name!r}: {refusal.reason}") from refusal
 
 
 def _updates_codes(call: Draft) -> bool:

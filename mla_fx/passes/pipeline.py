@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+
+import torch
 
 from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
@@ -26,7 +27,7 @@ from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
 from .absorb import absorb
-from .apply_rules import recognise
+from .apply_rules import recognise, tell_miss
 from .chosen_keys import chosen_keys
 from .hoist import inputs_of
 from .invariants import check, old_readers
@@ -56,9 +57,13 @@ def look_around(run: Run) -> None:
 
 
 def choose_absorbed(run: Run) -> None:
-    if run.is_changed:
-        with contextlib.suppress(NoMatch):  # the attentions that are left stay expanded
-            absorb(run.graph, run.emit, run.options.absorb, run.target, functools.partial(prove, run))
+    if not run.is_changed:
+        return
+    for node in run.graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
+        try:
+            absorb(node, run.emit, run.options.absorb, run.target, functools.partial(prove, run))
+        except NoMatch as miss:
+            tell_miss(run, "absorb", node, miss)
 
 
 def recognise_pieces(run: Run) -> None:

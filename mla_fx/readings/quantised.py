@@ -40,13 +40,13 @@ def quantised_projection(value: Node) -> torch.dtype | None:
 
 
 def _nearest_product(value: Node) -> Node | None:
-    return next((node for node in _behind(value) if _is_product(node)), None)
+    return next((node for node in _behind(value) if is_product(node)), None)
 
 
 def _packed_in(weight: Node) -> torch.dtype | None:
     """The dtype of an 8-bit graph input that a factor is computed from, if there is no product in between."""
     for node in _behind(weight):
-        if _is_product(node):
+        if is_product(node):
             return None
         value = node.meta.get("val")
         dtype = value.dtype if is_parameter(node) and isinstance(value, torch.Tensor) else torch.bool
@@ -66,7 +66,7 @@ def _behind(value: Node) -> Iterator[Node]:
         pending += new
 
 
-def _is_product(node: Node) -> bool:
+def is_product(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._opname in PRODUCTS
 
 

@@ -15,6 +15,7 @@ from .algebra import as_product
 from .cache_update import WRITES
 from .calls import CASTS, args_of
 from .element import Element, computed_from, element_of, operand
+from .quantised import is_product
 
 aten = torch.ops.aten
 MOST_CALLS = 60  # between a cache and what is read of it; quantising tokens takes about thirty
@@ -42,8 +43,9 @@ def packed_cache(latents: Node, keys: Node) -> Node | None:
 
 
 def _behind(value: Node) -> list[Node]:
-    """What a value is computed from, back to written caches, and the value; nothing if one may be far."""
-    found = [value, *itertools.islice(computed_from(value, lambda node: node.target in WRITES), MOST_CALLS)]
+    """What a value is computed from, back to written caches and products, and the value; nothing if one may be far."""
+    behind = computed_from(value, lambda node: node.target in WRITES or is_product(node))
+    found = [value, *itertools.islice(behind, MOST_CALLS)]
     return found if len(found) <= MOST_CALLS else []
 
 

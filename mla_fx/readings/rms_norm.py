@@ -13,6 +13,7 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
 from .axes import Digit, Index, extent
+from .cache_update import WRITES
 from .calls import CASTS, args_of, argument, operands_of
 from .contraction import summed
 from .element import Element, resolve
@@ -49,7 +50,8 @@ def rms_norm(element: Element) -> RmsNorm:
         raise NoMatch("expected an RMSNorm, found a LayerNorm", node)
     roots = [factor for factor, power in as_product(element).factors if power == -0.5]
     if not roots:
-        raise NoMatch(f"expected an RMSNorm, found {name_of(node)}", node)
+        what = f"a value that {name_of(node)} writes in parts" if node.target in WRITES else name_of(node)
+        raise NoMatch(f"expected an RMSNorm, found {what}", node)
     mean = _mean_square(roots[0])
     whole = as_product(element, kept=mean.value.node)
     root = next(factor for factor in whole.factors if factor == (roots[0], -0.5))

@@ -27,9 +27,9 @@ QUICK = {"specialize_float": True, "fake_tensor_cache_enabled": False}
 
 @dataclass(frozen=True)
 class Outcome:
-    """`fused` counts operators, `unfused` the attentions that did not fuse. `reasons` are the nearest misses, `copies`
-    say why a cache is not written in place although the target would, and `bodies` why a target with its own operators
-    has none for a fused one."""
+    """`fused` counts operators, `unfused` the attentions that did not fuse. `reasons` are the nearest misses, without
+    those of queries that are not absorbed, which the page explains once. `copies` say why a cache is not written in
+    place although the target would, and `bodies` why a target with its own operators has none for a fused one."""
 
     fused: dict[str, int]
     unfused: int
@@ -85,7 +85,8 @@ class _Probe:
 
     def outcome(self, target: str) -> Outcome:
         report = mla_fx.Report.merged(self.reports[target])
-        reasons = dict.fromkeys([*(f"{miss.pattern}: {miss.reason}" for miss in report.misses), *report.hindrances])
+        misses = (f"{miss.pattern}: {miss.reason}" for miss in report.misses if miss.pattern != "absorb")
+        reasons = dict.fromkeys([*misses, *report.hindrances])
         copies = dict.fromkeys(note for note in report.notes if NOT_IN_PLACE in note)
         bodies = dict.fromkeys(note for note in report.notes if any(part in note for part in NOT_LOWERED))
         unfused = sum(miss.pattern == "mla_attention" and miss.looks_like_mla for miss in report.misses)
