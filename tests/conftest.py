@@ -84,6 +84,11 @@ def no_gradients():
 
 
 @pytest.fixture
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def own_temporary_folder(monkeypatch, tmp_path):
     """Reproducers without a dump folder are written where pytest cleans up."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

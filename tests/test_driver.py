@@ -231,6 +231,51 @@ def test_lifted_floats_are_recovered_in_any_spelling(name):
     torch.testing.assert_close(fused.kv_cache, module.kv_cache, **EXACT)
 
 
+class Attends(nn.Module):
+    """Attention alone: query and latents are inputs, and no projection is cut in parts."""
+
+    def __init__(self, probabilities):
+        super().__init__()
+        self.probabilities, self.scale = probabilities, 0.27
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 20)), nn.Parameter(torch.randn(4, 10, 20))
+
+    def forward(self, q_nope, q_rope, latents, keys):
+        query = torch.einsum("bnsd,ndc->bnsc", q_nope, self.up)
+        scores = query @ latents.transpose(-1, -2) + q_rope @ keys.transpose(-1, -2)
+        return torch.einsum("bnsc,nvc->bnsv", self.probabilities(scores * self.scale) @ latents, self.down)
+
+
+class AttendsFused(Attends):
+    def forward(self, q_nope, q_rope, latents, keys):
+        query = torch.cat((torch.einsum("bnsd,ndc->bnsc", q_nope, self.up), q_rope), -1)
+        key = torch.cat((latents, keys), -1)
+        key, value = (part.expand(-1, query.shape[1], -1, -1) for part in (key, latents))
+        out = nn.functional.scaled_dot_product_attention(query, key, value, scale=self.scale)
+        return torch.einsum("bnsc,nvc->bnsv", out, self.down)
+
+
+def divided(scores):
+    raised = (scores - scores.amax(-1, keepdim=True)).exp()
+    return raised / raised.sum(-1, keepdim=True)
+
+
+def softmax(scores):
+    return scores.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "module, dynamic", [(Attends(softmax), True), (Attends(divided), True), (AttendsFused(None), None)]
+)
+def test_scales_of_attention_alone_are_recovered(module, dynamic):
+    """With `dynamic=None`, Dynamo lifts a number that has changed."""
+    inputs = [torch.randn(*shape) for shape in ((2, 4, 3, 8), (2, 4, 3, 6), (2, 1, 13, 20), (2, 1, 13, 6))]
+    run = torch.compile(module, backend=mla_fx.get_backend(target="reference"), dynamic=dynamic)
+    for scale in (0.27, 0.31):
+        module.scale = scale
+        torch.testing.assert_close(run(*inputs), module(*inputs), **EXACT)
+        assert mla_fx.last_report().fused == {"latent_attention": 1}
+
+
 # --- as a pass in Inductor -------------------------------------------------------------------------------------------
 
 

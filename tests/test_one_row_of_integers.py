@@ -7,16 +7,8 @@ from torch import nn
 import mla_fx
 from mla_fx import cases
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gradients", "seeded")]
 WIDTH = 64
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 class Quantised(nn.Module):

@@ -16,16 +16,9 @@ from zoo.mla import Spelling
 from zoo.ropes import angles
 from zoo.sizes import SMALL, Step, dense, weights
 
+pytestmark = pytest.mark.usefixtures("no_gradients", "seeded")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ALL = {"mla_prolog": 1, "latent_attention": 1}
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 class Inference(nn.Module):

@@ -10,16 +10,12 @@ from quantised_models import CONFIGS, OF_TOKENS, quantise
 
 import mla_fx
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning"),
+    pytest.mark.usefixtures("no_gradients", "seeded"),
+]
 LENGTH, PROMPT = 37, 12
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def quantised(name, dtype=torch.float32):

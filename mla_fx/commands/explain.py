@@ -18,6 +18,7 @@ from mla_fx.backend import explain
 from mla_fx.debug.outcomes import layer_of
 from mla_fx.debug.report import Report
 from mla_fx.driver import discovery
+from mla_fx.driver.compilation import NOT_COMPILED
 from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.options import OWN
 from mla_fx.rule import ATTENTION, Stage
@@ -32,6 +33,7 @@ from .models import Call, config_class, full_call, script_call, tiny_call
 ALL = "all"
 BY_DEFAULT = "reference"
 MLA = frozenset(overload._opname for overload in ATTENTION)
+FEWER = "--layers 1 compiles the first layer alone, which may do without what is not compiled"
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def leaves_mla(report: Report) -> bool:
 
 def _model(asked: Asked, targets: Sequence[str]) -> tuple[Any, Call]:
     """The configuration of a full model, if it is one, and the call to trace."""
-    is_whole = is_config(asked.model) or asked.is_full
-    if asked.layers is not None and (asked.model.endswith(".py") or not is_whole):
+    is_whole = _is_whole(asked)
+    if asked.layers is not None and not is_whole:
         raise CommandError("--layers takes the first layers of a configuration, or of a model type with --full.")
     if asked.model.endswith(".py"):
         return None, script_call(Path(asked.model))
@@ -98,6 +100,11 @@ def _model(asked: Asked, targets: Sequence[str]) -> tuple[Any, Call]:
     config = read_config(asked.model) if is_config(asked.model) else config_class(asked.model)()
     config = config if asked.layers is None else with_layers(config, asked.layers)
     return config, full_call(config, asked.step)
+
+
+def _is_whole(asked: Asked) -> bool:
+    """Whether the model has the sizes and layers of a configuration."""
+    return not asked.model.endswith(".py") and (is_config(asked.model) or asked.is_full)
 
 
 def _runs_here(name: str) -> bool:
@@ -116,7 +123,11 @@ def _reports(
         for release in (given[releases.OPTION],) if releases.OPTION in given else known or ("",):
             announce(f"tracing {asked.model}, and rewriting it for {name} {release}".rstrip())
             chosen = {**given, releases.OPTION: release} if release else given
-            yield (name, release), explain(function, target=name, **chosen)(*args, **kwargs)
+            report = explain(function, target=name, **chosen)(*args, **kwargs)
+            has_other_layers = asked.layers is None and _is_whole(asked)
+            if has_other_layers and any(NOT_COMPILED in note for note in report.notes):
+                report.notes.append(FEWER)
+            yield (name, release), report
 
 
 def _options_of(name: str, options: Mapping[str, str], usable: Sequence[str]) -> dict[str, str]:

@@ -31,6 +31,8 @@ from mla_fx.target import Compiled, Compiler, Target
 from . import cache_key, discovery, report_cache, report_log
 from .dynamo_inputs import input_names, name_inputs, recover_floats
 
+NOT_COMPILED = "does not compile this graph"
+
 
 def checked(given: Mapping[str, Any]) -> Options:
     """Check options as far as possible before there is a graph. Raises OptionError."""
@@ -118,7 +120,7 @@ class Compilation:
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
                 if self.is_dry:
-                    self.report.notes.append(f"{self.target.name} does not compile this graph: {_first_line(error)}")
+                    self.report.notes.append(f"{self.target.name} {NOT_COMPILED}: {_first_line(error)}")
                     return gm
                 if not run.is_changed:
                     raise

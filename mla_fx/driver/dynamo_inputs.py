@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.provenance import INPUT_NAME, plain_path
 from mla_fx.graph.torch_compilers import input_path
-from mla_fx.passes.triage import joins_cut_products
+from mla_fx.passes.triage import may_attend
 
 FROM_BEFORE = "from before a graph break"
 
@@ -16,10 +16,10 @@ FROM_BEFORE = "from before a graph break"
 def recover_floats(gm: GraphModule) -> None:
     """Turn epsilons and softmax scales that Dynamo lifted to 0-d inputs into numbers again, under a guard.
 
-    Only if the graph may contain MLA: a part of one product that enters another. Then a new shape recompiles nothing,
-    and a new number recompiles once. If anything fails, the graph is unchanged."""
+    Only if the graph may contain attention. Then a new shape recompiles nothing, and a new number recompiles once. If
+    anything fails, the graph is unchanged."""
     items = [node for node in gm.graph.nodes if _is_lifted_float(node)]
-    if not items or not joins_cut_products(gm.graph):
+    if not items or not may_attend(gm.graph):
         return
     numbers = {node: node.meta["example_value"].node.guard_float(__file__, 0) for node in items}
     for node, number in numbers.items():

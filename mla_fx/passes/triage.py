@@ -21,12 +21,14 @@ from mla_fx.readings.attention import anchors
 aten = torch.ops.aten
 
 PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "_int_mm"})
-PRODUCTS = PROJECTIONS | {"scaled_dot_product_attention"}
 CUTS = frozenset({"getitem", "__getitem__", "narrow", "slice", "select", "index_select"})
 NORMS = frozenset({"rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_norm", "rsqrt", "pow"})
 SCALINGS = frozenset({"mul", "div", "sub"})  # these dequantise a weight stored in 8 bits
 ADDITIONS = frozenset({"add", "__add__", "iadd", "add_"})
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+EXPONENTIALS = SOFTMAX | {"exp"}
+ATTENTION = "scaled_dot_product_attention"
+PRODUCTS = PROJECTIONS | {ATTENTION}
 RANDOM = frozenset({"native_dropout", "dropout", "bernoulli", "rand", "rand_like", "inductor_random"})
 # Operators that AOTAutograd always decomposes, and that an undecomposed graph of torch.export still calls.
 WHOLE = frozenset({aten.matmul.default, aten.numpy_T.default, aten.scaled_dot_product_attention.default})
@@ -96,10 +98,12 @@ def called(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def joins_cut_products(graph: Graph) -> bool:
-    """Whether a slice of one product's result enters another product through a few operations."""
-    products = (node for node in graph.nodes if called(node) in PRODUCTS)
-    return any(way.is_cut for product in products for way in _ways(product, PRODUCTS))
+def may_attend(graph: Graph) -> bool:
+    """Whether exponentials, or a slice of a product's result, enter a product through a few operations."""
+    products = [node for node in graph.nodes if called(node) in PRODUCTS]
+    ways = (way for product in products for way in _ways(product, PRODUCTS | EXPONENTIALS))
+    is_called = any(called(product) == ATTENTION for product in products)
+    return is_called or any(way.is_cut or called(way.node) in EXPONENTIALS for way in ways)
 
 
 def has_bottleneck(graph: Graph) -> bool:

@@ -23,6 +23,7 @@ class Numbers:
         primes = (number for number in itertools.count(11, 2) if sympy.isprime(number))
         sizes = list(_symbolic(values))
         seen = {size.node.expr: hint_of(size) for size in sizes}
+        self.are_plain = not sizes  # a symbol that became a number is none of the symbols, and still no int
         self.symbols: dict[sympy.Symbol, int] = {}
         for symbol in dict.fromkeys(symbol for size in sizes for symbol in size.node.expr.free_symbols):
             number = seen.get(symbol, UNKNOWN)
@@ -32,7 +33,7 @@ class Numbers:
     def of(self, value: Any) -> Any:
         """A tensor as its shape, and a size as a number; also in lists."""
         if isinstance(value, Tensor):
-            return tuple(map(self.of, value.shape)) if self.symbols else tuple(value.shape)
+            return tuple(value.shape) if self.are_plain else tuple(map(self.of, value.shape))
         if isinstance(value, (list, tuple)):
             return [self.of(part) for part in value]
         if not isinstance(value, torch.SymInt):

@@ -320,13 +320,14 @@ def _dimension_of(
 ) -> tuple[int, Size | None] | None:
     """The dimension that a term belongs to, and the inner size at which its digit must be split first, if it must."""
     for dim in range(len(sizes) - 1, -1, -1):
-        if sizes[dim] == 1 or ratio(stride, strides[dim]) is None:
+        step = None if sizes[dim] == 1 else ratio(stride, strides[dim])
+        if step is None:
             continue
         above = strides[dim] * sizes[dim]  # the first stride that belongs to a slower dimension
         is_outermost = all(size == 1 for size in sizes[:dim])
         if ratio(stride, above) is not None and not is_outermost:
             continue
-        if at_most(stride * digit.size, above) or is_outermost:
+        if at_most(plain(1 + step * (digit.size - 1)), sizes[dim]) or is_outermost:
             return dim, None
         inner = ratio(above, stride)
         if inner is None or ratio(digit.size, inner) is None:

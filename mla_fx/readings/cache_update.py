@@ -10,17 +10,18 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import name_of
+from mla_fx.graph.provenance import label_of, name_of
 from mla_fx.readings.integers import INTEGERS, whole_number
 
 from .axes import ZERO, Axis, Digit, Index, axes_of, combine, composite, digits_of, extent, fresh, of_axis, shifted
 from .cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
-from .calls import args_of, argument, options_of
-from .element import Element, element_of, operand, resolve
+from .calls import args_of, argument, operands_of, options_of
+from .element import Element, computed_from, element_of, operand, resolve
 from .fractals import in_fractals
 from .reading import renamed
 from .same_value import same_value
 from .sizes import Size, product, strides_of
+from .unproved import EQUAL, meant, unproved
 from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
 
 aten = torch.ops.aten
@@ -239,8 +240,28 @@ def _rows_at(
     missing = len(expected) - len(shape_of(rows))
     sizes = (*[1] * missing, *shape_of(rows))
     if missing < 0 or sizes != expected:
-        raise NoMatch("the rows written are broadcast into the cache", node)
+        raise NoMatch(_why_unlike(node, rows, sizes, expected) or "the rows written are broadcast into the cache", node)
     return tuple(map(fresh, written))
+
+
+def _why_unlike(node: Node, rows: Node, sizes: Sequence[Size], expected: Sequence[Size]) -> str:
+    """Say which size of the rows is not known to be that of what is written; empty if they are known to differ."""
+    for size, places in zip(sizes, expected, strict=False):
+        if size in (places, 1) or (isinstance(size, int) and isinstance(places, int)):
+            continue
+        for name, dim in _positions_of_size(node, rows, places):
+            number = f"{name} has {places} rows, but {size} are written{meant(node.graph, size)}"
+            return f"{number}: torch._dynamo.mark_dynamic({name}, {dim}) makes both dynamic"
+        return "the rows written may not fill their places in the cache" + unproved(node.graph, places, EQUAL, size)
+    return ""
+
+
+def _positions_of_size(node: Node, rows: Node, size: Size) -> Iterator[tuple[str, int]]:
+    """The graph inputs that positions are computed from, with a dimension of this known size."""
+    positions = [value for value in operands_of(node) if value not in (args_of(node)[0], rows)]
+    for found in [*positions, *(value for position in positions for value in computed_from(position))]:
+        if isinstance(size, int) and found.op == "placeholder" and size in shape_of(found):
+            yield label_of(found), shape_of(found).index(size)
 
 
 def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[Node], rows: Node) -> CacheUpdate:
@@ -287,7 +308,8 @@ def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     dim = dim % len(index)
     token, place = _rows(index, dim, rows)
     if shape_of(where) != shape_of(rows) or _without(shape_of(rows), dim) != _without(shape_of(old), dim):
-        raise NoMatch("only some of the rows are scattered into the cache", node)
+        because = _why_unlike(node, rows, shape_of(rows), shape_of(where))
+        raise NoMatch(because or "only some of the rows are scattered into the cache", node)
     position = resolve(where, place)
     if not position.axes <= frozenset(axis for part in (*index[:dim], token) for axis in part.axes):
         raise NoMatch("the elements of one row are scattered to different positions", node)

@@ -218,6 +218,11 @@ def _symbolic_ratio(numerator: sympy.Expr, denominator: sympy.Expr) -> Size | No
     return plain(quotient)
 
 
+def common(one: Size, other: Size) -> Size:
+    """The greatest size that provably divides both."""
+    return plain(sympy.gcd(one, other))
+
+
 def at_most(small: Size, large: Size) -> bool:
     """Whether provably `small <= large`, for all values of the symbols."""
     if isinstance(small, int) and isinstance(large, int):
@@ -231,7 +236,7 @@ def at_most(small: Size, large: Size) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _never_negative(difference: sympy.Expr) -> bool:
     """Whether it has no negative coefficient, as a polynomial in each symbol's distance from its least value."""
-    difference = sympy.expand(difference)
+    difference = _without_floors(sympy.expand(difference))
     if difference.is_number:
         return bool(difference >= 0)
     atoms = sympy.Poly(difference).gens if difference.is_polynomial() else ()
@@ -241,6 +246,16 @@ def _never_negative(difference: sympy.Expr) -> bool:
     above = {atom: sympy.Dummy(nonnegative=True) for atom in atoms}
     shifted = sympy.Poly(difference.subs({atom: above[atom] + least[atom] for atom in atoms}), *above.values())
     return all(coefficient >= 0 for coefficient in shifted.coeffs())
+
+
+def _without_floors(difference: sympy.Expr) -> sympy.Expr:
+    """A bound from below: what is rounded down before it is subtracted is at most the quotient."""
+    for floor in difference.atoms(floor_division()):
+        numerator, divisor = floor.args
+        times = difference.coeff(floor)
+        if times.is_negative and divisor.is_positive:
+            difference = sympy.expand(difference + times * (numerator / divisor - floor))
+    return difference
 
 
 def _least(atom: sympy.Expr) -> int | None:

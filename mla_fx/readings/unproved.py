@@ -21,10 +21,14 @@ def unproved(graph: Graph, left: Size, relation: str, right: Size) -> str:
     numbers, for which it is known."""
     if isinstance(left, int) and isinstance(right, int):
         return ""
-    names = dict(_names(graph, {*sympy.sympify(left).free_symbols, *sympy.sympify(right).free_symbols}))
-    meant = "".join(f", {symbol} being {name}" for symbol, name in names.items())
+    names = _names(graph, left, right)
     unknown, check = (relation.format(*(_written(size, known) for size in (left, right))) for known in ({}, names))
-    return f": {unknown} is not known{meant}; torch._check({check}) in the model says so"
+    return f": {unknown} is not known{meant(graph, left, right)}; torch._check({check}) in the model says so"
+
+
+def meant(graph: Graph, *sizes: Size) -> str:
+    """Which sizes of graph inputs the symbols are."""
+    return "".join(f", {symbol} being {name}" for symbol, name in _names(graph, *sizes).items())
 
 
 def _written(size: Size, names: Mapping[sympy.Symbol, str]) -> str:
@@ -33,13 +37,15 @@ def _written(size: Size, names: Mapping[sympy.Symbol, str]) -> str:
     return str(expression) if expression.is_Atom else f"({expression})"
 
 
-def _names(graph: Graph, symbols: set[sympy.Symbol]) -> Iterator[tuple[sympy.Symbol, str]]:
+def _names(graph: Graph, *sizes: Size) -> dict[sympy.Symbol, str]:
     """The symbols with the first graph input that has each, in order."""
+    symbols = {symbol for size in sizes for symbol in sympy.sympify(size).free_symbols}
+    names: dict[sympy.Symbol, str] = {}
     for node in graph.find_nodes(op="placeholder"):
         for size, name in _sizes_of(node):
             if size in symbols:
-                symbols = symbols - {size}
-                yield size, name
+                names.setdefault(size, name)
+    return names
 
 
 def _sizes_of(node: Node) -> Iterator[tuple[Size, str]]:

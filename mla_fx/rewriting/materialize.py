@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Axis, Index, axes_of, cuts, slowest_first, substitute
 from mla_fx.readings.element import Element, Scales
-from mla_fx.readings.sizes import Size, at_most, product, ratio, size_of
+from mla_fx.readings.sizes import Size, at_most, common, product, ratio, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
 
@@ -148,7 +148,7 @@ def _spread(base: _Sized, index: tuple[Index, ...], wanted: list[Axes]) -> tuple
             value = Call(aten.select.int, value, len(units), place.start)
             continue
         if not place.is_whole:
-            value = Call(aten.slice.Tensor, value, len(units), place.start, place.start + place.axis.size)
+            value = Call(aten.slice.Tensor, value, len(units), place.start, place.stop, place.step)
         units.append((place.axis,))
     return _Sized(value, tuple(axis.size for (axis,) in units)), _grouped(units, wanted)
 
@@ -190,11 +190,16 @@ def _size(axes: Iterable[Axis]) -> Size:
 
 
 class _Place(NamedTuple):
-    """One digit of a dimension as a mixed-radix number: read along `axis` from `start`, or fixed at `start`."""
+    """One digit of a dimension as a mixed-radix number: read along `axis` in steps from `start`, or fixed there."""
 
     radix: Size
     axis: Axis | None
     start: Size
+    step: int = 1
+
+    @property
+    def stop(self) -> Size:
+        return self.start + self.step * (self.axis.size - 1) + 1
 
     @property
     def is_whole(self) -> bool:
@@ -210,18 +215,18 @@ def _places(base: _Sized, part: Index, size: Size) -> list[_Place]:
     if ordered is None:
         raise NoMatch(f"a dimension of {size} is read in steps, none of them provably the largest")
     for digit, stride in ordered:
-        radix = ratio(rest, stride)
-        start = 0 if offset == 0 else offset // stride
-        offset = offset - start * stride
+        unit = common(rest, stride)
+        start = 0 if offset == 0 else offset // unit
+        place = _Place(ratio(rest, unit), digit.axis, start, ratio(stride, unit))
         because = f"a dimension of {size} is read in steps of {stride}, which no view does"
-        if radix is None:
+        if not isinstance(place.step, int):
             raise NoMatch(because + unproved(base.node.graph, rest, MULTIPLE, stride))
         if not digit.is_whole:
             raise NoMatch(because)
-        if not at_most(start + digit.size, radix):
-            raise NoMatch(because + unproved(base.node.graph, start + digit.size, AT_MOST, radix))
-        out.append(_Place(radix, digit.axis, start))
-        rest = stride
+        if not at_most(place.stop, place.radix):
+            raise NoMatch(because + unproved(base.node.graph, place.stop, AT_MOST, place.radix))
+        out.append(place)
+        rest, offset = unit, offset - start * unit
     if rest != 1 or not part.terms:
         out.append(_Place(rest, None, offset))
     return out

@@ -97,11 +97,12 @@ def test_one_release(capsys):
 
 
 def test_a_graph_that_torchair_does_not_convert(capsys):
-    """The report is whole, and says which operator keeps the graph from being compiled."""
+    """The report is whole, and says which operator keeps the graph from being compiled, and what leaves it out."""
     assert main(["explain", str(CONFIGS / "glm_4_7_flash.json"), "--target", "ge", "--cann", "8.5.0"]) == 0
     text = capsys.readouterr().out
     assert "fused kv_rmsnorm_rope_cache x47, latent_attention x47" in text
     assert "\n  ge does not compile this graph: " in text and "aten.histc.default" in text
+    assert "--layers 1 compiles the first layer alone" in text
     assert "# compiled for" not in text
 
 

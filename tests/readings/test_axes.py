@@ -67,6 +67,14 @@ def test_reshape_refuses_a_read_across_a_boundary():
     assert reshape([of_axis(Axis(2), 1, 3)], [12], [3, 4]) is None
 
 
+def test_reshape_follows_steps_that_do_not_divide_a_dimension():
+    rows, tokens = Axis(2), Axis(3)
+    read = of_axis(rows), of_axis(tokens, stride=2)
+    assert reshape(read, [2, 5], [10])[0] == combine(0, [(whole(rows), 5), (whole(tokens), 2)])
+    assert reshape([combine(0, [(whole(rows), 5), (whole(tokens), 2)])], [10], [2, 5]) == read
+    assert reshape([combine(1, [(whole(rows), 5), (whole(tokens), 2)])], [10], [2, 5]) is None
+
+
 def test_reshape_of_symbolic_sizes():
     batch, tokens = sympy.symbols("b s", positive=True, integer=True)
     flat = Axis(batch * tokens)

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings import sizes
-from mla_fx.readings.sizes import at_most, ratio, remainders, size_facts, size_of
+from mla_fx.readings.sizes import at_most, floor_division, ratio, remainders, size_facts, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
 
@@ -80,6 +80,17 @@ def test_a_bound_on_a_size_that_is_another():
     guards = sympy.Eq(ALL, OTHER), sympy.Le(ONE + TWO, ALL), *POSITIVE
     assert proved(ONE + TWO, OTHER, *guards)
     assert not proved(ONE + TWO, OTHER, *guards[1:])
+
+
+def test_sizes_rounded_down():
+    rounded = floor_division()
+    for step, start in ((2, 0), (3, 0), (3, 2)):
+        length = rounded(ALL - start + step - 1, step)
+        assert proved(start + step * (length - 1) + 1, ALL)
+        assert not proved(start + step * (length - 1) + 2, ALL)
+    assert proved(PART * rounded(ALL, PART), ALL)
+    assert not proved(ALL, PART * rounded(ALL, PART))
+    assert not proved(ONE * rounded(ALL, TWO), ALL)
 
 
 def test_sizes_with_common_factors():

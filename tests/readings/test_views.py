@@ -191,7 +191,6 @@ SYMBOLIC = {
 
 # No view of the program's tensor gives these, whatever the sizes are.
 NO_VIEWS = {
-    "every other token": "is read in steps of 2, which no view does",
     "window of another size": "is read in steps of 1, which no view does",
     "rows of the flattened": "is read in steps of 1, which no view does",
 }
