@@ -276,6 +276,29 @@ def test_scales_of_attention_alone_are_recovered(module, dynamic):
         assert mla_fx.last_report().fused == {"latent_attention": 1}
 
 
+class Tempered(Attends):
+    """Its result is divided by a number that another request may change."""
+
+    temperature = 0.5
+
+    def forward(self, *inputs):
+        return super().forward(*inputs) / self.temperature
+
+
+def test_a_temperature_stays_an_input():
+    """A new one compiles nothing: many requests have many temperatures."""
+    inputs = [torch.randn(*shape) for shape in ((2, 4, 3, 8), (2, 4, 3, 6), (2, 1, 13, 20), (2, 1, 13, 6))]
+    module = Tempered(softmax)
+    module.temperature = 0.5
+    run = torch.compile(module, backend=mla_fx.get_backend(target="reference"), dynamic=True)
+    reports = []
+    for module.temperature in (0.5, 0.7, 0.9):
+        torch.testing.assert_close(run(*inputs), module(*inputs), **EXACT)
+        reports.append(mla_fx.last_report())
+    assert reports[0].fused == {"latent_attention": 1}
+    assert reports[0] is reports[2]
+
+
 # --- as a pass in Inductor -------------------------------------------------------------------------------------------
 
 

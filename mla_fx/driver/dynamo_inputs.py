@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.provenance import INPUT_NAME, plain_path
 from mla_fx.graph.torch_compilers import input_path
-from mla_fx.passes.triage import may_attend
+from mla_fx.passes.triage import may_attend, read_by_products
 
 FROM_BEFORE = "from before a graph break"
 
@@ -16,11 +16,13 @@ FROM_BEFORE = "from before a graph break"
 def recover_floats(gm: GraphModule) -> None:
     """Turn epsilons and softmax scales that Dynamo lifted to 0-d inputs into numbers again, under a guard.
 
-    Only if the graph may contain attention. Then a new shape recompiles nothing, and a new number recompiles once. If
-    anything fails, the graph is unchanged."""
-    items = [node for node in gm.graph.nodes if _is_lifted_float(node)]
-    if not items or not may_attend(gm.graph):
+    Only if the graph may contain attention, and those alone that enter a product: a temperature of logits may be
+    another at each call. Then a new shape recompiles nothing, and a new number recompiles once. If anything fails, the
+    graph is unchanged."""
+    if not any(map(_is_lifted_float, gm.graph.nodes)) or not may_attend(gm.graph):
         return
+    read = read_by_products(gm.graph)
+    items = [node for node in gm.graph.nodes if _is_lifted_float(node) and node in read]
     numbers = {node: node.meta["example_value"].node.guard_float(__file__, 0) for node in items}
     for node, number in numbers.items():
         node.replace_all_uses_with(number)

@@ -106,6 +106,19 @@ def may_attend(graph: Graph) -> bool:
     return is_called or any(way.is_cut or called(way.node) in EXPONENTIALS for way in ways)
 
 
+def read_by_products(graph: Graph) -> set[Node]:
+    """Return the nodes from which products are computed, or what is written in place: a product may read that."""
+    found = set[Node]()
+    for node in reversed(graph.nodes):
+        if node in found or called(node) in PRODUCTS or _writes(called(node)):
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _writes(name: str) -> bool:
+    return name == "setitem" or (name.endswith("_") and not name.startswith("__"))
+
+
 def has_bottleneck(graph: Graph) -> bool:
     """Whether latents are projected up. Latents are the normalised result of a narrowing projection, or a normalised
     slice of a projection's result."""
