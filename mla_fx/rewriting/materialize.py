@@ -199,7 +199,8 @@ class _Place(NamedTuple):
 
     @property
     def stop(self) -> Size:
-        return self.start + self.step * (self.axis.size - 1) + 1
+        length = 1 if self.axis is None else self.axis.size
+        return self.start + self.step * (length - 1) + 1
 
     @property
     def is_whole(self) -> bool:
