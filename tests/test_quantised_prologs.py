@@ -179,6 +179,29 @@ def test_scales_that_are_multiplied_first(multiply, names):
     assert report_of(Quantised(multiply, by_rows, *names)).fused == {PROLOG: 1, ATTENTION: 1}
 
 
+def behind_both_scales(x, w):
+    largest = x.abs().amax(-1, keepdim=True)
+    product = linear((x * (127 / largest)).round().clamp(-127, 127), w.codes.float())
+    return product * largest * w.scales / 127
+
+
+def behind_the_product_of_scales(x, w):
+    largest = x.abs().amax(-1, keepdim=True)
+    product = linear((x * (127 / largest)).round().clamp(-127, 127), w.codes.float())
+    return product * (largest * w.scales) * (1 / 127)
+
+
+@pytest.mark.parametrize("multiply", [behind_both_scales, behind_the_product_of_scales])
+def test_a_number_behind_the_scales(multiply):
+    """Rotations and norms read it as their own, so it is part of no scale where all projections are int8."""
+    assert report_of(Quantised(multiply, by_rows, "q_b")).fused == {PROLOG: 1, ATTENTION: 1}
+    torch._dynamo.reset()
+    report = report_of(Quantised(multiply, by_rows, *DOWN))
+    assert report.fused == {"kv_rmsnorm_rope_cache": 1, ATTENTION: 1}
+    numbers = "q_nope is multiplied by 0.00787402, q_rope relative to k_rope by 1"
+    assert f"{numbers}; the prolog takes one number" in str(report)
+
+
 def test_one_scale_for_a_whole_weight():
     layer = layer_of(divided, *DOWN)
     for name in DOWN:

@@ -199,7 +199,8 @@ class _Place(NamedTuple):
 
     @property
     def stop(self) -> Size:
-        return self.start + self.step * (self.axis.size - 1) + 1
+        length = 1 if self.axis is None else self.axis.size
+        return self.start + self.step * (length - 1) + 1
 
     @property
     def is_whole(self) -> bool:
@@ -216,13 +217,13 @@ def _places(base: _Sized, part: Index, size: Size) -> list[_Place]:
         raise NoMatch(f"a dimension of {size} is read in steps, none of them provably the largest")
     for digit, stride in ordered:
         unit = common(rest, stride)
-        start = 0 if offset == 0 else offset // unit
-        place = _Place(ratio(rest, unit), digit.axis, start, ratio(stride, unit))
+        step, start = ratio(stride, unit), 0 if offset == 0 else offset // unit
         because = f"a dimension of {size} is read in steps of {stride}, which no view does"
-        if not isinstance(place.step, int):
+        if not isinstance(step, int):
             raise NoMatch(because + unproved(base.node.graph, rest, MULTIPLE, stride))
         if not digit.is_whole:
             raise NoMatch(because)
+        place = _Place(ratio(rest, unit), digit.axis, start, step)
         if not at_most(place.stop, place.radix):
             raise NoMatch(because + unproved(base.node.graph, place.stop, AT_MOST, place.radix))
         out.append(place)
