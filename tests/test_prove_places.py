@@ -1,4 +1,4 @@
-"""The option prove where a program adds numbers to positions: they are places in a cache, and shrink as it does.
+"""The option prove at small sizes: numbers that are added to positions are places in a cache, and shrink as it does.
 
 The caches are so large that nothing is affordable at its own sizes."""
 
@@ -119,3 +119,13 @@ def test_the_same_places(program, plan):
 def test_other_places(monkeypatch, program, plan):
     monkeypatch.undo()  # a difference counts at a program's own sizes
     assert found(program, plan) is not None
+
+
+@pytest.mark.parametrize("view", [torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default], ids=str)
+def test_views_of_an_input_in_another_layout(view):
+    """At small sizes it is drawn in rows, and the view would be of another layout."""
+
+    def viewed(x):
+        return view(x.t(), [36 * 24])
+
+    assert difference(viewed, lambda x: x.t().flatten(), torch.zeros(36, 24).t()) is None

@@ -161,8 +161,9 @@ def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference |
 
 
 def _at_edges(plan: Drafted, edges: Iterable[Edge], run: Interpreter) -> Difference | None:
-    """Where codes saturate, and where the program computes nothing infinite yet, as far as it runs there. There, a
-    softmax tells apart what rounding does, which is no fault of a plan."""
+    """Where codes saturate, and where the program computes nothing infinite yet, as far as it runs there. On such
+    numbers, rounding alone may decide which key a softmax picks, so a difference counts if the plan computes something
+    infinite."""
     for edge in edges:
         compare = functools.partial(compared, close=OTHER_CODES if plan.differs or edge.in_own_dtypes else AT_EDGES)
         with contextlib.suppress(UncheckedError):

@@ -54,7 +54,7 @@ class Interpreter:
     Numbers are of float64. A result whose dtype has larger steps than `coarsest` is rounded to it. No other is. Without
     `coarsest`, all numbers are of the program's dtypes."""
 
-    any_strides: Mapping[Any, Any] = {aten.view.default: aten.reshape.default}
+    any_strides: Mapping[Any, Any] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
 
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype | None
