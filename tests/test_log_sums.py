@@ -236,6 +236,31 @@ def test_merged_parts_are_attention_over_the_whole_context():
     assert lowered(Merged(), in_parts(*given)).count(BOTH) == 2
 
 
+class Chunks(nn.Module):
+    """The same of one cache: a later chunk begins at a number, and its mask is of positions in the whole cache."""
+
+    def forward(self, query, query_rope, kv_cache, kr_cache, first):
+        scores, latents = Attention().scores(query, query_rope, kv_cache, kr_cache), kv_cache
+        positions = first.unsqueeze(-1) + torch.arange(S)
+        seen = torch.arange(T // 2, T) <= positions.unsqueeze(-1)
+        earlier, later = scores.split(T // 2, -1)
+        later = later.masked_fill(~seen.unsqueeze(1), -torch.inf)
+        parts = zip((earlier, later), latents.split(T // 2, 1), strict=True)
+        outs = torch.stack([torch.einsum("bnst,btc->bsnc", part.softmax(-1), values) for part, values in parts])
+        lses = torch.stack((earlier.logsumexp(-1), later.logsumexp(-1)))
+        return ((lses - lses.logsumexp(0)).exp().transpose(2, 3).unsqueeze(-1) * outs).sum(0)
+
+
+def test_chunks_with_a_causal_later_one_are_checked():
+    """Small positions are all before the later chunk, whose rows then see no key."""
+    query, query_rope, *_ = arguments()
+    _, _, kv_cache, kr_cache, *_ = arguments(block=T)
+    given = query, query_rope, kv_cache[:B], kr_cache[:B], torch.tensor([T - S, T // 2, T // 2 + 4])
+    found, report = compiled(Chunks(), given)
+    assert (report.fused, report.unchecked) == ({"latent_attention": 2}, []), str(report)
+    torch.testing.assert_close(found, Chunks()(*given), rtol=1e-9, atol=1e-10)
+
+
 def test_a_row_that_sees_no_key():
     given = nearly_blind(*arguments())
     (out, lse), report = compiled(Attention(), given)

@@ -9,4 +9,5 @@ rounded here, too.
 
 The check shares no code with the readings, the rules and the lowerings: it knows calls, and values that the plan reads.
 Its files: `equations` and `small_sizes` shrink a part of a graph, `region` finds the part, `inputs` draws what it
-reads, `interpreter` runs it, `check` compares, `programs` writes down what differs. `memory` checks writes in place."""
+reads, `ranges` makes that large, `interpreter` runs it, `check` compares, `programs` writes down what differs. `memory`
+checks writes in place."""

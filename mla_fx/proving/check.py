@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,11 @@ from mla_fx.rewriting.replacement import Drafted
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors
 from .numbers import Numbers
+from .ranges import Edge, became_infinite, edges
 from .region import Region, UncheckedError
 
 CLOSE = 1e-10  # relative to the largest number of a result
+AT_EDGES = 1e-3  # the same of large numbers, whose softmax knows few digits
 OTHER_CODES = 0.05  # the same, if codes of 8 bits are rounded otherwise
 LARGEST = 2**27  # elements of all tensors of a region, and of all that are drawn for it
 ENOUGH = 3  # draws that agree, if their places coincide
@@ -105,7 +107,8 @@ def _own(region: Region) -> Iterator[Sizes]:
     """All, or all but a few that would make tensors too large to be drawn again. A size that is divided by is kept."""
     numbers = Numbers(region.values, apart=False)
     averaged, others = region.averaged(numbers), region.undetermined(numbers)
-    others, small = others - averaged, region.small(numbers, averaged | others)
+    others, averaged = others - averaged, averaged | region.shifts()
+    small = region.small(numbers, averaged | others)
     while others and _count(region, numbers, small) > LARGEST // TRIES:
         ways = {size: region.small(numbers, averaged | others - {size}) for size in others}
         least = min(others, key=lambda size: _count(region, numbers, ways[size]))
@@ -135,24 +138,56 @@ def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference |
     is, more are tried. What a plan names as different may be so for negative factors alone, as the order of two limits
     is."""
     numbers, small, tries = sizes
-    found, agreed, reason = None, 0, ""
+    compare = functools.partial(compared, close=OTHER_CODES if plan.differs else CLOSE)
+    found, agreed, reason = None, list[Interpreter](), ""
     for attempt in range(tries):
         inputs = Inputs(numbers, small, attempt, are_factors_positive=plan.differs)
         run = Interpreter(numbers, small, {leaf: inputs.drawn(leaf) for leaf in region.leaves}, _coarsest(plan))
         try:
-            found = _first_difference(plan, run, _finite_results(plan, run))
+            found = _first_difference(plan, run, _finite_results(plan, run), compare)
         except UncheckedError as error:
             reason = str(error)
             continue
         if found is not None and not any(map(_has_nan, run.values.values())):
             return found
-        agreed += found is None
-        if agreed and doubt is None and (inputs.differ or agreed == ENOUGH):
-            return None
+        agreed += [run] if found is None else []
+        if agreed and doubt is None and (inputs.differ or len(agreed) == ENOUGH):
+            break
     if agreed:
-        return None
+        return _at_edges(plan, edges(region), agreed[-1])
     if found is None:
         raise UncheckedError(reason)
+    return found
+
+
+def _at_edges(plan: Drafted, edges: Iterable[Edge], run: Interpreter) -> Difference | None:
+    """Where codes saturate, and where the program computes nothing infinite yet, as far as it runs there. On such
+    numbers, rounding alone may decide which key a softmax picks, so a difference counts if the plan computes something
+    infinite."""
+    for edge in edges:
+        compare = functools.partial(compared, close=OTHER_CODES if plan.differs or edge.in_own_dtypes else AT_EDGES)
+        with contextlib.suppress(UncheckedError):
+            largest, olds = _at_edge(plan, edge, run)
+            found = _first_difference(plan, largest, olds, compare)
+            if found is not None and (became_infinite(largest, run) or not edge.in_own_dtypes):
+                return found
+    return None
+
+
+def _at_edge(plan: Drafted, edge: Edge, run: Interpreter) -> tuple[Interpreter, list[list[Tensor]]]:
+    """The run on the largest numbers for which the program computes nothing infinite, and its results."""
+    least, most, found = edge.least, edge.most, None
+    while least <= most:
+        power = (least + most + 1) // 2
+        larger = edge.run(run, power)
+        with contextlib.suppress(UncheckedError):
+            olds = _finite_results(plan, larger)
+            if not became_infinite(larger, run):
+                found, least = (larger, olds), power + 1
+                continue
+        most = power - 1
+    if found is None:
+        raise UncheckedError("its results are not finite")
     return found
 
 
@@ -167,14 +202,15 @@ def _finite_results(plan: Drafted, run: Interpreter) -> list[list[Tensor]]:
     return olds
 
 
-def _first_difference(plan: Drafted, run: Interpreter, olds: list[list[Tensor]]) -> Difference | None:
-    close = OTHER_CODES if plan.differs else CLOSE
+def _first_difference(
+    plan: Drafted, run: Interpreter, olds: list[list[Tensor]], compare: Callable[[Tensor, Tensor], str | None]
+) -> Difference | None:
     for (old, new), before in zip(plan.replaced, olds, strict=True):
         try:
             after = tree_leaves(run.run(new))
         except Exception as error:  # an operator may refuse other sizes with any error
             raise UncheckedError(f"the plan does not run: {error}") from error
-        for sentence in filter(None, map(functools.partial(compared, close=close), before, after)):
+        for sentence in filter(None, map(compare, before, after)):
             return Difference(old, new, sentence, run)
     return None
 

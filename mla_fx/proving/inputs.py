@@ -15,7 +15,7 @@ from mla_fx.graph.torch_private import OpOverload
 from .numbers import Numbers
 
 SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
-VISIBLE = 0.7  # of flags
+VISIBLE, MORE_VISIBLE = 0.7, 0.95  # of flags, in the first attempts and later
 CODES = (torch.int8, torch.uint8)
 LEAST = (-1, 1, 3, 0)  # the smallest whole numbers of the first attempts; a program may subtract from them
 TRIES = 16
@@ -36,7 +36,14 @@ class Inputs:
     @property
     def differ(self) -> bool:
         """Whether all places that are drawn are different ones."""
-        return self.attempt < len(LEAST)
+        return self.attempt < len(LEAST) or self.attempt % 2 == 0
+
+    def _least(self) -> int:
+        """The smallest place: after the first attempts behind one of the sizes, because a chunk may begin there."""
+        if self.attempt < len(LEAST):
+            return LEAST[self.attempt]
+        sizes = sorted({*self.small.values()})
+        return sizes[len(sizes) * (self.attempt - len(LEAST)) // (TRIES - len(LEAST))] + 1
 
     def drawn(self, leaf: Node) -> Any:
         own = constant_of(leaf)
@@ -57,13 +64,20 @@ class Inputs:
         if dtype == torch.bool:
             return self._flags(sizes)
         if dtype in CODES:
-            least = -100 if dtype == torch.int8 else 0
-            return torch.randint(least, 100, sizes, dtype=dtype, **self.given)
+            return self._codes(dtype, sizes)
         return self._places(sizes).to(dtype)
+
+    def _codes(self, dtype: torch.dtype, sizes: list[int]) -> Tensor:
+        """Both ends of the range are among them."""
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        codes = torch.randint(least, most + 1, sizes, dtype=dtype, **self.given)
+        codes.view(-1)[:1], codes.view(-1)[1:][-1:] = least, most
+        return codes
 
     def _flags(self, sizes: list[int]) -> Tensor:
         """Draw flags like those of a mask: some rows see nothing, as long as the program's results are finite then."""
-        flags, first = torch.rand(sizes, **self.given) < VISIBLE, torch.tensor(0, device="cpu")
+        visible = VISIBLE if self.attempt < len(LEAST) else MORE_VISIBLE
+        flags, first = torch.rand(sizes, **self.given) < visible, torch.tensor(0, device="cpu")
         if not sizes or 0 in sizes:
             return flags
         if len(sizes) > 1 and self.attempt == 0:
@@ -71,11 +85,11 @@ class Inputs:
         return flags.index_fill(-1, first, True)
 
     def _places(self, sizes: list[int]) -> Tensor:
-        """Draw positions, slots, blocks or lengths: all different as long as the program takes that, then at random all
-        different, different in each row, or a few."""
+        """Draw positions, slots, blocks or lengths: all different as long as the program takes that, then in turns all
+        different and larger, or at random all different, different in each row, or a few."""
         count = math.prod(sizes)
         if self.differ:
-            return (torch.randperm(count + 2, **self.given)[:count] + LEAST[self.attempt]).reshape(sizes)
+            return (torch.randperm(count + 2, **self.given)[:count] + self._least()).reshape(sizes)
         kind = int(torch.randint(3, (), **self.given))
         if kind == 0 or not sizes:
             return torch.randperm(count, **self.given).reshape(sizes)

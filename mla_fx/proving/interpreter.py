@@ -1,4 +1,4 @@
-"""Runs the calls of graphs and plans on small tensors of float64."""
+"""Runs the calls of graphs and plans on small tensors, of float64 or of the program's own dtypes."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def on_real_tensors() -> Iterator[None]:
 class Interpreter:
     """Runs calls with the numbers of `small` in place of their sizes. `values` begins with those of the leaves.
 
-    A result whose dtype has larger steps than `coarsest` is rounded to it. No other is."""
+    Numbers are of float64. A result whose dtype has larger steps than `coarsest` is rounded to it. No other is. Without
+    `coarsest`, all numbers are of the program's dtypes."""
 
-    any_strides: Mapping[Any, Any] = {aten.view.default: aten.reshape.default}
+    any_strides: Mapping[Any, Any] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
 
     def __init__(
-        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype
+        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype | None
     ) -> None:
-        self.numbers, self.small, self.values = numbers, small, values
+        self.numbers, self.small, self.values, self.coarsest = numbers, small, values, coarsest
         self.leaves = tuple(values)
-        self.step = torch.finfo(coarsest).eps
 
     def run(self, part: Part) -> Any:
         if part not in self.values:
@@ -78,7 +78,7 @@ class Interpreter:
             return self.called(target, args, kwargs, None)
         if target is aten.as_strided.default and _is_read_as_it_lies(part):
             return self._operand(part.args[0])
-        if target is aten.view.dtype:
+        if target is aten.view.dtype and self.coarsest is not None:
             return self._bytes(*part.args)
         names, kept = names_of(target), never_sizes(part)
         args = [self._argument(value, name in kept) for name, value in zip(names, part.args, strict=False)]
@@ -108,7 +108,9 @@ class Interpreter:
             raise UncheckedError(TWICE)
         if isinstance(target, OpOverload) and "empty" in target._opname:
             result.fill_(1)  # the same each time
-        if dtype is None or not dtype.is_floating_point or _step(dtype) <= self.step:
+        if dtype is None or not dtype.is_floating_point:
+            return result
+        if self.coarsest is None or _step(dtype) <= _step(self.coarsest):
             return result
         return result.to(dtype).double()
 
@@ -119,10 +121,11 @@ class Interpreter:
         if is_value(value):
             return self.run(value)
         if type(value) is int:
-            return value if is_kept else self.small.get(value, value)
+            sign = -1 if value < 0 else 1
+            return value if is_kept else sign * self.small.get(abs(value), abs(value))
         if isinstance(value, (list, tuple)):
             return [self._argument(part, is_kept) for part in value]
-        if isinstance(value, torch.dtype):
+        if isinstance(value, torch.dtype) and self.coarsest is not None:
             return torch.float64 if value.is_floating_point else torch.complex128 if value in COMPLEX else value
         return torch.device("cpu") if isinstance(value, torch.device) else value
 

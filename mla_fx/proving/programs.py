@@ -32,7 +32,7 @@ class _Writer(Interpreter):
     def __init__(self, run: Interpreter) -> None:
         self.graph = Graph()
         inputs: dict[Part, Any] = {leaf: self.graph.placeholder(str(leaf.name)) for leaf in run.leaves}
-        super().__init__(run.numbers, run.small, inputs, torch.float64)
+        super().__init__(run.numbers, run.small, inputs, run.coarsest and torch.float64)
 
     def program(self, part: Part) -> GraphModule:
         self.graph.output([self.run(part)])

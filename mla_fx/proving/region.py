@@ -28,6 +28,7 @@ FEW = 30  # calls
 MOST = 1000  # calls of a region
 WHOLE = (torch.int64, torch.int32)
 ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
+SHIFTS = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
 AVERAGES = frozenset({"mean", "std", "var", "var_mean"})
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
@@ -104,12 +105,18 @@ class Region:
     def small(self, numbers: Numbers, keep: Collection[int] = (), first: int = SMALL + 1) -> Mapping[int, int]:
         """A small number for each size; see small_sizes. Those that a kernel knows stay as they are."""
         known: set[Any] = {number for call in self.calls for name, number in call.kwargs.items() if name in KERNEL}
-        return small_sizes(self.sizes(numbers), self.equations(numbers), self.places(numbers), known.union(keep), first)
+        equations, places = self.equations(numbers), self.places(numbers)
+        return small_sizes(self.sizes(numbers), equations, places, known.union(keep), first, self.shifts())
 
     def places(self, numbers: Numbers) -> list[Shape]:
         """The shapes of whole numbers that are drawn."""
         values = [value for leaf in self.leaves if isinstance(value := value_of(leaf), Tensor)]
         return [numbers.of(value) for value in values if value.dtype in WHOLE]
+
+    def shifts(self) -> set[int]:
+        """The numbers that are added to positions and slots, or subtracted from them."""
+        added = (call.args[1] for call in self.calls if call.target in SHIFTS and value_of(call).dtype in WHOLE)
+        return {abs(number) for number in added if type(number) is int}
 
     def equations(self, numbers: Numbers) -> Iterator[Equation]:
         for call in self.calls:

@@ -1,0 +1,101 @@
+"""Numbers at the edges of what dtypes hold: random ones neither saturate a code nor leave the range of float16.
+
+A part that rounds to codes runs once more on numbers so large that the codes saturate. A part in float16 runs in its
+own dtypes, on the largest numbers for which it computes nothing infinite. All are positive, so sums are large as well.
+If the plan computes something infinite there, its results must be the same nevertheless. The other dtypes end at 3e38,
+which the numbers of a model do not come near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mla_fx.graph.torch_private import tree_leaves
+from mla_fx.rewriting.draft import Draft, fake_of, value_of
+
+from .inputs import constant_of
+from .interpreter import Interpreter
+from .region import Region
+from .whole_numbers import Part
+
+aten = torch.ops.aten
+
+SATURATING = 10
+LARGEST = 18  # no random number times two to this fits into float16
+DIVISIONS = frozenset({aten.div.Tensor, aten.div.Tensor_mode})
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The numbers of some leaves times two to a power, from `least` to `most`. `in_own_dtypes`, they are positive."""
+
+    leaves: Set[Node]
+    least: int
+    most: int
+    in_own_dtypes: bool = False
+
+    def run(self, run: Interpreter, power: int) -> Interpreter:
+        """What is to run on these numbers in place of those of another run."""
+        values: dict[Part, Any] = {leaf: self._large(leaf, run.values[leaf], power) for leaf in run.leaves}
+        return Interpreter(run.numbers, run.small, values, None if self.in_own_dtypes else run.coarsest)
+
+    def _large(self, leaf: Part, value: Any, power: int) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        value = value * 2.0**power if leaf in self.leaves else value
+        return value.abs().to(value_of(leaf).dtype) if self.in_own_dtypes else value
+
+
+def edges(region: Region) -> Iterator[Edge]:
+    """Few regions have any."""
+    drawn = {leaf for leaf in region.leaves if constant_of(leaf) is None}
+    if leaves := drawn & _rounded_to_codes(region):
+        yield Edge(leaves, SATURATING, SATURATING)
+    if any(_holds(part, lambda dtype: dtype == torch.float16) for part in (*region.leaves, *region.calls)):
+        yield Edge(drawn, 0, LARGEST, in_own_dtypes=True)
+
+
+def became_infinite(run: Interpreter, earlier: Interpreter) -> bool:
+    """Whether a value is not finite that was so in an earlier run. Masks never are."""
+    return any(not _is_finite(value) and _is_finite(earlier.values[part]) for part, value in run.values.items())
+
+
+def _is_finite(value: Any) -> bool:
+    tensors = (part for part in tree_leaves(value) if isinstance(part, Tensor) and part.is_floating_point())
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _rounded_to_codes(region: Region) -> set[Node]:
+    """What the program rounds codes from, but not what that is divided by, as a scale is."""
+    pending = [node for call in region.calls if _holds(call, _is_code) for node in _numerators(call)]
+    behind = set[Node]()
+    while pending:
+        node = pending.pop()
+        if node not in behind and _holds(node, _is_number):
+            behind.add(node)
+            pending += [] if node in region.leaves else _numerators(node)
+    return behind.intersection(region.leaves)
+
+
+def _numerators(call: Part) -> list[Node]:
+    if isinstance(call, Draft) or call.target is aten.reciprocal.default:
+        return []
+    return call.all_input_nodes[: 1 if call.target in DIVISIONS else None]
+
+
+def _holds(part: Part, are_such: Callable[[torch.dtype], bool]) -> bool:
+    value = fake_of(part)
+    return isinstance(value, Tensor) and are_such(value.dtype)
+
+
+def _is_code(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype != torch.bool
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1

@@ -1,0 +1,150 @@
+"""The option prove near the ends of what dtypes hold: a plan that leaves a range is wrong where the program stays.
+
+Programs and plans are functions of the same inputs, and small changes apart, all agree on numbers of about one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mla_fx.proving import check
+from mla_fx.rewriting.replacement import Drafted
+
+HALF, WIDE, CODES = torch.float16, torch.float32, torch.int8
+EPSILON = 1e-5
+
+
+def difference(program, plan, *given):
+    """What the check finds in two functions of the same inputs."""
+    graph = make_fx(lambda *given: (program(*given), plan(*given)), tracing_mode="fake")(*given).graph
+    (results,) = graph.output_node().args
+    found = check.difference(Drafted.of([tuple(results)], {*graph.find_nodes(op="placeholder")}))
+    return None if found is None else found.sentence
+
+
+def of_matrices(program, plan, dtypes):
+    return difference(program, plan, *(torch.ones(24, 24, dtype=dtype) for dtype in dtypes))
+
+
+def quantised(x, step):
+    return (x / step).round().clamp(-128, 127).to(CODES)
+
+
+def by_parts(x, step):
+    return (x * (1 / step)).round().clamp_max(127).clamp_min(-128).to(torch.int32).to(CODES)
+
+
+def without_a_clamp(x, step):
+    return (x / step).round().to(CODES)
+
+
+def clamped_above_alone(x, step):
+    return (x / step).round().clamp(max=127).to(CODES)
+
+
+def clamped_at_both_ends_alike(x, step):
+    return (x / step).round().clamp(-127, 127).to(CODES)
+
+
+def clamped_after_the_cast(x, step):
+    return (x / step).round().to(CODES).clamp(-128, 127)
+
+
+def negated(codes):
+    return -codes.to(WIDE)
+
+
+def negated_codes(codes):
+    return (-codes).to(WIDE)
+
+
+def scores(query, keys):
+    return (query.float() @ keys.float()).softmax(-1).to(query.dtype)
+
+
+def narrow_scores(query, keys):
+    return (query @ keys).float().softmax(-1).to(query.dtype)
+
+
+def scaled_before(query, keys):
+    return (query * 1e-3) @ keys
+
+
+def scaled_after(query, keys):
+    return (query @ keys) * 1e-3
+
+
+def scaled_up_in_between(query, keys):
+    return ((query * 64) @ keys) * (1e-3 / 64)
+
+
+def norm(x):
+    wide = x.float()
+    return (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
+
+
+def narrow_norm(x):
+    return x * (x.square().mean(-1, keepdim=True) + EPSILON).rsqrt()
+
+
+def norm_of_a_square(x):
+    wide = x.float()
+    return (wide * (x.square().float().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
+
+
+def average(x):
+    return x.mean(-1)
+
+
+def sum_by_count(x):
+    return x.sum(-1) / x.shape[-1]
+
+
+def doubled_and_halved(x):
+    return (x + x).mean(-1) / 2
+
+
+WRONG = [
+    (quantised, without_a_clamp, (WIDE, WIDE)),
+    (quantised, clamped_above_alone, (WIDE, WIDE)),
+    (quantised, clamped_at_both_ends_alike, (WIDE, WIDE)),
+    (quantised, clamped_after_the_cast, (WIDE, WIDE)),
+    (quantised, without_a_clamp, (torch.bfloat16, torch.bfloat16)),
+    (negated, negated_codes, (CODES,)),
+    (scores, narrow_scores, (HALF, HALF)),
+    (scaled_before, scaled_after, (HALF, HALF)),
+    (scaled_before, scaled_up_in_between, (HALF, HALF)),
+    (scaled_after, scaled_up_in_between, (HALF, HALF)),
+    (norm, narrow_norm, (HALF,)),
+    (norm, norm_of_a_square, (HALF,)),
+    (average, sum_by_count, (HALF,)),
+    (average, doubled_and_halved, (HALF,)),
+]
+RIGHT = [
+    (quantised, by_parts, (WIDE, WIDE)),
+    (clamped_after_the_cast, without_a_clamp, (WIDE, WIDE)),
+    (negated_codes, negated_codes, (CODES,)),
+    (narrow_scores, scores, (HALF, HALF)),
+    (scores, narrow_scores, (torch.bfloat16, torch.bfloat16)),
+    (scaled_after, scaled_before, (HALF, HALF)),
+    (scaled_before, scaled_after, (WIDE, WIDE)),
+    (scaled_before, scaled_after, (torch.bfloat16, torch.bfloat16)),
+    (narrow_norm, norm, (HALF,)),
+    (norm, narrow_norm, (WIDE,)),
+    (sum_by_count, average, (HALF,)),
+]
+
+
+def named(part):
+    return part.__name__ if callable(part) else " ".join(str(dtype).removeprefix("torch.") for dtype in part)
+
+
+@pytest.mark.parametrize(("program", "plan", "dtypes"), WRONG, ids=named)
+def test_a_plan_that_leaves_a_range_is_refused(program, plan, dtypes):
+    assert of_matrices(program, plan, dtypes) is not None
+
+
+@pytest.mark.parametrize(("program", "plan", "dtypes"), RIGHT, ids=named)
+def test_a_plan_that_stays_in_it_is_made(program, plan, dtypes):
+    assert of_matrices(program, plan, dtypes) is None
