@@ -160,7 +160,8 @@ def test_any_number_of_pages():
         for one in given[1:]:
             check_same(module, one, run)
     assert report.fused == {"mla_attention": 1}, str(report)
-    assert [miss.reason for miss in report.misses] == ["the rows written are broadcast into the cache"]
+    blamed = [miss.reason for miss in report.misses if not miss.by_design]
+    assert blamed == ["the rows written are broadcast into the cache"]
 
 
 @pytest.mark.parametrize("kind", [Pages, ByIndexCopy], ids=lambda kind: kind.__name__)
