@@ -208,6 +208,7 @@ def test_the_exit_status_tells_unfused_mla():
         miss = missed(layer, looks_like_mla=False)
         assert explain.leaves_mla(Report(modules=fused, misses=[miss])) == is_part
         assert not explain.leaves_mla(Report(modules=fused, misses=[missed(layer, by_design=True)]))
+    assert not explain.leaves_mla(Report(modules=fused, misses=[missed(2)]))  # fused otherwise
     prolog = Miss("mla_prolog", "no", "mm", "", "q_proj", 3)
     assert explain.leaves_mla(Report(misses=[missed(0, by_design=True), prolog]))
 

@@ -160,8 +160,8 @@ def test_any_number_of_pages():
         for one in given[1:]:
             check_same(module, one, run)
     assert report.fused == {"mla_attention": 1}, str(report)
-    (miss,) = report.misses
-    assert miss.reason.startswith("the rows written may not fill their places in the cache: 3 == "), miss.reason
+    (blamed,) = [miss.reason for miss in report.misses if not miss.by_design]
+    assert blamed.startswith("the rows written may not fill their places in the cache: 3 == "), blamed
 
 
 @pytest.mark.parametrize("kind", [Pages, ByIndexCopy], ids=lambda kind: kind.__name__)

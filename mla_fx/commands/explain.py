@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from mla_fx.backend import explain
 from mla_fx.debug.outcomes import layer_of
-from mla_fx.debug.report import Report
+from mla_fx.debug.report import Miss, Report
 from mla_fx.driver import discovery
 from mla_fx.driver.compilation import NOT_COMPILED
 from mla_fx.errors import MlaWarning, OptionError
@@ -78,14 +78,20 @@ def run_explain(asked: Asked) -> int:
 
 def leaves_mla(report: Report) -> bool:
     """Whether attention that looks like MLA is left, or a part of its layer, for another reason than by design."""
-    others = {rule.name for rule in discovery.rules() if rule.stage == Stage.ATTENTION}  # may miss any attention
-    layers = {layer_of(path) for name in MLA for path in report.modules.get(name, ())}
-    left = (
-        miss
-        for miss in report.misses
-        if miss.looks_like_mla or miss.pattern not in others or layer_of(miss.module) in layers
-    )
-    return bool(report.hindrances) or not all(miss.by_design for miss in left)
+    of_any = {rule.name for rule in discovery.rules() if rule.stage == Stage.ATTENTION}  # others need a fused one
+    fused, of_mla = (_layers(report, names) for names in (report.modules, MLA & report.modules.keys()))
+
+    def is_left(miss: Miss) -> bool:
+        layer = layer_of(miss.module)
+        is_of_mla = miss.pattern not in of_any or layer in of_mla or (miss.looks_like_mla and layer not in fused)
+        return is_of_mla and not miss.by_design
+
+    return bool(report.hindrances) or any(map(is_left, report.misses))
+
+
+def _layers(report: Report, names: Iterable[str]) -> set[str]:
+    """The layers in which operators with these names fused."""
+    return {layer_of(path) for name in names for path in report.modules[name]}
 
 
 def _model(asked: Asked, targets: Sequence[str]) -> tuple[Any, Call]:
