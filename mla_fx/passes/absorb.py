@@ -13,16 +13,20 @@ kind of device has its own threshold. S <= 8 is always absorbed. Above that, a c
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.graph.provenance import REPLACED, stand_in
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import REPLACED
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.replacement import Drafted, Prove
+from mla_fx.rewriting.draft import Draft, Drafted
+from mla_fx.rewriting.emitter import Change, Emitter
+from mla_fx.rewriting.replacement import fitted
 from mla_fx.target import Target
 
 ALWAYS = 2**62
@@ -39,18 +43,15 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
     return MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"]) if given is None else given
 
 
-def absorb(
-    graph: Graph, emit: Emitter, policy: str, target: Target, prove: Prove
-) -> None:
-    """Rewrites every mla_attention whose S is provably small to latent_attention.
+def absorb(graph: Graph, emit: Emitter, policy: str, target: Target, change: Change) -> Counter[str]:
+    """Rewrites every mla_attention whose S is provably small to latent_attention; returns why others stay, with counts.
 
     If S is a symbol that may be large, the call gets the limit at which it decides at run time. It stays expanded if
     the target cannot run the operator.
 
     An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
-    call therefore stays an mla_attention, which computes the absorbed query in float32.
-
-    `prove` may refuse with NoMatch."""
+    call therefore stays an mla_attention, which computes the absorbed query in float32."""
+    refusals: Counter[str] = Counter()
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         q_nope, _, kv_cache, *_ = args_of(node)
         limit = max_absorbed_tokens(policy, q_nope.meta["val"].device.type, target.max_absorbed_tokens)
@@ -59,12 +60,15 @@ def absorb(
             if q_nope.meta["val"].dtype == torch.float16 and target.runs_operators:
                 node.update_kwarg("max_absorbed_tokens", ALWAYS)
                 continue
-            with emit.at(node, "absorb"):
-                expanded = _absorbed(node, emit, *args_of(node))
-            prove("absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
-            _replace(node, expanded)
+            try:
+                with emit.at(node, "absorb"):
+                    plan = Drafted.of([(node, _absorbed(node, emit, *args_of(node)))], {*node.all_input_nodes})
+                    change(emit, "absorb", fitted(emit, plan))
+            except NoMatch as refusal:
+                refusals[f"mla_attention stays expanded: {refusal.reason}"] += 1
         elif not isinstance(tokens, int):
             node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
+    return refusals
 
 
 def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
@@ -74,18 +78,13 @@ def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
     return at_most(tokens, limit) and not is_cold_prefill
 
 
-def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Node:
+def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Draft:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
     options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
-    query = emit.inline(absorb_query, q_nope, weight_uk)
-    target = torch.ops.mla_fx.latent_attention.default
-    out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
+    query = emit.inlined(absorb_query, q_nope, weight_uk)
+    out = emit.drafted(
+        torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, *masks, **options
+    )
     out.meta[REPLACED] = node.meta.get(REPLACED, [])
-    expanded: Node = emit.inline(expand_output, out, weight_uv)
+    expanded: Draft = emit.inlined(expand_output, out, weight_uv)
     return expanded
-
-
-def _replace(node: Node, expanded: Node) -> None:
-    stand_in(expanded, node)
-    node.replace_all_uses_with(expanded)
-    node.graph.erase_node(node)

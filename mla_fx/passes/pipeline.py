@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import Counter
@@ -11,7 +10,6 @@ from dataclasses import replace
 
 from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
-from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
 from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
@@ -31,7 +29,7 @@ from .chosen_keys import chosen_keys
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
-from .prove import prove, prove_write
+from .prove import change
 from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -57,8 +55,7 @@ def look_around(run: Run) -> None:
 
 def choose_absorbed(run: Run) -> None:
     if run.is_changed:
-        with contextlib.suppress(NoMatch):  # the attentions that are left stay expanded
-            absorb(run.graph, run.emit, run.options.absorb, run.target, functools.partial(prove, run))
+        _note(run.report, absorb(run.graph, run.emit, run.options.absorb, run.target, functools.partial(change, run)))
 
 
 def recognise_pieces(run: Run) -> None:
@@ -72,7 +69,7 @@ def clean_up(run: Run) -> None:
     if run.is_changed:
         drop_round_trips(run.emit)
         drop_empty_parts(run.emit)
-        drop_turns(list(run.graph.nodes))
+        drop_turns(run.graph)
     _erase_orphans(run)
     rules = {rule.name for rule in run.rules if rule.stage == Stage.PIECE}
     for node in run.graph.nodes:
@@ -91,7 +88,7 @@ def clean_up(run: Run) -> None:
 def reinplace_caches(run: Run) -> None:
     if run.fused and run.target.writes_in_place:
         run.keep_original()
-        _note(run.report, reinplace(run.graph, functools.partial(prove_write, run)))
+        _note(run.report, reinplace(run.graph, functools.partial(change, run)))
 
 
 def lower_fused(run: Run) -> None:
@@ -112,7 +109,7 @@ def hoist_weights(run: Run) -> None:
         run.keep_original()
         run.numbers = read_ahead(run.graph, run.target.read_ahead_by)
         seldom_change = run.weights | inputs_of(run.graph, run.target.laid_out_by)
-        run.hoisted = hoist(run.graph, seldom_change, functools.partial(prove, run))
+        run.hoisted = hoist(run.graph, seldom_change, functools.partial(change, run))
         _erase_orphans(run)
         summaries = (run.hoisted.summary(), run.numbers.summary())
         _note(run.report, {summary: 1 for summary in summaries if summary})
@@ -176,8 +173,8 @@ def _run_pass(run: Run, step: Pass) -> None:
 def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: bool) -> None:
     if lowerings:
         run.keep_original()
-        decompositions, check_plan = run.target.decompositions(), functools.partial(prove, run)
-        _note(run.report, lower(run.graph, lowerings, decompositions, check_plan, keeps_calls=keeps_calls))
+        decompositions, changing = run.target.decompositions(), functools.partial(change, run)
+        _note(run.report, lower(run.graph, lowerings, decompositions, changing, keeps_calls=keeps_calls))
         _erase_orphans(run)
 
 

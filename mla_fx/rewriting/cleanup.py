@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
@@ -11,13 +10,14 @@ from torch.fx import Graph, Node
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, stand_in
 from mla_fx.graph.torch_private import codegen_of
-from mla_fx.readings.calls import CASTS, args_of
+from mla_fx.readings.calls import CASTS
 from mla_fx.readings.element import is_coarser
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
 from .emitter import Emitter
 from .fake_values import signature
+from .inline import unturned
 
 aten = torch.ops.aten
 MOVES = frozenset(
@@ -92,27 +92,12 @@ def _drop_round_trips(emit: Emitter, wide: Node, narrow: Node) -> None:
             _drop_round_trips(emit, user, view)
 
 
-def drop_turns(nodes: Iterable[Node]) -> None:
-    """Read a value directly where a permutation undoes the one that the value went through: GE would copy it twice."""
-    for node in nodes:
-        outer = _permutation(node)
-        source = None if outer is None else node.all_input_nodes[0]
-        inner = None if source is None else _permutation(source)
-        if source and outer and inner and [inner[dim] for dim in outer] == list(range(len(outer))):
-            node.replace_all_uses_with(source.all_input_nodes[0])
-
-
-def _permutation(node: Node) -> list[int] | None:
-    """The dimension of its operand that each dimension of a value is; None if the node permutes none."""
-    if node.target not in (aten.permute.default, aten.transpose.int):
-        return None
-    rank = len(shape_of(node))
-    if node.target is aten.permute.default:
-        return [dim % rank for dim in args_of(node)[1]]
-    one, other = (dim % rank for dim in args_of(node)[1:])
-    dims = list(range(rank))
-    dims[one], dims[other] = other, one
-    return dims
+def drop_turns(graph: Graph) -> None:
+    """Read a value directly where a permutation undoes the one that the value went through."""
+    for node in graph.nodes:
+        value = unturned(node)
+        if value is not node:
+            node.replace_all_uses_with(value)
 
 
 def _strides(node: Node) -> list[Size]:
