@@ -39,7 +39,7 @@ def take_back_in_place_forms(run: Run) -> None:
     """Make the user's own calls functional if the target cannot run them as they are."""
     if not run.target.runs_operators and calls_in_place_forms(run.graph):
         run.keep_original()
-        functionalize(run.graph)
+        _note(run.report, functionalize(run.graph, functools.partial(change, run)))
 
 
 def look_around(run: Run) -> None:

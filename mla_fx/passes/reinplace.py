@@ -209,8 +209,8 @@ def _in_place(emit: Emitter, node: Node, form: Operator, updates: list[Update]) 
 
 
 def _in_its_layout(emit: Emitter, old: Node, new: Draft | Node) -> Iterator[tuple[Node, Draft | Node]]:
-    """Views of a value, and reshapes of what replaces it, if that lies otherwise: a view was traced for its layout, and a
-    cache with gaps may need a copy."""
+    """Views of a value, and reshapes of what replaces it, if that lies otherwise: a view was traced for its layout, and
+    a cache with gaps may need a copy."""
     given: dict[Any, Any] = {old: new}
     for user in () if _lie_alike(old, new) else old.users:
         if old in may_share(user):
