@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
+from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
 from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
@@ -19,7 +21,7 @@ from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import has_bottleneck, is_functional, triage
 from mla_fx.readings.sizes import size_facts
 from mla_fx.readings.written_alike import written_alike
-from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, drop_turns, erase_orphans
+from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, round_trips, turns
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
@@ -67,9 +69,9 @@ def recognise_pieces(run: Run) -> None:
 def clean_up(run: Run) -> None:
     """Remove what the fusions left unused, and count the fused operators before the target lowers them."""
     if run.is_changed:
-        drop_round_trips(run.emit)
-        drop_empty_parts(run.emit)
-        drop_turns(run.graph)
+        for plan in (one for find in (round_trips, empty_parts, turns) for one in find(run.emit)):
+            with contextlib.suppress(NoMatch):  # the call stays
+                change(run, run.emit, "cleaning up", plan)
     _erase_orphans(run)
     rules = {rule.name for rule in run.rules if rule.stage == Stage.PIECE}
     for node in run.graph.nodes:

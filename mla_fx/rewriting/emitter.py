@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from mla_fx.errors import NoMatch
 from mla_fx.graph.dead_code import erase_unread
 from mla_fx.graph.provenance import RULE, fused_name, inherit_sources, stand_in
-from mla_fx.graph.torch_private import share_storage, tree_map_only
+from mla_fx.graph.torch_private import share_storage
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
@@ -142,15 +142,6 @@ class Emitter:
             stand_in(new, old)
             old.replace_all_uses_with(new, lambda user: plan.readers is None or user in plan.readers)
         return erase_unread(plan.olds)
-
-    def call(self, target: Any, *args: Any, **options: Any) -> Node:
-        """Add a call to the graph."""
-        return self._node(self._fresh(target, args, options))
-
-    def inline(self, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any) -> Any:
-        """Add the calls that a function of tensors makes on nodes; return its results."""
-        drafts = self.inlined(function, *args, decompositions=decompositions, **options)
-        return tree_map_only(Draft, self._node, drafts)
 
     def _node(self, part: Draft | Node) -> Node:
         """Add a draft, and the drafts that it depends on."""
