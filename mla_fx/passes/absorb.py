@@ -26,7 +26,6 @@ from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.draft import Draft, Drafted
 from mla_fx.rewriting.emitter import Change, Emitter
-from mla_fx.rewriting.replacement import fitted
 from mla_fx.target import Target
 
 ALWAYS = 2**62
@@ -62,8 +61,8 @@ def absorb(graph: Graph, emit: Emitter, policy: str, target: Target, change: Cha
                 continue
             try:
                 with emit.at(node, "absorb"):
-                    plan = Drafted.of([(node, _absorbed(node, emit, *args_of(node)))], {*node.all_input_nodes})
-                    change(emit, "absorb", fitted(emit, plan))
+                    expanded = _absorbed(node, emit, *args_of(node))  # contiguous, as the node's value is
+                    change(emit, "absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
             except NoMatch as refusal:
                 refusals[f"mla_attention stays expanded: {refusal.reason}"] += 1
         elif not isinstance(tokens, int):
