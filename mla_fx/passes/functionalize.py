@@ -120,7 +120,7 @@ def _replaced(emit: Emitter, node: Node, plain: OpOverload) -> Iterator[tuple[No
         assert updated is not None, "every write is among the functional results"
         bases[place.base] = place.write(emit, bases[place.base], updated)
     kept = [results[result.name] for result in form._schema.returns]
-    values = [*(kept or [None]), *bases]
+    values: list[Node | Draft | None] = [*kept, *bases] if kept else [None, *bases]
     for user in node.users:
         value = values[args_of(user)[1]]
         assert value is not None, "a call without a result has no readers"

@@ -97,8 +97,8 @@ def turns(emit: Emitter) -> Iterator[Drafted]:
     """A value where a permutation undoes the one that the value went through."""
     for node in list(emit.graph.nodes):
         value = node if node._erased else unturned(node)
-        if value is not node:
-            yield Drafted.of([(node, value)], {*node.all_input_nodes, value})
+        if value is not node and isinstance(value, Node):
+            yield Drafted.of([(node, value)], {value})
 
 
 def _strides(node: Node) -> list[Size]:
