@@ -131,6 +131,8 @@ class Emitter:
         """Add the calls, replace every old value by its new one, and erase dead code; return the erased nodes in order.
 
         Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one."""
+        if not plan.replaced:  # of a call that nothing reads
+            return []
         first = min(plan.olds)
         for node in _needed([new for _, new in plan.replaced], set(plan.olds), first):
             first.prepend(node)
