@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
+from mla_fx.debug.report import Report
 from mla_fx.ops import catalogue
-from mla_fx.passes.functionalize import WRAPPER, functionalize
+from mla_fx.options import Options
+from mla_fx.passes import prove
+from mla_fx.passes.functionalize import WRAPPER, Written, functionalize
 
 TWINS = [entry for entry in catalogue().values() if entry.inplace is not None]
 CACHED = [entry for entry in TWINS if entry.inplace._schema.returns]  # others return nothing
@@ -27,7 +33,9 @@ def compiled(function, graphs):
 
     def compiler(gm, inputs):
         before = len(gm.graph.find_nodes(op="call_function", target=WRAPPER))
-        assert functionalize(gm.graph) == before > 0
+        run = SimpleNamespace(options=Options(), report=Report(), proved={})
+        assert functionalize(gm.graph, functools.partial(prove.change, run)) == {}
+        assert run.report.checked + len(run.report.unchecked) == before > 0
         gm.graph.lint()
         gm.recompile()
         graphs.append(gm.graph)
@@ -135,6 +143,28 @@ def test_two_calls_in_a_row_write_one_after_the_other():
     assert_close(given, eager, rtol=0, atol=0)
 
 
+@pytest.mark.refutes
+def test_a_call_whose_write_would_be_lost_stays(monkeypatch):
+    """The graph is as it was, and the report says which value would have changed."""
+    entry, args, kwargs = prolog_call()
+    monkeypatch.setattr(Written, "write", lambda self, emit, base, value: base)
+    run, graphs = SimpleNamespace(options=Options(), report=Report(), proved={}), []
+
+    def compiler(gm, inputs):
+        before = str(gm.graph)
+        refusals = functionalize(gm.graph, functools.partial(prove.change, run))
+        [reason] = run.report.refuted
+        assert re.match(r"functionalizing would change getitem\w*: at \[", reason)
+        assert refusals == {f"mla_prolog stays a call that writes in place: {reason}": 1}
+        graphs.append((before, str(gm.graph)))
+        return gm.forward
+
+    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler)
+    torch.compile(lambda *args: entry.inplace(*args, **kwargs), backend=backend)(*args)
+    [(before, after)] = graphs
+    assert before == after
+
+
 # --- attention, which writes an output -------------------------------------------------------------------------
 
 ATTENTIONS = {"multi_latent_attention": "atten_out", "paged_attention": "attn_out"}
@@ -181,7 +211,7 @@ def test_rows_that_may_be_left_as_they_are_keep_the_twin(name, lengths):
     stayed = []
 
     def compiler(gm, inputs):
-        assert functionalize(gm.graph) == 0
+        assert functionalize(gm.graph, None) == {}
         stayed.extend(gm.graph.find_nodes(op="call_function", target=WRAPPER))
         return gm.forward
 

@@ -12,10 +12,11 @@ from mla_fx.matching.match import Match
 from mla_fx.readings.axes import Axis, of_axis
 from mla_fx.readings.element import Element
 from mla_fx.readings.rms_norm import RmsNorm
+from mla_fx.rewriting.draft import Drafted
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.materialize import tensor
 from mla_fx.rewriting.plan import ByHoisting, ByTarget, Call, Cast, Plan, Replaced, ViewOf
-from mla_fx.rewriting.replacement import Drafted, apply, drafted
+from mla_fx.rewriting.replacement import drafted
 from mla_fx.rule import OperandAxes
 
 aten = torch.ops.aten
@@ -87,7 +88,7 @@ def test_drafting_adds_nothing():
         draft = drafted(emit, plan)
         assert [call.target for call in draft.calls] == [aten.mul.Tensor, aten.add.Tensor], "equal calls are one"
         assert str(graph) == before
-        apply(emit, draft)
+        emit.apply(draft)
     assert str(graph) != before
     assert aten.sin.default not in {node.target for node in graph.nodes}
 
@@ -135,7 +136,7 @@ def test_an_equal_fused_call_is_checked_for_itself():
     emit = Emitter(graph)
     norm = Call(torch.ops.mla_fx.rms_norm.default, x, Call(aten.select.int, y, 0, 0), epsilon=1e-6)
     with emit.at(out, "test"):
-        emit.node(emit.draft(norm))
+        emit.apply(Drafted.of([(out, emit.draft(norm))], set()))
     with emit.at(out, "test"):
         again = Drafted.of([(out, emit.draft(norm))], set())
     assert [call.target for call in again.fused] == [torch.ops.mla_fx.rms_norm.default]

@@ -33,8 +33,7 @@ from mla_fx.proving import check
 from mla_fx.proving.equations import of_cuts, of_views
 from mla_fx.proving.region import UncheckedError
 from mla_fx.proving.small_sizes import small_sizes
-from mla_fx.rewriting.draft import Draft, value_of
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.draft import Draft, Drafted, value_of
 
 aten = torch.ops.aten
 
@@ -192,7 +191,7 @@ def hoisted():
     for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         product.meta[RULE] = "a test"
     _, *weights = graph.find_nodes(op="placeholder")
-    return run.report, hoist.hoist(graph, {*weights}, functools.partial(prove.prove, run)).laid_out
+    return run.report, hoist.hoist(graph, {*weights}, functools.partial(prove.change, run)).laid_out
 
 
 @pytest.mark.refutes

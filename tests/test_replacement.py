@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_fx.errors import NoMatch
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.plan import Call, Inlined, Plan, Replaced
-from mla_fx.rewriting.replacement import apply, check_nothing_is_lost, drafted
+from mla_fx.rewriting.replacement import check_nothing_is_lost, drafted, fitted
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ class Rewritten:
         return next(node for node in self.graph.nodes if node.op == "call_function")
 
     def replace(self, old, new):
-        return apply(self.emit, drafted(self.emit, Plan(Replaced(self[old], new))))
+        return self.emit.apply(fitted(self.emit, drafted(self.emit, Plan(Replaced(self[old], new)))))
 
     def run(self):
         self.graph.lint()
@@ -78,7 +78,7 @@ def test_an_operator_that_would_need_its_own_result_is_refused_and_not_added():
     refusal = pytest.raises(NoMatch, match="would need a value that it computes itself")
     with refusal, graph.emit.at(graph.anchor, "test"):
         new = Call(aten.cos.default, graph["exp"])
-        apply(graph.emit, drafted(graph.emit, Plan(Replaced(graph["sin"], new), Replaced(graph["neg"], new))))
+        graph.emit.apply(drafted(graph.emit, Plan(Replaced(graph["sin"], new), Replaced(graph["neg"], new))))
     assert [node.name for node in graph.graph.nodes] == before
     torch.testing.assert_close(graph.run(), graph.inputs[0].sin().exp().neg())
 
@@ -176,7 +176,7 @@ def test_what_a_function_writes_of_its_own_is_spliced_in_as_values():
 
     graph = Rewritten(lambda x: (x.sin(), x.cos()))
     with graph.emit.at(graph.anchor, "test"):
-        graph["sin"].replace_all_uses_with(graph.emit.inline(shifted, graph["x"]))
+        graph.replace("sin", Inlined(shifted, (graph["x"],)))
     assert {aten.add.Tensor, aten.mul.Tensor} <= {node.target for node in graph.graph.nodes}
     (x,) = graph.inputs
     torch.testing.assert_close(graph.run(), ((x + 1) * 2, x.cos()))

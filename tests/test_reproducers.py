@@ -104,10 +104,10 @@ def test_a_wrong_lowering_shows_where_it_is_compiled(monkeypatch, capsys):
         def slightly(*given, **settings):
             return function(*given, **settings) * 1.001
 
-        return inline(self, slightly if "latent_attention" in function.__module__ else function, *args, **options)
+        return inlined(self, slightly if "latent_attention" in function.__module__ else function, *args, **options)
 
-    inline = Emitter.inline
-    monkeypatch.setattr(Emitter, "inline", wrong)
+    inlined = Emitter.inlined
+    monkeypatch.setattr(Emitter, "inlined", wrong)
     unproved(monkeypatch)
     message, file = told(cases.Layer(), cases.inputs(), target="inductor")
     assert "lowered or compiled to, the nearest first: latent_attention, mla_prolog. `python" in message

@@ -113,10 +113,10 @@ def test_verify_finds_a_wrong_lowering(monkeypatch):
             return function(*given, **settings) * 1.001
 
         is_attention = function.__module__.endswith("latent_attention")
-        return inline(self, slightly if is_attention else function, *args, **options)
+        return inlined(self, slightly if is_attention else function, *args, **options)
 
-    inline = Emitter.inline
-    monkeypatch.setattr(Emitter, "inline", wrong)
+    inlined = Emitter.inlined
+    monkeypatch.setattr(Emitter, "inlined", wrong)
     unproved(monkeypatch)
     with pytest.raises(mla_fx.VerificationError, match=r"output 0 of the compiled graph is .* away from the exact one"):
         compiled(Model(), verify="first", target="inductor")(*cases.inputs())

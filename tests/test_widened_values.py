@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_fx.graph.torch_private import make_fx
-from mla_fx.rewriting.cleanup import drop_round_trips
+from mla_fx.rewriting.cleanup import round_trips
 from mla_fx.rewriting.emitter import Emitter
 
 prims = torch.ops.prims
@@ -58,7 +58,9 @@ def edited(function, *, is_ours=True):
     for node in traced.graph.find_nodes(op="call_function", target=CAST):
         if is_ours:
             node.meta["mla_fx_rule"] = "rule"
-    drop_round_trips(Emitter(traced.graph))
+    emit = Emitter(traced.graph)
+    for plan in round_trips(emit):
+        emit.apply(plan)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     torch.testing.assert_close(traced(given), function(given), rtol=0, atol=0)

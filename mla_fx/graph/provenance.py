@@ -103,6 +103,12 @@ def label_of(node: Node) -> str:
     return str(node.meta.get(INPUT_NAME, node.name))
 
 
+def placed_name(node: Node) -> str:
+    """The name of a node, and the module that made it."""
+    where = module_of(node)
+    return f"{node.name} of {where}" if where else node.name
+
+
 def stand_in(new: Node, old: Node) -> None:
     """Record which value of the original graph a node replaces."""
     new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.name))

@@ -16,15 +16,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import ByDesign, NoMatch
-from mla_fx.graph.dead_code import erase_unread
-from mla_fx.graph.provenance import REPLACED, stand_in
+from mla_fx.errors import ByDesign
+from mla_fx.graph.provenance import REPLACED
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.replacement import Drafted, Prove
+from mla_fx.rewriting.draft import Draft, Drafted
+from mla_fx.rewriting.emitter import Change, Emitter
 from mla_fx.target import Target
 
 ALWAYS = 2**62
@@ -42,9 +41,9 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
     return MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"]) if given is None else given
 
 
-def absorb(node: Node, emit: Emitter, policy: str, target: Target, prove: Prove) -> None:
+def absorb(node: Node, emit: Emitter, policy: str, target: Target, change: Change) -> None:
     """Rewrites an mla_attention whose S is provably small to latent_attention. Raises NoMatch with the reason if it
-    stays as it is; `prove` may refuse, too.
+    stays as it is; `change` may refuse, too.
 
     If S is a symbol that may be large, the call gets the limit at which it decides at run time. It stays expanded if
     the target cannot run the operator.
@@ -63,13 +62,8 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, prove: Prove)
         node.update_kwarg("max_absorbed_tokens", ALWAYS)
         raise ByDesign(f"{UNABSORBED}: absorbed, it might leave the range of torch.float16", node)
     with emit.at(node, "absorb"):
-        expanded = _absorbed(node, emit, *args_of(node))
-    try:
-        prove("absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
-    except NoMatch:
-        erase_unread([expanded])
-        raise
-    _replace(node, expanded)
+        expanded = _absorbed(node, emit, *args_of(node))  # contiguous, as the node's value is
+        change(emit, "absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
 
 
 def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
@@ -92,18 +86,13 @@ def _why_not(tokens: Size, context: Size, limit: int) -> str:
     return f"{tokens} tokens are more than the {limit} up to which absorbing costs less"
 
 
-def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Node:
+def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Draft:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
     options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
-    query = emit.inline(absorb_query, q_nope, weight_uk)
-    target = torch.ops.mla_fx.latent_attention.default
-    out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
+    query = emit.inlined(absorb_query, q_nope, weight_uk)
+    out = emit.drafted(
+        torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, *masks, **options
+    )
     out.meta[REPLACED] = node.meta.get(REPLACED, [])
-    expanded: Node = emit.inline(expand_output, out, weight_uv)
+    expanded: Draft = emit.inlined(expand_output, out, weight_uv)
     return expanded
-
-
-def _replace(node: Node, expanded: Node) -> None:
-    stand_in(expanded, node)
-    node.replace_all_uses_with(expanded)
-    node.graph.erase_node(node)

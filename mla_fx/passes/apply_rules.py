@@ -16,13 +16,13 @@ from mla_fx.graph.provenance import REPLACED, fused_name, module_of, note_source
 from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.readings.calls import noting
-from mla_fx.rewriting.draft import Draft, fake_of
+from mla_fx.rewriting.draft import Draft, Drafted, fake_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.plan import Plan
-from mla_fx.rewriting.replacement import Drafted, apply, check_nothing_is_lost, drafted
+from mla_fx.rewriting.replacement import check_nothing_is_lost, drafted, fitted
 from mla_fx.rule import Rule
 
-from .prove import prove
+from .prove import change
 from .repeat import Recipe, recipe, replay
 from .run import Run
 
@@ -79,7 +79,6 @@ def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bo
             if not found.is_closed:
                 _check_loss(plan)
             _ask_target(run, rule, plan)
-            prove(run, rule.name, plan)
             _apply(run, rule, anchor, plan)
             return True
     return False
@@ -112,7 +111,6 @@ def _rewrite(
             planned, plan = _taken(run, rule, planned)
             _check_quantisation(run, planned)
             checked = _check_loss(plan)
-            prove(run, rule.name, plan)
             found = recipe(run.emit, anchor, looked_into, plan, checked)
             _apply(run, rule, anchor, plan)
     except NoMatch as miss:
@@ -142,10 +140,10 @@ def _check_quantisation(run: Run, plan: Plan) -> None:
 
 
 def _apply(run: Run, rule: Rule, anchor: Node, plan: Drafted) -> None:
-    """Raises NoMatch if torch's bisector leaves this rewrite out."""
+    """Raises NoMatch if the plan is refuted, or if torch's bisector leaves this rewrite out."""
     if is_bisected_out(lambda: f"mla_fx: {rule.name} at {', '.join(filter(None, _place(anchor)))}"):
         raise NoMatch("torch's bisector leaves this rewrite out")
-    erased = apply(run.emit, plan)
+    erased = change(run, run.emit, rule.name, fitted(run.emit, plan))
     _note_origins(run.emit, erased)
     note_sources(run.emit.added, erased, rule.name)
 

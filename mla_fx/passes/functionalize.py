@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.readings.calls import args_of
-from mla_fx.rewriting.emitter import Emitter
+from mla_fx.rewriting.draft import Draft, Drafted
+from mla_fx.rewriting.emitter import Change, Emitter
 
 aten = torch.ops.aten
 WRAPPER = torch.ops.higher_order.auto_functionalized_v2
@@ -39,11 +42,11 @@ class Written:
     view: tuple[OpOverload, OpOverload] | None
     parts: tuple[Any, ...]
 
-    def read(self, emit: Emitter, base: Node) -> Node:
-        return base if self.view is None else emit.call(self.view[0], base, *self.parts)
+    def read(self, emit: Emitter, base: Node | Draft) -> Node | Draft:
+        return base if self.view is None else emit.drafted(self.view[0], base, *self.parts)
 
-    def write(self, emit: Emitter, base: Node, value: Node) -> Node:
-        return value if self.view is None else emit.call(self.view[1], base, value, *self.parts)
+    def write(self, emit: Emitter, base: Node | Draft, value: Node | Draft) -> Node | Draft:
+        return value if self.view is None else emit.drafted(self.view[1], base, value, *self.parts)
 
 
 def calls_in_place_forms(graph: Graph) -> bool:
@@ -51,16 +54,20 @@ def calls_in_place_forms(graph: Graph) -> bool:
     return any(args_of(node)[0] in _functional() for node in graph.find_nodes(op="call_function", target=WRAPPER))
 
 
-def functionalize(graph: Graph) -> int:
-    """Replace all calls of in-place forms whose writes are results of the functional operator; return their number."""
-    emit, functional = Emitter(graph), _functional()
+def functionalize(graph: Graph, change: Change) -> Counter[str]:
+    """Replace all calls of in-place forms whose writes are results of the functional operator; return why others stay,
+    with counts."""
+    emit, functional, refusals = Emitter(graph), _functional(), Counter[str]()
     wrapped = graph.find_nodes(op="call_function", target=WRAPPER)
     calls = [(node, functional[form]) for node in wrapped if (form := args_of(node)[0]) in functional]
     calls = [(node, plain) for node, plain in calls if _writes_caches(node, plain) or _writes_all_rows(node)]
     for node, plain in calls:
-        with emit.at(node, "functionalize"):
-            _replace(emit, node, plain)
-    return len(calls)
+        try:
+            with emit.at(node, "functionalize"):
+                change(emit, "functionalizing", Drafted.of(_replaced(emit, node, plain), {*node.all_input_nodes}))
+        except NoMatch as refusal:
+            refusals[f"{plain._opname} stays a call that writes in place: {refusal.reason}"] += 1
+    return refusals
 
 
 @functools.cache
@@ -99,10 +106,11 @@ def _written(form: OpOverload) -> list[str]:
     return [argument.name for argument in form._schema.arguments if argument.is_write]
 
 
-def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
+def _replaced(emit: Emitter, node: Node, plain: OpOverload) -> Iterator[tuple[Node, Node | Draft]]:
+    """What is read of a wrapped call, and what the functional operator gives instead."""
     form: OpOverload = args_of(node)[0]
     options = dict(node.kwargs)
-    bases: list[Node] = list(options.pop("_all_bases"))  # type: ignore[arg-type]  # a list of nodes, here
+    bases: list[Node | Draft] = list(options.pop("_all_bases"))  # type: ignore[arg-type]  # a list of nodes, here
     found = {name: _written_argument(options, name) for name in _written(form)}
     places = {name: place for name, place in found.items() if place is not None}
     written = {name: place.read(emit, bases[place.base]) for name, place in places.items()}
@@ -112,7 +120,11 @@ def _replace(emit: Emitter, node: Node, plain: OpOverload) -> None:
         assert updated is not None, "every write is among the functional results"
         bases[place.base] = place.write(emit, bases[place.base], updated)
     kept = [results[result.name] for result in form._schema.returns]
-    _hand_over(node, [*kept, *bases] if kept else [None, *bases])
+    values: list[Node | Draft | None] = [*kept, *bases] if kept else [None, *bases]
+    for user in node.users:
+        value = values[args_of(user)[1]]
+        assert value is not None, "a call without a result has no readers"
+        yield user, value
 
 
 def _written_argument(options: dict[str, Any], name: str) -> Written | None:
@@ -127,21 +139,12 @@ def _written_argument(options: dict[str, Any], name: str) -> Written | None:
     return Written(base, VIEWS[tuple(parts)], tuple(parts.values()))
 
 
-def _results(emit: Emitter, plain: OpOverload, values: dict[str, Any]) -> dict[str, Node]:
+def _results(emit: Emitter, plain: OpOverload, values: dict[str, Any]) -> dict[str, Node | Draft]:
     """The results of the functional operator by name. It takes no output tensor, so that one is not passed to it."""
     arguments, names = plain._schema.arguments, [result.name for result in plain._schema.returns]
     positional = [values[entry.name] for entry in arguments if not entry.kwarg_only]
     options = {entry.name: values[entry.name] for entry in arguments if entry.kwarg_only}
-    call = emit.call(plain, *positional, **options)
+    call = emit.drafted(plain, *positional, **options)
     if len(names) == 1:
         return {names[0]: call}
-    return {name: emit.call(operator.getitem, call, place) for place, name in enumerate(names)}
-
-
-def _hand_over(node: Node, values: Sequence[Node | None]) -> None:
-    for user in list(node.users):
-        value = values[args_of(user)[1]]
-        assert value is not None, "a call without a result has no readers"
-        user.replace_all_uses_with(value)
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
+    return {name: emit.drafted(operator.getitem, call, place) for place, name in enumerate(names)}

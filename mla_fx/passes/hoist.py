@@ -29,14 +29,13 @@ from mla_fx.graph.torch_private import (
     detect_fake_mode,
     has_symbolic_sizes,
 )
-from mla_fx.proving.interpreter import may_run
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import RESHAPES, shape_of
-from mla_fx.rewriting.draft import Draft
+from mla_fx.rewriting.draft import Draft, Drafted
+from mla_fx.rewriting.emitter import Change, Emitter
 from mla_fx.rewriting.fake_values import hashable, signature
-from mla_fx.rewriting.replacement import Drafted, Prove
 
 from .laid_out import LaidOut
 
@@ -76,10 +75,10 @@ class Hoisted:
         return lambda *given: compiled(*self.inputs(given))
 
 
-def hoist(graph: Graph, weights: Set[Node], prove: Prove) -> Hoisted:
-    """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change. `prove` may
-    refuse with NoMatch; the value is then computed at each call."""
-    prepared = Hoisted()
+def hoist(graph: Graph, weights: Set[Node], change: Change) -> Hoisted:
+    """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change. A value
+    whose plan is refused is computed at each call."""
+    emit, prepared = Emitter(graph), Hoisted()
     _drop_copies(graph)
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
@@ -89,31 +88,21 @@ def hoist(graph: Graph, weights: Set[Node], prove: Prove) -> Hoisted:
             prepared.views[places[source]] = sizes
     if not places:
         return prepared
-    last = max(places)
-    inputs: dict[int, Node] = {}
+    inputs: dict[int, Draft] = {}
     keys: dict[Node, int] = {}
     calls: dict[Any, int] = {}
-    functions: dict[int, tuple[GraphModule, list[Node]]] = {}
     for node, users in _laid_out_values(graph, weights - written_inputs).items():
         key = key_of(node, keys, calls)
-        if key not in functions:
-            functions[key] = function_of(node)
-        make, sources = functions[key]
-        plan = Drafted.of([(node, _called(make, sources))], set())
+        make, sources = function_of(node)
+        value = inputs.get(key) or _input(node, _called(make, sources), f"laid_out_{len(inputs)}")
         try:
-            if all(map(may_run, plan.calls)):  # vendors' operators do not run here
-                prove("hoisting", plan)
+            change(emit, "hoisting", Drafted.of([(node, value)], set(), readers=users))
         except NoMatch:
             continue
         if key not in inputs:
-            value = node.meta["val"]
-            size = value.numel() * value.element_size() if not has_symbolic_sizes(value) else 0
+            inputs[key], fake = value, node.meta["val"]
+            size = fake.numel() * fake.element_size() if not has_symbolic_sizes(fake) else 0
             prepared.laid_out.append(LaidOut(make, make.code, [places[source] for source in sources], size))
-            with graph.inserting_after(last):
-                last = inputs[key] = graph.placeholder(f"laid_out_{len(inputs)}")
-            last.meta = {**node.meta, "val": _of_shape(value, value.shape), LAID_OUT: True}
-        for user in users:
-            user.replace_input_with(node, inputs[key])
     return prepared
 
 
@@ -183,6 +172,13 @@ def _called(make: GraphModule, sources: Sequence[Node]) -> Draft:
             parts[node] = Draft(node.target, args, kwargs, node.meta["val"])
     result: Draft = parts[args_of(make.graph.output_node())[0]]
     return result
+
+
+def _input(node: Node, value: Draft, name: str) -> Draft:
+    """What a function computes, as a graph input that the value of a node becomes."""
+    fake = node.meta["val"]
+    meta = {**node.meta, "val": _of_shape(fake, fake.shape), LAID_OUT: True}
+    return Draft(value.target, value.args, value.kwargs, value.value, name, meta, is_input=True)
 
 
 def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:

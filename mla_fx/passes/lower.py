@@ -12,13 +12,10 @@ from torch.fx import Graph, Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.ops import catalogue
-from mla_fx.proving.interpreter import may_run
 from mla_fx.readings.calls import CASTS, args_of
 from mla_fx.readings.views import RESHAPES
-from mla_fx.rewriting.cleanup import drop_turns
-from mla_fx.rewriting.draft import fake_of
-from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.replacement import Drafted, Prove
+from mla_fx.rewriting.draft import Draft, Drafted, fake_of, is_value
+from mla_fx.rewriting.emitter import Change, Emitter
 from mla_fx.target import Compiled, Lowering
 
 aten = torch.ops.aten
@@ -30,12 +27,12 @@ def lower(
     graph: Graph,
     lowerings: Mapping[OpOverload, Lowering],
     decompositions: Any,
-    prove: Prove,
+    change: Change,
     *,
     keeps_calls: bool,
 ) -> Counter[str]:
     """Replace calls by plain functions: the target's own, or the operator's body if the target neither has one nor can
-    keep the call. `prove` may refuse with NoMatch; the call then stays.
+    keep the call. A call whose plan is refused stays.
 
     Returns notes for the report with their counts: why calls were not lowered, and how plain operators are computed."""
     emit, notes = Emitter(graph), Counter[str]()
@@ -53,28 +50,30 @@ def lower(
                 notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
             if function is None:
                 continue
-            with emit.at(node, "lower"):
-                results = emit.inline(function, *operands, decompositions=decompositions, **node.kwargs)
-                drop_turns(emit.added)
-            pairs = _pairs(node, results)
-            read = {operand for operand in tree_leaves(operands) if isinstance(operand, Node)}
             try:
-                if all(map(may_run, (node, *emit.added))):  # vendors' operators do not run here
-                    prove(f"the lowering of {operator._opname}", Drafted.of(pairs, read))
+                with emit.at(node, "lower"):
+                    results = emit.inlined(function, *operands, decompositions=decompositions, **node.kwargs)
+                    read = {value for operand in tree_leaves(operands) if isinstance(value := _read(operand), Node)}
+                    plan = Drafted.of(_pairs(node, results), read)
+                    change(emit, f"the lowering of {operator._opname}", plan)
             except NoMatch as refuted:
                 notes[f"{operator._opname} stays a call: {refuted.reason}"] += 1
                 continue
             if operator not in own:
                 notes[f"{operator._opname} is computed as {function.__name__}"] += 1
-            _replace(node, pairs)
     return notes
 
 
-def _pairs(node: Node, results: Any) -> list[tuple[Node, Node]]:
+def _pairs(node: Node, results: Any) -> list[tuple[Node, Draft | Node]]:
     """What a call computes, and what is read instead."""
-    if isinstance(results, Node):
+    if is_value(results):
         return [(node, results)]
     return [(user, results[args_of(user)[1]]) for user in node.users]
+
+
+def _read(operand: Any) -> Any:
+    """The value of the graph that an operand is drafted from."""
+    return _read(operand.operands[0]) if isinstance(operand, Draft) else operand
 
 
 def _stored(emit: Emitter, operand: Any) -> Any:
@@ -87,8 +86,7 @@ def _stored(emit: Emitter, operand: Any) -> Any:
         return source if source.meta["val"].dtype in CODES else operand
     if operand.target not in VIEWS or (codes := _stored(emit, source)) is source:
         return operand
-    with emit.before(operand):
-        return emit.call(operand.target, codes, *args_of(operand)[1:])
+    return emit.drafted(operand.target, codes, *args_of(operand)[1:])
 
 
 def _asked(node: Node, lowering: Lowering, operands: Sequence[Any]) -> tuple[Compiled | None, NoMatch | None]:
@@ -103,11 +101,3 @@ def lowered(node: Node, lowering: Lowering, operands: Sequence[Any] | None = Non
     Raises NoMatch if it refuses."""
     options = {name: fake_of(value) for name, value in node.kwargs.items()}
     return lowering(*map(fake_of, args_of(node) if operands is None else operands), **options)
-
-
-def _replace(node: Node, pairs: Sequence[tuple[Node, Node]]) -> None:
-    for old, new in pairs:
-        old.replace_all_uses_with(new)
-        if old is not node:
-            node.graph.erase_node(old)
-    node.graph.erase_node(node)

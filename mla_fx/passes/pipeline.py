@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import has_bottleneck, is_functional, triage
 from mla_fx.readings.sizes import size_facts
 from mla_fx.readings.written_alike import written_alike
-from mla_fx.rewriting.cleanup import Snapshot, drop_empty_parts, drop_round_trips, drop_turns, erase_orphans
+from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, round_trips, turns
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
@@ -32,7 +33,7 @@ from .chosen_keys import chosen_keys
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
-from .prove import prove, prove_write
+from .prove import change
 from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -42,7 +43,7 @@ def take_back_in_place_forms(run: Run) -> None:
     """Make the user's own calls functional if the target cannot run them as they are."""
     if not run.target.runs_operators and calls_in_place_forms(run.graph):
         run.keep_original()
-        functionalize(run.graph)
+        _note(run.report, functionalize(run.graph, functools.partial(change, run)))
 
 
 def look_around(run: Run) -> None:
@@ -61,7 +62,7 @@ def choose_absorbed(run: Run) -> None:
         return
     for node in run.graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         try:
-            absorb(node, run.emit, run.options.absorb, run.target, functools.partial(prove, run))
+            absorb(node, run.emit, run.options.absorb, run.target, functools.partial(change, run))
         except NoMatch as miss:
             tell_miss(run, "absorb", node, miss)
 
@@ -75,9 +76,9 @@ def recognise_pieces(run: Run) -> None:
 def clean_up(run: Run) -> None:
     """Remove what the fusions left unused, and count the fused operators before the target lowers them."""
     if run.is_changed:
-        drop_round_trips(run.emit)
-        drop_empty_parts(run.emit)
-        drop_turns(list(run.graph.nodes))
+        for plan in (one for find in (round_trips, empty_parts, turns) for one in find(run.emit)):
+            with contextlib.suppress(NoMatch):  # the call stays
+                change(run, run.emit, "cleaning up", plan)
     _erase_orphans(run)
     rules = {rule.name for rule in run.rules if rule.stage == Stage.PIECE}
     for node in run.graph.nodes:
@@ -96,7 +97,7 @@ def clean_up(run: Run) -> None:
 def reinplace_caches(run: Run) -> None:
     if run.fused and run.target.writes_in_place:
         run.keep_original()
-        _note(run.report, reinplace(run.graph, functools.partial(prove_write, run)))
+        _note(run.report, reinplace(run.graph, functools.partial(change, run)))
 
 
 def lower_fused(run: Run) -> None:
@@ -117,7 +118,7 @@ def hoist_weights(run: Run) -> None:
         run.keep_original()
         run.numbers = read_ahead(run.graph, run.target.read_ahead_by)
         seldom_change = run.weights | inputs_of(run.graph, run.target.laid_out_by)
-        run.hoisted = hoist(run.graph, seldom_change, functools.partial(prove, run))
+        run.hoisted = hoist(run.graph, seldom_change, functools.partial(change, run))
         _erase_orphans(run)
         summaries = (run.hoisted.summary(), run.numbers.summary())
         _note(run.report, {summary: 1 for summary in summaries if summary})
@@ -181,8 +182,8 @@ def _run_pass(run: Run, step: Pass) -> None:
 def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: bool) -> None:
     if lowerings:
         run.keep_original()
-        decompositions, check_plan = run.target.decompositions(), functools.partial(prove, run)
-        _note(run.report, lower(run.graph, lowerings, decompositions, check_plan, keeps_calls=keeps_calls))
+        decompositions, changing = run.target.decompositions(), functools.partial(change, run)
+        _note(run.report, lower(run.graph, lowerings, decompositions, changing, keeps_calls=keeps_calls))
         _erase_orphans(run)
 
 

@@ -1,98 +1,75 @@
-"""Checks a plan before it is applied, as the option `prove` asks."""
+"""The one way to change a graph: a plan is proved, as the option `prove` asks, and then applied."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
 from mla_fx.debug.reproducer import of_plan, reproduced
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import module_of
+from mla_fx.graph.provenance import fused_name, placed_name
+from mla_fx.proving import memory
 from mla_fx.proving.check import Difference, difference
-from mla_fx.proving.interpreter import on_real_tensors
+from mla_fx.proving.interpreter import may_run, on_real_tensors
 from mla_fx.proving.kind import kind_of
-from mla_fx.proving.memory import Memory
 from mla_fx.proving.region import UncheckedError
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.draft import Draft, Drafted
+from mla_fx.rewriting.emitter import Emitter
 
 from .run import Run
 
 
-def prove(run: Run, rule: str, plan: Drafted) -> None:
-    """Raises NoMatch if the plan computes something else than what it replaces, which is a fault of the rule; with
-    `prove="required"` also if that cannot be found out. Plans of one kind are compared once."""
-    if run.options.prove == "off":
-        return
+def change(run: Run, emit: Emitter, what: str, plan: Drafted) -> list[Node]:
+    """Apply a plan as a whole; return the erased nodes.
+
+    Raises NoMatch, and changes nothing, if the plan computes something else than what it replaces, which is a fault of
+    the rule or pass; with `prove="required"` also if that cannot be found out. Plans of one kind are compared once."""
+    refusal = None if run.options.prove == "off" or any(map(_runs_elsewhere, plan.calls)) else _known(run, what, plan)
+    if refusal is not None:
+        raise NoMatch(refusal, plan.olds[0])
+    return emit.apply(plan)
+
+
+def _runs_elsewhere(call: Draft) -> bool:
+    """Vendors' operators do not run here, nor do branches of a conditional."""
+    return fused_name(call) is None and not may_run(call)
+
+
+def _known(run: Run, what: str, plan: Drafted) -> str | None:
+    """Why a plan is refused. Who shares memory is not part of a kind."""
+    if plan.dropped:
+        return _refusal(run, what, plan)
     try:
         kind = kind_of(plan)
         is_known = kind in run.proved
     except Exception as error:
-        _leave_unchecked(run, rule, error)
-        return
+        return _unchecked(run, what, error)
     if not is_known:
-        run.proved[kind] = _refusal(run, rule, plan)
-    refusal = run.proved[kind]
-    if refusal is not None:
-        raise NoMatch(refusal, plan.olds[0])
+        run.proved[kind] = _refusal(run, what, plan)
+    return run.proved[kind]
 
 
-def _refusal(run: Run, rule: str, plan: Drafted) -> str | None:
+def _refusal(run: Run, what: str, plan: Drafted) -> str | None:
     try:
-        found = difference(plan)
+        found = memory.difference(plan) if plan.dropped else difference(plan)
     except Exception as error:
-        _leave_unchecked(run, rule, error)
-        return None
+        return _unchecked(run, what, error)
     if found is None:
         run.report.checked += 1
         return None
-    reason = f"{rule} would change {_named(found.old)}: {found.sentence}"
-    run.report.refuted.append(reason if run.options.dump is None else _reproduced(reason, found, run.options.dump))
+    changed = found if isinstance(found, str) else f"{placed_name(found.old)}: {found.sentence}"
+    reason, dump = f"{what} would change {changed}", run.options.dump
+    run.report.refuted.append(reason if dump is None or isinstance(found, str) else _reproduced(reason, found, dump))
     return reason
 
 
-def prove_write(run: Run, call: Node, sources: Sequence[Node], copies: Sequence[Node]) -> Callable[[Node], None]:
-    """Returns a check of the call that will write into the sources in place, instead of the copies. It raises
-    RuntimeError if another call would then read other numbers."""
-    what = f"writing in place by {_named(call)}"
-    if run.options.prove == "off":
-        return lambda changed: None
-    try:
-        memory = Memory(call, sources, copies)
-    except Exception as error:
-        _leave_unchecked(run, what, error)
-        return lambda changed: None
-
-    def check(changed: Node) -> None:
-        try:
-            sentence = memory.difference(changed)
-        except Exception as error:
-            run.report.unchecked.append(_unchecked(what, error))
-            return
-        if sentence is not None:
-            run.report.refuted.append(f"{what} would change {sentence}")
-            raise RuntimeError(run.report.refuted[-1])
-        run.report.checked += 1
-
-    return check
-
-
-def _named(node: Node) -> str:
-    where = module_of(node)
-    return f"{node.name} of {where}" if where else node.name
-
-
-def _leave_unchecked(run: Run, what: str, error: Exception) -> None:
-    """A check that fails says nothing. Raises NoMatch if the user requires it."""
-    reason = _unchecked(what, error)
-    if run.options.prove == "required":
-        raise NoMatch(reason) from error
-    run.report.unchecked.append(reason)
-
-
-def _unchecked(what: str, error: Exception) -> str:
+def _unchecked(run: Run, what: str, error: Exception) -> str | None:
+    """A check that fails says nothing. It refuses the plan if the user requires it."""
     cause = error if isinstance(error, UncheckedError) else f"{type(error).__name__}: {error}"
-    return f"{what} could not be checked: {cause}"
+    reason = f"{what} could not be checked: {cause}"
+    if run.options.prove == "required":
+        return reason
+    run.report.unchecked.append(reason)
+    return None
 
 
 def _reproduced(reason: str, found: Difference, dump: str) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import may_share, owner, readers, stride_readers, surely_shares, writers
-from mla_fx.graph.dead_code import erase_unread, unread_without
+from mla_fx.graph.dead_code import unread_without
+from mla_fx.graph.provenance import placed_name
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import Operator, catalogue
 from mla_fx.readings.axes import Index, fresh, shifted, substitute
@@ -21,6 +23,8 @@ from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.sizes import product, size_of
 from mla_fx.readings.views import fresh_index, shape_of, written_slice
+from mla_fx.rewriting.draft import Draft, Drafted, value_of
+from mla_fx.rewriting.emitter import Change, Emitter
 from mla_fx.rewriting.materialize import fill_memory_alike
 
 aten = torch.ops.aten
@@ -46,20 +50,8 @@ class Update:
         return [*((result, self.given) for result in self.results), (self.value, self.source)]
 
 
-Check = Callable[[Node], None]
-
-
-def _unwatched(call: Node, sources: Sequence[Node], copies: Sequence[Node]) -> Check:
-    return lambda call: None
-
-
-def reinplace(
-    graph: Graph, watch: Callable[[Node, Sequence[Node], Sequence[Node]], Check] = _unwatched
-) -> Counter[str]:
+def reinplace(graph: Graph, change: Change) -> Counter[str]:
     """Turn fused operators that update caches into their in-place forms; return why others stay, with counts.
-
-    `watch` is called before an operator changes, with the graph inputs and the copies to them. What it returns is
-    called with the in-place form. Both may refuse: `watch` by NoMatch, the other by an error that ends the pass.
 
     An operator qualifies if each of its caches is a view of a graph input, the updated cache is copied back to exactly
     that view's elements, the rest of the input stays unchanged, and nothing after the operator reads the old cache. The
@@ -67,28 +59,24 @@ def reinplace(
     refusals: Counter[str] = Counter()
     if not graph.find_nodes(op="call_function", target=aten.copy_.default):
         return refusals
+    emit = Emitter(graph)
     writing = {entry.overload: entry for entry in catalogue().values() if entry.inplace is not None}
-    order = {node: position for position, node in enumerate(graph.nodes)}
     for node in [node for node in graph.nodes if node.target in writing]:
         form = writing[node.target]
         try:
-            updates = _updates(node, form, order)
-            check = watch(node, [update.source for update in updates], [update.copy_back for update in updates])
+            change(emit, f"writing in place by {placed_name(node)}", _in_place(emit, node, form, _updates(node, form)))
         except NoMatch as refusal:
             refusals[f"{form.name} does not write its caches in place: {refusal.reason}"] += 1
-        else:
-            order[call := _write_in_place(node, form, updates)] = order[node]
-            check(call)
     return refusals
 
 
 # --- may it? ---------------------------------------------------------------------------------------------------------
 
 
-def _updates(node: Node, form: Operator, order: dict[Node, int]) -> list[Update]:
+def _updates(node: Node, form: Operator) -> list[Update]:
     """The cache updates of an operator, each into a graph input of its own. Raises NoMatch if one does not qualify."""
     results = _written_results(form).items()
-    return [_update(node, position, name, order) for position, name in results if _is_used(node, position, name)]
+    return [_update(node, position, name) for position, name in results if _is_used(node, position, name)]
 
 
 def _is_used(node: Node, position: int, name: str) -> bool:
@@ -104,7 +92,7 @@ def _written_results(form: Operator) -> dict[int, str]:
     return {place: name for place, name in enumerate(names) if name in arguments}
 
 
-def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Update:
+def _update(node: Node, position: int, name: str) -> Update:
     given = named_argument(node, name)
     source = _viewed_input(given) if isinstance(given, Node) else None
     if source is None:
@@ -125,7 +113,7 @@ def _update(node: Node, position: int, name: str, order: dict[Node, int]) -> Upd
         raise NoMatch(f"the updated {name} is read by its strides, and the graph input has other strides")
     spared = {node, *unread_without({update.value})}
     for reader in readers(source):
-        if reader not in spared and order.get(reader, len(order)) > order[node]:
+        if reader not in spared and reader > node:
             raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the old {name}")
     return update
 
@@ -205,47 +193,37 @@ def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part
 # --- do it -----------------------------------------------------------------------------------------------------------
 
 
-def _write_in_place(node: Node, form: Operator, updates: list[Update]) -> Node:
-    assert form.inplace is not None, "only operators with an in-place form get here"
-    graph, updated = node.graph, _written_results(form)
+def _in_place(emit: Emitter, node: Node, form: Operator, updates: list[Update]) -> Drafted:
+    """The in-place form instead of a call, and the caches themselves instead of its results and of what is copied."""
+    updated, value = _written_results(form), node.meta["val"]
     kept = [position for position in range(len(form.overload._schema.returns)) if position not in updated]
-    with graph.inserting_before(node):
-        call = graph.call_function(form.inplace, args_of(node), node.kwargs)
-        call.meta = {**node.meta, "val": tuple(node.meta["val"][position] for position in kept)}
-        for place, position in enumerate(kept):
-            for result in _results(node, position):
-                new = graph.call_function(operator.getitem, (call, place))
-                new.meta = dict(result.meta)
-                result.replace_all_uses_with(new)
-    for update in updates:
-        _read_the_cache_itself(update)
-    for unused in (*node.users, node):
-        if not unused._erased:
-            graph.erase_node(unused)
-    return call
+    call = Draft(form.inplace, node.args, node.kwargs, tuple(value[position] for position in kept), meta=node.meta)
+    replaced: dict[Node, Draft | Node] = {node: call}
+    for place, position in enumerate(kept):
+        for old in _results(node, position):
+            replaced[old] = Draft(operator.getitem, (call, place), {}, old.meta["val"], meta=old.meta)
+    pairs = [pair for update in updates for pair in update.instead]
+    for old, new in (*pairs, *(view for pair in pairs for view in _in_its_layout(emit, *pair))):
+        replaced.setdefault(old, new)
+    return Drafted.of(replaced.items(), set(), dropped=[update.copy_back for update in updates])
 
 
-def _read_the_cache_itself(update: Update) -> None:
-    """Drop the copy back; readers of the operator's result and of the copied value then read the cache itself."""
-    value, instead = update.value, update.instead
-    update.copy_back.graph.erase_node(update.copy_back)
-    for result, cache in instead:
-        if not _lie_alike(cache, result):
-            _view_in_any_layout(result)
-        result.replace_all_uses_with(cache)
-    erase_unread([value])
+def _in_its_layout(emit: Emitter, old: Node, new: Draft | Node) -> Iterator[tuple[Node, Draft | Node]]:
+    """Views of a value, and reshapes of what replaces it, if that lies otherwise: a view was traced for its layout, and
+    a cache with gaps may need a copy."""
+    given: dict[Any, Any] = {old: new}
+    for user in () if _lie_alike(old, new) else old.users:
+        if old in may_share(user):
+            target = aten.reshape.default if user.target is aten.view.default else user.target
+            args, options = map_aggregate((user.args, user.kwargs), lambda leaf: given.get(leaf, leaf))
+            view = emit.drafted(target, *args, **options)
+            behind = list(_in_its_layout(emit, user, view))
+            yield from [(user, view), *behind] if behind or target is not user.target else []
 
 
-def _lie_alike(one: Node, other: Node) -> bool:
-    left, right = one.meta["val"], other.meta["val"]
+def _lie_alike(one: Node, other: Draft | Node) -> bool:
+    left, right = value_of(one), value_of(other)
+    if not isinstance(left, torch.Tensor):
+        return False
     strides = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(size_of(size) == 1 or size_of(mine) == size_of(theirs) for size, mine, theirs in strides)
-
-
-def _view_in_any_layout(value: Node) -> None:
-    """Turn views of `value` into reshapes: they were traced for its layout, and a cache with gaps may need a copy."""
-    for user in value.users:
-        if value in may_share(user):
-            _view_in_any_layout(user)
-        if user.target is aten.view.default:
-            user.target = aten.reshape.default

@@ -21,10 +21,9 @@ from torch.fx.node import map_aggregate
 
 from mla_fx.readings.constant import constant
 from mla_fx.readings.element import is_parameter
-from mla_fx.rewriting.draft import Draft, is_value
+from mla_fx.rewriting.draft import Draft, Drafted, is_value
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import FakeValues
-from mla_fx.rewriting.replacement import Drafted
 
 MOST_NODES = 1000  # calls behind the replaced values; a larger match is not recorded
 MOST_MET = 100  # nodes looked at on the way from an anchor to a replaced value

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.graph.torch_private import tree_leaves
-from mla_fx.rewriting.draft import Draft, value_of
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.draft import Draft, Drafted, value_of
 
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors

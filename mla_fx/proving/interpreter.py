@@ -25,6 +25,9 @@ COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 # Operators of others are not run: a collective would wait for other processes.
 PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 TWICE = "a row is written twice: what it then holds is not defined"
+# Calls an operator that writes in place, and returns what it would write.
+WRAPPER = torch.ops.higher_order.auto_functionalized_v2
+PLACES = ("_base_index", "_dim")  # of its arguments, those that say which base and which dimension an operator writes
 # Of operators that compute a scale or an epsilon if none is given.
 COMPUTED = frozenset({"query", "normalized_shape"})
 
@@ -32,7 +35,7 @@ COMPUTED = frozenset({"query", "normalized_shape"})
 def may_run(part: Part) -> bool:
     """Branches of `torch.cond` do not: their sizes are their own. Nor do vendors' modes for caches in FRACTAL_NZ: how
     many columns these have depends on the dtype."""
-    target: Any = part.target
+    target: Any = part.args[0] if part.target is WRAPPER else part.target
     mode = str(part.kwargs.get("cache_mode", "")).upper()
     if "NZ" in mode and mode != "NZ":
         return False
@@ -73,6 +76,9 @@ class Interpreter:
             return target
         if not may_run(part):
             raise UncheckedError(f"{target} may do more than compute")
+        if target is WRAPPER:
+            given = {name: self._argument(value, name.endswith(PLACES)) for name, value in part.kwargs.items()}
+            return self.called(target, part.args, given, None)
         if not isinstance(target, OpOverload):
             args, kwargs = map_aggregate((part.args, part.kwargs), self._operand)
             return self.called(target, args, kwargs, None)

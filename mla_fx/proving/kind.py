@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.rewriting.draft import fake_of, is_value
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.draft import Drafted, fake_of, is_value
 
 from .inputs import constant_of
 from .region import Region

@@ -1,13 +1,13 @@
 """Checks a write in place: who reads the memory that it writes must see what it saw before.
 
-Before the change and after it, the calls around one operator run in the order of the graph, on memory that views really
-share. What other calls read of it is compared, and what the graph's inputs hold in the end. The operator itself is any
-function of its operands: that its two forms compute the same is for its own tests."""
+As the graph is and as the plan would make it, the calls around one operator run in the order of the graph, on memory
+that views really share. What other calls read of it is compared, and what the graph's inputs hold in the end. The
+operator itself is any function of its operands: that its two forms compute the same is for its own tests."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
+from mla_fx.rewriting.draft import Draft, Drafted, value_of
 
 from .check import compared
 from .inputs import TRIES, Inputs
@@ -27,52 +28,54 @@ from .whole_numbers import Part
 Seen = Mapping[tuple[str, str], Tensor]
 
 
-class Memory:
-    """What is seen of some graph inputs around a call whose results are copied to them.
+def difference(plan: Drafted) -> str | None:
+    """How what is seen of the written graph inputs would change. Raises UncheckedError if that cannot be found out."""
+    memory = _Memory(plan)
+    with on_real_tensors():
+        attempt, before = memory.first_seen()
+        try:
+            after = memory.seen(attempt, dict(plan.replaced), {*plan.dropped})
+        except Exception as error:
+            raise UncheckedError(f"the graph does not run: {error}") from error
+        for place, seen in before.items():
+            sentence = compared(seen, after[place], close=0)
+            if sentence is not None:
+                return f"{' of '.join(place)}: {sentence}"
+    return None
 
-    Raises UncheckedError if that cannot be run."""
 
-    def __init__(self, call: Node, sources: Sequence[Node], copies: Iterable[Node]) -> None:
-        between = {node for copy in copies for node in _between(copy, {call, *sources})}
-        self.sources, around = sources, _Around(call, sources, between)
-        self.ran = around.run
-        self.region = around.region()
+class _Memory:
+    """What is seen of some graph inputs around a call whose results are copied to them."""
+
+    def __init__(self, plan: Drafted) -> None:
+        call = plan.olds[0]
+        sources = [copy.all_input_nodes[0] for copy in plan.dropped]
+        between = {node for copy in plan.dropped for node in _between(copy, {call, *sources})}
+        self.around = _Around(call, sources, between)
+        self.region = self.around.region()
         self.numbers = Numbers(self.region.values, apart=True)
         self.small = self.region.small(self.numbers)
         names = [result.name for result in call.target._schema.returns]  # type: ignore[union-attr]  # an operator
         self.results = dict(zip(names, tree_leaves(call.meta["val"]), strict=True))
-        with on_real_tensors():
-            self.attempt, self.seen = self._first_seen(around)
 
-    def _first_seen(self, around: _Around) -> tuple[int, Seen]:
+    def first_seen(self) -> tuple[int, Seen]:
+        """Of the first numbers for which the program runs."""
         reason = ""
         for attempt in range(TRIES):
             try:
-                return attempt, self._run(around, attempt)
+                return attempt, self.seen(attempt, {}, set())
             except Exception as error:  # PyTorch refuses numbers that are out of range, and sizes that do not fit
                 reason = str(error)
         raise UncheckedError(f"the program does not run: {reason}")
 
-    def _run(self, around: _Around, attempt: int) -> Seen:
+    def seen(self, attempt: int, replaced: Mapping[Node, Node | Draft], dropped: Set[Node]) -> Seen:
         inputs = Inputs(self.numbers, self.small, attempt)
         fresh = {name: inputs.like(value) for name, value in self.results.items()}
         values: dict[Part, Any] = {leaf: inputs.drawn(leaf) for leaf in self.region.leaves}
-        run = _Run(self.numbers, self.small, values, around.call, fresh)
-        return {place: value.nan_to_num() for place, value in around.seen(run)}  # any bytes may be read as numbers
-
-    def difference(self, call: Node) -> str | None:
-        """How the graph as it is now, with a call that writes in place, differs from the one before. Raises
-        UncheckedError if that cannot be found out."""
-        with on_real_tensors():
-            try:
-                seen = self._run(_Around(call, self.sources, self.ran), self.attempt)
-            except Exception as error:
-                raise UncheckedError(f"the graph does not run: {error}") from error
-            for place, before in self.seen.items():
-                sentence = compared(before, seen[place], close=0) if place in seen else "it would be another tensor"
-                if sentence is not None:
-                    return f"{' of '.join(place)}: {sentence}"
-        return None
+        call = self.around.call
+        run = _Run(self.numbers, self.small, values, replaced.get(call, call), fresh)
+        seen = self.around.seen(run, replaced, dropped)
+        return {place: value.nan_to_num() for place, value in seen}  # any bytes may be read as numbers
 
 
 class _Around:
@@ -110,12 +113,14 @@ class _Around:
                 visit(operand)
         return Region(tuple(leaves), tuple(sorted(calls)))
 
-    def seen(self, run: Interpreter) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    def seen(
+        self, run: Interpreter, replaced: Mapping[Node, Part], dropped: Set[Node]
+    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """What each reader reads, while the calls run one after another, and what the inputs hold in the end."""
         shown = self.run.union(self.sources)
-        for node in sorted(self.run | self.readers):
+        for node in sorted((self.run | self.readers) - dropped):
             if node in self.run:
-                run.run(node)
+                run.values[node] = run.run(replaced.get(node, node))
                 continue
             for place, operand in enumerate(tree_leaves([node.args, node.kwargs])):
                 is_read = place > 0 or not _reads_no_numbers(node)
@@ -139,7 +144,7 @@ class _Run(Interpreter):
     any_strides: Mapping[Any, Any] = {}
 
     def __init__(
-        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], call: Node, fresh: dict[str, Tensor]
+        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], call: Part, fresh: dict[str, Tensor]
     ) -> None:
         super().__init__(numbers, small, values, torch.bfloat16)
         self.call, self.fresh = call, fresh
@@ -160,7 +165,7 @@ class _Run(Interpreter):
                 written = results.get(f"{argument.name}_out", results.get(argument.name))
                 given[argument.name].copy_(written)
         kept = [results[result.name] for result in schema.returns]
-        return kept if isinstance(part.meta["val"], (tuple, list)) else kept[0]
+        return kept if isinstance(value_of(part), (tuple, list)) else kept[0]
 
 
 def _made(old: Tensor | None, fresh: Tensor, read: float) -> Tensor:

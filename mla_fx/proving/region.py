@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.graph.torch_private import tree_leaves
-from mla_fx.rewriting.draft import Draft, fake_of, value_of
-from mla_fx.rewriting.replacement import Drafted
+from mla_fx.rewriting.draft import Draft, Drafted, fake_of, value_of
 
 from .equations import EQUATIONS, Equation, Shape, of_bytes
 from .inputs import CODES

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
 
 from mla_fx.graph.aliasing import written
-from mla_fx.graph.provenance import RULE, stand_in
+from mla_fx.graph.provenance import RULE
 from mla_fx.graph.torch_private import codegen_of
-from mla_fx.readings.calls import CASTS, args_of
+from mla_fx.readings.calls import CASTS
 from mla_fx.readings.element import is_coarser
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
+from .draft import Draft, Drafted, value_of
 from .emitter import Emitter
 from .fake_values import signature
+from .inline import unturned
 
 aten = torch.ops.aten
 MOVES = frozenset(
@@ -59,60 +61,44 @@ def erase_orphans(graph: Graph, before: Snapshot) -> None:
             graph.erase_node(node)
 
 
-def drop_empty_parts(emit: Emitter) -> None:
-    """Replace empty slices and results by new empty tensors, so that their sources are not computed for them alone."""
+def empty_parts(emit: Emitter) -> Iterator[Drafted]:
+    """New empty tensors instead of empty slices and results, so that their sources are not computed for them alone."""
     for target in (operator.getitem, aten.slice.Tensor):
         for node in emit.graph.find_nodes(op="call_function", target=target):
             value = node.meta["val"]
-            if not isinstance(value, torch.Tensor) or 0 not in shape_of(node):
+            if node._erased or not isinstance(value, torch.Tensor) or 0 not in shape_of(node):
                 continue
             with emit.before(node):
                 sizes = list(map(emit.size, shape_of(node)))
-                empty = emit.call(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
-            node.replace_all_uses_with(empty)
+            empty = emit.drafted(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+            yield Drafted.of([(node, empty)], {*node.all_input_nodes})
 
 
-def drop_round_trips(emit: Emitter) -> None:
-    """Read the narrow value directly where a rewrite widens it, it is only moved, and the program rounds it back."""
+def round_trips(emit: Emitter) -> Iterator[Drafted]:
+    """The narrow value where a rewrite widens it, it is only moved, and the program rounds it back."""
     for wide in emit.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        if wide._erased:
+            continue
         narrow = wide.args[0]
         is_lossless = is_coarser(_dtype(narrow), _dtype(wide)) and _strides(narrow) == _strides(wide)
         if RULE in wide.meta and is_lossless:
-            _drop_round_trips(emit, wide, narrow)
+            yield from (Drafted.of([pair], {narrow}) for pair in _round_trips(emit, wide, narrow))
 
 
-def _drop_round_trips(emit: Emitter, wide: Node, narrow: Node) -> None:
+def _round_trips(emit: Emitter, wide: Node, narrow: Node | Draft) -> Iterator[tuple[Node, Node | Draft]]:
     for user in list(wide.users):
-        if user.target in CASTS and signature(user.meta["val"]) == signature(narrow.meta["val"]):
-            stand_in(narrow, user)
-            user.replace_all_uses_with(narrow)
+        if user.target in CASTS and signature(user.meta["val"]) == signature(value_of(narrow)):
+            yield user, narrow
         elif user.target in MOVES and user.all_input_nodes == [wide]:
-            with emit.before(user):
-                view = emit.call(user.target, narrow, *user.args[1:], **user.kwargs)
-            _drop_round_trips(emit, user, view)
+            yield from _round_trips(emit, user, emit.drafted(user.target, narrow, *user.args[1:], **user.kwargs))
 
 
-def drop_turns(nodes: Iterable[Node]) -> None:
-    """Read a value directly where a permutation undoes the one that the value went through: GE would copy it twice."""
-    for node in nodes:
-        outer = _permutation(node)
-        source = None if outer is None else node.all_input_nodes[0]
-        inner = None if source is None else _permutation(source)
-        if source and outer and inner and [inner[dim] for dim in outer] == list(range(len(outer))):
-            node.replace_all_uses_with(source.all_input_nodes[0])
-
-
-def _permutation(node: Node) -> list[int] | None:
-    """The dimension of its operand that each dimension of a value is; None if the node permutes none."""
-    if node.target not in (aten.permute.default, aten.transpose.int):
-        return None
-    rank = len(shape_of(node))
-    if node.target is aten.permute.default:
-        return [dim % rank for dim in args_of(node)[1]]
-    one, other = (dim % rank for dim in args_of(node)[1:])
-    dims = list(range(rank))
-    dims[one], dims[other] = other, one
-    return dims
+def turns(emit: Emitter) -> Iterator[Drafted]:
+    """A value where a permutation undoes the one that the value went through."""
+    for node in list(emit.graph.nodes):
+        value = node if node._erased else unturned(node)
+        if value is not node and isinstance(value, Node):
+            yield Drafted.of([(node, value)], {value})
 
 
 def _strides(node: Node) -> list[Size]:

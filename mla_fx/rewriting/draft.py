@@ -1,18 +1,22 @@
-"""A call that may be added to a graph, with its fake value."""
+"""Calls that may be added to a graph, with their fake values, and plans of such calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from mla_fx.graph.provenance import fused_name
+
 
 class Draft:
-    """A call on nodes, other drafts and constants. Drafts compare by identity."""
+    """A call on nodes, other drafts and constants. Drafts compare by identity. If it `is_input`, its result becomes a
+    graph input, which is computed before the graph runs."""
 
-    __slots__ = ("args", "kwargs", "meta", "name", "operands", "target", "value")
+    __slots__ = ("args", "is_input", "kwargs", "meta", "name", "operands", "target", "value")
 
     def __init__(
         self,
@@ -22,9 +26,11 @@ class Draft:
         value: Any,
         name: str | None = None,
         meta: Mapping[str, Any] | None = None,
+        *,
+        is_input: bool = False,
     ) -> None:
         self.target, self.args, self.kwargs, self.value = target, args, kwargs, value
-        self.name, self.meta = name, meta or {}
+        self.name, self.meta, self.is_input = name, dict(meta or {}), is_input
         leaves: list[Any] = []
         map_aggregate((args, kwargs), leaves.append)
         self.operands: list[Node | Draft] = [leaf for leaf in leaves if is_value(leaf)]
@@ -59,3 +65,41 @@ def in_order(ends: Iterable[Node | Draft]) -> list[Draft]:
     for end in ends:
         visit(end)
     return list(ordered)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A plan whose calls are all drafted, operands first, but not yet in the graph. If it `differs`, it rounds some
+    codes otherwise. If copies are `dropped`, the first replaced value is that of a call, which then writes itself."""
+
+    replaced: tuple[tuple[Node, Draft | Node], ...]
+    sources: Set[Node]
+    calls: tuple[Draft, ...]
+    exact: Set[Node] = frozenset()
+    differs: bool = False
+    dropped: tuple[Node, ...] = ()
+    readers: Set[Node] | None = None
+    """Those that read the new values. None are all."""
+
+    @classmethod
+    def of(
+        cls,
+        replaced: Iterable[tuple[Node, Draft | Node]],
+        sources: Set[Node],
+        exact: Set[Node] = frozenset(),
+        *,
+        differs: bool = False,
+        dropped: Iterable[Node] = (),
+        readers: Iterable[Node] | None = None,
+    ) -> Drafted:
+        news, only = tuple(replaced), None if readers is None else {*readers}
+        return cls(news, sources, tuple(in_order(new for _, new in news)), exact, differs, tuple(dropped), only)
+
+    @property
+    def olds(self) -> list[Node]:
+        return [old for old, _ in self.replaced]
+
+    @property
+    def fused(self) -> list[Draft]:
+        """The calls of this project's operators."""
+        return [call for call in self.calls if fused_name(call) is not None]

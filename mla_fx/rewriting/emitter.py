@@ -7,7 +7,7 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import sympy
@@ -16,12 +16,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import RULE, fused_name, inherit_sources
-from mla_fx.graph.torch_private import share_storage, tree_map_only
+from mla_fx.graph.dead_code import erase_unread
+from mla_fx.graph.provenance import RULE, fused_name, inherit_sources, stand_in
+from mla_fx.graph.torch_private import share_storage
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
-from .draft import Draft, is_value, value_of
+from .draft import Draft, Drafted, is_value, value_of
 from .fake_values import FakeValues, hashable
 from .inline import Traces
 from .plan import ByHoisting, ByTarget, Call, Cast, Expression, Inlined, Representative, Value, ViewOf
@@ -126,20 +127,31 @@ class Emitter:
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
-    def call(self, target: Any, *args: Any, **options: Any) -> Node:
-        """Add a call to the graph."""
-        return self.node(self._fresh(target, args, options))
+    def apply(self, plan: Drafted) -> list[Node]:
+        """Add the calls, replace every old value by its new one, and erase dead code; return the erased nodes in order.
 
-    def inline(self, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any) -> Any:
-        """Add the calls that a function of tensors makes on nodes; return its results."""
-        drafts = self.inlined(function, *args, decompositions=decompositions, **options)
-        return tree_map_only(Draft, self.node, drafts)
+        Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one."""
+        if not plan.replaced:  # of a call that nothing reads
+            return []
+        first = min(plan.olds)
+        for node in _needed([new for _, new in plan.replaced], set(plan.olds), first):
+            first.prepend(node)
+        with self.before(first):
+            news = [(old, self._node(new)) for old, new in plan.replaced]
+        for dropped in plan.dropped:
+            self.graph.erase_node(dropped)
+        for old, new in news:
+            stand_in(new, old)
+            old.replace_all_uses_with(new, lambda user: plan.readers is None or user in plan.readers)
+        return erase_unread(plan.olds)
 
-    def node(self, part: Draft | Node) -> Node:
+    def _node(self, part: Draft | Node) -> Node:
         """Add a draft, and the drafts that it depends on."""
         if isinstance(part, Node):
             return part
         node = self._nodes.get(part)
+        if part.is_input and node is None:
+            node = self._nodes[part] = self._input(part)
         if node is None or not self._is_usable(node):
             args, kwargs = map_aggregate((part.args, part.kwargs), self._added)
             key = (part.target, hashable(args), hashable(kwargs))
@@ -150,7 +162,7 @@ class Emitter:
         return node
 
     def _added(self, leaf: Any) -> Any:
-        return self.node(leaf) if isinstance(leaf, Draft) else leaf
+        return self._node(leaf) if isinstance(leaf, Draft) else leaf
 
     def _create(self, part: Draft, args: Any, kwargs: Any) -> Node:
         if isinstance(part.target, GraphModule):
@@ -164,6 +176,12 @@ class Emitter:
             self._sizes[size_of(part.value)] = node
         self.added.append(node)
         self._drafts_of[node] = part
+        return node
+
+    def _input(self, part: Draft) -> Node:
+        with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
+            node = self.graph.placeholder(str(part.name))
+        node.meta = {**part.meta}
         return node
 
     def _module(self, module: GraphModule) -> Node:
@@ -206,6 +224,23 @@ class Emitter:
         return int(size) if size.is_Integer else self.size(size)
 
 
+def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[Node]:
+    """The direct and indirect operands that come after `first`, in order."""
+    pending, drafts, found = list(news), set[Draft](), set[Node]()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Draft):
+            if part not in drafts:
+                drafts.add(part)
+                pending += part.operands
+        elif part not in found and not part < first:
+            if part in olds:
+                raise NoMatch("the operator would need a value that it computes itself", part)
+            found.add(part)
+            pending += part.all_input_nodes
+    return sorted(found)
+
+
 def _sizes_of(graph: Graph) -> dict[Size, Node]:
     sizes: dict[Size, Node] = {}
     for node in graph.nodes:
@@ -229,3 +264,8 @@ _DRAFTED: dict[type[Expression], Callable[[Emitter, Any], Any]] = {
 
 def _mapped(function: Callable[[Any], Any], values: dict[str, Any]) -> dict[str, Any]:
     return {name: function(value) for name, value in values.items()}
+
+
+Change = Callable[[Emitter, str, Drafted], list[Node]]
+"""Proves the plan of a rule or a pass, which is named, and applies it. Raises NoMatch, and changes nothing, if the plan
+changes a value."""

@@ -10,9 +10,12 @@ from torch.fx import GraphModule, Node
 
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_unflatten
+from mla_fx.readings.calls import args_of
 
 from .draft import Draft, is_value, value_of
 from .fake_values import FakeValues, hashable, signature, unshared
+
+aten = torch.ops.aten
 
 
 class Traces:
@@ -71,9 +74,37 @@ def _drafts(traced: GraphModule, given: list[Any]) -> Any:
             continue
         assert node.op == "call_function", f"cannot inline a {node.op} node"
         args, kwargs = (_with(drafts, value) for value in (node.args, node.kwargs))
-        drafts[node] = Draft(node.target, args, kwargs, node.meta.get("val"), node.name, node.meta)
+        drafts[node] = unturned(Draft(node.target, args, kwargs, node.meta.get("val"), node.name, node.meta))
     raise AssertionError("a traced graph ends with its output")
 
 
 def _with(drafts: Mapping[Node, Any], value: Any) -> Any:
     return torch.fx.node.map_aggregate(value, lambda leaf: drafts[leaf] if isinstance(leaf, Node) else leaf)
+
+
+def unturned(part: Node | Draft) -> Node | Draft:
+    """A node or draft, or the value that it is where its permutation undoes one before: GE would copy it twice."""
+    outer = _permutation(part)
+    source = part if outer is None else _arguments(part)[0]
+    inner = _permutation(source)
+    if outer and inner and [inner[dim] for dim in outer] == list(range(len(outer))):
+        value: Node | Draft = _arguments(source)[0]
+        return value
+    return part
+
+
+def _arguments(part: Node | Draft) -> Any:
+    return args_of(part) if isinstance(part, Node) else part.args
+
+
+def _permutation(part: Node | Draft) -> list[int] | None:
+    """The dimension of its operand that each dimension of a value is; None if the call permutes none."""
+    if part.target not in (aten.permute.default, aten.transpose.int):
+        return None
+    rank = value_of(part).ndim
+    if part.target is aten.permute.default:
+        return [dim % rank for dim in _arguments(part)[1]]
+    one, other = (dim % rank for dim in _arguments(part)[1:])
+    dims = list(range(rank))
+    dims[one], dims[other] = other, one
+    return dims

@@ -1,8 +1,8 @@
-"""Replaces values by values: drafts a plan, checks that no input is lost, and applies it."""
+"""Replaces values by values: drafts a plan, lays its results out, and checks that no input is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import stride_readers
-from mla_fx.graph.dead_code import erase_unread, unread_without
-from mla_fx.graph.provenance import fused_name, name_of, stand_in
+from mla_fx.graph.dead_code import unread_without
+from mla_fx.graph.provenance import name_of
 from mla_fx.readings.axes import Index
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.constant import constant
@@ -19,7 +19,7 @@ from mla_fx.readings.element import is_coarser, is_parameter
 from mla_fx.readings.same_value import equal_calls
 from mla_fx.readings.views import MOVERS, Place, fresh_index, move
 
-from .draft import Draft, in_order
+from .draft import Draft, Drafted
 from .emitter import Emitter
 from .materialize import axes, fill_memory_alike, laid_out_as, tensor
 from .plan import Call, Cast, Expression, Part, Plan, Replaced
@@ -44,43 +44,6 @@ LIKE = frozenset(
 OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """A plan whose calls are all drafted, operands first, but not yet in the graph. If it `differs`, it rounds some
-    codes otherwise."""
-
-    replaced: tuple[tuple[Node, Draft | Node], ...]
-    sources: Set[Node]
-    calls: tuple[Draft, ...]
-    exact: Set[Node] = frozenset()
-    differs: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        replaced: Iterable[tuple[Node, Draft | Node]],
-        sources: Set[Node],
-        exact: Set[Node] = frozenset(),
-        *,
-        differs: bool = False,
-    ) -> Drafted:
-        news = tuple(replaced)
-        return cls(news, sources, tuple(in_order(new for _, new in news)), exact, differs)
-
-    @property
-    def olds(self) -> list[Node]:
-        return [old for old, _ in self.replaced]
-
-    @property
-    def fused(self) -> list[Draft]:
-        """The calls of this project's operators."""
-        return [call for call in self.calls if fused_name(call) is not None]
-
-
-Prove = Callable[[str, Drafted], None]
-"""Checks the plan of a rule or a pass. Raises NoMatch if it changes a value."""
-
-
 def drafted(emit: Emitter, plan: Plan) -> Drafted:
     """Draft a plan. Raises NoMatch if an operator refuses its operands."""
     replaced = [(one.old, emit.draft(one.new)) for one in plan.replaced]
@@ -94,25 +57,16 @@ def replaced(old: Node, index: Sequence[Index], part: Part, *, padding: int = 0)
     return Replaced(old, Call(aten.constant_pad_nd.default, new, [0, padding]) if padding else new)
 
 
-def apply(emit: Emitter, plan: Drafted) -> list[Node]:
-    """Add the calls, replace every old value by its new one, and erase dead code; return the erased nodes in order.
+def fitted(emit: Emitter, plan: Drafted) -> Drafted:
+    """The plan with new values in layouts that suit all readers of the old ones.
 
-    Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one, or if an old
-    value is read by its strides and the new one would give other elements."""
+    Raises NoMatch if an old value is read by its strides and the new one would give other elements."""
     unread = unread_without(plan.olds)
     news = [(old, _fitting(emit, old, new, unread)) for old, new in plan.replaced]
-    first = min(plan.olds)
-    for node in _needed([new for _, new in news], set(plan.olds), first):
-        first.prepend(node)
-    with emit.before(first):
-        for old, new in [(old, emit.node(new)) for old, new in news]:
-            stand_in(new, old)
-            old.replace_all_uses_with(new)
-    return erase_unread(plan.olds)
+    return Drafted.of(news, plan.sources, plan.exact, differs=plan.differs)
 
 
 def _fitting(emit: Emitter, old: Node, new: Draft | Node, unread: Set[Node]) -> Draft | Node:
-    """The new value in a layout that suits all readers of the old one."""
     is_one = isinstance(old.meta["val"], torch.Tensor)
     if not is_one or all(_takes_any_layout(user, old) for user in old.users if user not in unread):
         return new
@@ -129,23 +83,6 @@ def _takes_any_layout(user: Node, value: Node) -> bool:
         return all(_takes_any_layout(further, user) for further in user.users)
     is_row = user.target is aten.slice_scatter.default and value is not args_of(user)[0]
     return is_row or user.target in ATTENTION
-
-
-def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[Node]:
-    """The direct and indirect operands that come after `first`, in order."""
-    pending, drafts, found = list(news), set[Draft](), set[Node]()
-    while pending:
-        part = pending.pop()
-        if isinstance(part, Draft):
-            if part not in drafts:
-                drafts.add(part)
-                pending += part.operands
-        elif part not in found and not part < first:
-            if part in olds:
-                raise NoMatch("the operator would need a value that it computes itself", part)
-            found.add(part)
-            pending += part.all_input_nodes
-    return sorted(found)
 
 
 def check_nothing_is_lost(
