@@ -16,7 +16,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import FLOATS
 
 from .calls import CASTS, args_of, operands_of, options_of
-from .element import Element, computed_between, is_coarser, operand
+from .element import Element, computed_between, has_8_bits, is_coarser, operand
 from .reading import Reading
 from .views import MOVERS
 
@@ -116,8 +116,7 @@ def codes_behind(element: Element, near: int = NEAR) -> Element | None:
     if node.target in COMPUTES and near:
         behind = (codes_behind(source, near - 1) for source in _operands(element))
         return next((found for found in behind if found is not None), None)
-    dtype = node.meta["val"].dtype
-    return element if dtype.itemsize == 1 and dtype is not torch.bool else None
+    return element if has_8_bits(node) else None
 
 
 def _operands(element: Element) -> list[Element]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 import torch
 from torch.fx import Node
 
 from mla_fx.graph.torch_private import OpOverload
 
-from .calls import args_of, operands_of
-from .element import is_parameter
+from .calls import args_of
+from .element import computed_from, has_8_bits, is_parameter
 from .sizes import Size
 from .views import shape_of
 
@@ -40,30 +40,14 @@ def quantised_projection(value: Node) -> torch.dtype | None:
 
 
 def _nearest_product(value: Node) -> Node | None:
-    return next((node for node in _behind(value) if _is_product(node)), None)
+    return next(filter(_is_product, itertools.islice(computed_from(value), NEAR)), None)
 
 
 def _packed_in(weight: Node) -> torch.dtype | None:
     """The dtype of an 8-bit graph input that a factor is computed from, if there is no product in between."""
-    for node in _behind(weight):
-        if _is_product(node):
-            return None
-        value = node.meta.get("val")
-        dtype = value.dtype if is_parameter(node) and isinstance(value, torch.Tensor) else torch.bool
-        if dtype.itemsize == 1 and dtype is not torch.bool:
-            return dtype
-    return None
-
-
-def _behind(value: Node) -> Iterator[Node]:
-    """A value and what it is computed from, nearest first, up to a limit."""
-    pending, seen = [value], {value}
-    while pending and len(seen) < NEAR:
-        node = pending.pop(0)
-        yield node
-        new = [source for source in operands_of(node) if source not in seen]
-        seen.update(new)
-        pending += new
+    near = itertools.islice(computed_from(weight), NEAR)
+    before = itertools.takewhile(lambda node: not _is_product(node), near)
+    return next((node.meta["val"].dtype for node in before if is_parameter(node) and has_8_bits(node)), None)
 
 
 def _is_product(node: Node) -> bool:

@@ -42,8 +42,8 @@ def packed_cache(latents: Node, keys: Node) -> Node | None:
 
 
 def _behind(value: Node) -> list[Node]:
-    """What a value is computed from, back to written caches, and the value; nothing if one may be far."""
-    found = [value, *itertools.islice(computed_from(value, lambda node: node.target in WRITES), MOST_CALLS)]
+    """A value and what it is computed from, back to written caches; nothing if one may be far."""
+    found = [*itertools.islice(computed_from(value, lambda node: node.target in WRITES), MOST_CALLS + 1)]
     return found if len(found) <= MOST_CALLS else []
 
 

@@ -21,7 +21,7 @@ from .algebra import SUBTRACTS, as_product
 from .calls import CASTS, args_of, argument, options_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
-from .element import Element, Scales, computed_from, is_parameter, operand, resolve
+from .element import Element, Scales, computed_from, has_8_bits, is_parameter, operand, resolve
 from .sizes import at_most, product
 from .vendor_calls import is_quant_matmul, quant_matmul
 from .views import shape_of
@@ -155,8 +155,7 @@ def _scaled_side(found: Contraction, scale: Element) -> str:
 def _are_codes(value: Element) -> bool:
     """Whether a value has 8 bits, or had them before the cast to the dtype in which it is multiplied."""
     node = value.origin
-    dtypes = {part.meta["val"].dtype for part in (node, *(args_of(node)[:1] if node.target in CASTS else ()))}
-    return any(dtype.itemsize == 1 and dtype is not torch.bool for dtype in dtypes)
+    return has_8_bits(node) or (node.target in CASTS and has_8_bits(args_of(node)[0]))
 
 
 def _is_product(element: Element) -> bool:
