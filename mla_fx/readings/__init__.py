@@ -18,7 +18,7 @@ quantised_product.py   the same of codes and their scales
 vendor_calls.py  Ascend's own operators for quantised values, where a program calls them
 static_codes.py  codes with a scale that is given, in int8
 packed_rows.py   rows of bytes: codes, a key and scales
-clipping.py      values clipped to a bound that the program computes
+bounds.py        values that are bounded by numbers, or clipped to a bound that the program computes
 quantised_tokens.py, quantised_tiles.py   codes that the program computes, with a scale per row or per tile of it
 integers.py      sums of positions in whole numbers, and comparisons of two of them
 causal.py        masks that hide exactly the keys after a position

@@ -225,6 +225,19 @@ def operand(value: Any, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
     return resolve(value, broadcast(value, index), factor)
 
 
+def operands(element: Element) -> list[Element]:
+    """The elements of the tensors that an operation of two operands combines; numbers are left out."""
+    values = (value for value in args_of(element.origin)[:2] if isinstance(value, Node))
+    return [operand(value, element.index) for value in values if isinstance(value.meta["val"], torch.Tensor)]
+
+
+def before_cast(element: Element) -> Element:
+    """What an element was before a cast, if it is the result of one: between integers and floats, as others are read
+    through."""
+    node = element.origin
+    return operand(args_of(node)[0], element.index) if node.target in CASTS else element
+
+
 def _cast(node: Node, index: tuple[Index, ...]) -> Step | None:
     source = args_of(node)[0]
     return ((source, index), 1.0) if _both_real(node, source) else None

@@ -11,7 +11,6 @@ from mla_fx.graph.torch_private import OpOverload
 
 from .calls import args_of
 from .element import computed_from, has_8_bits, is_parameter
-from .sizes import Size
 from .views import shape_of
 
 # By name, because the operators that multiply stored weights differ between libraries.
@@ -28,7 +27,7 @@ def quantised_up_projection(value: Node) -> torch.dtype | None:
     down = None if up is None else _nearest_product(_factors(up)[0])
     if up is None or down is None:
         return None
-    wide, narrow, expanded = (_width(node) for node in (_factors(down)[0], _factors(up)[0], up))
+    wide, narrow, expanded = (shape_of(node)[-1] for node in (_factors(down)[0], _factors(up)[0], up))
     is_up = all(isinstance(size, int) for size in (wide, narrow, expanded)) and wide > narrow < expanded
     return _packed_in(_factors(up)[1]) if is_up else None
 
@@ -58,7 +57,3 @@ def _factors(product: Node) -> tuple[Node, Node]:
     first = 1 if product.target._opname in ADDING else 0  # type: ignore[union-attr]  # an overload, as all products are
     left, right = args_of(product)[first : first + 2]
     return left, right
-
-
-def _width(node: Node) -> Size:
-    return shape_of(node)[-1]

@@ -13,8 +13,7 @@ from mla_fx.graph.provenance import label_of
 
 from .algebra import as_product
 from .cache_update import WRITES
-from .calls import CASTS, args_of
-from .element import Element, computed_from, element_of, operand
+from .element import Element, before_cast, computed_from, element_of
 
 aten = torch.ops.aten
 MOST_CALLS = 60  # between a cache and what is read of it; quantising tokens takes about thirty
@@ -72,9 +71,6 @@ def _factors(element: Element) -> Iterator[Node]:
         factors = [factor for factor, _ in as_product(element).factors]
     except NoMatch:
         return
-    for factor in factors:
-        node, index = factor.origin, factor.index
-        if node.target in CASTS:
-            node = operand(args_of(node)[0], index).origin
+    for node in (before_cast(factor).origin for factor in factors):
         if node.op == "placeholder" or node.target in WRITES | {aten.cat.default}:
             yield node
