@@ -8,7 +8,8 @@ sizes.py         sizes, as numbers or symbols, and what can be proved about them
 axes.py          index arithmetic: axes, and the digits of axes that a dimension reads
 views.py         how each view operation moves an index
 constant.py      the numbers that values hold at compile time
-element.py       an element of a value with its factor, and the walk through views and casts to its operation
+element.py       an element of a value with its factor, the walk through views and casts to its operation, and the one
+                 to all that a value is computed from
 concatenation.py values that were split and joined again, chunked and stacked
 same_value.py    equal calls of equal operands
 reading.py       the parts of every reading: its node, its elements and indices, its constants

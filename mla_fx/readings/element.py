@@ -170,6 +170,13 @@ def is_coarser(one: torch.dtype, other: torch.dtype) -> bool:
     return mine.eps > others.eps or mine.max < others.max or mine.smallest_normal > others.smallest_normal
 
 
+def narrows(call: Node) -> bool:
+    """Whether the result of a call has a coarser dtype than a tensor that it gets."""
+    given = (source.meta["val"] for source in operands_of(call))
+    dtype = call.meta["val"].dtype
+    return any(is_coarser(dtype, value.dtype) for value in given if isinstance(value, torch.Tensor))
+
+
 def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Element:
     """The element `factor * node[index]`, followed to the operation that computes it."""
     top: Place | None = None
@@ -232,8 +239,7 @@ def operands(element: Element) -> list[Element]:
 
 
 def before_cast(element: Element) -> Element:
-    """What an element was before a cast, if it is the result of one: between integers and floats, as others are read
-    through."""
+    """What an element was before it was cast, if it was; casts between floats are followed already."""
     node = element.origin
     return operand(args_of(node)[0], element.index) if node.target in CASTS else element
 

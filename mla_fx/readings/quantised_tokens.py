@@ -25,8 +25,8 @@ from mla_fx.graph.provenance import name_of
 from .algebra import as_product
 from .axes import Index
 from .bounds import Bounds, Clipped, bounded, clipped
-from .calls import CASTS, DIVIDES, MULTIPLIES, args_of, operands_of
-from .element import Element, computed_between, is_coarser, is_parameter, operand, resolve
+from .calls import CASTS, DIVIDES, MULTIPLIES, args_of
+from .element import Element, computed_between, is_coarser, is_parameter, narrows, operand, resolve
 from .largest import largest
 from .read_along import read_along
 from .reading import Reading
@@ -294,11 +294,8 @@ def _differences(steps: float, guards: tuple[float, ...], part: Part | None) -> 
 def rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
     """Whether a product between a node and `stops` is rounded to 16 bits."""
     for node in computed_between(start, stops):
-        if not isinstance(node.meta["val"], torch.Tensor):
-            continue  # the parts of a split
-        dtype = node.meta["val"].dtype
-        given = (operand.meta["val"] for operand in operands_of(node))
-        wider = any(is_coarser(dtype, value.dtype) for value in given if isinstance(value, torch.Tensor))
-        if is_coarser(dtype, torch.float32) and (wider or node.target in ARITHMETIC):
-            yield f"{what} in {dtype}, in a kernel in torch.float32"
+        value = node.meta["val"]  # or the parts of a split
+        is_narrow = isinstance(value, torch.Tensor) and is_coarser(value.dtype, torch.float32)
+        if is_narrow and (node.target in ARITHMETIC or narrows(node)):
+            yield f"{what} in {value.dtype}, in a kernel in torch.float32"
             return

@@ -17,9 +17,9 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .axes import Index
-from .calls import CASTS, DIVIDES, MULTIPLIES, args_of, operands_of
+from .calls import CASTS, DIVIDES, MULTIPLIES, args_of
 from .constant import constant
-from .element import Element, computed_between, is_coarser, operand, resolve
+from .element import Element, computed_between, narrows, operand, resolve
 from .quantised_tokens import whole_numbers
 from .reading import Reading
 from .views import MOVERS, Place
@@ -131,7 +131,4 @@ def _computes(node: Node) -> bool:
     is_kept = node.target in MOVERS or node.target is aten.neg.default
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False
-    if node.target in CASTS or is_kept:
-        sources = (source.meta["val"] for source in operands_of(node))
-        return any(is_coarser(value.dtype, one.dtype) for one in sources if isinstance(one, torch.Tensor))
-    return True
+    return narrows(node) if node.target in CASTS or is_kept else True

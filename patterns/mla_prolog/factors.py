@@ -69,8 +69,8 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:
         raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
-    sources = [match.readings[name].node for name in parts]
-    if not {*computed_from(nope.origin, lambda node: node < min(sources))}.isdisjoint(sources):
+    sources = {match.readings[name].node for name in parts}
+    if not sources.isdisjoint(computed_from(nope.origin, lambda node: node < min(sources))):  # not behind earlier ones
         raise NoMatch("the query is multiplied by a tensor computed from it", nope.origin)
     return nope
 
