@@ -18,9 +18,7 @@ from zoo.sizes import unequal
 from mla_fx.debug import recorder
 from mla_fx.debug.outcomes import layer_of
 from mla_fx.driver import discovery
-from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import module_of
-from mla_fx.passes import pipeline
 from mla_fx.rule import Stage
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -327,25 +325,3 @@ def test_a_query_in_float16():
     _, report = watched(module, given)
     reason = UNABSORBED + "absorbed, it might leave the range of torch.float16"
     assert [miss.reason for miss in report.misses] == [reason, ONLY_NEW], str(report)
-
-
-class Twice(Layer):
-    """Two layers that share weights; the second reads other caches."""
-
-    def forward(self, x, tables, position, caches):
-        x = super().forward(x, tables, position, caches)
-        return super().forward(x, tables, position, tuple(cache.flip(0) for cache in caches))
-
-
-def test_a_refused_absorption_leaves_the_others(monkeypatch):
-    """Each attention is absorbed, or its miss says why not."""
-    refused = iter((NoMatch("refused"), None))
-
-    def prove(run, name, plan):
-        if name == "absorb" and (miss := next(refused)) is not None:
-            raise miss
-
-    monkeypatch.setattr(pipeline, "prove", prove)
-    report = check(Twice(), arguments())
-    assert report.fused == {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1, **FUSED}, str(report)
-    assert [(miss.pattern, miss.reason, miss.by_design) for miss in report.misses] == [("absorb", "refused", False)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, module_of, source_of
+from mla_fx.readings.element import computed_from
 from mla_fx.readings.views import MOVERS
 
 from .closeness import distance
@@ -45,7 +45,7 @@ class Culprit:
         originals = {node.name: node for node in self.unfused.graph.nodes}
         has_data = _with_data(self.unfused.graph.nodes)
         shared = dict[Node, Node]()
-        for node in upstream(self.new):
+        for node in computed_from(self.new):
             old = self.agreeing.get(node, originals.get(node.name))
             if node is not self.new and old not in (None, self.old) and _is_cut(old, has_data):
                 shared[node] = old
@@ -81,16 +81,6 @@ def listed(nodes: Iterable[Node]) -> str:
     names = [f"{name} in {module}" if module else name for name, module in calls]
     more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     return ", ".join(names[:MOST_NAMED] + more)
-
-
-def upstream(node: Node) -> Iterator[Node]:
-    """A node and what it is computed from, nearest first."""
-    seen, pending = {node}, deque([node])
-    while pending:
-        yield (one := pending.popleft())
-        new = [operand for operand in one.all_input_nodes if operand not in seen]
-        seen.update(new)
-        pending += new
 
 
 def _behind(node: Node, agreeing: Collection[Node]) -> list[Node]:

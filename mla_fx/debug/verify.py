@@ -27,10 +27,11 @@ from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_compilers import as_boxed, is_boxed
+from mla_fx.readings.element import computed_from
 
 from .choices import Choosing, choices, errors, nearby, of_bytes, of_random_numbers, rounding_of, seen_by
 from .closeness import SAME, Closeness, blind, closeness, distance, wide_dtype
-from .culprit import Culprit, find, listed, upstream
+from .culprit import Culprit, find, listed
 from .envelope import Envelope
 from .exact import Dry, Results, Wide
 from .graph_part import Part, whole
@@ -211,7 +212,7 @@ class Verification:
 
     def _wrong_lowering(self, one: Closeness, result: _Result, inputs: Sequence[Any]) -> str:
         """How far the first wrong result is off, and which calls it depends on."""
-        calls = listed(upstream(result.fused) if isinstance(result.fused, Node) else self.fused.graph.nodes)
+        calls = listed(computed_from(result.fused) if isinstance(result.fused, Node) else self.fused.graph.nodes)
         sentence = (
             f"call {self.calls}: {one.what} of the compiled graph is {one.error:.3g} away from the exact one, "
             f"relative to its largest element, which is {one.share:.3g} times what is allowed; the unfused graph is "

@@ -150,7 +150,7 @@ def function_of(value: Node) -> tuple[GraphModule, list[Node]]:
     """The computation of a value as a function of the graph inputs it depends on, and these inputs.
 
     The function's names are its own, so equal computations of different graphs have equal code."""
-    nodes = sorted((value, *computed_from(value)))
+    nodes = sorted(computed_from(value))
     graph = Graph()
     sources = [node for node in nodes if node.op == "placeholder"]
     copies: dict[Any, Node] = {node: graph.placeholder(f"source_{place}") for place, node in enumerate(sources)}
@@ -183,7 +183,7 @@ def _input(node: Node, value: Draft, name: str) -> Draft:
 
 def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
     """A number that is equal for values computed in the same way. Each call behind a value is visited once."""
-    for node in sorted({value, *computed_from(value)} - keys.keys()):
+    for node in sorted({*computed_from(value)} - keys.keys()):
         operands = hashable((args_of(node), node.kwargs), keys.__getitem__)
         keys[node] = calls.setdefault(node if node.op == "placeholder" else (node.target, operands), len(calls))
     return keys[value]

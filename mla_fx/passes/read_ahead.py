@@ -74,7 +74,7 @@ def _read_sizes_from_inputs(graph: Graph) -> None:
 
 def _is_determined(call: Node) -> bool:
     """Whether the graph's inputs determine a number, by PyTorch's own operators: a vendor's may be for graphs only."""
-    computed = [source for source in computed_from(call) if source.op != "placeholder"]
+    computed = [source for source in computed_from(args_of(call)[0]) if source.op != "placeholder"]
     return all(is_fixed(source) and getattr(source.target, "namespace", "aten") == "aten" for source in computed)
 
 

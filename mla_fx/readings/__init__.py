@@ -8,7 +8,8 @@ sizes.py         sizes, as numbers or symbols, and what can be proved about them
 axes.py          index arithmetic: axes, and the digits of axes that a dimension reads
 views.py         how each view operation moves an index
 constant.py      the numbers that values hold at compile time
-element.py       an element of a value with its factor, and the walk through views and casts to its operation
+element.py       an element of a value with its factor, the walk through views and casts to its operation, and the one
+                 to all that a value is computed from
 concatenation.py values that were split and joined again, chunked and stacked
 same_value.py    equal calls of equal operands
 reading.py       the parts of every reading: its node, its elements and indices, its constants
@@ -18,7 +19,7 @@ quantised_product.py   the same of codes and their scales
 vendor_calls.py  Ascend's own operators for quantised values, where a program calls them
 static_codes.py  codes with a scale that is given, in int8
 packed_rows.py   rows of bytes: codes, a key and scales
-clipping.py      values clipped to a bound that the program computes
+bounds.py        values that are bounded by numbers, or clipped to a bound that the program computes
 quantised_tokens.py, quantised_tiles.py   codes that the program computes, with a scale per row or per tile of it
 integers.py      sums of positions in whole numbers, and comparisons of two of them
 causal.py        masks that hide exactly the keys after a position

@@ -185,7 +185,7 @@ def _unpadded(found: Attention) -> Attention:
 
 def _is_computed_from(value: Node, node: Node) -> bool:
     """Whether no product is between the two."""
-    return value is node or node in computed_from(value, lambda found: found.target in SUMS)
+    return node in computed_from(value, lambda found: found.target in SUMS)
 
 
 def weighted_sum(node: Node) -> Node | None:

@@ -259,7 +259,7 @@ def _why_unlike(node: Node, rows: Node, sizes: Sequence[Size], expected: Sequenc
 def _positions_of_size(node: Node, rows: Node, size: Size) -> Iterator[tuple[str, int]]:
     """The graph inputs that positions are computed from, with a dimension of this known size."""
     positions = [value for value in operands_of(node) if value not in (args_of(node)[0], rows)]
-    for found in [*positions, *(value for position in positions for value in computed_from(position))]:
+    for found in (value for position in positions for value in computed_from(position)):
         if isinstance(size, int) and found.op == "placeholder" and size in shape_of(found):
             yield label_of(found), shape_of(found).index(size)
 

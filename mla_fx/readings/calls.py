@@ -16,6 +16,8 @@ aten = torch.ops.aten
 CASTS = frozenset(
     {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout}
 )
+MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+DIVIDES = frozenset({aten.div.Tensor, aten.div.Scalar})
 
 _looked_at: ContextVar[set[Node] | None] = ContextVar("nodes whose arguments were asked for", default=None)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,15 +14,14 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import FLOATS
 
-from .calls import CASTS, args_of, operands_of, options_of
-from .element import Element, computed_between, is_coarser, operand
+from .calls import CASTS, DIVIDES, MULTIPLIES, args_of, operands_of, options_of
+from .element import Element, before_cast, computed_between, has_8_bits, is_coarser, operands
 from .reading import Reading
 from .views import MOVERS
 
 aten = torch.ops.aten
-DIVIDES = frozenset({aten.div.Tensor, aten.div.Scalar})
 SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-COMPUTES = CASTS | DIVIDES | SUMS | {aten.mul.Tensor, aten.mul.Scalar}
+COMPUTES = CASTS | MULTIPLIES | DIVIDES | SUMS
 NEAR = 5  # operations between codes and what is computed from them
 
 
@@ -57,8 +55,8 @@ def dequantised(element: Element) -> Dequantised:
 
 def _scaled(element: Element) -> tuple[Element, Element | None]:
     """Codes with their offset, and their scale if there is one."""
-    sides = _operands(element) if element.origin.target is aten.mul.Tensor else []
-    for numbers, scale in itertools.permutations(sides, 2):
+    factors = operands(element) if element.origin.target is aten.mul.Tensor else []
+    for numbers, scale in itertools.permutations(factors, 2):
         if _shifted(numbers) is not None:
             return numbers, scale
     return element, None
@@ -72,8 +70,8 @@ def _shifted(numbers: Element) -> tuple[Element, Element | None] | None:
     is_sum = node.target in SUMS and len(args_of(node)) == 2 and not options_of(node)
     if not is_sum or not node.meta["val"].is_floating_point() or numbers.factor != 1.0:
         return None
-    sides, sign = _operands(numbers), -1.0 if node.target is aten.sub.Tensor else 1.0
-    for term, *offset in (sides,) if sign < 0 else (sides, sides[::-1]):
+    terms, sign = operands(numbers), -1.0 if node.target is aten.sub.Tensor else 1.0
+    for term, *offset in (terms,) if sign < 0 else (terms, terms[::-1]):
         codes = _codes(term)
         if codes is not None and offset:
             return codes, offset[0].times(sign)
@@ -82,11 +80,8 @@ def _shifted(numbers: Element) -> tuple[Element, Element | None] | None:
 
 def _codes(term: Element) -> Element | None:
     """Codes in int8, or those that a term was cast from, to a dtype that holds them all; None for other terms."""
-    if term.factor != 1.0:
-        return None
-    if term.origin.target in CASTS and term.origin.meta["val"].dtype in FLOATS:
-        term = operand(args_of(term.origin)[0], term.index)
-    return term if term.origin.meta["val"].dtype == torch.int8 else None
+    found = before_cast(term) if term.origin.meta["val"].dtype in FLOATS else term
+    return found if term.factor == 1.0 and found.origin.meta["val"].dtype == torch.int8 else None
 
 
 def _rounding_to(dtype: torch.dtype, element: Element, codes: Element, parts: list[Element]) -> Iterator[Node]:
@@ -94,7 +89,8 @@ def _rounding_to(dtype: torch.dtype, element: Element, codes: Element, parts: li
     casts of it to `dtype`, and the calls between each of the other parts and what it was before casts."""
     for node in computed_between(element.origin, {codes.origin, *(part.seen[0] for part in parts)}):
         is_of_codes = node.target in CASTS and codes.origin in operands_of(node)
-        if is_of_codes or (_is_tensor(node) and not is_coarser(node.meta["val"].dtype, dtype)):
+        value = node.meta["val"]
+        if is_of_codes or (isinstance(value, torch.Tensor) and not is_coarser(value.dtype, dtype)):
             yield node
     yield from _casts_of(element.origin, dtype)
     for part in parts:
@@ -114,16 +110,6 @@ def codes_behind(element: Element, near: int = NEAR) -> Element | None:
     """The numbers of 8 bits from which an element is computed by casts, sums and products; None if there are none."""
     node = element.origin
     if node.target in COMPUTES and near:
-        behind = (codes_behind(source, near - 1) for source in _operands(element))
+        behind = (codes_behind(source, near - 1) for source in operands(element))
         return next((found for found in behind if found is not None), None)
-    dtype = node.meta["val"].dtype
-    return element if dtype.itemsize == 1 and dtype is not torch.bool else None
-
-
-def _operands(element: Element) -> list[Element]:
-    """The elements of tensors that a pointwise operation reads for an element."""
-    return [operand(value, element.index) for value in args_of(element.origin)[:2] if _is_tensor(value)]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Node) and isinstance(value.meta["val"], torch.Tensor)
+    return element if has_8_bits(node) else None

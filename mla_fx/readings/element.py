@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -168,6 +170,13 @@ def is_coarser(one: torch.dtype, other: torch.dtype) -> bool:
     return mine.eps > others.eps or mine.max < others.max or mine.smallest_normal > others.smallest_normal
 
 
+def narrows(call: Node) -> bool:
+    """Whether the result of a call has a coarser dtype than a tensor that it gets."""
+    given = (source.meta["val"] for source in operands_of(call))
+    dtype = call.meta["val"].dtype
+    return any(is_coarser(dtype, value.dtype) for value in given if isinstance(value, torch.Tensor))
+
+
 def resolve(node: Node, index: tuple[Index, ...], factor: float = 1.0) -> Element:
     """The element `factor * node[index]`, followed to the operation that computes it."""
     top: Place | None = None
@@ -221,6 +230,18 @@ def operand(value: Any, index: tuple[Index, ...], factor: float = 1.0) -> Elemen
     if not isinstance(value, Node):
         raise NoMatch(f"expected a tensor, found the number {value}")
     return resolve(value, broadcast(value, index), factor)
+
+
+def operands(element: Element) -> list[Element]:
+    """The elements of the tensors that an operation of two operands combines; numbers are left out."""
+    values = (value for value in args_of(element.origin)[:2] if isinstance(value, Node))
+    return [operand(value, element.index) for value in values if isinstance(value.meta["val"], torch.Tensor)]
+
+
+def before_cast(element: Element) -> Element:
+    """What an element was before it was cast, if it was; casts between floats are followed already."""
+    node = element.origin
+    return operand(args_of(node)[0], element.index) if node.target in CASTS else element
 
 
 def _cast(node: Node, index: tuple[Index, ...]) -> Step | None:
@@ -290,24 +311,28 @@ def is_parameter(node: Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def computed_from(node: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
-    """All nodes that a value is computed from, ends among them, but nothing that an end is computed from."""
-    pending, seen = [*operands_of(node)], set[Node]()
+def has_8_bits(node: Node) -> bool:
+    """Whether the numbers of a value have 8 bits."""
+    dtype = getattr(node.meta.get("val"), "dtype", torch.bool)
+    return dtype.itemsize == 1 and dtype is not torch.bool
+
+
+def computed_from(value: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """A value and all that it is computed from, nearest first: ends are among them, but nothing that an end is computed
+    from. The value itself is no end."""
+    pending, seen = deque([value]), {value}
     while pending:
-        found = pending.pop()
-        if found in seen:
-            continue
-        seen.add(found)
-        pending += [] if is_end(found) else operands_of(found)
-        yield found
-
-
-def computed_between(node: Node, stops: Set[Node]) -> Iterator[Node]:
-    """A node and all that it is computed from, as far as `stops`, which are left out, and so are constants."""
-
-    def is_end(found: Node) -> bool:
-        return found in stops or constant(found) is not None
-
-    if not is_end(node):
+        node = pending.popleft()
         yield node
-        yield from (found for found in computed_from(node, is_end) if not is_end(found))
+        new = [] if node is not value and is_end(node) else [one for one in operands_of(node) if one not in seen]
+        seen.update(new)
+        pending += new
+
+
+def computed_between(value: Node, stops: Set[Node]) -> Iterator[Node]:
+    """The same as far as `stops`, which are left out, and so are constants."""
+
+    def is_end(node: Node) -> bool:
+        return node in stops or constant(node) is not None
+
+    return iter(()) if is_end(value) else itertools.filterfalse(is_end, computed_from(value, is_end))

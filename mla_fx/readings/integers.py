@@ -14,7 +14,7 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import REVERSED, SUBTRACTS
 from .axes import ZERO, Index, combine, shifted
-from .calls import CASTS, args_of, argument, options_of
+from .calls import CASTS, MULTIPLIES, args_of, argument, options_of
 from .constant import EXACT, constant
 from .element import Element, operand
 from .same_value import same_value
@@ -26,7 +26,6 @@ aten = torch.ops.aten
 INTEGERS = frozenset({torch.int64, torch.int32})
 IOTA, ARANGES = torch.ops.prims.iota.default, (aten.arange.start, aten.arange.start_step)
 ADDS = frozenset({aten.add.Tensor, aten.add.Scalar})
-MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 
 
 @dataclass(frozen=True)

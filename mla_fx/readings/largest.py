@@ -12,11 +12,10 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
 from .axes import Index
+from .bounds import bounded
 from .calls import args_of, argument
-from .constant import constant
 from .contraction import reduced
-from .element import Element, resolve
-from .element import operand as read_operand
+from .element import Element, operand, operands, resolve
 
 aten = torch.ops.aten
 Largest = tuple[Element, tuple[Index, ...]]
@@ -41,9 +40,8 @@ def largest(element: Element) -> Largest:
 
 def _of_both_ends(element: Element) -> Largest:
     """`max(-smallest, largest)`, where either may be bounded by zero first."""
-    sides = [read_operand(value, element.index) for value in args_of(element.node)[:2]]
-    negative = [side for side in sides if side.factor < 0]
-    positive = [side for side in sides if side.factor > 0]
+    negative = [side for side in operands(element) if side.factor < 0]
+    positive = [side for side in operands(element) if side.factor > 0]
     if len(negative) != 1 or len(positive) != 1 or -negative[0].factor != positive[0].factor:
         raise NoMatch("expected the largest magnitude, found another maximum", element.origin)
     number, high = positive[0].apart()
@@ -61,10 +59,10 @@ def _unbounded(element: Element, bound: object) -> Element:
     node = element.node
     if node.target is not bound:
         return element
-    values = [value for value in args_of(node)[:2] if constant(value) != 0]
-    if len(values) != 1:
+    found = bounded(node)
+    if found is None or 0.0 not in found[1]:
         raise NoMatch(f"expected a bound of zero, found {name_of(node)}", node)
-    return read_operand(values[0], element.index)
+    return operand(found[0], element.index)
 
 
 def _end(element: Element, reduction: object, with_places: object, *, place: int) -> Largest:

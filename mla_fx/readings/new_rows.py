@@ -59,7 +59,7 @@ def _sources(value: Node) -> list[Node]:
 
 def _behind(value: Node) -> list[Node]:
     """A value and what it is computed from, back to matrix products and fused operators."""
-    return [value] if _is_source(value) else [value, *computed_from(value, _is_source)]
+    return [value] if _is_source(value) else [*computed_from(value, _is_source)]
 
 
 def _is_source(node: Node) -> bool:

@@ -40,10 +40,10 @@ def packed_rows(row: Element, byte: Axis, latents: Size) -> PackedRows:
     """Read a row of so many latents, along its bytes. Raises NoMatch if it is not packed so."""
     if at_most(byte.size, latents):
         raise NoMatch(f"rows have {byte.size} bytes, expected more than {latents} codes", row.origin)
-    if (stored := _dtype(_stored(row, byte, 0))) != torch.int8:
+    if (stored := _stored(row, byte, 0).meta["val"].dtype) != torch.int8:
         raise NoMatch(f"rows begin with {stored}, expected codes in torch.int8", row.origin)
     rotary = _stored(row, byte, latents)
-    if (stored := _dtype(rotary)) not in HALVES:
+    if (stored := rotary.meta["val"].dtype) not in HALVES:
         raise NoMatch(f"behind {latents} codes, rows hold {stored}, expected a rotary key in 16 bits", row.origin)
     keys = shape_of(rotary)[-1]
     start = plain(latents + 2 * keys)
@@ -51,7 +51,7 @@ def packed_rows(row: Element, byte: Axis, latents: Size) -> PackedRows:
     tiles = ratio(left, 4)
     if tiles is None or not at_most(1, tiles):
         raise NoMatch(f"rows have {left} bytes behind the rotary key, expected 4 for each scale", row.origin)
-    if (stored := _dtype(_stored(row, byte, start))) != torch.float32:
+    if (stored := _stored(row, byte, start).meta["val"].dtype) != torch.float32:
         raise NoMatch(f"behind the rotary key, rows hold {stored}, expected scales in torch.float32", row.origin)
     column, key, tile = Axis(latents), Axis(keys), Axis(tiles)
     return PackedRows(
@@ -66,11 +66,6 @@ def _stored(row: Element, byte: Axis, place: Size) -> Node:
     node: Node = row.at({byte: Index(place)}).origin
     source: Node = args_of(node)[0] if node.target is aten.view.dtype else node
     return source
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
 
 
 def _of_bytes(row: Element, byte: Axis, start: Size, axis: Axis, width: int, what: str) -> Element:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 import torch
 from torch.fx import Node
 
 from mla_fx.graph.torch_private import OpOverload
 
-from .calls import args_of, operands_of
-from .element import is_parameter
-from .sizes import Size
+from .calls import args_of
+from .element import computed_from, has_8_bits, is_parameter
 from .views import shape_of
 
 # By name, because the operators that multiply stored weights differ between libraries.
@@ -28,7 +27,7 @@ def quantised_up_projection(value: Node) -> torch.dtype | None:
     down = None if up is None else _nearest_product(_factors(up)[0])
     if up is None or down is None:
         return None
-    wide, narrow, expanded = (_width(node) for node in (_factors(down)[0], _factors(up)[0], up))
+    wide, narrow, expanded = (shape_of(node)[-1] for node in (_factors(down)[0], _factors(up)[0], up))
     is_up = all(isinstance(size, int) for size in (wide, narrow, expanded)) and wide > narrow < expanded
     return _packed_in(_factors(up)[1]) if is_up else None
 
@@ -40,30 +39,14 @@ def quantised_projection(value: Node) -> torch.dtype | None:
 
 
 def _nearest_product(value: Node) -> Node | None:
-    return next((node for node in _behind(value) if is_product(node)), None)
+    return next(filter(is_product, itertools.islice(computed_from(value), NEAR)), None)
 
 
 def _packed_in(weight: Node) -> torch.dtype | None:
     """The dtype of an 8-bit graph input that a factor is computed from, if there is no product in between."""
-    for node in _behind(weight):
-        if is_product(node):
-            return None
-        value = node.meta.get("val")
-        dtype = value.dtype if is_parameter(node) and isinstance(value, torch.Tensor) else torch.bool
-        if dtype.itemsize == 1 and dtype is not torch.bool:
-            return dtype
-    return None
-
-
-def _behind(value: Node) -> Iterator[Node]:
-    """A value and what it is computed from, nearest first, up to a limit."""
-    pending, seen = [value], {value}
-    while pending and len(seen) < NEAR:
-        node = pending.pop(0)
-        yield node
-        new = [source for source in operands_of(node) if source not in seen]
-        seen.update(new)
-        pending += new
+    near = itertools.islice(computed_from(weight), NEAR)
+    before = itertools.takewhile(lambda node: not is_product(node), near)
+    return next((node.meta["val"].dtype for node in before if is_parameter(node) and has_8_bits(node)), None)
 
 
 def is_product(node: Node) -> bool:
@@ -74,7 +57,3 @@ def _factors(product: Node) -> tuple[Node, Node]:
     first = 1 if product.target._opname in ADDING else 0  # type: ignore[union-attr]  # an overload, as all products are
     left, right = args_of(product)[first : first + 2]
     return left, right
-
-
-def _width(node: Node) -> Size:
-    return shape_of(node)[-1]

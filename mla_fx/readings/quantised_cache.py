@@ -13,8 +13,7 @@ from mla_fx.graph.provenance import label_of
 
 from .algebra import as_product
 from .cache_update import WRITES
-from .calls import CASTS, args_of
-from .element import Element, computed_from, element_of, operand
+from .element import Element, before_cast, computed_from, element_of
 from .quantised import is_product
 
 aten = torch.ops.aten
@@ -43,9 +42,9 @@ def packed_cache(latents: Node, keys: Node) -> Node | None:
 
 
 def _behind(value: Node) -> list[Node]:
-    """What a value is computed from, back to written caches and products, and the value; nothing if one may be far."""
+    """A value and what it is computed from, back to written caches and products; nothing if one may be far."""
     behind = computed_from(value, lambda node: node.target in WRITES or is_product(node))
-    found = [value, *itertools.islice(behind, MOST_CALLS)]
+    found = [*itertools.islice(behind, MOST_CALLS + 1)]
     return found if len(found) <= MOST_CALLS else []
 
 
@@ -74,9 +73,6 @@ def _factors(element: Element) -> Iterator[Node]:
         factors = [factor for factor, _ in as_product(element).factors]
     except NoMatch:
         return
-    for factor in factors:
-        node, index = factor.origin, factor.index
-        if node.target in CASTS:
-            node = operand(args_of(node)[0], index).origin
+    for node in (before_cast(factor).origin for factor in factors):
         if node.op == "placeholder" or node.target in WRITES | {aten.cat.default}:
             yield node

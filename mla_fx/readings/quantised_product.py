@@ -21,7 +21,7 @@ from .algebra import SUBTRACTS, as_product
 from .calls import CASTS, args_of, argument, options_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
-from .element import Element, Scales, computed_from, is_parameter, operand, resolve
+from .element import Element, Scales, before_cast, computed_from, has_8_bits, is_parameter, operand, operands, resolve
 from .sizes import at_most, product
 from .vendor_calls import is_quant_matmul, quant_matmul
 from .views import shape_of
@@ -130,9 +130,8 @@ def _with_its_scales(element: Element) -> Contraction:
 
 def _stored(side: Element) -> Element:
     """Codes before the cast to the dtype in which they are multiplied, which holds every integer of 8 bits."""
-    node = side.origin
-    is_cast = node.target in CASTS and args_of(node)[0].meta["val"].dtype in CODES and not side.roundings
-    return resolve(args_of(node)[0], side.index) if is_cast else side
+    found = before_cast(side)
+    return found if found.origin.meta["val"].dtype in CODES and not side.roundings else side
 
 
 def _with_scales(side: Element, scales: list[Element], dtype: torch.dtype) -> Element:
@@ -154,16 +153,14 @@ def _scaled_side(found: Contraction, scale: Element) -> str:
 
 def _are_codes(value: Element) -> bool:
     """Whether a value has 8 bits, or had them before the cast to the dtype in which it is multiplied."""
-    node = value.origin
-    dtypes = {part.meta["val"].dtype for part in (node, *(args_of(node)[:1] if node.target in CASTS else ()))}
-    return any(dtype.itemsize == 1 and dtype is not torch.bool for dtype in dtypes)
+    return has_8_bits(value.origin) or has_8_bits(before_cast(value).origin)
 
 
 def _is_product(element: Element) -> bool:
     whole = _integers(element)
     if whole is None:
         return element.origin.target in (*PRODUCTS, aten.linear.default)
-    is_cast = whole.origin.target in CASTS and _is_product(operand(args_of(whole.origin)[0], whole.index))
+    is_cast = whole.origin.target in CASTS and _is_product(before_cast(whole))
     return is_cast or whole.origin.target in SUBTRACTS or _multiplies(whole.origin) or _biased(whole) is not None
 
 
@@ -175,7 +172,7 @@ def _biased(element: Element) -> Element | None:
     """What is added to a product of integers, if something is."""
     if element.origin.target is not aten.add.Tensor:
         return None
-    terms = [operand(value, element.index) for value in args_of(element.origin)[:2] if isinstance(value, Node)]
+    terms = operands(element)
     others = [term for term in terms if not _multiplies(term.origin)]
     return others[0] if len(terms) == 2 and len(others) == 1 else None
 
@@ -190,12 +187,8 @@ def _of_codes(element: Element) -> Contraction:
 
 def _integers(element: Element) -> Element | None:
     """The integers that a value is, or was cast from."""
-    node = element.origin
-    if node.meta["val"].dtype in (*CODES, *WIDE):
-        return element
-    if node.target not in CASTS or args_of(node)[0].meta["val"].dtype not in (*CODES, *WIDE):
-        return None
-    return resolve(args_of(node)[0], element.index)
+    parts = (element, before_cast(element))
+    return next((part for part in parts if part.origin.meta["val"].dtype in (*CODES, *WIDE)), None)
 
 
 def _exact(element: Element) -> Contraction:
@@ -216,7 +209,7 @@ def _multiplied(element: Element) -> Contraction:
         added = bias.origin.meta["val"].dtype
         raise NoMatch(f"a product of codes has a bias in {added}, which the fused operators do not support", node)
     if node.target in CASTS:
-        return _in_floats(operand(args_of(node)[0], element.index))
+        return _in_floats(before_cast(element))
     if node.target is aten._int_mm.default:
         return matmul(element, *args_of(node)[:2])
     if node.target is out_dtype and args_of(node)[:2] == (aten.mm.default, torch.int32):

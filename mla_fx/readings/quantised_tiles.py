@@ -12,9 +12,8 @@ in the last bit; then `differences` says why.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -22,31 +21,29 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .axes import Axis, combine, whole
-from .calls import args_of, options_of
-from .clipping import clipped
+from .bounds import clipped, unbounded
+from .calls import MULTIPLIES, args_of, options_of
 from .constant import constant, rounded
-from .element import Element, Scales, operand
+from .element import Element, Scales, operand, operands
 from .largest import largest
-from .quantised_tokens import STEPS, Part, clipped_tokens, unbounded, whole_numbers
+from .quantised_tokens import STEPS, Part, clipped_tokens, whole_numbers
 from .reading import Reading
 from .same_value import equal_calls
 from .sizes import Size, ratio
 
 aten = torch.ops.aten
-MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-Check = Callable[[Element], bool]
-Computed = Callable[[Element, Check], bool]  # from the largest value, which the check recognises
+Step = Callable[[Element], Element | None]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a kernel computes codes and scales: what multiplies a value, and its scale, in words and as a check of an
-    element. `clips` says whether it clips values to a part of their largest one, which then counts as the largest."""
+    """How a kernel computes codes and scales: what multiplies a value, and its scale, in words and as steps from the
+    largest value, the last one first. `clips` says whether it clips values to a part of it, which then counts as it."""
 
     codes: str
     scales: str
-    multiplies: Computed
-    is_scale: Computed
+    multiplies: tuple[Step, ...]
+    scale: tuple[Step, ...]
     clips: bool
 
 
@@ -59,10 +56,10 @@ class QuantisedTiles(Reading):
 
     value: Element
     width: Size
-    differences: tuple[str, ...] = field(default=())
-    whole: tuple[Node, ...] = field(default=())
-    number: float = 1.0
-    factor: Element | None = None
+    differences: tuple[str, ...]
+    whole: tuple[Node, ...]
+    number: float
+    factor: Element | None
 
     @property
     def constants(self) -> tuple[object, ...]:
@@ -76,37 +73,64 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
         raise NoMatch(f"rows of {column.size} codes have {tile.size} scales", codes.origin)
     upper, lower = whole(column).split(width)
     scale = scale.at({tile: combine(0, [(upper, 1)])})
-    found = clipped_tokens(replace(codes, scales=Scales((scale,), scale.dtype)))
+    found, part = clipped_tokens(replace(codes, scales=Scales((scale,), scale.dtype)))
     if found.over != (combine(0, [(lower, 1)]),):
         raise NoMatch(f"the scale of {width} adjacent codes is not that of these", codes.origin)
-    if found.part is not None and not form.clips:
-        raise NoMatch("latents are clipped to a part of their largest one, expected all of it", found.part.bound.origin)
-    is_bound = _is_largest if found.part is None else functools.partial(_is_bound, part=found.part)
+    if part is not None and not form.clips:
+        raise NoMatch("latents are clipped to a part of their largest one, expected all of it", part.clip.bound.origin)
     differences = (
         *found.differences,
-        *(() if _is_multiplied(codes, found.value, form, is_bound) else (form.codes,)),
-        *(() if form.is_scale(unbounded(scale), is_bound) else (form.scales,)),
+        *(() if _is_multiplied(codes, found.value, form, part) else (form.codes,)),
+        *(() if _is_computed(unbounded(scale), form.scale, part) else (form.scales,)),
     )
     value = replace(found.value, top=None)  # of the row: the program reads it in tiles
-    tiles = QuantisedTiles(codes.origin, value, width, differences, found.whole)
-    if found.part is None:
-        return tiles
-    if found.part.factor is not None and found.part.factor.axes:
-        source = found.part.factor.origin
-        raise NoMatch("tiles are clipped to different parts of their largest values, expected one", source)
-    return replace(tiles, number=found.part.number, factor=found.part.factor)
+    number, factor = (1.0, None) if part is None else part[1:]
+    if factor is not None and factor.axes:
+        raise NoMatch("tiles are clipped to different parts of their largest values, expected one", factor.origin)
+    return QuantisedTiles(codes.origin, value, width, differences, found.whole, number, factor)
 
 
-def _is_multiplied(codes: Element, value: Element, form: Form, is_bound: Check) -> bool:
+def _is_multiplied(codes: Element, value: Element, form: Form, part: Part | None) -> bool:
     quotient = whole_numbers(codes).value
-    sides = [operand(side, quotient.index) for side in args_of(quotient.origin)[:2] if isinstance(side, Node)]
-    is_product = quotient.origin.target is aten.mul.Tensor and _is_as_computed(quotient)
-    return is_product and value in map(_unclipped, sides) and any(form.multiplies(side, is_bound) for side in sides)
+    factors = operands(quotient)
+    if quotient.origin.target is not aten.mul.Tensor or not _is_as_computed(quotient):
+        return False
+    return value in map(_unclipped, factors) and any(_is_computed(one, form.multiplies, part) for one in factors)
 
 
 def _unclipped(element: Element) -> Element:
     clip = clipped(element)
     return element if clip is None else clip.value
+
+
+def _is_computed(element: Element, steps: tuple[Step, ...], part: Part | None) -> bool:
+    """Whether steps compute an element from the bound to which values are clipped, the last one first."""
+    for step in steps:
+        found = step(element)
+        if found is None:
+            return False
+        element = found
+    return _is_bound(element, part)
+
+
+def _is_bound(element: Element, part: Part | None) -> bool:
+    """Whether this is the largest value, or the product of it and one factor to which values are clipped. Then it is
+    neither rounded nor multiplied."""
+    if part is None:
+        return _is_largest(element)
+    (node, index), (other, place) = element.seen, part.clip.bound.seen
+    if index != place or not equal_calls(node, other) or element.roundings:
+        return False
+    is_product = node.target in MULTIPLIES and node.meta["val"].dtype == torch.float32
+    return _is_largest(element) or (is_product and any(map(_is_largest, operands(Element(node, index)))))
+
+
+def _is_largest(element: Element) -> bool:
+    try:
+        largest(element)
+    except NoMatch:
+        return False
+    return not element.roundings
 
 
 def _is_as_computed(element: Element) -> bool:
@@ -115,80 +139,49 @@ def _is_as_computed(element: Element) -> bool:
     return is_wide and element.factor == 1.0 and not element.roundings
 
 
-def _inverse(is_inner: Computed) -> Computed:
-    """The check of the reciprocal, as computed."""
-
-    def is_inverse(element: Element, is_bound: Check) -> bool:
-        is_reciprocal = element.origin.target is aten.reciprocal.default and _is_as_computed(element)
-        return is_reciprocal and is_inner(operand(args_of(element.origin)[0], element.index), is_bound)
-
-    return is_inverse
+# --- steps: what an element is computed from in float32, if it is so --------------------------------------------------
 
 
-def _is_largest(element: Element) -> bool:
-    """Whether this is the largest magnitude of something, and not rounded or multiplied after that."""
-    try:
-        largest(element)
-    except NoMatch:
-        return False
-    return not element.roundings
+def _inverse(element: Element) -> Element | None:
+    """`x` of `1 / x`."""
+    node = element.origin
+    is_inverse = node.target is aten.reciprocal.default and _is_as_computed(element)
+    return operand(args_of(node)[0], element.index) if is_inverse else None
 
 
-# --- the largest code divided by the largest value ---------------------------------------------------------------
-
-
-def _is_true_factor(element: Element, is_bound: Check) -> bool:
-    """Whether this is 127 / bound, a quotient of two tensors. PyTorch divides a number by a tensor otherwise."""
+def _divides(element: Element) -> Element | None:
+    """`x` of `127 / x`, a quotient of two tensors. PyTorch divides a number by a tensor otherwise."""
     node = element.origin
     if node.target is not aten.div.Tensor or options_of(node) or not _is_as_computed(element):
-        return False
+        return None
     steps, divisor = args_of(node)[:2]
-    if not isinstance(steps, Node) or constant(steps) != STEPS or not isinstance(divisor, Node):
-        return False
-    return is_bound(unbounded(operand(divisor, element.index)))
+    is_true = isinstance(steps, Node) and constant(steps) == STEPS and isinstance(divisor, Node)
+    return unbounded(operand(divisor, element.index)) if is_true else None
 
 
-QUOTIENT = Form(
-    "codes are computed otherwise than as value * (127 / largest) with a true quotient, as a kernel does",
-    "scales are computed otherwise than as 1 / (127 / largest) with a true quotient, as a kernel does",
-    _is_true_factor,
-    _inverse(_is_true_factor),
-    clips=False,
-)
-
-
-# --- the largest value times a number ----------------------------------------------------------------------------
-
-
-def _is_product(element: Element, is_bound: Check) -> bool:
-    """Whether this is bound * (1/127) in float32, where values are clipped to the bound, or none is above it."""
+def _multiplies(element: Element) -> Element | None:
+    """`x` of `x * (1/127)`."""
     node, index = element.seen
     if node.target not in MULTIPLIES or node.meta["val"].dtype != torch.float32 or element.roundings:
-        return False
+        return None
     sides = args_of(node)[:2]
-    bounds = [operand(side, index) for side in sides if isinstance(side, Node) and constant(side) is None]
-    numbers = [number for side in sides if (number := constant(side)) is not None]
-    if len(bounds) != 1 or [rounded(number, torch.float32) for number in numbers] != [INVERSE]:
-        return False
-    return is_bound(bounds[0])
-
-
-def _is_bound(element: Element, part: Part) -> bool:
-    """Whether this is the bound to which values are clipped: the largest, or the product of it and one factor."""
-    (node, index), (other, place) = element.seen, part.bound.seen
-    if index != place or not equal_calls(node, other) or element.roundings:
-        return False
-    if _is_largest(element):
-        return True
-    sides = [operand(side, index) for side in args_of(node)[:2] if isinstance(side, Node)]
-    return node.target in MULTIPLIES and node.meta["val"].dtype == torch.float32 and any(map(_is_largest, sides))
+    values = [side for side in sides if constant(side) is None]
+    numbers = [rounded(number, torch.float32) for side in sides if (number := constant(side)) is not None]
+    return operand(values[0], index) if numbers == [INVERSE] else None
 
 
 INVERSE = rounded(1 / STEPS, torch.float32)
+QUOTIENT = Form(
+    "codes are computed otherwise than as value * (127 / largest) with a true quotient, as a kernel does",
+    "scales are computed otherwise than as 1 / (127 / largest) with a true quotient, as a kernel does",
+    (_divides,),
+    (_inverse, _divides),
+    clips=False,
+)
 PRODUCT = Form(
     "codes are computed otherwise than as clipped value * (1 / scale), as a kernel does",
     "scales are computed otherwise than as bound * (1/127), as a kernel does",
-    _inverse(_is_product),
-    _is_product,
+    (_inverse, _multiplies),
+    (_multiplies,),
     clips=True,
 )

@@ -24,13 +24,12 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product
 from .axes import Index
-from .calls import CASTS, args_of, argument, operands_of
-from .clipping import Clipped, clipped
-from .constant import constant
-from .element import Element, computed_between, is_coarser, is_parameter, operand, resolve
+from .bounds import Bounds, Clipped, bounded, clipped
+from .calls import CASTS, DIVIDES, MULTIPLIES, args_of
+from .element import Element, computed_between, is_coarser, is_parameter, narrows, operand, resolve
 from .largest import largest
 from .read_along import read_along
-from .reading import Parts, Reading
+from .reading import Reading
 from .same_value import same_value
 from .vendor_calls import dynamic_quant, is_dynamic_quant
 
@@ -38,57 +37,35 @@ aten = torch.ops.aten
 STEPS = 127.0
 NEAR_STEPS = (STEPS, 127.5)
 MOST_CALLS = 20  # between codes and what is rounded, or between a scale and a maximum
-# The arguments that bound a value from below and from above.
-LIMITS = {aten.clamp.default: (1, 2), aten.clamp_min.default: (1, None), aten.clamp_max.default: (None, 1)}
-ARITHMETIC = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.reciprocal.default})
+ARITHMETIC = MULTIPLIES | DIVIDES | {aten.reciprocal.default}
 # The dtypes that hold every code, from -128 to 127.
 WHOLE = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64}
 )
-BOUNDS = {aten.maximum.default: "low", aten.minimum.default: "high"}
 OTHER_VALUES = "the codes of tokens are divided by the largest of other values"
 
 
-@dataclass(frozen=True)
-class Part(Parts):
-    """`number * factor` of the largest value, to which values are clipped at `bound`; no `factor` is one. Where it is
-    negative, values are `bound` if `is_high_last`, else minus that."""
+class Part(NamedTuple):
+    """What values are clipped to: `number * factor` of their largest one; no `factor` is one."""
 
-    bound: Element
-    is_high_last: bool
+    clip: Clipped
     number: float
     factor: Element | None
 
 
 @dataclass(frozen=True)
 class QuantisedTokens(Reading):
-    """Codes of `value`, along the indices of `over`, with a scale for each token. Without a `part`, values are not
-    clipped."""
+    """Codes of `value`, along the indices of `over`, with a scale for each token."""
 
     value: Element
     over: tuple[Index, ...]
     differences: tuple[str, ...] = field(default=())
     whole: tuple[Node, ...] = field(default=())
     """The calls on the way from the rounded value to the codes. They get whole numbers, so they round nothing."""
-    part: Part | None = None
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        return self.differences, None if self.part is None else (self.part.number, self.part.is_high_last)
-
-
-class Bounds(NamedTuple):
-    """Numbers below `low` become `low`, then numbers above `high` become `high`."""
-
-    low: float = -math.inf
-    high: float = math.inf
-
-    def of(self, number: float) -> float:
-        return min(max(number, self.low), self.high)
-
-    def after(self, inner: Bounds) -> Bounds:
-        """Both in turn, `inner` first."""
-        return Bounds(self.of(inner.low), self.of(inner.high))
+        return (self.differences,)
 
 
 @dataclass(frozen=True)
@@ -123,27 +100,27 @@ class _Scale:
 
     def is_of(self, other: _Scale) -> bool:
         """Whether both are the same but for their numbers."""
-        if self.factor is None or other.factor is None:
-            return self.factor is other.factor and same_value(self.maximum, other.maximum)
-        return same_value(self.factor, other.factor) and same_value(self.maximum, other.maximum)
+        mine, theirs = self.factor, other.factor
+        is_alike = mine is theirs if mine is None or theirs is None else same_value(mine, theirs)
+        return is_alike and same_value(self.maximum, other.maximum)
 
 
 def quantised_tokens(element: Element) -> QuantisedTokens:
     """Read codes that carry one scale as quantised tokens. Raises NoMatch if they are none, or if their values are
     clipped."""
-    found = clipped_tokens(element)
-    if found.part is not None:
+    found, part = clipped_tokens(element)
+    if part is not None:
         raise NoMatch("the values of tokens are clipped to a part of their largest one", element.origin)
     return found
 
 
-def clipped_tokens(element: Element) -> QuantisedTokens:
-    """The same for values that may be clipped."""
+def clipped_tokens(element: Element) -> tuple[QuantisedTokens, Part | None]:
+    """The same for values that may be clipped, and to what they are."""
     scales = () if element.scales is None else element.scales.by
     if len(scales) != 1:
         raise NoMatch(f"expected the codes of tokens with one scale, found {len(scales)} scales", element.origin)
     if is_dynamic_quant(element.origin):
-        return QuantisedTokens(element.origin, *dynamic_quant(element, scales[0]))
+        return QuantisedTokens(element.origin, *dynamic_quant(element, scales[0])), None
     codes, scale = whole_numbers(element), _scale(scales[0])
     divisors = [factor for factor, power in as_product(codes.value).factors if power == -1.0]
     divisor = _divisor(divisors, element.origin)
@@ -164,26 +141,13 @@ def clipped_tokens(element: Element) -> QuantisedTokens:
     _check_range(codes, steps, element.origin)
     stops = {plain.seen[0], divisor.maximum.origin, scale.maximum.origin}
     differences = (
-        *_other_steps(steps),
-        *_raised((*divisor.guards, *scale.guards)),
-        *_clipped_otherwise(part),
+        *_differences(steps, (*divisor.guards, *scale.guards), part),
         *rounded_in("the codes of tokens are computed", codes.rounded, stops),
         *rounded_in("the scales of tokens are computed", scales[0].seen[0], stops),
     )
     factor = number * scale.number * each
     factor = 1.0 if math.isclose(factor, 1.0, rel_tol=5e-7) else factor
-    return QuantisedTokens(element.origin, plain.times(factor), found, differences, codes.calls, part)
-
-
-def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Element, Part | None]:
-    """Values before they are clipped to a part of the largest magnitude of `inside`, if they are."""
-    clip = clipped(value)
-    part = _part(clip, divisor, value.origin)
-    if clip is None:
-        return value, None
-    if clip.value.factor != inside.factor:
-        raise NoMatch(OTHER_VALUES, value.origin)
-    return clip.value, part
+    return QuantisedTokens(element.origin, plain.times(factor), found, differences, codes.calls), part
 
 
 def whole_numbers(element: Element) -> _Codes:
@@ -197,8 +161,8 @@ def whole_numbers(element: Element) -> _Codes:
             raise NoMatch(f"codes are stored in {dtype}, which does not hold all of them", node)
         if node.target is aten.round.default:
             break
-        if (bounded := _bounded(node)) is not None and all(map(_is_whole, bounded[1])):
-            value, own = bounded
+        if (limited := bounded(node)) is not None and all(map(_is_whole, limited[1])):
+            value, own = limited
             bounds, held = bounds.after(own), _held_behind(own, held)
         elif node.target in CASTS or node.target is aten.trunc.default:  # of whole numbers, if they are rounded before
             value, held = args_of(node)[0], _held_by(held, dtype)
@@ -213,8 +177,8 @@ def whole_numbers(element: Element) -> _Codes:
     rounded = args_of(node)[0]
     quotient = resolve(rounded, index)
     held = _held_by(held, *quotient.roundings)
-    while quotient.factor == 1.0 and (bounded := _bounded(quotient.origin)) is not None:
-        inner, own = bounded
+    while quotient.factor == 1.0 and (limited := bounded(quotient.origin)) is not None:
+        inner, own = limited
         bounds, held = bounds.after(own), _held_behind(own, held)
         quotient = operand(inner, quotient.index)
         held = _held_by(held, *quotient.roundings)
@@ -228,17 +192,12 @@ def _is_whole(bound: float) -> bool:
 def _held_by(held: Bounds, *dtypes: torch.dtype) -> Bounds:
     """The whole numbers in `held` that casts keep. Floats round large ones, which matters only if some must be held."""
     for dtype in dtypes:
-        if not dtype.is_floating_point or held != Bounds():
-            low, high = _range(dtype)
-            held = Bounds(max(held.low, low), min(held.high, high))
+        if dtype.is_floating_point and held == Bounds():
+            continue
+        most = 2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max
+        least = -most if dtype.is_floating_point else torch.iinfo(dtype).min
+        held = Bounds(max(held.low, least), min(held.high, most))
     return held
-
-
-def _range(dtype: torch.dtype) -> Bounds:
-    """The whole numbers that a dtype holds, one as well as the next."""
-    if dtype.is_floating_point:
-        return Bounds(-2 / torch.finfo(dtype).eps, 2 / torch.finfo(dtype).eps)
-    return Bounds(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _held_behind(bounds: Bounds, held: Bounds) -> Bounds:
@@ -280,13 +239,13 @@ def _scale(element: Element) -> _Scale:
             break
         number *= whole.number
         element = others[0][0]
-        bounded = _bounded(element.origin)
+        found = bounded(element.origin)
         if not 0 < number < math.inf:
             raise NoMatch(f"the scale of a token is multiplied by {number:.6g}", element.origin)
-        if bounded is None:
+        if found is None:
             guards = tuple(low * before / number for low, before in bounds)
             return _Scale(element, number, guards, given[0] if given else None)
-        value, own = bounded
+        value, own = found
         if own.high != math.inf:
             break
         bounds.append((own.low, number))
@@ -294,18 +253,20 @@ def _scale(element: Element) -> _Scale:
     raise NoMatch(f"expected the scale of a token, found {name_of(element.origin)}", element.origin)
 
 
-def _part(clip: Clipped | None, divisor: _Scale, node: Node) -> Part | None:
-    """The part of their largest value to which values are clipped; None if they are not.
-
-    Raises NoMatch if it is not that of their scale."""
+def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Element, Part | None]:
+    """Values before they are clipped to a part of the largest magnitude of `inside`, if they are. Raises NoMatch if it
+    is not that of their scale."""
+    clip = clipped(value)
     if clip is None and divisor.factor is None:
-        return None
+        return value, None
     if clip is None:
-        raise NoMatch("a scale is that of a part of the largest value, to which no value is clipped", node)
+        raise NoMatch("a scale is that of a part of the largest value, to which no value is clipped", value.origin)
     found = _scale(clip.bound)
     if not found.is_of(divisor) or found.guards != divisor.guards:
-        raise NoMatch("values are clipped to another part of their largest one than that of their scale", node)
-    return Part(clip.bound, clip.is_high_last, found.number, found.factor)
+        raise NoMatch("values are clipped to another part of their largest one than that of their scale", value.origin)
+    if clip.value.factor != inside.factor:
+        raise NoMatch(OTHER_VALUES, value.origin)
+    return clip.value, Part(clip, found.number, found.factor)
 
 
 def _check_range(codes: _Codes, steps: float, node: Node) -> None:
@@ -320,59 +281,21 @@ def _check_range(codes: _Codes, steps: float, node: Node) -> None:
 # --- differences from a kernel ---------------------------------------------------------------------------------------
 
 
-def _other_steps(steps: float) -> Iterator[str]:
+def _differences(steps: float, guards: tuple[float, ...], part: Part | None) -> Iterator[str]:
     if not math.isclose(steps, STEPS, rel_tol=1e-6):
         yield f"the largest code of a token is {steps:.6g}, of a kernel 127"
-
-
-def _raised(guards: tuple[float, ...]) -> Iterator[str]:
-    """A row may be as small as its norm's weight is, so any bound above zero may act."""
-    if any(guard > 0 for guard in guards):
+    if any(guard > 0 for guard in guards):  # a row may be as small as its norm's weight is, so any of them may act
         yield f"the largest value of a token counts as {max(guards):.3g} at least, in a kernel as it is"
-
-
-def _clipped_otherwise(part: Part | None) -> Iterator[str]:
-    """Where a bound is negative, the last of two limits counts. No largest value is, but what multiplies it may be."""
-    if part is not None and part.factor is not None and part.is_high_last:
-        name = name_of(part.factor.origin)
+    if part is not None and part.factor is not None and part.clip.is_high_last:
+        name = name_of(part.factor.origin)  # which may make the bound negative
         yield f"values are clipped from below first, in a kernel from above: it matters where {name} is negative"
 
 
 def rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
     """Whether a product between a node and `stops` is rounded to 16 bits."""
     for node in computed_between(start, stops):
-        if not isinstance(node.meta["val"], torch.Tensor):
-            continue  # the parts of a split
-        dtype = node.meta["val"].dtype
-        given = (operand.meta["val"] for operand in operands_of(node))
-        wider = any(is_coarser(dtype, value.dtype) for value in given if isinstance(value, torch.Tensor))
-        if is_coarser(dtype, torch.float32) and (wider or node.target in ARITHMETIC):
-            yield f"{what} in {dtype}, in a kernel in torch.float32"
+        value = node.meta["val"]  # or the parts of a split
+        is_narrow = isinstance(value, torch.Tensor) and is_coarser(value.dtype, torch.float32)
+        if is_narrow and (node.target in ARITHMETIC or narrows(node)):
+            yield f"{what} in {value.dtype}, in a kernel in torch.float32"
             return
-
-
-def _bounded(node: Node) -> tuple[Node, Bounds] | None:
-    """What a call bounds, if it does this and nothing else."""
-    if node.target in BOUNDS:
-        values = args_of(node)[:2]
-        numbers = [constant(value) for value in values]
-        if (numbers[0] is None) == (numbers[1] is None):
-            return None
-        (number,) = (number for number in numbers if number is not None)
-        value = values[0] if numbers[0] is None else values[1]
-        return value, Bounds(**{BOUNDS[node.target]: number})
-    if node.target not in LIMITS:
-        return None
-    bounds = []
-    for place, none in zip(LIMITS[node.target], Bounds(), strict=True):
-        given = None if place is None else argument(node, place)
-        bounds.append(none if given is None else constant(given))
-    low, high = bounds
-    return None if low is None or high is None else (args_of(node)[0], Bounds(low, high))
-
-
-def unbounded(element: Element) -> Element:
-    """What an element is before it is bounded, if it is."""
-    while element.factor == 1.0 and (found := _bounded(element.origin)) is not None:
-        element = operand(found[0], element.index)
-    return element

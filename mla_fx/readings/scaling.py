@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,7 @@ import torch
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
-from .calls import args_of
-from .element import Element, operand
+from .element import Element, operands
 from .quantised_product import holds_codes
 from .reading import Reading
 
@@ -31,8 +31,7 @@ def scaling(element: Element) -> Scaling:
     node = element.node
     if node.target is not aten.mul.Tensor:
         raise NoMatch(f"expected a value multiplied by a scale, found {name_of(node)}", node)
-    one, other = (operand(value, element.index) for value in args_of(node)[:2])
-    for value, scale in ((one, other), (other, one)):
+    for value, scale in itertools.permutations(operands(element)):
         if scale.axes < value.axes:
             if holds_codes(value):
                 raise NoMatch("a product of codes is multiplied by their scales", node)

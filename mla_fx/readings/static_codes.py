@@ -17,16 +17,14 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 
 from .axes import Index
-from .calls import CASTS, args_of, operands_of
+from .calls import CASTS, DIVIDES, MULTIPLIES, args_of
 from .constant import constant
-from .element import Element, computed_between, is_coarser, operand, resolve
+from .element import Element, computed_between, narrows, operand, resolve
 from .quantised_tokens import whole_numbers
 from .reading import Reading
 from .views import MOVERS, Place
 
 aten = torch.ops.aten
-MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-DIVIDES = frozenset({aten.div.Tensor, aten.div.Scalar})
 ADDS: frozenset[Any] = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
 RANGE = (-128.0, 127.0)
 ZERO_POINT = "the codes have a zero point, expected none"
@@ -123,7 +121,8 @@ def _ways(node: Node, index: tuple[Index, ...]) -> Iterator[tuple[Element, Eleme
 
 def computed_otherwise(start: Node, stops: Set[Node], wide: torch.dtype) -> list[Node]:
     """The calls between a value and `stops` that compute in another dtype than `wide` or round to one, in order."""
-    return sorted(node for node in computed_between(start, stops) if _computes(node) and _real(node) != wide)
+    calls = filter(_computes, computed_between(start, stops))
+    return sorted(call for call in calls if call.meta["val"].dtype.to_real() != wide)
 
 
 def _computes(node: Node) -> bool:
@@ -132,12 +131,4 @@ def _computes(node: Node) -> bool:
     is_kept = node.target in MOVERS or node.target is aten.neg.default
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False
-    if node.target in CASTS or is_kept:
-        sources = (source.meta["val"] for source in operands_of(node))
-        return any(is_coarser(value.dtype, one.dtype) for one in sources if isinstance(one, torch.Tensor))
-    return True
-
-
-def _real(node: Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype.to_real() if dtype.is_complex else dtype
+    return narrows(node) if node.target in CASTS or is_kept else True

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.element import Element, computed_from, is_parameter
+from mla_fx.readings.element import Element, computed_from, has_8_bits, is_parameter
 
 
 def check_weight(weight: Element, name: str) -> None:
@@ -23,6 +23,4 @@ def check_weight(weight: Element, name: str) -> None:
 
 def _packed(value: Node) -> set[torch.dtype]:
     """The 8-bit dtypes of the graph inputs that a value is computed from."""
-    given = (node.meta["val"] for node in (value, *computed_from(value)) if is_parameter(node))
-    stored = {part.dtype for part in given if isinstance(part, torch.Tensor)}
-    return {dtype for dtype in stored if dtype.itemsize == 1 and dtype is not torch.bool}
+    return {node.meta["val"].dtype for node in computed_from(value) if is_parameter(node) and has_8_bits(node)}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch.fx import Node
-
 from mla_fx.readings.axes import Axis, axes_of, of_axis
 from mla_fx.readings.dequantised import codes_behind
 from mla_fx.readings.element import computed_from
@@ -71,8 +69,8 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:
         raise NoMatch("q_nope and q_rope are multiplied by different tensors", rope.origin)
-    sources = (match.readings[name].node for name in parts)
-    if any(_is_computed_from(nope.origin, source) for source in sources):
+    sources = {match.readings[name].node for name in parts}
+    if not sources.isdisjoint(computed_from(nope.origin, lambda node: node < min(sources))):  # not behind earlier ones
         raise NoMatch("the query is multiplied by a tensor computed from it", nope.origin)
     return nope
 
@@ -81,8 +79,3 @@ def of_keys(match: Match) -> str:
     """Why the query may have one scale more than the program gives it."""
     because = ": the scales of weight_uk multiply the query, unless a target keeps a copy of weights"
     return "" if codes_behind(match["weight_uk"], near=1) is None else because
-
-
-def _is_computed_from(value: Node, source: Node) -> bool:
-    """Whether a value is computed from `source`, or is it. Nothing is looked for behind earlier nodes."""
-    return value is source or source in computed_from(value, lambda node: node < source)

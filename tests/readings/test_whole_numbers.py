@@ -9,7 +9,7 @@ from traced import Traced
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import resolve
 from mla_fx.readings.quantised_product import quantised_product
-from mla_fx.readings.quantised_tokens import Bounds, check_codes, whole_numbers
+from mla_fx.readings.quantised_tokens import check_codes, whole_numbers
 from mla_fx.readings.views import fresh_index
 
 VALUES = torch.arange(-70000.0, 70000.0, 7.3)
@@ -69,11 +69,6 @@ def test_codes_that_int8_does_not_hold(name):
     traced = Traced(CHAINS[name][1], VALUES)
     with pytest.raises(NoMatch, match="not clamped to the range of int8"):
         check_codes(resolve(traced.out, fresh_index(traced.out)))
-
-
-def test_bounds_after_bounds():
-    assert Bounds(-128, 127).after(Bounds(-300, 5)) == Bounds(-128, 5)
-    assert Bounds(low=300).after(Bounds(-128, 127)) == Bounds(300, 300)
 
 
 # --- products of codes -----------------------------------------------------------------------------------------------
