@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.latent_attention import Arguments
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.pages import READS_PAGES, context_of
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
@@ -27,6 +27,11 @@ PAGE = 128  # tokens of a page, if the cache does not determine it
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_unsupported(surface, Arguments(*args, **kwargs))
     return bound(attention, surface)
+
+
+def refuse_body(a: Arguments) -> None:
+    if a.block_table is not None:
+        raise NoMatch(READS_PAGES)
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:

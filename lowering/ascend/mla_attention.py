@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.mla_attention import Arguments
+from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_chosen_at_run_time
+from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
@@ -28,6 +29,13 @@ OPERATOR = "mla_attention"
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_unsupported(surface, Arguments(*args, **kwargs))
     return bound(attention, surface)
+
+
+def refuse_body(a: Arguments) -> None:
+    if a.block_table is not None and a.max_absorbed_tokens != 0:
+        raise NoMatch(READS_PAGES)
+    if is_chosen_at_run_time(a):
+        raise NoMatch(CHOOSES)
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:

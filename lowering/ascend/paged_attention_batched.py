@@ -17,6 +17,7 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention
 from mla_fx.ops.emitted.paged_attention import Arguments
+from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
@@ -36,6 +37,10 @@ CHANNELS = ("key_scale", "value_scale", "key_offset", "value_offset")
 def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     refuse_unsupported(surface, Arguments(*args, **kwargs))
     return bound(plain, surface)
+
+
+def refuse_body(a: Arguments) -> None:
+    raise NoMatch(READS_PAGES)
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
