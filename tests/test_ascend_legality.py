@@ -382,4 +382,4 @@ def test_the_kernel_with_v_is_not_on_newer_chips():
 def test_pypto_alone_has_mla_prolog_quant():
     module = importlib.import_module("mla_fx.lowering.ascend.mla_prolog_quant")
     with pytest.raises(NoMatch, match="torch_npu has no such operator"):
-        module.lower(A2)
+        module.lower(A2, None)

@@ -6,8 +6,6 @@ ATB's own operators in torch_npu have neither a converter to GE nor a fake kerne
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
@@ -28,7 +26,7 @@ from mla_fx.target import Compiled
 from . import limits
 from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_chip
 from .fused_infer_attention_score_rules import GROUP, HEAD_PAGES, HEAD_SIZES, MOST_COLUMNS, MOST_HEADS
-from .surface import Surface, bound
+from .surface import Surface
 
 OPERATOR = "paged_attention"
 NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}, which has one, takes"
@@ -42,12 +40,7 @@ BASE = {
 }
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(plain, surface)
-
-
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     refuse_scenario(a)
     refuse_chip(surface)
     limits.dtype("query", a.query, KERNEL, limits.HALVES)
@@ -55,6 +48,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     refuse_lengths(a)
     for name in ("key_cache", "value_cache"):
         limits.dense(name, getattr(a, name), KERNEL)
+    return plain
 
 
 def refuse_scenario(a: Arguments) -> None:
@@ -127,8 +121,7 @@ def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
         raise NoMatch(f"{columns}; {KERNEL} takes up to {MOST_COLUMNS} together")
 
 
-def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
-    a = Arguments(*args, **kwargs)
+def plain(surface: Surface, a: Arguments) -> Tensor:
     assert a.value_cache is not None, "a combined cache was refused"
     heads_first = has_heads_first(a)
     keys, values = (cache if heads_first else cache.flatten(2) for cache in (a.key_cache, a.value_cache))

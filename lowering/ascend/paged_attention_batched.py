@@ -9,8 +9,6 @@ kernel multiplies queries and sums by scales in float32, as if keys and values w
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,22 +26,17 @@ from .fused_infer_attention_score_rules import CODED_HEAD_SIZES, CODED_PAGE_SIZE
 from .latent_attention import in_parts
 from .paged_attention import refuse_heads
 from .prolog_form import PAGE_SIZES, page_size
-from .surface import Surface, bound
+from .surface import Surface
 
 OPERATOR = "paged_attention.batched"
 CHANNELS = ("key_scale", "value_scale", "key_offset", "value_offset")
-
-
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(plain, surface)
 
 
 def refuse_body(a: Arguments) -> None:
     raise NoMatch(READS_PAGES)
 
 
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     kernel.refuse_chip(surface)
     limits.dtype("query", a.query, KERNEL, limits.HALVES)
     refuse_heads(a.query, a.key_cache, a.value_cache)
@@ -59,6 +52,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     if surface.mode == "aclgraph":
         kernel.refuse_computed(surface, one_headed(a))
     kernel.refuse_masks(surface, one_headed(a), a.query.shape[1])
+    return plain
 
 
 def caches(a: Arguments) -> dict[str, Tensor]:
@@ -112,9 +106,8 @@ def one_headed(a: Arguments) -> latent_attention.Arguments:
     )
 
 
-def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
+def plain(surface: Surface, a: Arguments) -> Tensor:
     """[B,S,N,D]."""
-    a = Arguments(*args, **kwargs)
     batch, tokens, heads, _ = a.query.shape
     device, heads_first = a.query.device, has_heads_first(a)
     size = a.key_cache.shape[1] if heads_first else page_size(a.key_cache.shape[1], page_sizes(a))

@@ -25,6 +25,7 @@ from mla_fx.graph.provenance import is_laid_out
 from mla_fx.graph.torch_compilers import aot_autograd, static_inputs
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import Operator, catalogue
+from mla_fx.ops.common.define import on_arguments
 from mla_fx.target import Compiled, Compiler, Lowering, to_body
 
 from . import converters, numbers_of_sizes
@@ -126,8 +127,18 @@ def lowerings(
     found: dict[OpOverload, Lowering] = {}
     for entry, module in _operators():
         for overload in filter(None, (entry.overload, entry.host)):
-            found[overload] = functools.partial(module.lower, surface)
+            found[overload] = functools.partial(_lower, module, surface)
     return found
+
+
+def _lower(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    return _bound(module.lower(surface, module.Arguments(*args, **kwargs)), surface, module.Arguments)
+
+
+@functools.cache
+def _bound(function: Compiled, surface: Surface, record: type) -> Compiled:
+    """A function of a call's own arguments: one for all calls, so that equal calls are traced once."""
+    return on_arguments(functools.partial(function, surface), record)
 
 
 def bodies() -> Mapping[OpOverload, Lowering]:

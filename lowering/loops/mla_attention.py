@@ -21,8 +21,7 @@ from mla_fx.ops.emitted.pages import READS_PAGES, context_of, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import Form, goes_by_tiles, is_expressible
 
 from .conditional import can_choose, conditional
-from .latent_attention import IN_TILES, in_parts
-from .undivided import undivided
+from .latent_attention import IN_TILES, in_parts, undivided
 
 OPERATOR = "mla_attention"
 COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"

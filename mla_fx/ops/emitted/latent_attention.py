@@ -51,8 +51,7 @@ def body(a: Arguments) -> Tensor:
     score may be anything, even NaN, also where minus infinity is added to it.
 
     sinks, [N] in any floating dtype, adds one score to each row of a head, neither scaled nor masked. Its probability
-    is
-    dropped, so the keys' probabilities sum to less than one. The softmax runs in float32 (float64 for float64);
+    is dropped, so the keys' probabilities sum to less than one. The softmax runs in float32 (float64 for float64);
     probabilities are rounded to the dtype of query. No score leaves the range of float16: with float16, products are
     float32. For float16 caches, a query that was absorbed may be float32.
 

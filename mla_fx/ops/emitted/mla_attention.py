@@ -53,21 +53,18 @@ def body(a: Arguments) -> Tensor:
 
     q_nope is [B, S, N, D], q_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], weight_uk [N, D, Hckv],
     weight_uv [N, Dv, Hckv], all of one dtype: bfloat16, float16, float32 or float64; weights may have any strides.
-    q_rope
-    and kr_cache are None if there is no rotary part.
+    q_rope and kr_cache are None if there is no rotary part.
 
     mask broadcasts to [B, N, S, T]: bool, where True may attend, or floating and added. context_lens, int64 [B] or [1],
     is the number of keys that the last row sees; each row before it sees one less: row s attends to keys
     t < context_lens[b] - S + 1 + s, for any number. is_causal lets row s attend to keys t <= s. At most one of the
-    three
-    is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if that is
-    None. A row whose scores are all minus infinity gives zeros. So a row without visible keys gives zeros or, with
-    `fill`, the mean of all T values. A hidden score may be anything, even NaN, also where minus infinity is added to
-    it.
+    three is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if
+    that is None. A row whose scores are all minus infinity gives zeros. So a row without visible keys gives zeros or,
+    with `fill`, the mean of all T values. A hidden score may be anything, even NaN, also where minus infinity is added
+    to it.
 
     sinks, [N] in any floating dtype, adds one score to each row of a head, neither scaled nor masked. Its probability
-    is
-    dropped, so the keys' probabilities sum to less than one. The softmax runs in float32 (float64 for float64);
+    is dropped, so the keys' probabilities sum to less than one. The softmax runs in float32 (float64 for float64);
     probabilities are rounded to the dtype of q_nope.
 
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,

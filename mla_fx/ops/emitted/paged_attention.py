@@ -15,7 +15,6 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, check_mask, masked, share
-from .codes import check_channels, dequantised
 from .pages import check_block_table, gathered, tiles
 from .tiled_attention import Form, at_once, attend, seen_keys
 
@@ -63,13 +62,11 @@ def body(a: Arguments) -> Tensor:
     [Hkv, D], or [Hkv, Dv] of values, in any floating dtype; without a scale it is 1, without an offset 0.
 
     context_lens, int64 [B] or [1], is the number of keys that the last row sees; each row before it sees one less: row
-    s
-    attends to keys t < context_lens[b] - S + 1 + s. It may be any number; past the ends of the context there is nothing
-    to hide or to see. mask broadcasts to [B, H, S, T]: bool, where True may attend, or floating and added. At most one
-    of
-    the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if
-    that is None. A row whose scores are all minus infinity gives zeros. A hidden score may be anything, even NaN, also
-    where minus infinity is added to it.
+    s attends to keys t < context_lens[b] - S + 1 + s. It may be any number; past the ends of the context there is
+    nothing to hide or to see. mask broadcasts to [B, H, S, T]: bool, where True may attend, or floating and added. At
+    most one of the two is given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus
+    infinity if that is None. A row whose scores are all minus infinity gives zeros. A hidden score may be anything,
+    even NaN, also where minus infinity is added to it.
 
     Unlike the other forms, which the vendor's document describes, this one reads no length on the host. So a graph can
     contain it, and a sequence without a context keeps its rows.
@@ -127,6 +124,15 @@ def _numbers(a: Arguments, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     return keys, dequantised(values, a.value_scale, a.value_offset, dtype)
 
 
+def dequantised(rows: Tensor, scale: Tensor | None, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The numbers that rows [..., Hkv, D] of codes stand for, rounded once, to `dtype`. Other rows stay as they are."""
+    if rows.dtype != torch.int8:
+        return rows
+    numbers = rows.to(accumulation_dtype(dtype))
+    numbers = numbers if offset is None else numbers + offset
+    return (numbers if scale is None else numbers * scale).to(dtype)
+
+
 def _by_head(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, W, Hkv, D] as [B, Hkv, W, D], cast as it is read."""
     return rows.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
@@ -157,6 +163,19 @@ def check(a: Arguments) -> None:
         raise ValueError(f"dequant_dtype is {a.dequant_dtype}; allowed: {', '.join(map(str, narrower))}.")
     check_block_table(a, sizes, "key_cache", "value_cache")
     check_mask(a.mask, a.context_lens, False, a.fill, sizes)
+
+
+def check_channels(a: Any, sizes: Sizes, cache: str, letters: str) -> None:
+    """Check what belongs to the codes of `cache`, such as key_scale and key_offset of key_cache."""
+    for part in ("scale", "offset"):
+        name = cache.replace("cache", part)
+        given, stored = getattr(a, name), getattr(a, cache).dtype
+        if given is None:
+            continue
+        if stored != torch.int8:
+            raise ValueError(f"{name} is given and {cache} has dtype {stored}; it must be torch.int8.")
+        check_dtype(name, given, FLOATS)
+        check_letters(a, sizes, **{name: letters})
 
 
 def fake(a: Arguments) -> Tensor:

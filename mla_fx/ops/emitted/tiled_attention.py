@@ -45,9 +45,8 @@ def attend(
     `probabilities`.
 
     is_causal lets row s attend to keys t <= s, and excludes a mask. PyTorch's own attention adds a mask's numbers to
-    the
-    scores, and replaces scores with is_causal. With a mask it is used only if no score can be NaN, infinite or close to
-    it, which `choose` checks at each call."""
+    the scores, and replaces scores with is_causal. With a mask it is used only if no score can be NaN, infinite or
+    close to it, which `choose` checks at each call."""
     if is_causal and not scale > 0:  # there a score is hidden before it is scaled
         mask, is_causal = _causal(query, key), False
     if not is_expressible(query, key.shape[2], mask, fill, sinks):
