@@ -26,7 +26,8 @@ from mla_fx.ops.vendor.multi_latent_attention.arguments import (
 from mla_fx.target import Compiled
 
 from . import limits
-from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_latent, refuse_packed
+from .fused_infer_attention_score import KERNEL, refuse_latent, refuse_packed
+from .paged_attention import attend_to_pages
 from .surface import A2, A3, Surface
 
 OPERATOR = "multi_latent_attention"

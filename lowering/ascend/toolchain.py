@@ -160,10 +160,10 @@ def _sinks_tiling(options: Mapping[str, Any]) -> bool:
 
 
 def _operators() -> Iterator[tuple[Operator, ModuleType]]:
-    """The operators with the modules of this folder that lower them."""
+    """The operators with the modules of this folder, and of those in it, that lower them."""
     package, known = __name__.rpartition(".")[0], catalogue()
-    for found in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda found: found.name):
-        module = importlib.import_module(f"{package}.{found.name}")
+    for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        module = importlib.import_module(found.name)
         if hasattr(module, "OPERATOR"):
             yield known[module.OPERATOR], module
 
