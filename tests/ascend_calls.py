@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
+from mla_fx.lowering.ascend import toolchain
 from mla_fx.lowering.ascend.surface import Surface
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -102,6 +102,11 @@ def calls():
     }
 
 
+def module_of(operator):
+    """The module that lowers an operator."""
+    return next(module for entry, module in toolchain.operators() if entry.name == operator)
+
+
 def missing(record):
     """None for each required argument that may be positional."""
     positional = [field for field in dataclasses.fields(record) if not field.kw_only]
@@ -110,8 +115,7 @@ def missing(record):
 
 def lower(operator, surface=A2, **changes):
     """The plain function, or the sentence that says why the call stays."""
-    module = importlib.import_module(f"mla_fx.lowering.ascend.{operator}")
-    assert operator == module.OPERATOR
+    module = module_of(operator)
     call = calls()[operator] | changes
     try:
         return module.lower(surface, module.Arguments(**{**missing(module.Arguments), **call}))

@@ -125,13 +125,13 @@ def lowerings(
         prolog=prolog(options),
     )
     found: dict[OpOverload, Lowering] = {}
-    for entry, module in _operators():
+    for entry, module in operators():
         for overload in filter(None, (entry.overload, entry.host)):
-            found[overload] = functools.partial(_lower, module, surface)
+            found[overload] = functools.partial(lowered, module, surface)
     return found
 
 
-def _lower(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+def lowered(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
     return _bound(module.lower(surface, module.Arguments(*args, **kwargs)), surface, module.Arguments)
 
 
@@ -143,7 +143,7 @@ def _bound(function: Compiled, surface: Surface, record: type) -> Compiled:
 
 def bodies() -> Mapping[OpOverload, Lowering]:
     """What calls become that the kernels do not take: the operators' bodies, unless their modules refuse them."""
-    return {entry.overload: functools.partial(_to_body, entry, module) for entry, module in _operators()}
+    return {entry.overload: functools.partial(_to_body, entry, module) for entry, module in operators()}
 
 
 def _to_body(entry: Operator, module: ModuleType, *args: Any, **kwargs: Any) -> Compiled:
@@ -159,7 +159,7 @@ def _sinks_tiling(options: Mapping[str, Any]) -> bool:
     return config is not None and bool(config.experimental_config.tiling_schedule_optimize)
 
 
-def _operators() -> Iterator[tuple[Operator, ModuleType]]:
+def operators() -> Iterator[tuple[Operator, ModuleType]]:
     """The operators with the modules of this folder, and of those in it, that lower them."""
     package, known = __name__.rpartition(".")[0], catalogue()
     for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
