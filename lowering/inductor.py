@@ -74,8 +74,7 @@ class Inductor(Target):
         return modes[mode]
 
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
-        """To functions that it compiles well. A package of AOTInductor is for a process that has none of the
-        operators."""
+        """Few calls may stay in a package of AOTInductor, whose process has none of the operators."""
         return loops.lowerings(alone=is_packaging())
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:

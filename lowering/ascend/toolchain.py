@@ -132,13 +132,7 @@ def lowerings(
 
 
 def lowered(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    return _bound(module.lower(surface, module.Arguments(*args, **kwargs)), surface, module.Arguments)
-
-
-@functools.cache
-def _bound(function: Compiled, surface: Surface, record: type) -> Compiled:
-    """A function of a call's own arguments: one for all calls, so that equal calls are traced once."""
-    return on_arguments(functools.partial(function, surface), record)
+    return on_arguments(module.lower(surface, module.Arguments(*args, **kwargs)), module.Arguments, surface)
 
 
 def bodies() -> Mapping[OpOverload, Lowering]:

@@ -20,8 +20,6 @@ from mla_fx.ops import catalogue
 from mla_fx.ops.common.define import on_arguments
 from mla_fx.target import Compiled, Lowering, to_body
 
-_on_arguments = functools.cache(on_arguments)  # one function for all calls, so that equal calls are traced once
-
 
 def lowerings(*, alone: bool) -> Mapping[OpOverload, Lowering]:
     """The lowering of each operator. With `alone`, the graph runs where there are no operators, so few calls stay."""
@@ -38,4 +36,4 @@ def _lower(module: ModuleType, alone: bool, *args: Any, **kwargs: Any) -> Compil
         if not alone or not hasattr(module, "from_copies"):
             raise
         found = module.from_copies
-    return _on_arguments(found, module.Arguments)
+    return on_arguments(found, module.Arguments)

@@ -74,14 +74,16 @@ def define(
     given; `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
     """
 
+    fields: Any = record
+
     def checked(compute: Kernel) -> Kernel:
         def run(a: Record, **written: Tensor) -> Any:
             check(a, **written)
             return compute(a, **written)
 
-        return on_arguments(run, record)
+        return on_arguments(run, fields)
 
-    meaning = on_arguments(body, record)
+    meaning = on_arguments(body, fields)
     signature, forms = inspect.signature(meaning), Overloads(lengths, enumerators or {})
     overload, host = _register(name, signature, checked(kernel or body), checked(fake), returns, (), forms)
     inplace = inplace_host = None
@@ -100,15 +102,17 @@ def define(
     return Operator(name, overload, meaning, samples, inplace, host, inplace_host)
 
 
-def on_arguments(function: Kernel, record: type[Any]) -> Kernel:
-    """Turn `function`, which takes a record, into a function of the record's fields; other keywords are passed on."""
+@functools.cache
+def on_arguments(function: Kernel, record: Any, *first: Any) -> Kernel:
+    """Turn `function`, which takes `first` and a record, into a function of the record's fields; other keywords are
+    passed on. It is one function for all calls, so that equal calls are traced once."""
     results = inspect.signature(function).return_annotation
     signature = inspect.signature(record).replace(return_annotation=results)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         others = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
-        return function(record(*args, **kwargs), **others)
+        return function(*first, record(*args, **kwargs), **others)
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature looks for
     return call
