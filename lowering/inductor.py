@@ -28,8 +28,9 @@ from mla_fx.graph.torch_compilers import (
     not_cached,
 )
 from mla_fx.graph.torch_private import OpOverload
-from mla_fx.ops import catalogue
 from mla_fx.target import Compiled, Fusing, Lowering, Target
+
+from . import loops
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
@@ -73,11 +74,8 @@ class Inductor(Target):
         return modes[mode]
 
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
-        """The operators' kernel decompositions. An AOTInductor package gets the portable ones, because the process that
-        loads it has none of the operators."""
-        if is_packaging():
-            return {entry.overload: entry.portable_decomposition for entry in catalogue().values()}
-        return {entry.overload: entry.kernel_decomposition for entry in catalogue().values()}
+        """Few calls may stay in a package of AOTInductor, whose process has none of the operators."""
+        return loops.lowerings(alone=is_packaging())
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""

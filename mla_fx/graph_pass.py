@@ -14,7 +14,6 @@ from .driver.compilation import Compilation, checked, through_dynamo
 from .errors import FusionError, NoMatch, OptionError
 from .graph.torch_compilers import GraphPass, is_packaging
 from .graph.torch_private import OpOverload
-from .ops import catalogue
 from .options import MODE, OWN
 from .passes.fuel import fuel_of_process
 from .passes.lower import lowered
@@ -50,7 +49,7 @@ class MlaPass(GraphPass):
         try:
             if is_inference:
                 compilation.rewrite(gm)
-                _check_portable(gm.graph)
+                _check_portable(gm.graph, compilation)
             else:
                 compilation.leave_alone(gm.graph)
             self._cached.add(compilation.report)
@@ -91,18 +90,18 @@ class MlaPass(GraphPass):
         return self
 
 
-def _check_portable(graph: Graph) -> None:
+def _check_portable(graph: Graph, compilation: Compilation) -> None:
     """Raise FusionError for operators that a package of AOTInductor cannot contain, because it runs without
     `mla_fx`."""
-    entries = {entry.overload: entry for entry in catalogue().values()}
     for node in graph.nodes if is_packaging() else ():
         own = next(filter(_is_own, (node.target, *node.args[:1])), None)
         if own is None:
             continue
         why = "it writes its arguments, or takes lengths as numbers"
-        if own in entries:
+        lowering = compilation.target.lowerings({}, prepares=False).get(own)
+        if lowering is not None:
             try:
-                lowered(node, entries[own].portable_decomposition)
+                lowered(node, lowering)
             except NoMatch as refusal:
                 why = refusal.reason
         raise FusionError(

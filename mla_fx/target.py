@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from .errors import OptionError
+from .errors import NoMatch, OptionError
 from .graph.torch_private import OpOverload
+from .ops import Operator
 
 Compiled = Callable[..., Any]
 
@@ -22,6 +25,18 @@ Lowering = Callable[..., Compiled]
 
 # A compiler of operator graphs, called as `compiler(gm, inputs, is_inference=..., **keywords of the target)`.
 Compiler = Callable[..., Compiled]
+
+
+ROUNDS = "it reads lengths, or rounds where a compiler would not"
+
+
+def to_body(entry: Operator, *args: Any, **kwargs: Any) -> Compiled:
+    """The body of an operator. Raises NoMatch for a call that a compiler would not compute alike."""
+    if entry.host is not None:
+        raise NoMatch(ROUNDS)
+    if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
+        raise NoMatch("it is quantised, and compilers do not keep its intermediate roundings")
+    return entry.body
 
 
 class Fusing(Protocol):
@@ -54,7 +69,7 @@ class Target:
     is_fallback: ClassVar[bool] = False
     """Whether "auto" chooses it only if no other target serves the inputs."""
     runs_operators: ClassVar[bool] = True
-    """Whether it can run a call of a fused operator; otherwise a call that is not lowered becomes its body."""
+    """Whether it can run a call of a fused operator."""
     refuses_positions: ClassVar[bool] = True
     """Whether a write past the end of its cache is an error at run time; otherwise such rows are skipped."""
     fuses_loops: ClassVar[bool] = False
@@ -111,6 +126,10 @@ class Target:
         """The lowering of each operator, in the order in which they are applied; other operators stay calls.
 
         With `prepares`, values that depend on weights alone are computed once, and not at each step."""
+        return {}
+
+    def bodies(self) -> Mapping[OpOverload, Lowering]:
+        """What calls become that are not lowered, for a target that cannot run them. Where these refuse, calls stay."""
         return {}
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:

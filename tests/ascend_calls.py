@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
-import itertools
 
 import pytest
 import torch
+from mla_fx.lowering.ascend import toolchain
 from mla_fx.lowering.ascend.surface import Surface
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -104,24 +102,23 @@ def calls():
     }
 
 
-def arguments_of(operator):
-    """The record of an operator's arguments, in its file or in a file of its folder."""
-    for room, file in itertools.product(("vendor", "emitted"), (f"{operator}.arguments", operator)):
-        with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(f"mla_fx.ops.{room}.{file}").Arguments
-    raise LookupError(operator)
+def module_of(operator):
+    """The module that lowers an operator."""
+    return next(module for entry, module in toolchain.operators() if entry.name == operator)
+
+
+def missing(record):
+    """None for each required argument that may be positional."""
+    positional = [field for field in dataclasses.fields(record) if not field.kw_only]
+    return {field.name: None for field in positional if field.default is dataclasses.MISSING}
 
 
 def lower(operator, surface=A2, **changes):
     """The plain function, or the sentence that says why the call stays."""
-    module = importlib.import_module(f"mla_fx.lowering.ascend.{operator}")
-    assert operator == module.OPERATOR
+    module = module_of(operator)
     call = calls()[operator] | changes
-    record = arguments_of(operator)
-    fields = [field for field in dataclasses.fields(record) if not field.kw_only]
-    args = [call.pop(field.name, None) for field in fields]
     try:
-        return module.lower(surface, *args, **call)
+        return module.lower(surface, module.Arguments(**{**missing(module.Arguments), **call}))
     except NoMatch as refusal:
         return refusal.reason
 

@@ -101,7 +101,7 @@ def test_pages_of_latents_are_those_of_all_releases(emitted, size):
     tables = {"block_table": index(B, 4), "context_lens": index(B), "is_causal": False}
     call = calls()["latent_attention"] | caches(8, size) | tables | {"mask": None}
     assert callable(lower("latent_attention", of("8.5.0"), **call))
-    latent_attention.attention(A2, **call)
+    latent_attention.attention(A2, latent_attention.Arguments(**call))
     ((options, is_nz),) = emitted
     assert size % options["block_size"] == 0 and not is_nz
     for release in RELEASES:
@@ -119,7 +119,7 @@ def test_pages_of_latents_in_fractal_nz_are_not_cut(emitted, size, release):
     if not callable(found):
         assert found.startswith(f"kv_cache in FRACTAL_NZ has BlockSize = {size}; {KERNEL} of CANN {release} takes ")
         return
-    latent_attention.attention(A2, **call)
+    latent_attention.attention(A2, latent_attention.Arguments(**call))
     ((options, is_nz),) = emitted
     assert options["block_size"] == size and is_nz and options["input_layout"] in RULES[release].nz_layouts
 
@@ -143,7 +143,8 @@ def test_fractals_of_other_widths_are_refused(operator):
 
 @pytest.mark.parametrize("positions", [1, 100, 250, 256])
 def test_contiguous_latents_become_pages_of_all_releases(emitted, positions):
-    latent_attention.attention(A2, **calls()["latent_attention"] | caches(B, positions) | {"mask": None})
+    call = calls()["latent_attention"] | caches(B, positions) | {"mask": None}
+    latent_attention.attention(A2, latent_attention.Arguments(**call))
     ((options, _),) = emitted
     assert all(options["block_size"] in RULES[release].pages for release in RELEASES)
 
@@ -157,7 +158,7 @@ def test_pages_of_multi_latent_attention_are_those_of_all_releases(emitted, is_n
     if steps:
         call |= {"q_nope": make(B, 4 * N, HCKV), "q_rope": make(B, 4 * N, DR), "calc_type": "calc_type_spec"}
     assert callable(lower("multi_latent_attention", of("8.5.0"), **call))
-    multi_latent_attention.as_fused_infer_attention_score(A2, **call)
+    multi_latent_attention.as_fused_infer_attention_score(A2, multi_latent_attention.Arguments(**call))
     ((options, found_nz),) = emitted
     assert found_nz == is_nz
     for release in RELEASES:

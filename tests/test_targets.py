@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from mla_fx.lowering import loops
+from mla_fx.lowering.ascend import toolchain
 from mla_fx.lowering.ascend.stub.environment import torch_npu
+from mla_fx.lowering.loops import mla_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -19,7 +25,7 @@ from mla_fx.driver.compilation import automatic_target
 from mla_fx.errors import NoMatch
 from mla_fx.ops import catalogue
 from mla_fx.passes import absorb
-from mla_fx.target import Target
+from mla_fx.target import Target, to_body
 
 ROOT = Path(__file__).parent.parent
 
@@ -108,7 +114,7 @@ def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
 
 
 def test_a_choice_over_parts_of_caches_is_left_to_the_operator():
-    entry = catalogue()["mla_attention"]
+    lower = loops.lowerings(alone=False)[torch.ops.mla_fx.mla_attention.default]
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env):
         count = shape_env.create_unbacked_symint()
@@ -116,17 +122,37 @@ def test_a_choice_over_parts_of_caches_is_left_to_the_operator():
         both, up = torch.empty(2, 32, 26), torch.empty(4, 8, 20)
         whole, parts = (both[..., :20].clone(), both[..., 20:].clone()), (both[..., :20], both[..., 20:])
         options = {"scale": 1.0, "max_absorbed_tokens": 4}
-        assert entry.kernel_decomposition(query, rope, *whole, up, up, None, **options) is entry.kernel
+        function = lower(query, rope, *whole, up, up, None, **options)
+        assert function.__wrapped__ is mla_attention.compiled
         with pytest.raises(NoMatch, match="and its caches are not contiguous"):
-            entry.kernel_decomposition(query, rope, *parts, up, up, None, **options)
+            lower(query, rope, *parts, up, up, None, **options)
 
 
-def test_operators_say_what_they_decompose_to():
-    entries = catalogue()
-    sample = next(entries["mla_attention"].samples(torch.float32))
-    assert entries["mla_attention"].decomposition(*sample.args, **sample.kwargs) is entries["mla_attention"].body
-    int8 = torch.zeros(2, dtype=torch.int8)
+def test_what_compilers_do_not_compute_alike_becomes_no_body():
+    entries, int8 = catalogue(), torch.zeros(2, dtype=torch.int8)
+    assert to_body(entries["rms_norm"], int8.float(), int8.float()) is entries["rms_norm"].body
     with pytest.raises(NoMatch, match="it is quantised"):
-        entries["latent_attention"].decomposition(int8)
+        to_body(entries["mla_prolog"], int8)
     with pytest.raises(NoMatch, match="it reads lengths"):
-        entries["paged_attention"].decomposition()
+        to_body(entries["paged_attention"])
+
+
+def test_calls_that_no_kernel_of_an_npu_takes_become_bodies_unless_they_read_pages_or_lengths_or_round():
+    bodies, kept = toolchain.bodies(), ("mla_prolog_quant", "paged_attention.batched")
+    tried = Counter()
+    for name, entry in catalogue().items():
+        for sample in entry.samples(torch.float32):
+            reads_pages = "block_table" in sample.mode and not sample.mode.startswith("expanded")
+            has_codes = any(getattr(value, "dtype", None) == torch.int8 for value in sample.args)
+            stays = name in kept or entry.host is not None or reads_pages or has_codes
+            with pytest.raises(NoMatch) if stays else nullcontext():
+                assert bodies[entry.overload](*sample.args, **sample.kwargs) is entry.body
+            tried[stays] += 1
+    assert min(tried.values()) > 50
+
+
+def test_loops_keep_every_call_of_the_prolog_whose_roundings_a_compiler_would_not_keep():
+    quant = catalogue()["mla_prolog_quant"]
+    for alone, sample in itertools.product((False, True), quant.samples(torch.float32)):
+        with pytest.raises(NoMatch, match="or rounds where a compiler would not"):
+            loops.lowerings(alone=alone)[quant.overload](*sample.args, **sample.kwargs)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,48 +99,6 @@ def attend_and_sum(
     tensors = {name: as_tensor(value, torch.int64, query.device) for name, value in lengths.items()}
     out, lse = torch.ops.air.npu_fused_infer_attention_score_v2(query, key, value, **options | tensors)
     return out, lse
-
-
-def attend_to_pages(
-    surface: Surface,
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_tables: Tensor,
-    context_lens: Lengths,
-    *,
-    steps: Lengths | None = None,
-    query_rope: Tensor | None = None,
-    heads_first: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention of query [T,N,D] and query_rope [T,N,Dr] to a paged context, [T,N,Dv], and the kernel's sums.
-
-    Pages are [BlockNum,BlockSize,Nkv*D], with `heads_first` [BlockNum,Nkv,BlockSize,D], or in FRACTAL_NZ format
-    [BlockNum,Nkv,D/n0,BlockSize,n0]. A sequence has one query row, or as many as `steps` says."""
-    is_ragged, token = steps is not None, 2 if heads_first else 1
-    queries = [tensor if tensor is None or is_ragged else tensor.unsqueeze(token) for tensor in (query, query_rope)]
-    first, rope = (None if tensor is None else tensor.contiguous() for tensor in queries)
-    assert first is not None, "query is given"
-    out, lse = attend_and_sum(
-        surface,
-        first,
-        key_pages,
-        value_pages,
-        query_rope=rope,
-        actual_seq_kvlen=context_lens,
-        block_table=block_tables.to(torch.int32).contiguous(),
-        num_query_heads=query.shape[1],
-        **options,
-        **({"input_layout": "BNSD" if heads_first else "BSND"} if steps is None else _ragged(steps, query.device)),
-    )
-    return out if is_ragged else out.squeeze(token), lse
-
-
-def _ragged(steps: Lengths, device: torch.device) -> dict[str, Any]:
-    """Options for the concatenated rows of all sequences, with the cumulative sums of their counts."""
-    ends = steps.to(torch.int64).cumsum(0) if isinstance(steps, Tensor) else list(accumulate(steps))
-    return {"input_layout": "TND", "actual_seq_qlen": ends, **causal(device)}
 
 
 def lengths(a: latent_attention.Arguments | mla_attention.Arguments) -> Tensor | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ CACHES = ("k_cache", "ckv_cache")
 INT8_PAGE_SIZES = (128, INT8_PAGE_STEP)  # the better size first
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    a = Arguments(*args, **kwargs)
+def lower(surface: Surface, a: Arguments) -> Compiled:
     refuse_quantisation(a)
     for name in CACHES:
         limits.dense(name, getattr(a, name), KERNEL)
@@ -124,9 +122,8 @@ def refuse_pages(a: Arguments) -> None:
 # --- the call -----------------------------------------------------------------------------------------------------
 
 
-def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def plain(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
     """The results of `mla_fx.kv_rmsnorm_rope_cache`."""
-    a = Arguments(*args, **kwargs)
     if a.cache_mode == "NZ":
         k_cache, ckv_cache, *rows = vendor_call(of_pages(a, *CACHES))
     elif is_unpaged(a):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.latent_attention import Arguments
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.pages import READS_PAGES, context_of
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
@@ -18,18 +18,18 @@ from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
 from .fused_infer_attention_score_rules import EXPANDED, LATENT_TOKENS, RANK, RULES
 from .prolog_form import PAGE_SIZES, page_size
-from .surface import Surface, bound
+from .surface import Surface
 
 OPERATOR = "latent_attention"
 PAGE = 128  # tokens of a page, if the cache does not determine it
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(attention, surface)
+def refuse_body(a: Arguments) -> None:
+    if a.block_table is not None:
+        raise NoMatch(READS_PAGES)
 
 
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     if a.query_rope is None or a.kr_cache is None:
         raise NoMatch(f"query_rope is None; {KERNEL} takes absorbed queries with a rotary part")
     if a.sinks is not None:
@@ -45,6 +45,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     kernel.refuse_masks(surface, a, tokens)
     if a.block_table is not None:
         refuse_pages(surface, a.kv_cache, a.kr_cache)
+    return attention
 
 
 def refuse_pages(surface: Surface, kv_cache: Tensor, kr_cache: Tensor) -> None:
@@ -63,9 +64,9 @@ def refuse_pages(surface: Surface, kv_cache: Tensor, kr_cache: Tensor) -> None:
         raise NoMatch(f"kv_cache has {blocks} blocks and kr_cache {others}; {takes}")
 
 
-def attention(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
+def attention(surface: Surface, a: Arguments) -> Tensor:
     """[B,S,N,512]."""
-    return attend(surface, Arguments(*args, **kwargs))[0]
+    return attend(surface, a)[0]
 
 
 def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,22 +10,22 @@ from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
+from . import latent_attention
 from .causal_masks import checked
-from .latent_attention import attend, refuse_unsupported
-from .surface import Surface, bound
+from .surface import Surface
 
 OPERATOR = "latent_attention.with_lse"
+refuse_body = latent_attention.refuse_body
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(attention, surface)
+def lower(surface: Surface, a: Arguments) -> Compiled:
+    latent_attention.lower(surface, a)  # or it raises NoMatch
+    return attention
 
 
-def attention(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     """[B,S,N,512] and [B,S,N]."""
-    a = Arguments(*args, **kwargs)
-    out, lse = attend(surface, a, return_softmax_lse=True)
+    out, lse = latent_attention.attend(surface, a, return_softmax_lse=True)
     lse = lse.transpose(1, 2)  # of the kernel, [B,N,S,1], in which plus infinity marks a row that sees no key
     lse = torch.where(lse == torch.inf, of_hidden_scores(a, lse), lse)
     return out, checked(lse, a.mask, kernel.lengths(a)).squeeze(-1)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.mla_attention import Arguments
+from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_chosen_at_run_time
+from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
@@ -20,17 +21,19 @@ from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
 from .fused_infer_attention_score_rules import EXPANDED, EXPANDED_UNROTATED, ROPE
 from .lengths import Lengths
-from .surface import Surface, bound
+from .surface import Surface
 
 OPERATOR = "mla_attention"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(attention, surface)
+def refuse_body(a: Arguments) -> None:
+    if a.block_table is not None and a.max_absorbed_tokens != 0:
+        raise NoMatch(READS_PAGES)
+    if is_chosen_at_run_time(a):
+        raise NoMatch(CHOOSES)
 
 
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     kernel.refuse_chip(surface)
     if surface.mode == "aclgraph":
         raise NoMatch(f"keys are expanded; {KERNEL} takes them in the layout TND, which cannot be captured")
@@ -44,6 +47,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
         limits.dtype("sinks", a.sinks, KERNEL, (torch.bfloat16,))
         limits.size("with sinks, weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
     kernel.refuse_masks(surface, a, a.q_nope.shape[1])
+    return attention
 
 
 def refuse_sizes(a: Arguments) -> None:
@@ -58,9 +62,8 @@ def refuse_sizes(a: Arguments) -> None:
     limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
 
 
-def attention(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
+def attention(surface: Surface, a: Arguments) -> Tensor:
     """[B,S,N,128]."""
-    a = Arguments(*args, **kwargs)
     batch, tokens, heads, _ = a.q_nope.shape
     positions = a.kv_cache.shape[1]
     latent = a.kv_cache.reshape(batch * positions, -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +16,17 @@ from mla_fx.target import Compiled
 
 from . import first_prologs, limits, mla_prolog_v3, prolog_form
 from .mla_prolog_v3 import KERNEL
-from .surface import Surface, bound
+from .surface import Surface
 
 OPERATOR = "mla_prolog"
 CACHES = ("kv_cache", "kr_cache")
 OWN_MODES = ("Norm", "BSND", "NZ")  # not in the vendor's first interface
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(prolog, surface)
-
-
 # --- what the kernel cannot do ---------------------------------------------------------------------------------------
 
 
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     refuse_left_out(surface, a)
     prolog_form.refuse_rotations(surface, a, kernel(surface))
     if a.cache_mode in OWN_MODES:
@@ -49,6 +43,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
         mla_prolog_v3.refuse_unsupported(surface, as_v3(paged))
     else:
         first_prologs.refuse_unsupported(surface, paged)
+    return prolog
 
 
 def kernel(surface: Surface) -> str:
@@ -65,9 +60,8 @@ def refuse_left_out(surface: Surface, a: Arguments) -> None:
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def prolog(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
     """The results of `mla_fx.mla_prolog`."""
-    a = Arguments(*args, **kwargs)
     call = prolog_form.formed(of_pages(a, *CACHES) if a.cache_mode == "NZ" else a)
     if surface.prolog == "v3":
         query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.vendor_call(surface, as_v3(call))

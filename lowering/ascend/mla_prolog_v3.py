@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from mla_fx.target import Compiled
 from . import limits, prolog_form
 from .lengths import as_tensor
 from .mla_prolog_v3_rules import HEADS, RANK, ROPE, RULES, Rules
-from .surface import Surface, bound
+from .surface import Surface
 from .weights import in_fractals
 
 OPERATOR = "mla_prolog_v3"
@@ -29,17 +28,16 @@ OWN = ("rope_layout", "gamma_after_cast")  # not in the vendor's interface
 OPTIONS = tuple(name for name in list(Arguments.__dataclass_fields__)[11:] if name not in OWN)
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     if surface.prolog != "v3":
         chosen = f"{surface.prolog} here, by its version or by option prolog"
         raise NoMatch(f"the prolog of torch_npu is {chosen}; {KERNEL} is v3")
-    a = Arguments(*args, **kwargs)
     prolog_form.refuse_rotations(surface, a, KERNEL)
     if a.cache_mode == "Norm":
         prolog_form.refuse_formats(surface, KERNEL)
         prolog_form.refuse_unpaged(a, KERNEL)
     refuse_unsupported(surface, prolog_form.paged(a, prolog_form.page_shapes))
-    return bound(prolog, surface)
+    return prolog
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
@@ -87,11 +85,10 @@ def refuse_caches(a: Arguments, kernel: str, rules: Rules) -> None:
             limits.page_size(name, cache.shape[1], kernel, rules.pages)
 
 
-def prolog(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
     """The results of `mla_fx.mla_prolog_v3`.
 
     The kernel multiplies by gamma before it rounds, regardless of `gamma_after_cast`. This is one rounding less."""
-    a = Arguments(*args, **kwargs)
     *others, kv_cache, kr_cache = vendor_call(surface, prolog_form.formed(a))
     return *others, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
 

@@ -6,8 +6,6 @@ sequences without context undefined. `mla_fx.multi_latent_attention` sets them t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,16 +26,16 @@ from mla_fx.ops.vendor.multi_latent_attention.arguments import (
 from mla_fx.target import Compiled
 
 from . import limits
-from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_latent, refuse_packed
-from .surface import A2, A3, Surface, bound
+from .fused_infer_attention_score import KERNEL, refuse_latent, refuse_packed
+from .paged_attention import attend_to_pages
+from .surface import A2, A3, Surface
 
 OPERATOR = "multi_latent_attention"
 ATB = "MultiLatentAttentionOperation"
 NO_CONVERTER = f"torch.ops.atb has no converter to GE, and {KERNEL}, which has one, takes"
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    a = Arguments(*args, **kwargs)
+def lower(surface: Surface, a: Arguments) -> Compiled:
     try:
         refuse_for_kernel(surface, a)
     except NoMatch:
@@ -45,7 +43,7 @@ def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
             raise
         refuse_for_atb(surface, a)
         return as_atb
-    return bound(as_fused_infer_attention_score, surface)
+    return as_fused_infer_attention_score
 
 
 # --- what the kernels cannot do -----------------------------------------------------------------------------------
@@ -94,8 +92,7 @@ def refuse_for_atb(surface: Surface, a: Arguments) -> None:
 # --- the calls ----------------------------------------------------------------------------------------------------
 
 
-def as_fused_infer_attention_score(surface: Surface, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    a = Arguments(*args, **kwargs)
+def as_fused_infer_attention_score(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     latent, is_ring = pages(a.ctkv), modes(a).calc == RING
     out, lse = attend_to_pages(
         surface,
@@ -124,8 +121,7 @@ def pages(cache: Tensor) -> Tensor:
     return cache.squeeze(2) if is_plain else cache.unsqueeze(1)
 
 
-def as_atb(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    a = Arguments(*args, **kwargs)
+def as_atb(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     assert a.q_rope is not None, "a merged cache was refused"
     mode = modes(a)
     positional = (

@@ -6,8 +6,10 @@ ATB's own operators in torch_npu have neither a converter to GE nor a fake kerne
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
@@ -25,10 +27,13 @@ from mla_fx.ops.vendor.paged_attention.options import (
 )
 from mla_fx.target import Compiled
 
+from . import fused_infer_attention_score as kernel
 from . import limits
-from .fused_infer_attention_score import KERNEL, attend_to_pages, refuse_chip
-from .fused_infer_attention_score_rules import GROUP, HEAD_PAGES, HEAD_SIZES, MOST_COLUMNS, MOST_HEADS
-from .surface import Surface, bound
+from .fused_infer_attention_score import KERNEL
+from .fused_infer_attention_score_rules import HEAD_PAGES
+from .lengths import Lengths
+from .paged_attention_batched import refuse_heads
+from .surface import Surface
 
 OPERATOR = "paged_attention"
 NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}, which has one, takes"
@@ -42,19 +47,15 @@ BASE = {
 }
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(plain, surface)
-
-
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     refuse_scenario(a)
-    refuse_chip(surface)
+    kernel.refuse_chip(surface)
     limits.dtype("query", a.query, KERNEL, limits.HALVES)
     refuse_sizes(a)
     refuse_lengths(a)
     for name in ("key_cache", "value_cache"):
         limits.dense(name, getattr(a, name), KERNEL)
+    return plain
 
 
 def refuse_scenario(a: Arguments) -> None:
@@ -110,25 +111,7 @@ def block_size(a: Arguments) -> int:
     return a.key_cache.shape[2 if has_heads_first(a) else 1]
 
 
-def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raises NoMatch for heads of queries [...,N,D] and of pages [BlockNum,BlockSize,Nkv,D] that the kernel does not
-    take: CheckInputQKVTypeMatch of incre_flash_attention, SetTilingHeadNumRatio and checkPAKeyValueDimsWhenBBH of
-    prompt_flash_attention."""
-    heads, width, kv_heads = query.shape[-2], query.shape[-1], key_cache.shape[2]
-    limits.size("query has D", width, KERNEL, HEAD_SIZES)
-    limits.size("value_cache has Dv", value_cache.shape[3], KERNEL, (width,))
-    if not limits.holds(heads <= GROUP * kv_heads):
-        takes = f"{KERNEL} takes up to {GROUP} for each of key_cache"
-        raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
-    if not limits.holds(heads <= MOST_HEADS):
-        raise NoMatch(f"query has {heads} heads; {KERNEL} takes up to {MOST_HEADS}")
-    if not limits.holds(kv_heads * width <= MOST_COLUMNS):
-        columns = f"key_cache has {kv_heads} heads of {width} columns"
-        raise NoMatch(f"{columns}; {KERNEL} takes up to {MOST_COLUMNS} together")
-
-
-def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
-    a = Arguments(*args, **kwargs)
+def plain(surface: Surface, a: Arguments) -> Tensor:
     assert a.value_cache is not None, "a combined cache was refused"
     heads_first = has_heads_first(a)
     keys, values = (cache if heads_first else cache.flatten(2) for cache in (a.key_cache, a.value_cache))
@@ -145,3 +128,45 @@ def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
         num_key_value_heads=a.key_cache.shape[1 if heads_first else 2],
     )
     return out.reshape(*a.query.shape[:2], -1)
+
+
+def attend_to_pages(
+    surface: Surface,
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Lengths,
+    *,
+    steps: Lengths | None = None,
+    query_rope: Tensor | None = None,
+    heads_first: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of query [T,N,D] and query_rope [T,N,Dr] to a paged context, [T,N,Dv], and the kernel's sums.
+
+    Pages are [BlockNum,BlockSize,Nkv*D], with `heads_first` [BlockNum,Nkv,BlockSize,D], or in FRACTAL_NZ format
+    [BlockNum,Nkv,D/n0,BlockSize,n0]. A sequence has one query row, or as many as `steps` says."""
+    is_ragged, token = steps is not None, 2 if heads_first else 1
+    queries = [tensor if tensor is None or is_ragged else tensor.unsqueeze(token) for tensor in (query, query_rope)]
+    first, rope = (None if tensor is None else tensor.contiguous() for tensor in queries)
+    assert first is not None, "query is given"
+    out, lse = kernel.attend_and_sum(
+        surface,
+        first,
+        key_pages,
+        value_pages,
+        query_rope=rope,
+        actual_seq_kvlen=context_lens,
+        block_table=block_tables.to(torch.int32).contiguous(),
+        num_query_heads=query.shape[1],
+        **options,
+        **({"input_layout": "BNSD" if heads_first else "BSND"} if steps is None else _ragged(steps, query.device)),
+    )
+    return out if is_ragged else out.squeeze(token), lse
+
+
+def _ragged(steps: Lengths, device: torch.device) -> dict[str, Any]:
+    """Options for the concatenated rows of all sequences, with the cumulative sums of their counts."""
+    ends = steps.to(torch.int64).cumsum(0) if isinstance(steps, Tensor) else list(accumulate(steps))
+    return {"input_layout": "TND", "actual_seq_qlen": ends, **kernel.causal(device)}

@@ -9,36 +9,33 @@ kernel multiplies queries and sums by scales in float32, as if keys and values w
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention
 from mla_fx.ops.emitted.paged_attention import Arguments
+from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
+from . import fused_infer_attention_score_rules as rules
 from . import limits
 from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
-from .fused_infer_attention_score_rules import CODED_HEAD_SIZES, CODED_PAGE_SIZES, HEAD_PAGES
 from .latent_attention import in_parts
-from .paged_attention import refuse_heads
 from .prolog_form import PAGE_SIZES, page_size
-from .surface import Surface, bound
+from .surface import Surface
 
 OPERATOR = "paged_attention.batched"
 CHANNELS = ("key_scale", "value_scale", "key_offset", "value_offset")
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return bound(plain, surface)
+def refuse_body(a: Arguments) -> None:
+    raise NoMatch(READS_PAGES)
 
 
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     kernel.refuse_chip(surface)
     limits.dtype("query", a.query, KERNEL, limits.HALVES)
     refuse_heads(a.query, a.key_cache, a.value_cache)
@@ -54,6 +51,24 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     if surface.mode == "aclgraph":
         kernel.refuse_computed(surface, one_headed(a))
     kernel.refuse_masks(surface, one_headed(a), a.query.shape[1])
+    return plain
+
+
+def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raises NoMatch for heads of queries [...,N,D] and of pages [BlockNum,BlockSize,Nkv,D] that the kernel does not
+    take: CheckInputQKVTypeMatch of incre_flash_attention, SetTilingHeadNumRatio and checkPAKeyValueDimsWhenBBH of
+    prompt_flash_attention."""
+    heads, width, kv_heads = query.shape[-2], query.shape[-1], key_cache.shape[2]
+    limits.size("query has D", width, KERNEL, rules.HEAD_SIZES)
+    limits.size("value_cache has Dv", value_cache.shape[3], KERNEL, (width,))
+    if not limits.holds(heads <= rules.GROUP * kv_heads):
+        takes = f"{KERNEL} takes up to {rules.GROUP} for each of key_cache"
+        raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
+    if not limits.holds(heads <= rules.MOST_HEADS):
+        raise NoMatch(f"query has {heads} heads; {KERNEL} takes up to {rules.MOST_HEADS}")
+    if not limits.holds(kv_heads * width <= rules.MOST_COLUMNS):
+        columns = f"key_cache has {kv_heads} heads of {width} columns"
+        raise NoMatch(f"{columns}; {KERNEL} takes up to {rules.MOST_COLUMNS} together")
 
 
 def caches(a: Arguments) -> dict[str, Tensor]:
@@ -68,7 +83,7 @@ def refuse_codes(a: Arguments) -> None:
     tokens = a.query.shape[1]
     if not limits.known_equal(tokens, 1):
         raise NoMatch(f"key_cache has codes and query S = {tokens}; {KERNEL} takes codes with a single token")
-    limits.size("with codes, query has D", a.query.shape[3], KERNEL, CODED_HEAD_SIZES)
+    limits.size("with codes, query has D", a.query.shape[3], KERNEL, rules.CODED_HEAD_SIZES)
     for name in CHANNELS:
         if (given := getattr(a, name)) is not None:
             limits.dtype(name, given, KERNEL, (a.query.dtype,))
@@ -85,8 +100,8 @@ def refuse_pages(a: Arguments) -> None:
     what = f"with {given}, key_cache has BlockSize = {positions}"
     if page_size(positions, sizes) is None:
         raise NoMatch(f"{what}; {KERNEL} takes multiples of {sizes[-1]}")
-    if has_heads_first(a) and not limits.holds(positions <= HEAD_PAGES[-1]):
-        raise NoMatch(f"{what}; {KERNEL} takes up to {HEAD_PAGES[-1]} if heads come first in a page")
+    if has_heads_first(a) and not limits.holds(positions <= rules.HEAD_PAGES[-1]):
+        raise NoMatch(f"{what}; {KERNEL} takes up to {rules.HEAD_PAGES[-1]} if heads come first in a page")
     blocks, others = a.key_cache.shape[0], a.value_cache.shape[0]
     if not limits.holds(blocks == others):
         takes = f"{KERNEL} takes one table, for caches with equal numbers of blocks"
@@ -95,7 +110,7 @@ def refuse_pages(a: Arguments) -> None:
 
 def page_sizes(a: Arguments) -> tuple[int, ...]:
     """Return the sizes of pages that the kernel takes with this number of tokens; a larger block is several pages."""
-    sizes = CODED_PAGE_SIZES if has_codes(a) else PAGE_SIZES
+    sizes = rules.CODED_PAGE_SIZES if has_codes(a) else PAGE_SIZES
     return sizes if limits.known_equal(a.query.shape[1], 1) else sizes[:1]
 
 
@@ -107,9 +122,8 @@ def one_headed(a: Arguments) -> latent_attention.Arguments:
     )
 
 
-def plain(surface: Surface, *args: Any, **kwargs: Any) -> Tensor:
+def plain(surface: Surface, a: Arguments) -> Tensor:
     """[B,S,N,D]."""
-    a = Arguments(*args, **kwargs)
     batch, tokens, heads, _ = a.query.shape
     device, heads_first = a.query.device, has_heads_first(a)
     size = a.key_cache.shape[1] if heads_first else page_size(a.key_cache.shape[1], page_sizes(a))

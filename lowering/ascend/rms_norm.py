@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,20 +17,15 @@ KERNEL = "RmsNorm"
 DTYPES = (*limits.HALVES, torch.float32)
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
+def lower(surface: Surface, a: Arguments) -> Compiled:
+    limits.chip(surface, KERNEL, (A2, A3, A5))
+    limits.dtype("x", a.x, KERNEL, DTYPES)
     return plain
 
 
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
-    limits.chip(surface, KERNEL, (A2, A3, A5))
-    limits.dtype("x", a.x, KERNEL, DTYPES)
-
-
-def plain(*args: Any, **kwargs: Any) -> Tensor:
+def plain(surface: Surface, a: Arguments) -> Tensor:
     """The result of `mla_fx.rms_norm`.
 
     The kernel multiplies by gamma before it rounds, regardless of `gamma_after_cast`. This is one rounding less."""
-    a = Arguments(*args, **kwargs)
     normed: Tensor = torch.ops.npu.npu_rms_norm(a.x.contiguous(), a.gamma.contiguous(), a.epsilon)[0]
     return normed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,25 +16,20 @@ OPERATOR = "rope"
 KERNELS = {"interleave_half": "InterleaveRope", "half_half": "RotaryMul"}
 
 
-def lower(surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
-    refuse_unsupported(surface, Arguments(*args, **kwargs))
-    return plain
-
-
-def refuse_unsupported(surface: Surface, a: Arguments) -> None:
+def lower(surface: Surface, a: Arguments) -> Compiled:
     kernel = KERNELS.get(a.rope_layout)
     if kernel is None:
         raise NoMatch(f"rope_layout is {a.rope_layout!r}; {' and '.join(KERNELS.values())} write halves")
     limits.chip(surface, kernel, (A2, A3))
     limits.dtype("x", a.x, kernel, limits.HALVES)
     limits.size("x has Dr", a.x.shape[-1], kernel, (64,))
+    return plain
 
 
-def plain(*args: Any, **kwargs: Any) -> Tensor:
+def plain(surface: Surface, a: Arguments) -> Tensor:
     """The result of `mla_fx.rope`.
 
     InterleaveRope has the heads before the tokens, so each token is passed as a separate sequence."""
-    a = Arguments(*args, **kwargs)
     batch, steps, heads, width = a.x.shape
     cos, sin = (for_each_token(table, batch) for table in (a.cos, a.sin))
     if a.rope_layout == "half_half":

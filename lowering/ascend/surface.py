@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 # Prefixes of CANN's chip names, as returned by `torch.npu.get_device_name()`.
 A2, A3, A5 = "Ascend910B", "Ascend910_93", "Ascend950"
@@ -33,9 +31,3 @@ class Surface:
     """Whether the user asserts that every mask is causal."""
     prolog: Prolog = "v3"
     """The interface of the vendor's prolog."""
-
-
-@functools.cache
-def bound(function: Callable[..., Any], surface: Surface) -> Callable[..., Any]:
-    """A function of a call's own arguments: one for all calls, so that equal calls are traced once."""
-    return lambda *args, **kwargs: function(surface, *args, **kwargs)

@@ -58,6 +58,9 @@ class AscendTarget(Target):
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
         return toolchain.lowerings(self.kind, options, prepares=prepares)
 
+    def bodies(self) -> Mapping[OpOverload, Lowering]:
+        return toolchain.bodies()
+
     def compile(
         self,
         gm: GraphModule,

@@ -24,8 +24,9 @@ from mla_fx.errors import OptionError
 from mla_fx.graph.provenance import is_laid_out
 from mla_fx.graph.torch_compilers import aot_autograd, static_inputs
 from mla_fx.graph.torch_private import OpOverload
-from mla_fx.ops import catalogue
-from mla_fx.target import Compiled, Compiler, Lowering
+from mla_fx.ops import Operator, catalogue
+from mla_fx.ops.common.define import on_arguments
+from mla_fx.target import Compiled, Compiler, Lowering, to_body
 
 from . import converters, numbers_of_sizes
 from .stub import engine, environment
@@ -123,14 +124,27 @@ def lowerings(
         trusts_masks=bool(options.get("causal_masks")),
         prolog=prolog(options),
     )
-    known = catalogue()
     found: dict[OpOverload, Lowering] = {}
-    for module in _modules():
-        if hasattr(module, "OPERATOR"):
-            entry = known[module.OPERATOR]
-            for overload in filter(None, (entry.overload, entry.host)):
-                found[overload] = functools.partial(module.lower, surface)
+    for entry, module in operators():
+        for overload in filter(None, (entry.overload, entry.host)):
+            found[overload] = functools.partial(lowered, module, surface)
     return found
+
+
+def lowered(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
+    return on_arguments(module.lower(surface, module.Arguments(*args, **kwargs)), module.Arguments, surface)
+
+
+def bodies() -> Mapping[OpOverload, Lowering]:
+    """What calls become that the kernels do not take: the operators' bodies, unless their modules refuse them."""
+    return {entry.overload: functools.partial(_to_body, entry, module) for entry, module in operators()}
+
+
+def _to_body(entry: Operator, module: ModuleType, *args: Any, **kwargs: Any) -> Compiled:
+    if not hasattr(module, "refuse_body"):
+        return to_body(entry, *args, **kwargs)
+    module.refuse_body(module.Arguments(*args, **kwargs))
+    return entry.body
 
 
 def _sinks_tiling(options: Mapping[str, Any]) -> bool:
@@ -139,10 +153,13 @@ def _sinks_tiling(options: Mapping[str, Any]) -> bool:
     return config is not None and bool(config.experimental_config.tiling_schedule_optimize)
 
 
-def _modules() -> Iterator[ModuleType]:
-    package = __name__.rpartition(".")[0]
-    for found in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda found: found.name):
-        yield importlib.import_module(f"{package}.{found.name}")
+def operators() -> Iterator[tuple[Operator, ModuleType]]:
+    """The operators with the modules of this folder, and of those in it, that lower them."""
+    package, known = __name__.rpartition(".")[0], catalogue()
+    for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        module = importlib.import_module(found.name)
+        if hasattr(module, "OPERATOR"):
+            yield known[module.OPERATOR], module
 
 
 def config(options: Mapping[str, Any], modes: Sequence[str]) -> Any:

@@ -28,17 +28,14 @@ def lower(
     lowerings: Mapping[OpOverload, Lowering],
     decompositions: Any,
     change: Change,
-    *,
-    keeps_calls: bool,
+    bodies: Mapping[OpOverload, Lowering],
 ) -> Counter[str]:
-    """Replace calls by plain functions: the target's own, or the operator's body if the target neither has one nor can
-    keep the call. A call whose plan is refused stays.
+    """Replace calls by plain functions: those of `lowerings`, or of `bodies` where these refuse. A call whose plan is
+    refused stays.
 
     Returns notes for the report with their counts: why calls were not lowered, and how plain operators are computed."""
     emit, notes = Emitter(graph), Counter[str]()
-    forms = [(entry, form) for entry in catalogue().values() for form in (entry.overload, entry.host)]
-    own = {form: entry.decomposition for entry, form in forms if form is not None}
-    bodies = {} if keeps_calls else own
+    own = {form for entry in catalogue().values() for form in (entry.overload, entry.host)}
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
             operands = args_of(node) if operator in own else [_stored(emit, operand) for operand in args_of(node)]

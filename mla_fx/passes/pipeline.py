@@ -103,13 +103,13 @@ def reinplace_caches(run: Run) -> None:
 def lower_fused(run: Run) -> None:
     """Lower the fused operators, including the user's own calls."""
     if run.fused:
-        _lower(run, run.lowerings, keeps_calls=run.target.runs_operators)
+        _lower(run, run.lowerings, run.target.bodies())
 
 
 def lower_plain(run: Run) -> None:
     """Apply the target's lowerings of plain operators if something fused in the graph."""
     if run.fused:
-        _lower(run, run.target.plain_lowerings(run.options.extra), keeps_calls=True)
+        _lower(run, run.target.plain_lowerings(run.options.extra), {})
         _note(run.report, Counter(run.target.remarks(run.graph)))
 
 
@@ -179,11 +179,11 @@ def _run_pass(run: Run, step: Pass) -> None:
     run.on_stage(step.name, run.graph)
 
 
-def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], *, keeps_calls: bool) -> None:
+def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], bodies: Mapping[OpOverload, Lowering]) -> None:
     if lowerings:
         run.keep_original()
         decompositions, changing = run.target.decompositions(), functools.partial(change, run)
-        _note(run.report, lower(run.graph, lowerings, decompositions, changing, keeps_calls=keeps_calls))
+        _note(run.report, lower(run.graph, lowerings, decompositions, changing, bodies))
         _erase_orphans(run)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch_npu
+from ascend_calls import module_of
+from mla_fx.lowering.ascend import toolchain
 from mla_fx.lowering.ascend.surface import Surface
 from torch import Tensor
 from torch.func import functionalize
@@ -31,9 +32,7 @@ class Call:
         self.options = options
         results = [result.name.removesuffix("_out") for result in self.overload._schema.returns]
         self.updated = {number: name for number, name in enumerate(results) if name in self.given}
-        lowered = importlib.import_module(f"mla_fx.lowering.ascend.{operator}").lower(surface, *args, **options)
-        assert callable(lowered), lowered
-        self.lowered = lowered
+        self.lowered = toolchain.lowered(module_of(operator), surface, *args, **options)
 
     def wanted(self) -> tuple[Tensor, ...]:
         return as_tuple(self.overload(*self.given.values(), **self.options))

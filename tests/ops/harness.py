@@ -12,6 +12,14 @@ import mla_fx.ops
 
 CATALOGUE = mla_fx.ops.catalogue()
 
+# (rtol, atol) between two correct evaluations of one operator that sum in different orders.
+TOLERANCE = {
+    torch.float64: (1e-10, 1e-10),
+    torch.float32: (1e-4, 1e-4),
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (5e-2, 5e-2),
+}
+
 
 def cases(dtypes, operators=tuple(CATALOGUE)):
     """One pytest parameter (operator, args, kwargs) per operator, dtype and sample."""

@@ -1,5 +1,5 @@
-"""A kernel means what its operator's body means on every input that a model may hold: NaN, infinities, the largest and
-the smallest numbers of a type, where they are seen and where they are hidden.
+"""A kernel, of calls or of compilers of loops, means what its operator's body means on every input that a model may
+hold: NaN, infinities, the largest and the smallest numbers of a type, where they are seen and where they are hidden.
 
 The oracle is the body in float64 over the same numbers, and the body in the type itself: where that is finite so is the
 kernel, and as near. Where that is NaN the kernel may be finite for values of hidden keys, since weights of zero are not
@@ -11,6 +11,8 @@ import math
 
 import pytest
 import torch
+from mla_fx.lowering.loops import latent_attention as latent_loops
+from mla_fx.lowering.loops import mla_attention as mla_loops
 
 from mla_fx.ops.emitted import latent_attention, mla_attention, paged_attention, pages, tiled_attention
 
@@ -130,17 +132,22 @@ def always(a):
     return dataclasses.replace(a, max_absorbed_tokens=S)
 
 
+def paged_latents(a):
+    return in_pages(latent_arguments(a))
+
+
 OWN = ("own", "own, pages", "batched, copies")
 PATHS = {
     "own": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {}),
     "own, pages": (in_pages, mla_attention.expanded, mla_attention.tiled, {}),
     "tiles": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
-    "short": (lambda a: a, mla_attention.expanded, mla_attention.short, {}),
-    "absorbed": (always, mla_attention.body, mla_attention.kernel, {}),
-    "latent, undivided": (latent_arguments, latent_attention.body, latent_attention.kernel, {}),
-    "latent, parts": (latent_arguments, latent_attention.body, latent_attention.kernel, {"PART": 1}),
+    "short": (lambda a: a, mla_attention.expanded, mla_loops.short, {}),
+    "absorbed": (always, mla_attention.body, mla_loops.compiled, {}),
+    "latent, undivided": (latent_arguments, latent_attention.body, latent_loops.in_parts, {}),
+    "latent, parts": (latent_arguments, latent_attention.body, latent_loops.in_parts, {"PART": 1}),
     "latent, tiles": (latent_arguments, latent_attention.body, latent_attention.kernel, {"TILE": 2, "FEW": 1}),
-    "latent, pages": (lambda a: in_pages(latent_arguments(a)), latent_attention.body, latent_attention.kernel, {}),
+    "latent, pages": (paged_latents, latent_attention.body, latent_attention.kernel, {"TILE": 2, "FEW": 1}),
+    "latent, copies": (paged_latents, latent_attention.body, latent_loops.from_copies, {}),
     "batched, tiles": (batched, plain, paged_attention.body, {}),
     "batched, copies": (batched, plain, paged_attention.body, {"MANY": 1}),
 }
@@ -152,7 +159,7 @@ def narrowed(monkeypatch):
 
     def narrow(limits):
         for name, limit in limits.items():
-            for module in (tiled_attention, latent_attention, paged_attention):
+            for module in (tiled_attention, latent_loops, paged_attention):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, limit)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mla_fx.ops.emitted.paged_attention import MANY, in_codes, sample
-from ops.harness import CATALOGUE, by_name, cases, compiles_once, double, refuses
+from ops.harness import CATALOGUE, TOLERANCE, by_name, cases, compiles_once, double, refuses
 from ops.test_catalogue import DTYPES
 
 OPERATOR = CATALOGUE["paged_attention.batched"]
@@ -54,7 +54,7 @@ def test_sample_against_oracle(operator, args, kwargs):
         few["block_table"] = few["block_table"][:1]
         few["context_lens"] = None if few["context_lens"] is None else few["context_lens"][:1]
     found = operator.overload(*args, **kwargs)
-    rtol, atol = operator.tolerance[found.dtype]
+    rtol, atol = TOLERANCE[found.dtype]
     wanted = oracle(**few)
     torch.testing.assert_close(found[: len(wanted)].double(), wanted, rtol=rtol, atol=atol)
 

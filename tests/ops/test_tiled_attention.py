@@ -6,6 +6,10 @@ import math
 
 import pytest
 import torch
+from mla_fx.lowering import loops
+from mla_fx.lowering.loops import latent_attention as latent_loops
+from mla_fx.lowering.loops import mla_attention as mla_loops
+from mla_fx.lowering.loops.latent_attention import IN_TILES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,7 +18,6 @@ from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.driver import discovery
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention, mla_attention, tiled_attention
-from mla_fx.ops.emitted.tiled_attention import IN_TILES
 
 STEPS, CONTEXT, HEADS = 18, 20, 3
 ROWS = torch.arange(STEPS).unsqueeze(-1)
@@ -68,6 +71,11 @@ TILED = {
 }
 
 
+def ways(module):
+    """What a call runs, and what a compiler of loops gets."""
+    return module.kernel, mla_loops.compiled if module is mla_attention else latent_loops.in_parts
+
+
 def graph_of(function, a, decompositions=None):
     names = [name for name, value in vars(a).items() if isinstance(value, torch.Tensor)]
 
@@ -80,7 +88,7 @@ def graph_of(function, a, decompositions=None):
 
 def calls_own(a):
     """Wherever a call may use it: with a mask that is one of two branches."""
-    whole = graph_of(mla_attention.kernel, a).owning_module
+    whole = graph_of(mla_loops.compiled, a).owning_module
     graphs = [module.graph for module in whole.modules() if isinstance(module, GraphModule)]
     return any(node.target is OWN for graph in graphs for node in graph.nodes)
 
@@ -97,7 +105,8 @@ def has_few_scores(request, monkeypatch):
 def test_prompts_answer_as_the_body(name, has_few_scores):
     """Which is plain: scores of all queries and keys, and their softmax."""
     a = arguments(mla_attention, **(HIDING | FILLED | TILED)[name])
-    torch.testing.assert_close(mla_attention.kernel(a), mla_attention.body(a), rtol=1e-9, atol=1e-9)
+    for way in ways(mla_attention):
+        torch.testing.assert_close(way(a), mla_attention.body(a), rtol=1e-9, atol=1e-9)
     assert calls_own(a) is (name not in TILED and not has_few_scores)
 
 
@@ -108,14 +117,15 @@ def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
     monkeypatch.setattr(tiled_attention, "TILE", tile)
     monkeypatch.setattr(tiled_attention, "FEW", 1)
     monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
+    lower = loops.lowerings(alone=False)[module.operator.overload]
     for given in ({}, {"max_absorbed_tokens": STEPS}) if module is mla_attention else ({},):
         a = arguments(module, **(HIDING | FILLED | TILED)[name], **given)
         torch.testing.assert_close(module.kernel(a), module.body(a), rtol=1e-9, atol=1e-9)
         if module is mla_attention and name not in TILED and not given:
-            assert module.operator.kernel_decomposition(**vars(a)) is module.operator.kernel
+            assert lower(**vars(a)).__wrapped__ is mla_loops.compiled
         else:
             with pytest.raises(NoMatch, match=IN_TILES):
-                module.operator.kernel_decomposition(**vars(a))
+                lower(**vars(a))
 
 
 @pytest.mark.slow
@@ -123,16 +133,17 @@ def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED, "mask of each sequence"])
 def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
     """Products are divided at the end, and a batch goes in parts."""
-    monkeypatch.setattr(latent_attention, "PART", 1)
+    monkeypatch.setattr(latent_loops, "PART", 1)
     masks = {"mask of each sequence": {"mask": normal(batch, 1, STEPS, CONTEXT) > 0}}
     given = (HIDING | FILLED | TILED | masks)[name]
     if "context_lens" in given and len(given["context_lens"]) > 1:
         given = {**given, "context_lens": torch.tensor([20, 7, 13, 1, 4])[:batch]}
     a = arguments(latent_attention, batch=batch, **given)
     assert not tiled_attention.goes_by_tiles(a.query, CONTEXT)
-    torch.testing.assert_close(latent_attention.kernel(a), latent_attention.body(a), rtol=1e-9, atol=1e-9)
+    for way in ways(latent_attention):
+        torch.testing.assert_close(way(a), latent_attention.body(a), rtol=1e-9, atol=1e-9)
     bmm = torch.ops.aten.bmm.default
-    products = [node for node in graph_of(latent_attention.kernel, a).nodes if node.target is bmm]
+    products = [node for node in graph_of(latent_loops.in_parts, a).nodes if node.target is bmm]
     assert len(products) == 3 * {1: 1, 2: 2, 3: 3, 5: 1}[batch]
 
 
@@ -155,7 +166,8 @@ def test_nan_in_a_query_stays(module, context, is_causal, has_few_scores):
     (a.query if module is latent_attention else a.q_nope)[0, 1, 2] = math.nan
     expected = module.body(a)
     assert expected[0, 1, 2].isnan().all()
-    torch.testing.assert_close(module.kernel(a), expected, equal_nan=True)
+    for way in ways(module):
+        torch.testing.assert_close(way(a), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [*HIDING, *FILLED])
@@ -167,15 +179,15 @@ def test_half_precision_is_as_exact_as_the_body(module, name, dtype, has_few_sco
     rounded = {key: value.to(dtype) for key, value in operands.items() if value.is_floating_point()}
     a = dataclasses.replace(wide, **rounded)
     exact = module.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))
-    worst, plain = ((form(a).double() - exact).abs().max() for form in (module.kernel, module.body))
-    assert worst <= 2 * plain
+    *worst, plain = ((form(a).double() - exact).abs().max() for form in (*ways(module), module.body))
+    assert max(worst) <= 2 * plain
 
 
 @pytest.mark.parametrize(("steps", "context"), [(0, 20), (3, 0), (0, 0)])
 @pytest.mark.parametrize("module", [latent_attention, mla_attention])
 def test_without_queries_or_keys(module, steps, context, has_few_scores):
     a = arguments(module, steps=steps, context=context)
-    assert module.kernel(a).shape == module.body(a).shape
+    assert [way(a).shape for way in ways(module)] == 2 * [module.body(a).shape]
 
 
 # --- a long prompt ---------------------------------------------------------------------------------------------------
@@ -208,7 +220,7 @@ def test_a_long_prompt_keeps_no_scores(target, given):
             "context_lens": torch.empty(1, dtype=torch.int64),
             "mask": torch.empty(1, 1, steps, steps, dtype=torch.bool),
         }
-        graph = graph_of(mla_attention.kernel, long_prompt(**{given: values[given]}), table)
+        graph = graph_of(mla_loops.compiled, long_prompt(**{given: values[given]}), table)
     activations = 2 * steps * heads * (192 + 192 + 128 + 128)
     assert peak_of_temporaries(graph) <= 3 * activations
     tensors = [value for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]

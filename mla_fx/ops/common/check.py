@@ -176,8 +176,7 @@ def check_values() -> Iterator[None]:
     """Make operators also check the values of indices, lengths and block tables on a device.
 
     On the CPU they always check values. Reading values on a device means waiting for it, so without this context they
-    are left to the device's own bounds checks.
-    """
+    are left to the device's own bounds checks."""
     token = _VALUES_ON_DEVICES.set(True)
     try:
         yield

@@ -10,27 +10,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.common.overloads import Overloads, is_required
 
 Kernel = Callable[..., Any]
-Refusing = Callable[..., None]  # raises NoMatch, or does nothing
 Record = TypeVar("Record")
 
 NAMESPACE = "mla_fx"
-
-
-def never(a: Any) -> None:
-    """Refuses nothing."""
-
-
-# (rtol, atol) between two correct evaluations of one operator that sum in different orders.
-TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = {
-    torch.float64: (1e-10, 1e-10),
-    torch.float32: (1e-4, 1e-4),
-    torch.float16: (1e-2, 1e-2),
-    torch.bfloat16: (5e-2, 5e-2),
-}
 
 
 class Sample(NamedTuple):
@@ -46,61 +31,20 @@ Samples = Callable[[torch.dtype], Iterator[Sample]]
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: graphs call `overload`; `body` defines its result in plain PyTorch; a call runs `kernel`, which is
-    the body or an equivalent that not every compiler supports.
+    """One operator: graphs call `overload`, which checks its arguments; `body` defines its result in plain PyTorch.
 
-    `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not support;
-    `tolerance[dtype]` is `(rtol, atol)`. `inplace` is the form that writes its caches or outputs and returns the other
-    results, or None. `host` and `inplace_host` are both forms with lengths as host lists, or None if there are no
-    lengths. A compiler may trace `body` in place of a call only if `traceable`, and if `refuse_body`, given the same
-    arguments, does not raise NoMatch; with int8 arguments, only if it `reads_codes` and makes none. For `kernel` that
-    is `refuse_kernel`, by default `refuse_body`. `portable` is what a compiler traces if no call may stay; it takes
-    more memory than the kernel.
+    `samples(dtype)` yields seeded dense `Sample`s, none for a dtype that the operator does not support. `inplace` is
+    the form that writes its caches or outputs and returns the other results, or None. `host` and `inplace_host` are
+    both forms with lengths as host lists, or None if there are no lengths.
     """
 
     name: str
     overload: OpOverload
     body: Kernel
     samples: Samples
-    tolerance: Mapping[torch.dtype, tuple[float, float]]
     inplace: OpOverload | None
     host: OpOverload | None
     inplace_host: OpOverload | None
-    traceable: bool
-    refuse_body: Refusing
-    kernel: Kernel
-    refuse_kernel: Refusing
-    portable: Kernel
-    reads_codes: bool
-
-    def decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
-        """Return what a compiler may trace in place of a call with such arguments. Raises NoMatch if the call must
-        stay."""
-        self._refuse_untraceable(*args, **kwargs)
-        self.refuse_body(*args, **kwargs)
-        return self.body
-
-    def kernel_decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
-        """The same, for a compiler that has PyTorch's own attention."""
-        self._refuse_untraceable(*args, **kwargs)
-        self.refuse_kernel(*args, **kwargs)
-        return self.kernel
-
-    def portable_decomposition(self, *args: Any, **kwargs: Any) -> Kernel:
-        """The same, for a graph that runs where this operator does not exist."""
-        self._refuse_untraceable(*args, **kwargs)
-        try:
-            self.refuse_kernel(*args, **kwargs)
-        except NoMatch:
-            return self.portable
-        return self.kernel
-
-    def _refuse_untraceable(self, *args: Any, **kwargs: Any) -> None:
-        if not self.traceable:
-            raise NoMatch("it reads lengths, or rounds where a compiler would not")
-        has_codes = any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values()))
-        if has_codes and not self.reads_codes:
-            raise NoMatch("it is quantised, and compilers do not keep its intermediate roundings")
 
 
 def define(
@@ -117,14 +61,10 @@ def define(
     optional: Sequence[str] = (),
     lengths: Sequence[str] = (),
     enumerators: Mapping[str, int] | None = None,
-    traceable: bool = True,
-    refuse_body: Callable[[Record], None] = never,
     kernel: Callable[[Record], Any] | None = None,
-    refuse_kernel: Callable[[Record], None] | None = None,
-    portable: Callable[[Record], Any] | None = None,
-    reads_codes: bool = False,
 ) -> Operator:
-    """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`.
+    """Register `mla_fx::name` with the arguments of `record`, a dataclass, and the result names `returns`. A call runs
+    `kernel`, or `body` without one: the same in less memory.
 
     All functions except `samples` receive the record. `check` and `in_place` also receive, by name, outputs that only
     the in-place form `mla_fx::name_` has. `writes` maps each result that this form does not return to the argument that
@@ -134,19 +74,18 @@ def define(
     given; `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
     """
 
-    def on_arguments(function: Kernel) -> Kernel:
-        return _on_arguments(function, record)
+    fields: Any = record
 
     def checked(compute: Kernel) -> Kernel:
         def run(a: Record, **written: Tensor) -> Any:
             check(a, **written)
             return compute(a, **written)
 
-        return on_arguments(run)
+        return on_arguments(run, fields)
 
-    meaning, computed = on_arguments(body), kernel or body
+    meaning = on_arguments(body, fields)
     signature, forms = inspect.signature(meaning), Overloads(lengths, enumerators or {})
-    overload, host = _register(name, signature, checked(computed), checked(fake), returns, (), forms)
+    overload, host = _register(name, signature, checked(kernel or body), checked(fake), returns, (), forms)
     inplace = inplace_host = None
     if in_place is not None and writes is not None:
         outputs = [argument for argument in writes.values() if argument not in signature.parameters]
@@ -160,33 +99,20 @@ def define(
         inplace, inplace_host = _register(
             f"{name}_", whole, *kernels, list(kept.values()), tuple(writes.values()), forms
         )
-    return Operator(
-        name,
-        overload,
-        meaning,
-        samples,
-        TOLERANCE,
-        inplace,
-        host,
-        inplace_host,
-        traceable,
-        on_arguments(refuse_body),
-        on_arguments(computed),
-        on_arguments(refuse_kernel or refuse_body),
-        on_arguments(portable or body),
-        reads_codes,
-    )
+    return Operator(name, overload, meaning, samples, inplace, host, inplace_host)
 
 
-def _on_arguments(function: Kernel, record: type[Any]) -> Kernel:
-    """Turn `function`, which takes a record, into a function of the record's fields; other keywords are passed on."""
+@functools.cache
+def on_arguments(function: Kernel, record: Any, *first: Any) -> Kernel:
+    """Turn `function`, which takes `first` and a record, into a function of the record's fields; other keywords are
+    passed on. It is one function for all calls, so that equal calls are traced once."""
     results = inspect.signature(function).return_annotation
     signature = inspect.signature(record).replace(return_annotation=results)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         others = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
-        return function(record(*args, **kwargs), **others)
+        return function(*first, record(*args, **kwargs), **others)
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature looks for
     return call

@@ -1,7 +1,6 @@
 """The softmax of MLA, and the checks that its operators share."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from mla_fx.ops.common.check import FLOATS, Sizes, check_dtype, check_letters, check_shape, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
-from mla_fx.ops.common.sizes import statically_known_true
 
 
 def as_mask(
@@ -46,7 +44,7 @@ def probabilities(
     if mask is None and sinks is None:
         return scores.softmax(-1)
     if sinks is not None:
-        scores = torch.cat((scores, _column(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
+        scores = torch.cat((scores, column_of(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
     # Unlike softmax, this gives zeros for a row that is masked entirely.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
     return weights if sinks is None else weights[..., :-1]
@@ -56,42 +54,8 @@ def logits(
     latent: Tensor, rotated: Tensor | None, mask: Tensor | None, scale: float, fill: float | None, rows_first: bool
 ) -> Tensor:
     """Return what `probabilities` are the softmax of, without sinks."""
-    scores = _scaled(latent, rotated, scale)
-    return scores if mask is None else masked(scores, _aligned(mask, rows_first), fill)
-
-
-def undivided(
-    product: Callable[[Tensor], Tensor],
-    dtype: torch.dtype,
-    latent: Tensor,
-    rotated: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    fill: float | None,
-    sinks: Tensor | None = None,
-    rows_first: bool = False,
-) -> Tensor:
-    """Return the product of `probabilities`, rounded to `dtype`, with values, and divide by the sum of a row only then.
-
-    For a compiler that fuses loops: it stores rounded probabilities, where a softmax keeps all scores in float32."""
-    if dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no range for sums, or no maximum
-        return product(probabilities(latent, rotated, mask, scale, fill, sinks, rows_first).to(dtype))
-    scores = _scaled(latent, rotated, scale)
-    if mask is not None:
-        scores = masked(scores, _aligned(_stored(mask, fill, scores.dtype), rows_first), fill)
-    highest = scores.amax(-1, keepdim=True)
-    column = None if sinks is None else _column(sinks, scores, rows_first)
-    if column is not None:
-        highest = highest.maximum(column)
-    if mask is not None or column is not None:  # a row that sees nothing gives zeros
-        highest = highest.masked_fill(highest == -torch.inf, 0)
-    most = share(latent.shape[-1])  # of a weight, so that no sum of values leaves their range
-    weights = (scores - highest).exp() * most
-    total = weights.sum(-1, keepdim=True)
-    if column is not None:
-        total = total + (column - highest).exp() * most
-    # A factor, because a reader that uses the result often may compute it each time.
-    return (product(weights.to(dtype)) * total.masked_fill(total == 0, 1).reciprocal()).to(dtype)
+    scores = scaled(latent, rotated, scale)
+    return scores if mask is None else masked(scores, aligned(mask, rows_first), fill)
 
 
 def share(keys: int) -> float:
@@ -100,30 +64,18 @@ def share(keys: int) -> float:
     return 0.5 ** (keys - 1).bit_length() if isinstance(keys, int) else 1 / keys
 
 
-def _scaled(latent: Tensor, rotated: Tensor | None, scale: float) -> Tensor:
+def scaled(latent: Tensor, rotated: Tensor | None, scale: float) -> Tensor:
     scores = latent.to(accumulation_dtype(latent.dtype))
     return (scores if rotated is None else scores + rotated) * scale
 
 
-def _aligned(mask: Tensor, rows_first: bool) -> Tensor:
+def aligned(mask: Tensor, rows_first: bool) -> Tensor:
     mask = mask[(None,) * (4 - mask.dim())]
     return mask.transpose(1, 2) if rows_first else mask
 
 
-def _column(sinks: Tensor, scores: Tensor, rows_first: bool) -> Tensor:
+def column_of(sinks: Tensor, scores: Tensor, rows_first: bool) -> Tensor:
     return sinks.to(scores.dtype).view((-1, 1) if rows_first else (-1, 1, 1))
-
-
-def _stored(mask: Tensor, fill: float | None, dtype: torch.dtype) -> Tensor:
-    """The mask as one that is added to scores of `dtype`. It is stored if it is the same for all heads: a compiler
-    would otherwise recompute it for each of them, which takes as long as the softmax. Code that reads it by strides
-    needs it stored."""
-    is_wide = mask.dtype == dtype or torch.promote_types(mask.dtype, dtype) != dtype
-    if fill is not None or is_wide or (mask.dim() > 2 and mask.shape[-3] != 1):
-        return mask
-    is_bool = mask.dtype == torch.bool
-    added = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if is_bool else mask.to(dtype)
-    return added.as_strided(added.shape, added.stride())
 
 
 def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:

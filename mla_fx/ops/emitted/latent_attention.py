@@ -7,18 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
-from .pages import READS_PAGES, check_contexts, context_of, in_one_piece, latent_tiles
-from .tiled_attention import IN_TILES, count_of_scores, goes_by_tiles, mask_of_rows, row_tiles
-
-PART = 2**21  # scores at a time, at least; measured on a CPU
-MAX_PARTS = 4  # each part is compiled separately
+from .attention import as_mask, check_mask, check_rotary, probabilities
+from .pages import check_contexts, context_of, latent_tiles
+from .tiled_attention import goes_by_tiles, mask_of_rows, row_tiles
 
 
 @dataclass(frozen=True)
@@ -72,67 +68,18 @@ def body(a: Arguments) -> Tensor:
 
 
 def kernel(a: Arguments) -> Tensor:
-    """The same by tiles of query rows, if there are many; otherwise with the division by a row's sum at the end."""
+    """The same by tiles of query rows, if there are many."""
     context = context_of(a.kv_cache, a.block_table)
     if not goes_by_tiles(a.query, context):
-        return in_parts(a)
+        return body(a)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     return torch.cat([body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)], 1)
-
-
-def in_parts(a: Arguments) -> Tensor:
-    """The same except for rounding: products are divided by the sum of a row, not probabilities."""
-    count = _parts(a)
-    if count == 1:
-        return _undivided(a)
-    size = a.query.shape[0] // count
-    return torch.cat([_undivided(_of_sequences(a, slice(part * size, (part + 1) * size))) for part in range(count)])
-
-
-def _undivided(a: Arguments) -> Tensor:
-    dtype = a.kv_cache.dtype
-    return undivided(lambda weights: weighted(weights, a), dtype, *scores(a), a.scale, a.fill, a.sinks, rows_first=True)
-
-
-def _parts(a: Arguments) -> int:
-    """The number of parts of a batch. On a CPU, reusing a few megabytes is faster than getting more from the system."""
-    batch, scores = a.query.shape[0], count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
-    if a.query.device.type != "cpu" or a.block_table is not None or scores is None:
-        return 1
-    return max(part for part in range(1, MAX_PARTS + 1) if part == 1 or (batch % part == 0 and scores >= part * PART))
-
-
-def _of_sequences(a: Arguments, part: slice) -> Arguments:
-    def cut(value: Tensor | None) -> Tensor | None:
-        return value if value is None or value.shape[0] == 1 else value[part]
-
-    return replace(
-        a,
-        query=a.query[part],
-        query_rope=cut(a.query_rope),
-        kv_cache=a.kv_cache[part],
-        kr_cache=cut(a.kr_cache),
-        mask=a.mask if a.mask is None or a.mask.dim() < 4 else cut(a.mask),
-        context_lens=cut(a.context_lens),
-    )
 
 
 def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Arguments:
     query_rope = None if a.query_rope is None else a.query_rope[:, first:last]
     part = replace(a, query=a.query[:, first:last], query_rope=query_rope, context_lens=None, is_causal=False)
     return replace(part, mask=mask_of_rows(mask, first, last))
-
-
-def refuse_kernel(a: Arguments) -> None:
-    refuse_body(a)
-    if goes_by_tiles(a.query, a.kv_cache.shape[1]):
-        raise NoMatch(IN_TILES)
-
-
-def portable(a: Arguments) -> Tensor:
-    """The same from a copy of the contexts, with all scores stored at once."""
-    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
-    return in_parts(replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None))
 
 
 def scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -245,21 +192,6 @@ def in_fractals(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[A
     return (*args[:2], *map(form, args[2:4]), *args[4:]), options
 
 
-def refuse_body(a: Arguments) -> None:
-    if a.block_table is not None:
-        raise NoMatch(READS_PAGES)
-
-
 operator = define(
-    "latent_attention",
-    Arguments,
-    body,
-    returns=("out",),
-    check=check,
-    fake=fake,
-    samples=samples,
-    refuse_body=refuse_body,
-    kernel=kernel,
-    refuse_kernel=refuse_kernel,
-    portable=portable,
+    "latent_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples, kernel=kernel
 )

@@ -1,7 +1,6 @@
 """latent_attention.with_lse: latent_attention, and the logarithms of its sums, by which parts are merged."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from mla_fx.ops.common.math import accumulation_dtype
 
 from . import latent_attention
 from .attention import logits
-from .latent_attention import Arguments, refuse_body
-from .pages import in_one_piece
+from .latent_attention import Arguments
 
 
 def body(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -38,12 +36,6 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     return latent_attention.weighted(weights.to(a.kv_cache.dtype), a), scores.logsumexp(-1)
 
 
-def portable(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same from a copy of the contexts."""
-    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
-    return body(replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None))
-
-
 def check(a: Arguments) -> None:
     if a.sinks is not None:
         raise ValueError("sinks are given; they must be None: a sum with a sink is not what other parts are merged by.")
@@ -61,13 +53,5 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 operator = define(
-    "latent_attention.with_lse",
-    Arguments,
-    body,
-    returns=("out", "lse"),
-    check=check,
-    fake=fake,
-    samples=samples,
-    refuse_body=refuse_body,
-    portable=portable,
+    "latent_attention.with_lse", Arguments, body, returns=("out", "lse"), check=check, fake=fake, samples=samples
 )

@@ -1,29 +1,26 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, in whichever form is cheaper."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
-from mla_fx.ops.common.conditional import can_choose, conditional
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import wide_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
-from .attention import as_mask, check_mask, check_rotary, probabilities, undivided
-from .pages import READS_PAGES, check_contexts, context_of, in_one_piece
-from .tiled_attention import IN_TILES, attend, count_of_scores, goes_by_tiles, is_expressible, seen_keys
+from .attention import as_mask, check_mask, check_rotary, probabilities
+from .pages import check_contexts, context_of, in_one_piece
+from .tiled_attention import Form, at_once, attend, count_of_scores, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
-FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 CHOOSES = "it chooses its form by the number of query tokens of each call"
-COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"
+FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 
 
 @dataclass(frozen=True)
@@ -77,51 +74,29 @@ def body(a: Arguments) -> Tensor:
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
-    return absorbed(a) if _is_absorbed(a) else expanded(a)
+    return absorbed(a) if is_absorbed(a) else expanded(a)
 
 
 def kernel(a: Arguments) -> Tensor:
-    """The same in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
-    if _chooses(a):
-        return _at_run_time(a, tiled)
-    if _is_absorbed(a):
+    """The same in memory that does not grow with S * T."""
+    if is_absorbed(a):
         return absorbed(a, latent_attention.kernel)
-    return short(a) if _is_short(a) else tiled(a)
+    return expanded(a) if has_few_scores(a) else tiled(a)
 
 
-def portable(a: Arguments) -> Tensor:
-    """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
-    same."""
-    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
-    a = replace(a, kv_cache=in_one_piece(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
-    many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
-    if _chooses(a):
-        return _at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
-    return absorbed(a, latent_attention.in_parts) if _is_absorbed(a) else many(a)
+def is_absorbed(a: Arguments) -> bool:
+    return a.max_absorbed_tokens != 0 and a.q_nope.shape[1] <= a.max_absorbed_tokens
 
 
-def _chooses(a: Arguments) -> bool:
+def is_chosen_at_run_time(a: Arguments) -> bool:
+    """Whether a trace does not know the number of query tokens, by which a call chooses its form."""
     return a.max_absorbed_tokens != 0 and isinstance(a.q_nope.shape[1], torch.SymInt)
 
 
-def _at_run_time(a: Arguments, expand: Callable[[Arguments], Tensor]) -> Tensor:
-    """A conditional on the S of the call."""
-    tensors = _tensors(a)
-
-    def form(compute: Callable[[Arguments], Tensor]) -> Callable[..., Tensor]:
-        return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
-
-    few, many = form(lambda a: absorbed(a, latent_attention.in_parts)), form(expand)
-    sizes = *a.q_nope.shape[:3], a.weight_uv.shape[1]
-    return conditional(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()), sizes)
-
-
-def _tensors(a: Arguments) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
-
-
-def _is_absorbed(a: Arguments) -> bool:
-    return a.max_absorbed_tokens != 0 and a.q_nope.shape[1] <= a.max_absorbed_tokens
+def has_few_scores(a: Arguments) -> bool:
+    """Whether PyTorch's own attention is slower than plain products."""
+    scores = count_of_scores(a.q_nope, context_of(a.kv_cache, a.block_table))
+    return a.q_nope.device.type == "cpu" and scores is not None and scores <= FEW_SCORES
 
 
 def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor] = latent_attention.body) -> Tensor:
@@ -146,60 +121,46 @@ def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
 
 def expanded(a: Arguments) -> Tensor:
     """The per-head form: keys and values are expanded once; then cost grows with S * T * (D + Dv)."""
-    scores, value = _expanded(a)
+    scores, value = operands(a)
     weights = probabilities(*scores, a.scale, a.fill, a.sinks).to(value.dtype)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-def _expanded(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
+def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
     """The latent and rotary part of the scores [B, N, S, T] with the mask, and the values [B, N, T, Dv]."""
-    kv_cache, kr_cache = _caches(a)
-    k_nope = torch.einsum("btr,ndr->bndt", kv_cache, a.weight_uk)
-    value = torch.einsum("btr,nvr->bntv", kv_cache, a.weight_uv)
+    a = _unpaged(a)
+    k_nope = torch.einsum("btr,ndr->bndt", a.kv_cache, a.weight_uk)
+    value = torch.einsum("btr,nvr->bntv", a.kv_cache, a.weight_uv)
     latent = wide_product(a.q_nope.transpose(1, 2), k_nope)
     rotated = None
-    if a.q_rope is not None and kr_cache is not None:
+    if a.q_rope is not None and a.kr_cache is not None:
         # All heads share kr_cache: one product over N*S rows; broadcasting would copy it for every head.
-        rotated = wide_product(a.q_rope.transpose(1, 2).flatten(1, 2), kr_cache.mT).view(latent.shape)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, kv_cache.shape[1])
+        rotated = wide_product(a.q_rope.transpose(1, 2).flatten(1, 2), a.kr_cache.mT).view(latent.shape)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, a.kv_cache.shape[1])
     return (latent, rotated, mask), value
 
 
-def short(a: Arguments) -> Tensor:
-    """`expanded` for few scores on a CPU, where PyTorch's own attention is slower than plain products."""
-    scores, value = _expanded(a)
-    out = undivided(lambda weights: weights @ value, value.dtype, *scores, a.scale, a.fill, a.sinks)
-    return out.transpose(1, 2).contiguous()
-
-
-def _is_short(a: Arguments) -> bool:
-    scores = count_of_scores(a.q_nope, context_of(a.kv_cache, a.block_table))
-    return a.q_nope.device.type == "cpu" and scores is not None and scores <= FEW_SCORES
-
-
-def tiled(a: Arguments) -> Tensor:
+def tiled(a: Arguments, choose: Form = at_once) -> Tensor:
     """`expanded` in memory that does not grow with S * T: the nope and rotary parts of keys are joined."""
-    kv_cache, kr_cache = _caches(a)
-    mask = as_mask(a.mask, a.context_lens, False, a.q_nope, kv_cache.shape[1])
-    latents, rotary, seen = kv_cache, kr_cache, seen_keys(mask)
+    a = _unpaged(a)
+    mask = as_mask(a.mask, a.context_lens, False, a.q_nope, a.kv_cache.shape[1])
+    latents, rotary, seen = a.kv_cache, a.kr_cache, seen_keys(mask)
     if seen is not None:
-        latents, rotary = kv_cache.masked_fill(~seen, 0), None if kr_cache is None else kr_cache.masked_fill(~seen, 0)
+        latents, rotary = latents.masked_fill(~seen, 0), None if rotary is None else rotary.masked_fill(~seen, 0)
     query, key = a.q_nope, torch.einsum("btr,ndr->btnd", latents, a.weight_uk)
     if a.q_rope is not None and rotary is not None:
         query = torch.cat((query, a.q_rope), -1)
         key = torch.cat((key, rotary.unsqueeze(2).expand(-1, -1, key.shape[2], -1)), -1)
-    value = torch.einsum("btr,nvr->btnv", kv_cache, a.weight_uv)
+    value = torch.einsum("btr,nvr->btnv", a.kv_cache, a.weight_uv)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    return attend(query, key, value, mask, a.scale, a.is_causal, a.fill, a.sinks).transpose(1, 2).contiguous()
+    out = attend(query, key, value, mask, a.scale, a.is_causal, a.fill, a.sinks, choose)
+    return out.transpose(1, 2).contiguous()
 
 
-def _caches(a: Arguments) -> tuple[Tensor, Tensor | None]:
-    """[B, T, Hckv] and [B, T, Dr]."""
-    if a.block_table is None:
-        return a.kv_cache, a.kr_cache
-    # expanded keys are much larger
-    kr_cache = None if a.kr_cache is None else in_one_piece(a.kr_cache, a.block_table)
-    return in_one_piece(a.kv_cache, a.block_table), kr_cache
+def _unpaged(a: Arguments) -> Arguments:
+    """The same call without a block table; expanded keys are much larger than a copy of the caches."""
+    unpaged: Arguments = a if a.block_table is None else in_one_piece(a)
+    return unpaged
 
 
 def check(a: Arguments) -> None:
@@ -275,42 +236,6 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
     )
 
 
-def refuse_body(a: Arguments) -> None:
-    """Tracing the body with a symbolic S adds a guard on its form, so a graph is recompiled for the other form."""
-    _refuse_pages(a)
-    if _chooses(a):
-        raise NoMatch(CHOOSES)
-
-
-def refuse_kernel(a: Arguments) -> None:
-    if _chooses(a) and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
-        raise NoMatch(f"{CHOOSES}, and its caches are not contiguous")
-    is_tiled = _chooses(a) or not _is_absorbed(a)
-    is_masked = a.mask is not None or a.context_lens is not None
-    if (_chooses(a) or (is_tiled and is_masked)) and not can_choose(_tensors(a).values()):
-        raise NoMatch(COMPUTED)
-    context = context_of(a.kv_cache, a.block_table)
-    fits = is_tiled and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
-    _refuse_pages(a)
-    if not fits and goes_by_tiles(a.q_nope, context):
-        raise NoMatch(IN_TILES)
-
-
-def _refuse_pages(a: Arguments) -> None:
-    if a.block_table is not None and a.max_absorbed_tokens != 0:
-        raise NoMatch(READS_PAGES)
-
-
 operator = define(
-    "mla_attention",
-    Arguments,
-    body,
-    returns=("out",),
-    check=check,
-    fake=fake,
-    samples=samples,
-    refuse_body=refuse_body,
-    kernel=kernel,
-    refuse_kernel=refuse_kernel,
-    portable=portable,
+    "mla_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples, kernel=kernel
 )

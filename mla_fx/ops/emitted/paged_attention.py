@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import FLOATS, Sizes, check_devices, check_dtype, check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
@@ -16,9 +15,8 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import as_mask, check_mask, masked, share
-from .codes import check_channels, dequantised
-from .pages import READS_PAGES, check_block_table, gathered, tiles
-from .tiled_attention import attend, seen_keys
+from .pages import check_block_table, gathered, tiles
+from .tiled_attention import Form, at_once, attend, seen_keys
 
 MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
 
@@ -76,7 +74,7 @@ def body(a: Arguments) -> Tensor:
     Returns [B, S, H, Dv] in the dtype of query. Raises ValueError for arguments that do not fit. Inference only.
     """
     if a.query.shape[1] >= MANY and a.fill is None and (a.mask is None or a.mask.dtype == torch.bool):
-        return portable(a)
+        return from_copies(a)
     batch, steps, heads, _ = a.query.shape
     kv_heads, width = a.value_cache.shape[2:]
     dtype = accumulation_dtype(a.query.dtype)
@@ -88,7 +86,7 @@ def body(a: Arguments) -> Tensor:
     return _rows_first((out / most).view(batch, heads, steps, width).to(a.query.dtype))
 
 
-def portable(a: Arguments) -> Tensor:
+def from_copies(a: Arguments, choose: Form = at_once) -> Tensor:
     """The same from a copy of the contexts."""
     heads = a.query.shape[2]
     keys, values = (
@@ -98,7 +96,7 @@ def portable(a: Arguments) -> Tensor:
     mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
     seen = seen_keys(mask)
     keys = keys if seen is None else keys.masked_fill(~seen.unsqueeze(1), 0)
-    return _rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale, fill=a.fill))
+    return _rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale, fill=a.fill, choose=choose))
 
 
 def _rows_first(out: Tensor) -> Tensor:
@@ -124,6 +122,15 @@ def _numbers(a: Arguments, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     dtype = a.dequant_dtype or a.query.dtype
     keys = dequantised(keys, a.key_scale, a.key_offset, dtype)
     return keys, dequantised(values, a.value_scale, a.value_offset, dtype)
+
+
+def dequantised(rows: Tensor, scale: Tensor | None, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The numbers that rows [..., Hkv, D] of codes stand for, rounded once, to `dtype`. Other rows stay as they are."""
+    if rows.dtype != torch.int8:
+        return rows
+    numbers = rows.to(accumulation_dtype(dtype))
+    numbers = numbers if offset is None else numbers + offset
+    return (numbers if scale is None else numbers * scale).to(dtype)
 
 
 def _by_head(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,6 +163,19 @@ def check(a: Arguments) -> None:
         raise ValueError(f"dequant_dtype is {a.dequant_dtype}; allowed: {', '.join(map(str, narrower))}.")
     check_block_table(a, sizes, "key_cache", "value_cache")
     check_mask(a.mask, a.context_lens, False, a.fill, sizes)
+
+
+def check_channels(a: Any, sizes: Sizes, cache: str, letters: str) -> None:
+    """Check what belongs to the codes of `cache`, such as key_scale and key_offset of key_cache."""
+    for part in ("scale", "offset"):
+        name = cache.replace("cache", part)
+        given, stored = getattr(a, name), getattr(a, cache).dtype
+        if given is None:
+            continue
+        if stored != torch.int8:
+            raise ValueError(f"{name} is given and {cache} has dtype {stored}; it must be torch.int8.")
+        check_dtype(name, given, FLOATS)
+        check_letters(a, sizes, **{name: letters})
 
 
 def fake(a: Arguments) -> Tensor:
@@ -211,19 +231,6 @@ def in_codes(
     return (query, *codes, table, lens, None, *given), {"scale": 0.3}
 
 
-def refuse_body(a: Arguments) -> None:
-    raise NoMatch(READS_PAGES)
-
-
 operator = define(
-    "paged_attention.batched",
-    Arguments,
-    body,
-    returns=("out",),
-    check=check,
-    fake=fake,
-    samples=samples,
-    refuse_body=refuse_body,
-    portable=portable,
-    reads_codes=True,
+    "paged_attention.batched", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples
 )

@@ -28,8 +28,13 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     return rows
 
 
-def in_one_piece(cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """The contexts as contiguous rows, [B, T, width], copied out of pages of latents or strided memory."""
+def in_one_piece(a: Any) -> Any:
+    """The same call with its contexts as contiguous rows, [B, T, width], copied out of pages or strided memory."""
+    kr_cache = None if a.kr_cache is None else _copied(a.kr_cache, a.block_table)
+    return replace(a, kv_cache=_copied(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
+
+
+def _copied(cache: Tensor, block_table: Tensor | None) -> Tensor:
     return cache.contiguous() if block_table is None else gathered(_in_rows(cache), block_table).flatten(2)
 
 

@@ -2,14 +2,14 @@
 tiles of query rows."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mla_fx.ops.common.conditional import conditional
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sizes import statically_known_true
 
@@ -21,7 +21,13 @@ SHORT = 16  # keys; with fewer, PyTorch's kernel for CPUs gives zeros for a quer
 LOWEST = torch.finfo(torch.bfloat16).min  # next to so low a score, any other vanishes, also when added to it
 TAME = 2.0**100  # a score below this vanishes next to LOWEST
 
-IN_TILES = "it works on tiles of query rows; a compiler would keep the scores of all rows"
+Form = Callable[..., Tensor]
+
+
+def at_once(condition: Any, one: Form, other: Form, given: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Call the first of two functions of the same tensors if `condition` holds, else the second. Both return a tensor
+    of the given sizes."""
+    return one(*given) if condition else other(*given)
 
 
 def attend(
@@ -33,13 +39,14 @@ def attend(
     is_causal: bool = False,
     fill: float | None = None,
     sinks: Tensor | None = None,
+    choose: Form = at_once,
 ) -> Tensor:
     """Attention of [B, N, S, D], [B, N, T, D] and [B, N, T, Dv] -> [B, N, S, Dv]; masks, fill and sinks as in
     `probabilities`.
 
     is_causal lets row s attend to keys t <= s, and excludes a mask. PyTorch's own attention adds a mask's numbers to
     the scores, and replaces scores with is_causal. With a mask it is used only if no score can be NaN, infinite or
-    close to it, which each call checks."""
+    close to it, which `choose` checks at each call."""
     if is_causal and not scale > 0:  # there a score is hidden before it is scaled
         mask, is_causal = _causal(query, key), False
     if not is_expressible(query, key.shape[2], mask, fill, sinks):
@@ -56,7 +63,7 @@ def attend(
         return _in_tiles(query, key, value, mask, scale, fill, None)
 
     sizes = *query.shape[:3], value.shape[3]
-    return conditional(_is_tame(query, key, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
+    return choose(_is_tame(query, key, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
 
 
 def _in_tiles(

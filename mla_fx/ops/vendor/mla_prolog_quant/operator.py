@@ -202,5 +202,4 @@ operator = define(
     samples=samples,
     in_place=body_,
     writes={name + "_out": name for name in ("kv_cache", "kr_cache", "k_scale_cache")},
-    traceable=False,
 )

@@ -254,5 +254,4 @@ operator = define(
     in_place=body_,
     writes=CACHES,
     lengths=("actual_seq_len",),
-    traceable=False,
 )

@@ -180,5 +180,4 @@ operator = define(
     optional=("lse",),
     lengths=("context_lens", "q_seqlen"),
     enumerators={"mask_type": 0, "calc_type": 0, "cache_mode": 1},
-    traceable=False,
 )

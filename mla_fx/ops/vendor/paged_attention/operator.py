@@ -132,5 +132,4 @@ operator = define(
     writes={"attn_out": "attn_out"},
     lengths=("context_lens", "batch_run_status", "q_seq_lens"),
     enumerators=dict.fromkeys(ENUMERATORS, 0),
-    traceable=False,
 )

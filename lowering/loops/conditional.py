@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 Traced = Callable[..., Tensor]
 
@@ -14,8 +13,6 @@ Traced = Callable[..., Tensor]
 def conditional(condition: Any, one: Traced, other: Traced, given: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Call the first of two functions of the same tensors if `condition` holds, else the second. Under Inductor's
     tracing this is a conditional. Both functions return a tensor of the given sizes."""
-    if isinstance(condition, Tensor) and not is_fake(condition):
-        return one(*given) if condition else other(*given)
     importlib.import_module("torch._inductor.inductor_prims")  # registers the operator below, and is slow to import
 
     # Inductor may choose other layouts, but compiles branches for the strides that tensors have here.

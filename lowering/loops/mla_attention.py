@@ -1,0 +1,90 @@
+"""Lowers mla_attention to one of its forms, or to both with a conditional if a call chooses by its query tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.mla_attention import (
+    CHOOSES,
+    Arguments,
+    absorbed,
+    expanded,
+    has_few_scores,
+    is_absorbed,
+    is_chosen_at_run_time,
+)
+from mla_fx.ops.emitted.pages import READS_PAGES, context_of, in_one_piece
+from mla_fx.ops.emitted.tiled_attention import Form, goes_by_tiles, is_expressible
+
+from .conditional import can_choose, conditional
+from .latent_attention import IN_TILES, in_parts, undivided
+
+OPERATOR = "mla_attention"
+COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"
+
+
+def lower(a: Arguments) -> Form:
+    chooses = is_chosen_at_run_time(a)
+    if chooses and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
+        raise NoMatch(f"{CHOOSES}, and its caches are not contiguous")
+    is_tiled = chooses or not is_absorbed(a)
+    is_masked = a.mask is not None or a.context_lens is not None
+    if (chooses or (is_tiled and is_masked)) and not can_choose(_tensors(a).values()):
+        raise NoMatch(COMPUTED)
+    context = context_of(a.kv_cache, a.block_table)
+    fits = is_tiled and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
+    if a.block_table is not None and a.max_absorbed_tokens != 0:
+        raise NoMatch(READS_PAGES)
+    if not fits and goes_by_tiles(a.q_nope, context):
+        raise NoMatch(IN_TILES)
+    return compiled
+
+
+def compiled(a: Arguments) -> Tensor:
+    """The same in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
+    if is_chosen_at_run_time(a):
+        return _at_run_time(a, tiled)
+    if is_absorbed(a):
+        return absorbed(a, in_parts)
+    return short(a) if has_few_scores(a) else tiled(a)
+
+
+def from_copies(a: Arguments) -> Tensor:
+    """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
+    same."""
+    a = in_one_piece(a)
+    many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
+    if is_chosen_at_run_time(a):
+        return _at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
+    return absorbed(a, in_parts) if is_absorbed(a) else many(a)
+
+
+def _at_run_time(a: Arguments, expand: Form) -> Tensor:
+    """A conditional on the S of the call."""
+    tensors = _tensors(a)
+
+    def form(compute: Form) -> Form:
+        return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
+
+    few, many = form(lambda a: absorbed(a, in_parts)), form(expand)
+    sizes = *a.q_nope.shape[:3], a.weight_uv.shape[1]
+    return conditional(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()), sizes)
+
+
+def _tensors(a: Arguments) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
+
+
+def tiled(a: Arguments) -> Tensor:
+    return mla_attention.tiled(a, conditional)
+
+
+def short(a: Arguments) -> Tensor:
+    """`expanded` for few scores on a CPU."""
+    scores, value = mla_attention.operands(a)
+    out = undivided(lambda weights: weights @ value, value.dtype, *scores, a.scale, a.fill, a.sinks)
+    return out.transpose(1, 2).contiguous()

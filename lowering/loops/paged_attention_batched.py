@@ -1,0 +1,24 @@
+"""Lowers paged_attention.batched to attention over copies of its contexts, where no call can be."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import paged_attention
+from mla_fx.ops.emitted.paged_attention import Arguments
+from mla_fx.ops.emitted.pages import READS_PAGES
+
+from .conditional import conditional
+
+OPERATOR = "paged_attention.batched"
+
+
+def lower(a: Arguments) -> NoReturn:
+    raise NoMatch(READS_PAGES)
+
+
+def from_copies(a: Arguments) -> Tensor:
+    return paged_attention.from_copies(a, conditional)
