@@ -31,7 +31,6 @@ from mla_fx.rule import (
     is_parameter,
     replaced,
     result,
-    roles,
     tensor,
     var,
 )
@@ -103,7 +102,7 @@ class LatentOutput(Rule):
         for name in ("weight_uv", "weight_o"):
             if not is_parameter(match[name].node):
                 raise NoMatch(f"{name} is computed in the graph, expected a parameter", match[name].node)
-        t, he = roles(match, "value")
+        t, he = match.roles("value")
         n, hckv = tuple(axis for axis in out.axes if axis in match["latents"].axes), up.axes
         dv = tuple(axis for axis in out.axes if axis not in n)
         call = Call(

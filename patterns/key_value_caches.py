@@ -17,18 +17,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from mla_fx.cases import HE, B, S, T
-from mla_fx.readings.axes import Axis, of_axis, shifted
-from mla_fx.readings.cache_places import At, InBlocks
-from mla_fx.readings.cache_update import POSITIONED, cache_updates
-from mla_fx.readings.element import resolve
-from mla_fx.readings.rms_norm import rms_norm
-from mla_fx.readings.rope import rope
-from mla_fx.readings.sizes import Size, product
-from mla_fx.readings.views import cuts
-from mla_fx.rewriting.operands import CacheRoles, cache_roles, check_same_write, joined, positions, tables
-from mla_fx.rewriting.plan import ByTarget
 from mla_fx.rule import (
     Axes,
+    ByTarget,
     CacheUpdate,
     Call,
     Case,
@@ -49,6 +40,19 @@ from mla_fx.rule import (
     shape_of,
     tensor,
 )
+from mla_fx.rule.caches import (
+    POSITIONED,
+    At,
+    CacheRoles,
+    InBlocks,
+    cache_roles,
+    cache_updates,
+    check_same_write,
+    positions,
+)
+from mla_fx.rule.indices import Axis, Size, of_axis, product, resolve, shifted
+from mla_fx.rule.operands import joined, tables
+from mla_fx.rule.readings import rms_norm, rope, seams
 
 aten = torch.ops.aten
 HEADS, KV_HEADS, WIDTH, ROTARY, COLUMNS, BLOCK = 4, 2, 12, 4, 6, 4
@@ -156,7 +160,7 @@ class _Keyed:
             raise NoMatch("the columns of a key are not one dimension", keys.update.node)
         row, (width,) = keys.update.row, keys.width
         miss = NoMatch("expected rows whose first columns are rotated", keys.update.node)
-        for cut in dict.fromkeys(cut for axis, cut in cuts(row.origin, row.index) if axis is width):
+        for cut in dict.fromkeys(cut for axis, cut in seams(row.origin, row.index) if axis is width):
             rotary, rest = Axis(cut), Axis(width.size - cut)
             try:
                 first, second = row.at({width: of_axis(rotary)}), row.at({width: shifted(of_axis(rest), cut)})

@@ -23,28 +23,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import HCKV
-from mla_fx.matching.pattern import Pattern
-from mla_fx.readings.cache_update import WRITES, cache_update
-from mla_fx.readings.calls import named_argument
-from mla_fx.readings.constant import rounded
-from mla_fx.readings.element import computed_from
-from mla_fx.readings.quantised_cache import cache_behind, check_int8_cache, int8_cache
-from mla_fx.readings.sizes import Size, product
-from mla_fx.readings.static_codes import StaticCodes, computed_otherwise
-from mla_fx.rewriting.operands import (
-    CacheRoles,
-    cache_roles,
-    check_norm_of_rows,
-    check_same_write,
-    joined,
-    last_dimension,
-    new_cache,
-    normed,
-    positions_and_caches,
-    replaced_cache,
-    replaced_rows,
-    tables,
-)
 from mla_fx.rule import (
     ATTENTION,
     Appended,
@@ -60,6 +38,7 @@ from mla_fx.rule import (
     NoMatch,
     NoRotaryPart,
     Operand,
+    Pattern,
     Plan,
     Replaced,
     RmsNorm,
@@ -71,6 +50,9 @@ from mla_fx.rule import (
     coded,
     either,
     element_of,
+    last_dimension,
+    named_argument,
+    normed,
     result,
     rms_norm,
     rope,
@@ -79,6 +61,24 @@ from mla_fx.rule import (
     tensor,
     var,
 )
+from mla_fx.rule.caches import (
+    WRITES,
+    CacheRoles,
+    cache_behind,
+    cache_roles,
+    cache_update,
+    check_int8_cache,
+    check_same_write,
+    int8_cache,
+    new_cache,
+    positions_and_caches,
+    replaced_cache,
+    replaced_rows,
+)
+from mla_fx.rule.codes import StaticCodes, computed_otherwise
+from mla_fx.rule.indices import Size, product
+from mla_fx.rule.operands import joined, tables
+from mla_fx.rule.readings import computed_from, rounded
 
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
@@ -158,7 +158,7 @@ class KvRmsnormRopeCache(Rule):
             raise NoMatch("latent and rotary key are not both cached", match["latent"].origin)
         latent, *others = (cache_roles(update, may_be_nz=True) for update in updates)
         keys = others[0] if others else None
-        check_norm_of_rows(match.reading(RmsNorm, "norm"), latent.width)
+        match.reading(RmsNorm, "norm").check_rows(latent.width)
         if keys is not None:
             check_same_write(latent, keys)
         quantisation = Quantisation.of(match, latent, keys)

@@ -19,26 +19,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from mla_fx.cases import DR, DV, HE, D, N, T
-from mla_fx.matching.pattern import Pattern
-from mla_fx.readings.axes import of_axis
-from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.calls import args_of, named_argument
-from mla_fx.readings.element import is_coarser
-from mla_fx.readings.packed_rows import packed_rows
-from mla_fx.readings.quantised_cache import caches_behind, packed_cache
-from mla_fx.readings.quantised_tiles import PRODUCT, QuantisedTiles, quantised_tiles
-from mla_fx.readings.quantised_tokens import QuantisedTokens, rounded_in
-from mla_fx.rewriting.operands import (
-    CacheRoles,
-    cache_roles,
-    check_norm_of_rows,
-    new_cache,
-    old_cache,
-    positions,
-)
-from mla_fx.rewriting.plan import ByTarget
 from mla_fx.rule import (
     LATENT_ATTENTION,
+    ByTarget,
     CacheUpdate,
     Call,
     CallPattern,
@@ -51,14 +34,30 @@ from mla_fx.rule import (
     NoMatch,
     Operand,
     OperandAxes,
+    Pattern,
     Plan,
     RmsNorm,
     Rule,
+    args_of,
     element_of,
-    roles,
+    is_coarser,
+    named_argument,
     shape_of,
     tensor,
 )
+from mla_fx.rule.caches import (
+    CacheRoles,
+    cache_roles,
+    cache_update,
+    caches_behind,
+    new_cache,
+    old_cache,
+    packed_cache,
+    packed_rows,
+    positions,
+)
+from mla_fx.rule.codes import PRODUCT, QuantisedTiles, QuantisedTokens, quantised_tiles, rounded_in
+from mla_fx.rule.indices import of_axis
 
 from .mla_prolog import int8
 from .mla_prolog.calls import numbered, options, replaced, row_axes
@@ -254,11 +253,11 @@ class MlaPrologPacked(Rule):
         rows = row_axes(match, caches)
         found = weights(match, caches)
         norm, tiles = match.reading(RmsNorm, "ckv"), match.reading(QuantisedTiles, "tiles")
-        check_norm_of_rows(norm, found.columns["weight_dkv"])
+        norm.check_rows(found.columns["weight_dkv"])
         _check(match, mode, dtype)
         modes = {**options(match), **MODES, "k_nope_clip_alpha": _alpha(tiles)}
         out = int8.call(match, mode, rows, found, _operands(row, dtype), modes)
-        b, s, n, _ = roles(match, "query")
+        b, s, n, _ = match.roles("query")
         scale = query_scale(match, {*b, *s, *n})
         codes = match.reading(QuantisedTokens, "cq.codes")
         differences = dict.fromkeys((*codes.differences, *tiles.differences, *_differences(match, mode, dtype)))

@@ -15,9 +15,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.cases import HCQ
-from mla_fx.readings.calls import CASTS
-from mla_fx.readings.element import is_coarser
-from mla_fx.rewriting.operands import check_norm_of_rows
 from mla_fx.rule import (
     Call,
     Case,
@@ -31,13 +28,14 @@ from mla_fx.rule import (
     Rule,
     ValuePattern,
     WeightedQuery,
+    is_coarser,
     replaced,
     result,
     rms_norm,
-    roles,
     tensor,
     var,
 )
+from mla_fx.rule.readings import CASTS
 
 aten = torch.ops.aten
 
@@ -77,10 +75,10 @@ class RmsNormAlone(Rule):
 
     def rewrite(self, match: Match) -> Plan:
         """The norm is over all of the last dimension."""
-        norm, dims = match.reading(RmsNorm, "norm"), roles(match, "value")
+        norm, dims = match.reading(RmsNorm, "norm"), match.roles("value")
         if norm.factor != 1.0:
             raise NoMatch(f"the norm is multiplied by a number, {norm.factor:.6g}", norm.node)
-        check_norm_of_rows(norm, dims[-1])
+        norm.check_rows(dims[-1])
         old = match.reading(OperandAxes, "value.axes")
         dtype = old.node.meta["val"].dtype
         x = tensor(_before_casts(match["x"]), dims, dtype=dtype)

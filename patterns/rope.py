@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import DR
-from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.calls import named_argument
-from mla_fx.rewriting.operands import last_dimension, tables
 from mla_fx.rule import (
     LATENT_ATTENTION,
     Appended,
@@ -31,13 +28,16 @@ from mla_fx.rule import (
     WeightedQuery,
     axes,
     element_of,
+    last_dimension,
+    named_argument,
     replaced,
     result,
-    roles,
     rope,
     tensor,
     var,
 )
+from mla_fx.rule.caches import cache_update
+from mla_fx.rule.operands import tables
 
 # Operands of an attention that are rotated.
 QUERY = {
@@ -92,7 +92,7 @@ class RopeAlone(Rule):
         have."""
         rotation = match.reading(Rope, "rope")
         old = match.reading(OperandAxes, "value.axes")
-        b, one, other, columns = roles(match, "value")
+        b, one, other, columns = match.roles("value")
         halves = (half for table in (rotation.cos, rotation.sin) for half in (table.first, table.second))
         along = {axis for half in halves for axis in half.axes}
         s, n = (other, one) if along & set(other) else (one, other)

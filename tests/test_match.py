@@ -8,20 +8,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import (
-    AttentionPattern,
-    CallPattern,
-    NearestMiss,
-    Operand,
-    bound,
-    contract,
-    either,
-    rms_norm,
-    rope,
-    stored,
-    var,
-)
+from mla_fx.matching.match import Match, NearestMiss
+from mla_fx.matching.pattern import AttentionPattern, CallPattern, Operand
+from mla_fx.matching.words import bound, contract, either, rms_norm, rope, stored, var
 from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.reading import Reading
 

@@ -26,8 +26,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
 
 RULE = """
-from mla_fx.rule import Rule
-from mla_fx.matching.pattern import ValuePattern, var
+from mla_fx.rule import Rule, ValuePattern, var
 from .stages import STAGE
 
 class Own(Rule):

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import label_of
-from mla_fx.readings.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
+from mla_fx.readings.axes import Axes, Axis, Index, axes, cuts, digits_of, of_axis, slowest_first, substitute
 from mla_fx.readings.element import Element
 from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.same_value import equal_calls
@@ -18,6 +18,13 @@ from mla_fx.readings.sizes import product
 
 Same = Mapping[Axis, Index]
 Kind = TypeVar("Kind", bound=Reading)
+
+
+@dataclass(frozen=True)
+class OperandAxes(Reading):
+    """The axes of an operand, one index per dimension."""
+
+    dims: tuple[Index, ...]
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,11 @@ class Match:
     def get(self, kind: type[Kind], name: str) -> Kind | None:
         """The reading of a name, if the chosen alternatives have it."""
         return self.reading(kind, name) if name in self.readings else None
+
+    def roles(self, operand: str) -> tuple[Axes, ...]:
+        """The axes of each dimension of an operand of the call."""
+        found = self.reading(OperandAxes, f"{operand}.axes")
+        return tuple(axes(part, operand, found.node) for part in found.dims)
 
     def __getitem__(self, name: str) -> Element:
         return self.elements[name]
@@ -196,9 +208,9 @@ def _axes_of(indices: Iterable[Index]) -> set[Axis]:
     return {digit.axis for index in indices for digit, _ in index.terms}
 
 
-def _keep_apart(axes: Iterable[Axis], same: Same) -> bool:
+def _keep_apart(apart: Iterable[Axis], same: Same) -> bool:
     """Whether no two of these axes became one."""
-    images = [substitute(of_axis(axis), same) for axis in axes]
+    images = [substitute(of_axis(axis), same) for axis in apart]
     digits = [digit for image in images if image is not None for digit in image.digits]
     if len({digit.axis for digit in digits}) == len(digits):
         return True

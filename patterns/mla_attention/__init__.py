@@ -35,24 +35,12 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.ops.common.absorption import absorb_query, expand_output
-from mla_fx.readings.attention import anchors, attention, weighted_sum
-from mla_fx.readings.axes import Axis
-from mla_fx.readings.calls import args_of
-from mla_fx.readings.contraction import parted_at, segments
-from mla_fx.readings.element import computed_between, is_coarser
-from mla_fx.readings.log_sum_exp import LogSumExp
-from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
-from mla_fx.readings.quantised import quantised_up_projection
-from mla_fx.readings.quantised_product import quantised_product
-from mla_fx.readings.sizes import at_most, product
-from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
-from mla_fx.rewriting.materialize import scaled_by
-from mla_fx.rewriting.plan import ByHoisting
 from mla_fx.rule import (
     LATENT_ATTENTION,
     Attention,
     AttentionPattern,
     Axes,
+    ByHoisting,
     Call,
     Case,
     Cast,
@@ -67,11 +55,13 @@ from mla_fx.rule import (
     NoRotaryPart,
     Plan,
     Rule,
+    args_of,
     axes,
     bound,
     contract,
     either,
     element_of,
+    is_coarser,
     ordered,
     quantised,
     refused,
@@ -81,6 +71,23 @@ from mla_fx.rule import (
     tensor,
     times,
     var,
+)
+from mla_fx.rule.codes import quantised_product, quantised_up_projection, scaled_by
+from mla_fx.rule.indices import Axis, at_most, product
+from mla_fx.rule.operands import check_is_causal, counts_from_first, known_causal, mask_operands
+from mla_fx.rule.readings import (
+    LogSumExp,
+    anchors,
+    attention,
+    computed_between,
+    down_projection,
+    is_cached_per_head,
+    is_projected_from,
+    parted_at,
+    rank,
+    seems_low_rank,
+    segments,
+    weighted_sum,
 )
 
 from . import cases

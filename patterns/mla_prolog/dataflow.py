@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from mla_fx.matching.pattern import Pattern
-from mla_fx.rewriting.operands import last_dimension, normed
 from mla_fx.rule import (
     Operand,
+    Pattern,
     bound,
     contract,
     either,
     having,
+    last_dimension,
+    normed,
     quantised,
     refused,
     rms_norm,

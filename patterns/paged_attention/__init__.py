@@ -28,13 +28,6 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.ops.common.check import FLOATS
-from mla_fx.readings.attention import anchors, attention
-from mla_fx.readings.axes import Axis
-from mla_fx.readings.element import is_coarser
-from mla_fx.readings.paged import GATHERS, gathered_codes
-from mla_fx.readings.sizes import product
-from mla_fx.rewriting.masks import check_is_causal, known_causal, lengths, mask_operands
-from mla_fx.rewriting.operands import block_table
 from mla_fx.rule import (
     Attention,
     AttentionPattern,
@@ -53,6 +46,7 @@ from mla_fx.rule import (
     axes,
     contract,
     gathered,
+    is_coarser,
     ordered,
     replaced,
     result,
@@ -60,6 +54,11 @@ from mla_fx.rule import (
     times,
     var,
 )
+from mla_fx.rule.caches import GATHERS, block_table
+from mla_fx.rule.codes import gathered_codes
+from mla_fx.rule.indices import Axis, product
+from mla_fx.rule.operands import check_is_causal, known_causal, lengths, mask_operands
+from mla_fx.rule.readings import anchors, attention
 
 from . import cases
 from .codes import channels, rounding

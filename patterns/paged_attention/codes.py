@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_fx.readings.element import is_coarser
-from mla_fx.rule import Axes, Dequantised, Element, Expression, NoMatch, tensor
+from mla_fx.rule import Axes, Dequantised, Element, Expression, NoMatch, is_coarser, tensor
 
 Numbers = Sequence[Dequantised | None]  # of keys and of values; None if a cache holds no codes
 
