@@ -16,30 +16,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HCKV
-from mla_fx.rule import (
-    ATTENTION,
-    CacheUpdate,
-    Call,
-    Case,
-    Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Plan,
-    Reading,
-    Rule,
-    args_of,
-    element_of,
-    replaced,
-    result,
-    shape_of,
-    tensor,
-)
+from mla_fx.cases import HCKV, Case, Layer
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
 from mla_fx.rule.caches import (
     WRITES,
     CacheRoles,
+    CacheUpdate,
     batch_of_positions,
     cache_roles,
     cache_update,
@@ -47,8 +29,8 @@ from mla_fx.rule.caches import (
     positions,
 )
 from mla_fx.rule.indices import Index, Size, composite, extent, fresh, fresh_index, of_axis, renamed, resolve, shifted
-from mla_fx.rule.operands import first_node, joined
-from mla_fx.rule.readings import written_slice
+from mla_fx.rule.operands import ATTENTION, Call, Expression, first_node, joined, replaced, result, tensor
+from mla_fx.rule.readings import Reading, args_of, element_of, shape_of, written_slice
 
 aten = torch.ops.aten
 

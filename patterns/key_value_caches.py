@@ -16,43 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HE, B, S, T
-from mla_fx.rule import (
-    Axes,
-    ByTarget,
-    CacheUpdate,
-    Call,
-    Case,
-    Element,
-    Expression,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Plan,
-    Replaced,
-    RmsNorm,
-    Rope,
-    Rule,
-    axes,
-    element_of,
-    replaced,
-    result,
-    shape_of,
-    tensor,
-)
+from mla_fx.cases import HE, B, Case, S, T
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
 from mla_fx.rule.caches import (
     POSITIONED,
     At,
     CacheRoles,
+    CacheUpdate,
     InBlocks,
     cache_roles,
     cache_updates,
     check_same_write,
     positions,
 )
-from mla_fx.rule.indices import Axis, Size, of_axis, product, resolve, shifted
-from mla_fx.rule.operands import joined, tables
-from mla_fx.rule.readings import rms_norm, rope, seams
+from mla_fx.rule.indices import Axes, Axis, Size, axes, of_axis, product, resolve, shifted
+from mla_fx.rule.operands import ByTarget, Call, Expression, Replaced, joined, replaced, result, tables, tensor
+from mla_fx.rule.readings import Element, RmsNorm, Rope, element_of, rms_norm, rope, seams, shape_of
 
 aten = torch.ops.aten
 HEADS, KV_HEADS, WIDTH, ROTARY, COLUMNS, BLOCK = 4, 2, 12, 4, 6, 4

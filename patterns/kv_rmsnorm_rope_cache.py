@@ -22,48 +22,30 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HCKV
+from mla_fx.cases import HCKV, Appended, Case, NoRotaryPart, WeightedQuery
 from mla_fx.rule import (
-    ATTENTION,
-    Appended,
-    Axes,
-    CacheUpdate,
-    Call,
     CallPattern,
-    Case,
-    Element,
-    Expression,
     Match,
     NearestMiss,
     NoMatch,
-    NoRotaryPart,
     Operand,
     Pattern,
     Plan,
-    Replaced,
-    RmsNorm,
-    Rope,
     Rule,
-    WeightedQuery,
-    axes,
     behind,
     coded,
     either,
-    element_of,
     last_dimension,
-    named_argument,
     normed,
-    result,
     rms_norm,
     rope,
-    shape_of,
     stored,
-    tensor,
     var,
 )
 from mla_fx.rule.caches import (
     WRITES,
     CacheRoles,
+    CacheUpdate,
     cache_behind,
     cache_roles,
     cache_update,
@@ -76,9 +58,9 @@ from mla_fx.rule.caches import (
     replaced_rows,
 )
 from mla_fx.rule.codes import StaticCodes, computed_otherwise
-from mla_fx.rule.indices import Size, product
-from mla_fx.rule.operands import joined, tables
-from mla_fx.rule.readings import computed_from, rounded
+from mla_fx.rule.indices import Axes, Size, axes, product
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replaced, joined, result, tables, tensor
+from mla_fx.rule.readings import Element, RmsNorm, Rope, computed_from, element_of, named_argument, rounded, shape_of
 
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, HCKV, D, N
-from mla_fx.rule import Attention, Case, Layer, Match, NearestMiss, NoMatch, Plan
-from mla_fx.rule.readings import LOGARITHMS, LogSumExp, attention, beside, log_sum_exp, logarithms
+from mla_fx.cases import DR, HCKV, Case, D, Layer, N
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan
+from mla_fx.rule.readings import LOGARITHMS, Attention, LogSumExp, attention, beside, log_sum_exp, logarithms
 
 from .mla_attention import MlaAttention, cases
 

@@ -18,35 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, DV, HE, D, N, T
-from mla_fx.rule import (
-    LATENT_ATTENTION,
-    ByTarget,
-    CacheUpdate,
-    Call,
-    CallPattern,
-    Case,
-    Element,
-    Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Operand,
-    OperandAxes,
-    Pattern,
-    Plan,
-    RmsNorm,
-    Rule,
-    args_of,
-    element_of,
-    is_coarser,
-    named_argument,
-    shape_of,
-    tensor,
-)
+from mla_fx.cases import DR, DV, HE, Case, D, Layer, N, T
+from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Pattern, Plan, Rule
 from mla_fx.rule.caches import (
     CacheRoles,
+    CacheUpdate,
     cache_roles,
     cache_update,
     caches_behind,
@@ -58,6 +34,17 @@ from mla_fx.rule.caches import (
 )
 from mla_fx.rule.codes import PRODUCT, QuantisedTiles, QuantisedTokens, quantised_tiles, rounded_in
 from mla_fx.rule.indices import of_axis
+from mla_fx.rule.operands import LATENT_ATTENTION, ByTarget, Call, Expression, tensor
+from mla_fx.rule.readings import (
+    Element,
+    OperandAxes,
+    RmsNorm,
+    args_of,
+    element_of,
+    is_coarser,
+    named_argument,
+    shape_of,
+)
 
 from .mla_prolog import int8
 from .mla_prolog.calls import numbered, options, replaced, row_axes
@@ -257,7 +244,7 @@ class MlaPrologPacked(Rule):
         _check(match, mode, dtype)
         modes = {**options(match), **MODES, "k_nope_clip_alpha": _alpha(tiles)}
         out = int8.call(match, mode, rows, found, _operands(row, dtype), modes)
-        b, s, n, _ = match.roles("query")
+        b, s, n = match.dims("b s n")
         scale = query_scale(match, {*b, *s, *n})
         codes = match.reading(QuantisedTokens, "cq.codes")
         differences = dict.fromkeys((*codes.differences, *tiles.differences, *_differences(match, mode, dtype)))

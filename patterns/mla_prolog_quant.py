@@ -21,41 +21,32 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, DV, HCKV, D, N, T
-from mla_fx.rule import (
-    LATENT_ATTENTION,
-    Axes,
-    ByTarget,
+from mla_fx.cases import DR, DV, HCKV, Case, D, Layer, N, T
+from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Pattern, Plan, Rule
+from mla_fx.rule.caches import (
+    CacheRoles,
     CacheUpdate,
+    cache_roles,
+    cache_update,
+    caches_behind,
+    check_same_write,
+    positions,
+)
+from mla_fx.rule.codes import QUOTIENT, QuantisedTiles, QuantisedTokens, Scaling, quantised_tiles, rounded_in
+from mla_fx.rule.indices import Axes, Axis, product
+from mla_fx.rule.operands import (
+    LATENT_ATTENTION,
+    ByTarget,
     Call,
-    CallPattern,
-    Case,
     Cast,
-    Element,
     Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Operand,
-    OperandAxes,
-    Pattern,
-    Plan,
     Replaced,
-    RmsNorm,
-    Rope,
-    Rule,
-    element_of,
-    is_coarser,
-    named_argument,
     replaced,
     result,
+    tables,
     tensor,
 )
-from mla_fx.rule.caches import CacheRoles, cache_roles, cache_update, caches_behind, check_same_write, positions
-from mla_fx.rule.codes import QUOTIENT, QuantisedTiles, QuantisedTokens, Scaling, quantised_tiles, rounded_in
-from mla_fx.rule.indices import Axis, product
-from mla_fx.rule.operands import tables
+from mla_fx.rule.readings import Element, OperandAxes, RmsNorm, Rope, element_of, is_coarser, named_argument
 
 from .mla_prolog.calls import key_rotation
 from .mla_prolog.dataflow import KR_CACHE, KV_LATENT, QUERY, QUERY_ROPE
@@ -211,7 +202,7 @@ class MlaPrologQuant(Rule):
 
     def rewrite(self, match: Match) -> Plan:
         """Codes, scales and rotary keys are written to the same slots; query and rows come from the same tokens."""
-        b, s, n, _ = match.roles("query")
+        b, s, n = match.dims("b s n")
         rows, dtype = (*b, *s), match["token_x"].dtype
         caches = _caches(match, rows)
         _check_weights(match)

@@ -64,7 +64,7 @@ def test_nothing_imports_a_pattern_or_a_target_by_name(path):
 
 # From the bottom to the top: each folder imports those before it.
 ROOMS = (
-    "mla_fx.errors", "mla_fx.ops", "mla_fx.graph", "mla_fx.readings", "mla_fx.matching", "mla_fx.rewriting",
+    "mla_fx.errors", "mla_fx.ops", "mla_fx.graph", "mla_fx.readings", "mla_fx.rewriting", "mla_fx.matching",
     "mla_fx.proving",
     "mla_fx.cases", "mla_fx.rule", "mla_fx.target", "mla_fx.options", "mla_fx.debug", "mla_fx.passes", "mla_fx.driver",
     "mla_fx.backend", "mla_fx.graph_pass", "mla_fx", "mla_fx.commands", "mla_fx.__main__",

@@ -32,7 +32,7 @@ from .stages import STAGE
 class Own(Rule):
     stage = STAGE
     targets = ()
-    pattern = ValuePattern(var("x"), rank=2)
+    pattern = ValuePattern(var("x"), "t e")
 """
 
 

@@ -1,5 +1,4 @@
-"""Patterns: what an element must be computed from, and the roots that a match starts from. Authors write them in the
-words of `words.py`."""
+"""Patterns: what an element must be computed from, and the roots that a match starts from."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from mla_fx.readings.axes import Index, extent, fresh, shifted
 from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_updates, is_written_where
 from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction
-from mla_fx.readings.element import Element, element_of, resolve
+from mla_fx.readings.element import Element, element_of, is_parameter, resolve
 from mla_fx.readings.fractals import element_of_rows, sizes_of_rows
 from mla_fx.readings.quantised_cache import cache_behind
 from mla_fx.readings.reading import Reading
@@ -43,15 +42,20 @@ class Pattern:
 @dataclass(frozen=True)
 class Var(Pattern):
     name: str
+    letters: str = ""
+    is_parameter: bool = False
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
-        yield match.bind(self.name, element)
+        if self.is_parameter and not is_parameter(element.origin):
+            raise NoMatch(f"{self.name} is computed in the graph, expected a parameter", element.origin)
+        yield match.bind(self.name, element, self.letters)
 
 
 @dataclass(frozen=True)
 class Bound(Pattern):
     name: str
     pattern: Pattern
+    letters: str = ""
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         before = match.elements.get(self.name)
@@ -60,7 +64,7 @@ class Bound(Pattern):
         elif before is not None:
             yield from self.pattern.bindings(element, match, nearest)  # computed a second time: matched a second time
         else:
-            yield from self.pattern.bindings(element, match.bind(self.name, element), nearest)
+            yield from self.pattern.bindings(element, match.bind(self.name, element, self.letters), nearest)
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Reads(Pattern):
     name: str
     reader: Callable[[Element, Match], Iterable[Reading]]
     parts: Mapping[str, Pattern]
+    over: str = field(default="", kw_only=True)
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         for reading in self.reader(element, match):
@@ -118,8 +123,9 @@ class Reads(Pattern):
 
     def within(self, reading: Reading, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         """The same for a reading that already exists."""
+        name = self.name or f"unnamed {len(match.readings)}"
         try:
-            partial: Iterator[Match] = iter((match.read(self.name, reading),))
+            partial: Iterator[Match] = iter((match.read(name, reading, self.over),))
         except NoMatch as miss:
             return nearest.fail(match, miss)
         for part, pattern in self.parts.items():
@@ -195,7 +201,8 @@ def both_ways(found: Contraction) -> Iterator[Contraction]:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Softmax attention whose scores are a sum of products, each matched by one pattern."""
+    """Softmax attention whose scores are a sum of products, each matched by one pattern. Its letters are t for the
+    context, and b, s, n and v for its output; its masks have b, s and t."""
 
     scores: tuple[Pattern, ...]
     value: Pattern
@@ -266,25 +273,25 @@ class CallPattern:
         partial: Iterator[Match] = iter((Match(fixed=fixed),))
         for name, operand in self.operands.items():
             dims = tuple(letters[letter] for letter in operand.letters)
-            partial = _each_read(f"{name}.axes", OperandAxes(arguments[name], dims), partial)
+            partial = _each_read(f"{name}.axes", OperandAxes(arguments[name], dims, operand.letters), partial)
             partial = _each(operand.pattern, element_of_rows(arguments[name], dims), partial, nearest)
         return partial
 
 
 @dataclass(frozen=True)
 class ValuePattern:
-    """What a node with this rank computes. Its own axes are bound as `value.axes` and equal no others."""
+    """What a node computes, with a letter per dimension. Its own axes are bound as `value.axes` and equal no others."""
 
     pattern: Pattern
-    rank: int
+    letters: str
 
     def at(self, node: Node, nearest: NearestMiss) -> Iterator[Match]:
         """Yield every way in which the value of a node satisfies the pattern."""
-        dims = fresh_index(node)
-        if len(dims) != self.rank:
-            return nearest.fail(Match(), NoMatch(f"expected {self.rank} dimensions, found {len(dims)}", node))
+        dims, letters = fresh_index(node), self.letters.replace(" ", "")
+        if len(dims) != len(letters):
+            return nearest.fail(Match(), NoMatch(f"expected {len(letters)} dimensions, found {len(dims)}", node))
         fixed = frozenset(axis for dim in dims for axis in dim.axes)
-        match = Match(fixed=fixed).read("value.axes", OperandAxes(node, dims))
+        match = Match(fixed=fixed).read("value.axes", OperandAxes(node, dims, letters))
         yield from self.pattern.bindings(resolve(node, dims), match, nearest)
 
 

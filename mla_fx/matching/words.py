@@ -3,9 +3,12 @@
 A pattern is a value built from the words below. It says what an element must be computed from. Matching yields *every*
 way to satisfy it, so a choice that fails later is taken back. The deepest failure is kept as the nearest miss.
 
-var("x")                         any element, bound to a name; the same name again means the same tensor
+var("x", "n v c")                any element, bound to a name; the same name again means the same tensor. Letters name
+                                 its axes: `match.tensor("x", "c nv")` lays it out. With `is_parameter`, nothing
+                                 computes it
 bound("q", pattern)              the same, for an element that also satisfies a pattern, which is matched once
-contract(a, b, name="uq")        a matrix product of a and b, in either order
+contract(a, b, name="uq")        a matrix product of a and b, in either order; without a name, one of no factor.
+                                 A letter may name what it is summed over: `over="c"`
 quantised(a, b, name="up")       the same, also of codes that carry their scales
 tokens(value, name="cq.codes")   the codes of a value that the program quantises, with a scale for each token
 coded(value, name="codes")       the codes of a value in int8, with a scale that is given
@@ -26,7 +29,7 @@ A match starts from a root, which gives the words their first elements:
 AttentionPattern(scores, value)  softmax attention whose logits are a sum of products, and its values
 CallPattern({name: Operand(letters, pattern)})
                                  an operator's operands, with a letter per dimension: one letter, one axis
-ValuePattern(pattern, rank)      what a node computes
+ValuePattern(pattern, letters)   what a node computes, with a letter per dimension
 
 `name` keeps a reading for the rule: `match.reading(RmsNorm, "norm")`. A new word is a reader of a `Reading` and a call
 of `Reads`, which matches the reading's parts in turn.
@@ -34,12 +37,12 @@ of `Reads`, which matches the reading's parts in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.cache_places import CacheUpdate
-from mla_fx.readings.contraction import contraction
+from mla_fx.readings.contraction import Contraction, contraction
 from mla_fx.readings.element import Element, is_parameter
 from mla_fx.readings.paged import paged_numbers
 from mla_fx.readings.quantised_product import quantised_product
@@ -53,12 +56,12 @@ from .match import Match, OperandAxes
 from .pattern import Behind, Bound, Codes, Either, Having, Pattern, Reads, Refused, Stored, Var, both_ways
 
 
-def var(name: str) -> Pattern:
-    return Var(name)
+def var(name: str, letters: str = "", *, is_parameter: bool = False) -> Pattern:
+    return Var(name, letters.replace(" ", ""), is_parameter)
 
 
-def bound(name: str, pattern: Pattern) -> Pattern:
-    return Bound(name, pattern)
+def bound(name: str, pattern: Pattern, letters: str = "") -> Pattern:
+    return Bound(name, pattern, letters.replace(" ", ""))
 
 
 def either(tag: str, **alternatives: Pattern) -> Pattern:
@@ -73,12 +76,19 @@ def refused(pattern: Pattern, because: str) -> Pattern:
     return Refused(pattern, because)
 
 
-def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
-    return Reads(name, lambda element, _: both_ways(contraction(element)), {"left": left, "right": right})
+def contract(left: Pattern, right: Pattern, name: str = "", over: str = "") -> Pattern:
+    def products(element: Element, _: Match) -> Iterator[Contraction]:
+        found = contraction(element)
+        if not name and found.factor != 1.0:
+            raise NoMatch(f"a product is multiplied by a number, {found.factor:.6g}", found.node)
+        return both_ways(found)
+
+    return Reads(name, products, {"left": left, "right": right}, over=over)
 
 
-def quantised(left: Pattern, right: Pattern, name: str) -> Pattern:
-    return Reads(name, lambda element, _: both_ways(quantised_product(element)), {"left": left, "right": right})
+def quantised(left: Pattern, right: Pattern, name: str, over: str = "") -> Pattern:
+    parts = {"left": left, "right": right}
+    return Reads(name, lambda element, _: both_ways(quantised_product(element)), parts, over=over)
 
 
 def tokens(value: Pattern, name: str) -> Pattern:
@@ -114,9 +124,6 @@ def stored(row: Pattern, name: str, beside: str = "") -> Pattern:
 
 def behind(pattern: Pattern) -> Pattern:
     return Behind(pattern)
-
-
-# --- words made of others -------------------------------------------------------------------------------------------
 
 
 def last_dimension(operand: str) -> Callable[[Match], Axis]:

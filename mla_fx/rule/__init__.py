@@ -1,6 +1,6 @@
-"""The content of a file in `patterns/`: a rule with its cases. Everything that a rule needs comes from here. Rules
-that read more than the words of patterns do find it in the rooms of this package: `caches`, `codes`, `indices`,
-`operands` and `readings`.
+"""The content of a file in `patterns/`: a rule with its cases. Everything that a rule needs comes from here: the class,
+the words of patterns, the match. Rules that read or build more find it in the rooms of this package: `readings`,
+`operands`, `caches`, `codes` and `indices`.
 
 For each anchor, the engine goes through the matches and takes the first that works: `rewrite` makes a plan, which says
 which operator is called on which operands, and which old values its results replace. `rewrite` may refuse with
@@ -16,10 +16,10 @@ from typing import ClassVar, Protocol
 
 from torch.fx import Graph, Node
 
-from mla_fx.cases import Appended, Case, Layer, NoRotaryPart, WeightedQuery
+from mla_fx.cases import Case, Layer
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload
-from mla_fx.matching.match import Match, NearestMiss, OperandAxes
+from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.matching.pattern import AttentionPattern, CallPattern, Operand, Pattern, ValuePattern
 from mla_fx.matching.words import (
     behind,
@@ -40,43 +40,13 @@ from mla_fx.matching.words import (
     tokens,
     var,
 )
-from mla_fx.readings.attention import Attention
-from mla_fx.readings.axes import Axes, axes, ordered
-from mla_fx.readings.cache_places import CacheUpdate
-from mla_fx.readings.calls import args_of, named_argument, operands_of, options_of
-from mla_fx.readings.contraction import Contraction
-from mla_fx.readings.dequantised import Dequantised
-from mla_fx.readings.element import Element, element_of, is_coarser, is_parameter
-from mla_fx.readings.paged import Paged
-from mla_fx.readings.reading import Reading
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.readings.rope import Rope
-from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.materialize import tensor
-from mla_fx.rewriting.plan import (
-    ByHoisting,
-    ByTarget,
-    Call,
-    Cast,
-    Expression,
-    Inlined,
-    Plan,
-    Replaced,
-    ViewOf,
-    result,
-    times,
-)
-from mla_fx.rewriting.replacement import ATTENTION, LATENT_ATTENTION, replaced
+from mla_fx.rewriting.plan import Plan
 
 __all__ = [
-    "ATTENTION", "LATENT_ATTENTION", "Appended", "Attention", "AttentionPattern", "Axes", "ByHoisting", "ByTarget",
-    "CacheUpdate", "Call", "CallPattern", "Case", "Cast", "Contraction", "Dequantised", "Element", "Expression",
-    "Inlined", "Layer", "Match", "NearestMiss", "NoMatch", "NoRotaryPart", "Operand", "OperandAxes", "Paged",
-    "Pattern", "Plan", "Reading", "Replaced", "RmsNorm", "Root", "Rope", "Rule", "Stage", "ValuePattern", "ViewOf",
-    "WeightedQuery", "args_of", "axes", "behind", "bound", "coded", "contract", "either", "element_of", "gathered",
-    "having", "is_coarser", "is_parameter", "last_dimension", "named_argument", "normed", "operands_of",
-    "options_of", "ordered", "quantised", "refused", "replaced", "result", "rms_norm", "rope", "scaled", "shape_of",
-    "stored", "tensor", "times", "tokens", "var",
+    "AttentionPattern", "CallPattern", "Case", "Layer", "Match", "NearestMiss", "NoMatch", "Operand", "Pattern",
+    "Plan", "Root", "Rule", "Stage", "ValuePattern", "behind", "bound", "coded", "contract", "either", "gathered",
+    "having", "last_dimension", "normed", "quantised", "refused", "rms_norm", "rope", "scaled", "stored", "tokens",
+    "var",
 ]  # fmt: skip
 
 

@@ -1,8 +1,6 @@
 """Caches: how rows are written and gathered, and what an operator that writes or reads them takes."""
 
-from __future__ import annotations
-
-from mla_fx.readings.cache_places import At, InBlocks
+from mla_fx.readings.cache_places import At, CacheUpdate, InBlocks
 from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_update, cache_updates
 from mla_fx.readings.packed_rows import packed_rows
 from mla_fx.readings.paged import GATHERS, paged
@@ -23,8 +21,8 @@ from mla_fx.rewriting.caches import (
 from mla_fx.rewriting.fractals import check_memory
 
 __all__ = [
-    "GATHERS", "POSITIONED", "WRITES", "At", "CacheRoles", "InBlocks", "batch_of_positions", "block_table",
-    "cache_behind", "cache_roles", "cache_update", "cache_updates", "caches_behind", "check_int8_cache",
-    "check_memory", "check_same_write", "int8_cache", "new_cache", "old_cache", "packed_cache", "packed_rows",
-    "paged", "positions", "positions_and_caches", "replaced_cache", "replaced_rows",
+    "GATHERS", "POSITIONED", "WRITES", "At", "CacheRoles", "CacheUpdate", "InBlocks", "batch_of_positions",
+    "block_table", "cache_behind", "cache_roles", "cache_update", "cache_updates", "caches_behind",
+    "check_int8_cache", "check_memory", "check_same_write", "int8_cache", "new_cache", "old_cache", "packed_cache",
+    "packed_rows", "paged", "positions", "positions_and_caches", "replaced_cache", "replaced_rows",
 ]  # fmt: skip

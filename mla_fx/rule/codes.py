@@ -1,7 +1,5 @@
 """Codes: values that the program quantises, or keeps quantised."""
 
-from __future__ import annotations
-
 from mla_fx.readings.dequantised import codes_behind
 from mla_fx.readings.paged import gathered_codes
 from mla_fx.readings.quantised import quantised_up_projection

@@ -8,22 +8,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.fx import Node
 
-from mla_fx.rule import (
-    Axes,
-    Call,
-    Cast,
-    Element,
-    Expression,
-    Match,
-    NoMatch,
-    OperandAxes,
-    Replaced,
-    RmsNorm,
-    Rope,
-    result,
-    tensor,
-)
+from mla_fx.rule import Match, NoMatch
 from mla_fx.rule.caches import replaced_cache, replaced_rows
+from mla_fx.rule.indices import Axes
+from mla_fx.rule.operands import Call, Cast, Expression, Replaced, result, tensor
+from mla_fx.rule.readings import Element, OperandAxes, RmsNorm, Rope
 
 from .factors import query_factor
 from .weights import Caches, query_norm
@@ -42,11 +31,11 @@ def row_axes(match: Match, caches: Caches) -> tuple[Axes, Axes]:
     """Batch and tokens in the operator's form: a cache without a batch is written by all tokens as one sequence.
 
     Raises NoMatch unless query and rows are computed from the same hidden states, token by token."""
-    b, s, _, _ = match.roles("query")
+    b, s = match.dims("b s")
     latent = caches["kv_cache"]
     tokens = ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
     made = ((name, cache) for name, cache in caches.items() if name in given(match))
-    if any((cache.row if cache else match.roles(name)[:2]) != tokens for name, cache in made):
+    if any((cache.row if cache else match.dims("a t")) != tokens for name, cache in made):
         raise NoMatch("query and cached rows are not computed from the same tokens", match["token_x"].origin)
     return tokens
 
@@ -85,7 +74,7 @@ def replaced(
 ) -> Iterator[Replaced]:
     """Both parts of the query, and the caches, or the rows that are used directly. Rows have one head, in dimension
     `heads_at`."""
-    olds, n = given(match), match.roles("query")[2]
+    olds, n = given(match), match.axes("n")
     for name, new in results.items():
         old = olds.get(name)
         if old is None:

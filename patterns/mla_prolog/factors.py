@@ -6,10 +6,10 @@ import math
 
 from torch.fx import Node
 
-from mla_fx.rule import Contraction, Element, Match, NoMatch, RmsNorm, Rope
+from mla_fx.rule import Match, NoMatch
 from mla_fx.rule.codes import codes_behind
 from mla_fx.rule.indices import Axis, axes_of, of_axis, renamed
-from mla_fx.rule.readings import computed_from, same_value
+from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, computed_from, same_value
 
 
 def query_factor(match: Match) -> float:

@@ -8,22 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from mla_fx.rule import (
-    Axes,
-    Contraction,
-    Element,
-    Expression,
-    Match,
-    NoMatch,
-    RmsNorm,
-    Rope,
-    axes,
-    is_parameter,
-    tensor,
-)
+from mla_fx.rule import Match, NoMatch
 from mla_fx.rule.caches import CacheRoles
-from mla_fx.rule.operands import joined_parts
-from mla_fx.rule.readings import computed_from
+from mla_fx.rule.indices import Axes, axes
+from mla_fx.rule.operands import Expression, joined_parts, tensor
+from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, computed_from, is_parameter
 
 PARTS = ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr")
 Caches = Mapping[str, CacheRoles | None]
@@ -68,17 +57,16 @@ def is_int8(weight: Element) -> bool:
 def weights(match: Match, caches: Caches) -> Weights:
     """Raises NoMatch if a weight is not a parameter, or parts of one weight are not adjacent."""
     _check_products(match)
-    _, _, n, hckv = match.roles("query")
+    n, hckv, d, he = match.dims("n c d h")
     norm = query_norm(match)
-    d, he = match.reading(Contraction, "uk").axes, match.reading(Contraction, "dkv").axes
     hcq, width = he, row_width(match, "kv_cache", caches)
     if norm is not None:
-        hcq = match.reading(Contraction, "uq").axes
+        hcq = match.axes("q")
         norm.check_rows(hcq)
     columns = {"heads": n, "he": he, "hcq": hcq, "hckv": hckv, "weight_dq": hcq, "weight_uq": d, "weight_dkv": width}
     uq_qr, dkv_kr = (match["weight_uq"], d), (match["weight_dkv"], width)
     if "query_rope.axes" in match.readings:
-        columns["weight_qr"] = _rotary(match, "query_rope", match.roles("query_rope")[3])
+        columns["weight_qr"] = _rotary(match, "query_rope", match.axes("r"))
         columns["weight_kr"] = _rotary(match, "kr_cache", row_width(match, "kr_cache", caches))
         parts = (("weight_uq", "weight_qr", "q_nope and q_rope"), ("weight_dkv", "weight_kr", "latent and rotary key"))
         uq_qr, dkv_kr = (
