@@ -16,35 +16,21 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HCKV
-from mla_fx.readings.axes import Index, composite, extent, fresh, of_axis, shifted
-from mla_fx.readings.cache_update import WRITES, cache_update
-from mla_fx.readings.calls import args_of
-from mla_fx.readings.element import resolve
-from mla_fx.readings.reading import renamed
-from mla_fx.readings.sizes import Size
-from mla_fx.readings.views import fresh_index, written_slice
-from mla_fx.rewriting.operands import CacheRoles, batch_of_positions, cache_roles, check_same_write, joined, positions
-from mla_fx.rewriting.plan import first_node
-from mla_fx.rule import (
-    ATTENTION,
+from mla_fx.cases import HCKV, Case, Layer
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
+from mla_fx.rule.caches import (
+    WRITES,
+    CacheRoles,
     CacheUpdate,
-    Call,
-    Case,
-    Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Plan,
-    Reading,
-    Rule,
-    element_of,
-    replaced,
-    result,
-    shape_of,
-    tensor,
+    batch_of_positions,
+    cache_roles,
+    cache_update,
+    check_same_write,
+    positions,
 )
+from mla_fx.rule.indices import Index, Size, composite, extent, fresh, fresh_index, of_axis, renamed, resolve, shifted
+from mla_fx.rule.operands import ATTENTION, Call, Expression, first_node, joined, replaced, result, tensor
+from mla_fx.rule.readings import Reading, args_of, element_of, shape_of, written_slice
 
 aten = torch.ops.aten
 

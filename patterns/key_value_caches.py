@@ -16,39 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HE, B, S, T
-from mla_fx.readings.axes import Axis, of_axis, shifted
-from mla_fx.readings.cache_places import At, InBlocks
-from mla_fx.readings.cache_update import POSITIONED, cache_updates
-from mla_fx.readings.element import resolve
-from mla_fx.readings.rms_norm import rms_norm
-from mla_fx.readings.rope import rope
-from mla_fx.readings.sizes import Size, product
-from mla_fx.readings.views import cuts
-from mla_fx.rewriting.operands import CacheRoles, cache_roles, check_same_write, joined, positions, tables
-from mla_fx.rewriting.plan import ByTarget
-from mla_fx.rule import (
-    Axes,
+from mla_fx.cases import HE, B, Case, S, T
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
+from mla_fx.rule.caches import (
+    POSITIONED,
+    At,
+    CacheRoles,
     CacheUpdate,
-    Call,
-    Case,
-    Element,
-    Expression,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Plan,
-    Replaced,
-    RmsNorm,
-    Rope,
-    Rule,
-    axes,
-    element_of,
-    replaced,
-    result,
-    shape_of,
-    tensor,
+    InBlocks,
+    cache_roles,
+    cache_updates,
+    check_same_write,
+    positions,
 )
+from mla_fx.rule.indices import Axes, Axis, Size, axes, of_axis, product, resolve, shifted
+from mla_fx.rule.operands import ByTarget, Call, Expression, Replaced, joined, replaced, result, tables, tensor
+from mla_fx.rule.readings import Element, RmsNorm, Rope, element_of, rms_norm, rope, seams, shape_of
 
 aten = torch.ops.aten
 HEADS, KV_HEADS, WIDTH, ROTARY, COLUMNS, BLOCK = 4, 2, 12, 4, 6, 4
@@ -156,7 +139,7 @@ class _Keyed:
             raise NoMatch("the columns of a key are not one dimension", keys.update.node)
         row, (width,) = keys.update.row, keys.width
         miss = NoMatch("expected rows whose first columns are rotated", keys.update.node)
-        for cut in dict.fromkeys(cut for axis, cut in cuts(row.origin, row.index) if axis is width):
+        for cut in dict.fromkeys(cut for axis, cut in seams(row.origin, row.index) if axis is width):
             rotary, rest = Axis(cut), Axis(width.size - cut)
             try:
                 first, second = row.at({width: of_axis(rotary)}), row.at({width: shifted(of_axis(rest), cut)})

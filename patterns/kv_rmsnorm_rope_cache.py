@@ -22,64 +22,44 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HCKV
-from mla_fx.errors import ByDesign
-from mla_fx.matching.pattern import Pattern
-from mla_fx.readings.calls import named_argument
-from mla_fx.readings.constant import rounded
-from mla_fx.readings.element import computed_from
-from mla_fx.readings.new_rows import has_new_rows, is_new
-from mla_fx.readings.quantised_cache import check_int8_cache
-from mla_fx.readings.sizes import Size, product
-from mla_fx.readings.static_codes import StaticCodes, computed_otherwise
-from mla_fx.rewriting.operands import (
-    CacheRoles,
-    cache_roles,
-    check_norm_of_rows,
-    check_same_write,
-    joined,
-    last_dimension,
-    new_cache,
-    normed,
-    positions_and_caches,
-    replaced_cache,
-    replaced_rows,
-    tables,
-)
+from mla_fx.cases import HCKV, Appended, Case, NoRotaryPart, WeightedQuery
 from mla_fx.rule import (
-    ATTENTION,
-    Appended,
-    Axes,
-    CacheUpdate,
-    Call,
+    ByDesign,
     CallPattern,
-    Case,
-    Element,
-    Expression,
     Match,
     NearestMiss,
     NoMatch,
-    NoRotaryPart,
     Operand,
+    Pattern,
     Plan,
-    Replaced,
-    RmsNorm,
-    Rope,
     Rule,
-    WeightedQuery,
-    axes,
     behind,
     coded,
     either,
-    element_of,
-    result,
+    last_dimension,
+    normed,
     rms_norm,
     rope,
-    shape_of,
     stored,
-    tensor,
     var,
 )
+from mla_fx.rule.caches import (
+    CacheRoles,
+    CacheUpdate,
+    cache_roles,
+    check_int8_cache,
+    check_same_write,
+    has_new_rows,
+    is_new,
+    new_cache,
+    positions_and_caches,
+    replaced_cache,
+    replaced_rows,
+)
+from mla_fx.rule.codes import StaticCodes, computed_otherwise
+from mla_fx.rule.indices import Axes, Size, axes, product
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replaced, joined, result, tables, tensor
+from mla_fx.rule.readings import Element, RmsNorm, Rope, computed_from, element_of, named_argument, rounded, shape_of
 
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}
@@ -162,7 +142,7 @@ class KvRmsnormRopeCache(Rule):
             raise NoMatch("latent and rotary key are not both cached as attention reads them", match["latent"].origin)
         latent, *others = (cache_roles(update, may_be_nz=True) for update in updates)
         keys = others[0] if others else None
-        check_norm_of_rows(match.reading(RmsNorm, "norm"), latent.width)
+        match.reading(RmsNorm, "norm").check_rows(latent.width)
         if keys is not None:
             check_same_write(latent, keys)
         quantisation = Quantisation.of(match, latent, keys)

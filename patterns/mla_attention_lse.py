@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, HCKV, D, N
-from mla_fx.readings.attention import attention
-from mla_fx.readings.log_sum_exp import LogSumExp, beside, log_sum_exp, logarithms
-from mla_fx.readings.softmax import LOGARITHMS
-from mla_fx.rule import Attention, Case, Layer, Match, NearestMiss, NoMatch, Plan
+from mla_fx.cases import DR, HCKV, Case, D, Layer, N
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan
+from mla_fx.rule.readings import LOGARITHMS, Attention, LogSumExp, attention, beside, log_sum_exp, logarithms
 
 from .mla_attention import MlaAttention, cases
 

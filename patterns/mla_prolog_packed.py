@@ -18,46 +18,32 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, DV, HE, D, N, T
-from mla_fx.matching.pattern import Pattern
-from mla_fx.readings.axes import of_axis
-from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.calls import args_of, named_argument
-from mla_fx.readings.element import is_coarser
-from mla_fx.readings.packed_rows import packed_rows
-from mla_fx.readings.quantised_cache import caches_behind, packed_cache
-from mla_fx.readings.quantised_tiles import PRODUCT, QuantisedTiles, quantised_tiles
-from mla_fx.readings.quantised_tokens import QuantisedTokens, rounded_in
-from mla_fx.rewriting.operands import (
+from mla_fx.cases import DR, DV, HE, Case, D, Layer, N, T
+from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Pattern, Plan, Rule
+from mla_fx.rule.caches import (
     CacheRoles,
+    CacheUpdate,
     cache_roles,
-    check_norm_of_rows,
+    cache_update,
+    caches_behind,
     new_cache,
     old_cache,
+    packed_cache,
+    packed_rows,
     positions,
 )
-from mla_fx.rewriting.plan import ByTarget
-from mla_fx.rule import (
-    LATENT_ATTENTION,
-    CacheUpdate,
-    Call,
-    CallPattern,
-    Case,
+from mla_fx.rule.codes import PRODUCT, QuantisedTiles, QuantisedTokens, quantised_tiles, rounded_in
+from mla_fx.rule.indices import of_axis
+from mla_fx.rule.operands import LATENT_ATTENTION, ByTarget, Call, Expression, tensor
+from mla_fx.rule.readings import (
     Element,
-    Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Operand,
     OperandAxes,
-    Plan,
     RmsNorm,
-    Rule,
+    args_of,
     element_of,
-    roles,
+    is_coarser,
+    named_argument,
     shape_of,
-    tensor,
 )
 
 from .mla_prolog import int8
@@ -254,11 +240,11 @@ class MlaPrologPacked(Rule):
         rows = row_axes(match, caches)
         found = weights(match, caches)
         norm, tiles = match.reading(RmsNorm, "ckv"), match.reading(QuantisedTiles, "tiles")
-        check_norm_of_rows(norm, found.columns["weight_dkv"])
+        norm.check_rows(found.columns["weight_dkv"])
         _check(match, mode, dtype)
         modes = {**options(match), **MODES, "k_nope_clip_alpha": _alpha(tiles)}
         out = int8.call(match, mode, rows, found, _operands(row, dtype), modes)
-        b, s, n, _ = roles(match, "query")
+        b, s, n = match.dims("b s n")
         scale = query_scale(match, {*b, *s, *n})
         codes = match.reading(QuantisedTokens, "cq.codes")
         differences = dict.fromkeys((*codes.differences, *tiles.differences, *_differences(match, mode, dtype)))

@@ -21,53 +21,32 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, DV, HCKV, D, N, T
-from mla_fx.matching.pattern import Pattern
-from mla_fx.readings.axes import Axis
-from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.calls import named_argument
-from mla_fx.readings.element import is_coarser
-from mla_fx.readings.quantised_cache import caches_behind
-from mla_fx.readings.quantised_tiles import QUOTIENT, QuantisedTiles, quantised_tiles
-from mla_fx.readings.quantised_tokens import QuantisedTokens, rounded_in
-from mla_fx.readings.scaling import Scaling
-from mla_fx.readings.sizes import product
-from mla_fx.rewriting.operands import (
+from mla_fx.cases import DR, DV, HCKV, Case, D, Layer, N, T
+from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Pattern, Plan, Rule
+from mla_fx.rule.caches import (
     CacheRoles,
+    CacheUpdate,
     cache_roles,
-    check_norm_of_rows,
+    cache_update,
+    caches_behind,
     check_same_write,
     positions,
-    tables,
 )
-from mla_fx.rewriting.plan import ByTarget
-from mla_fx.rule import (
+from mla_fx.rule.codes import QUOTIENT, QuantisedTiles, QuantisedTokens, Scaling, quantised_tiles, rounded_in
+from mla_fx.rule.indices import Axes, Axis, product
+from mla_fx.rule.operands import (
     LATENT_ATTENTION,
-    Axes,
-    CacheUpdate,
+    ByTarget,
     Call,
-    CallPattern,
-    Case,
     Cast,
-    Element,
     Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Operand,
-    OperandAxes,
-    Plan,
     Replaced,
-    RmsNorm,
-    Rope,
-    Rule,
-    element_of,
     replaced,
     result,
-    roles,
+    tables,
     tensor,
 )
+from mla_fx.rule.readings import Element, OperandAxes, RmsNorm, Rope, element_of, is_coarser, named_argument
 
 from .mla_prolog.calls import key_rotation
 from .mla_prolog.dataflow import KR_CACHE, KV_LATENT, QUERY, QUERY_ROPE
@@ -223,14 +202,14 @@ class MlaPrologQuant(Rule):
 
     def rewrite(self, match: Match) -> Plan:
         """Codes, scales and rotary keys are written to the same slots; query and rows come from the same tokens."""
-        b, s, n, _ = roles(match, "query")
+        b, s, n = match.dims("b s n")
         rows, dtype = (*b, *s), match["token_x"].dtype
         caches = _caches(match, rows)
         _check_weights(match)
         _check_dtypes(match, caches["kr_cache"], dtype)
         _check_factors(match, {*rows, *n})
         found = weights(match, caches)
-        check_norm_of_rows(match.reading(RmsNorm, "ckv"), found.columns["weight_dkv"])
+        match.reading(RmsNorm, "ckv").check_rows(found.columns["weight_dkv"])
         out = _call(match, rows, found, caches)
         tiles, codes = match.reading(QuantisedTiles, "tiles"), match.reading(QuantisedTokens, "cq.codes")
         differences = dict.fromkeys(_differences(match, tiles, codes, dtype))
@@ -278,7 +257,7 @@ def _cache(out: Call, name: str, cache: CacheRoles) -> Replaced:
 
 def _queries(match: Match, out: Call, rows: Axes, n: Axes) -> Iterator[Replaced]:
     for name, place in QUERIES.items():
-        old, dims = match.reading(OperandAxes, f"{name}.axes").node, roles(match, name)
+        old, dims = match.reading(OperandAxes, f"{name}.axes").node, match.roles(name)
         new = tensor(result(Call(operator.getitem, out, place), (rows, n, dims[-1])), dims)
         yield Replaced(old, Cast(new, old.meta["val"].dtype))
 

@@ -14,36 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import B, T
-from mla_fx.readings.axes import Axis, Index, axes_of, cuts
-from mla_fx.readings.calls import args_of, named_argument, options_of
-from mla_fx.readings.paged import GATHERS, Paged, paged
-from mla_fx.readings.reading import renamed
-from mla_fx.rewriting.fractals import check_memory
-from mla_fx.rewriting.materialize import Dims
-from mla_fx.rewriting.operands import block_table
-from mla_fx.rule import (
-    ATTENTION,
-    Axes,
-    Call,
-    CallPattern,
-    Case,
-    Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Operand,
-    Plan,
-    Reading,
-    Replaced,
-    Rule,
-    axes,
-    element_of,
-    roles,
-    tensor,
-    var,
-)
+from mla_fx.cases import B, Case, Layer, T
+from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
+from mla_fx.rule.caches import GATHERS, block_table, check_memory, paged
+from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes, axes_of, cuts, renamed
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replaced, tensor
+from mla_fx.rule.readings import Paged, Reading, args_of, element_of, named_argument, options_of
 
 # b and t: batch and context, c latent and r rotary columns
 CACHES = {"kv_cache": Operand("btc", var("kv_cache")), "kr_cache": Operand("btr", var("kr_cache"))}
@@ -94,7 +70,7 @@ class PagedContext(Rule):
     def rewrite(self, match: Match) -> Plan:
         """Both caches are pages of one size, looked up in one table: `page` are the axes of the context that select
         blocks, `row` those within a block."""
-        (b, t, c), (*_, r) = (roles(match, name) for name in CACHES)
+        b, t, c, r = match.dims("b t c r")
         latent, keys = (paged(match[name]) for name in CACHES)
         if latent.table != keys.table:
             raise NoMatch("latent and rotary key are looked up by different tables", keys.table.origin)

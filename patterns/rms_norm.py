@@ -7,6 +7,7 @@ The rule starts at the reciprocal root and tries the products that follow.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,30 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.cases import HCQ
-from mla_fx.readings.calls import CASTS
-from mla_fx.readings.element import is_coarser
-from mla_fx.rewriting.operands import check_norm_of_rows
-from mla_fx.rule import (
-    Call,
-    Case,
-    Element,
-    Match,
-    NearestMiss,
-    NoMatch,
-    OperandAxes,
-    Plan,
-    RmsNorm,
-    Rule,
-    ValuePattern,
-    WeightedQuery,
-    replaced,
-    result,
-    rms_norm,
-    roles,
-    tensor,
-    var,
-)
+from mla_fx.cases import HCQ, Case, WeightedQuery
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule, ValuePattern, rms_norm, var
+from mla_fx.rule.operands import Call, tensor
+from mla_fx.rule.readings import CASTS, Element, OperandAxes, RmsNorm, is_coarser
 
 aten = torch.ops.aten
 
@@ -73,21 +54,21 @@ class RmsNormAlone(Rule):
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         for node in reversed(list(products(anchor))):
-            yield from ValuePattern(PATTERN, rank=node.meta["val"].ndim).at(node, nearest)
+            yield from ValuePattern(PATTERN, string.ascii_letters[: node.meta["val"].ndim]).at(node, nearest)
 
     def rewrite(self, match: Match) -> Plan:
         """The norm is over all of the last dimension."""
-        norm, dims = match.reading(RmsNorm, "norm"), roles(match, "value")
+        norm, value = match.reading(RmsNorm, "norm"), match.reading(OperandAxes, "value.axes")
+        dims = match.dims(letters := " ".join(value.letters))
         if norm.factor != 1.0:
             raise NoMatch(f"the norm is multiplied by a number, {norm.factor:.6g}", norm.node)
-        check_norm_of_rows(norm, dims[-1])
-        old = match.reading(OperandAxes, "value.axes")
-        dtype = old.node.meta["val"].dtype
+        norm.check_rows(dims[-1])
+        dtype = value.node.meta["val"].dtype
         x = tensor(_before_casts(match["x"]), dims, dtype=dtype)
         gamma = tensor(match["gamma"], dims[-1:], dtype=dtype)
         options = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
         out = Call(torch.ops.mla_fx.rms_norm.default, x, gamma, **options)
-        return Plan(replaced(old.node, old.dims, result(out, dims)))
+        return Plan(match.replaced(out, letters))
 
 
 def _before_casts(value: Element) -> Element:

@@ -12,32 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR
-from mla_fx.readings.cache_update import cache_update
-from mla_fx.readings.calls import named_argument
-from mla_fx.rewriting.operands import last_dimension, tables
-from mla_fx.rule import (
-    LATENT_ATTENTION,
-    Appended,
-    Call,
-    Case,
-    Match,
-    NoMatch,
-    OperandAxes,
-    Plan,
-    Rope,
-    Rule,
-    ValuePattern,
-    WeightedQuery,
-    axes,
-    element_of,
-    replaced,
-    result,
-    roles,
-    rope,
-    tensor,
-    var,
-)
+from mla_fx.cases import DR, Appended, Case, WeightedQuery
+from mla_fx.rule import Match, NoMatch, Plan, Rule, ValuePattern, last_dimension, rope, var
+from mla_fx.rule.caches import cache_update
+from mla_fx.rule.indices import axes
+from mla_fx.rule.operands import LATENT_ATTENTION, Call, tables, tensor
+from mla_fx.rule.readings import Rope, element_of, named_argument
 
 # Operands of an attention that are rotated.
 QUERY = {
@@ -69,7 +49,7 @@ FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention
 
 class RopeAlone(Rule):
     stage = "piece"
-    pattern = ValuePattern(rope(var("x"), name="rope", along=last_dimension("value")), rank=4)
+    pattern = ValuePattern(rope(var("x"), name="rope", along=last_dimension("value")), letters="b t u r")
     yields_to_target = True
     tells_misses = False
     accepts = (
@@ -91,13 +71,12 @@ class RopeAlone(Rule):
         """Tables are the same for all heads; tokens are the dimension, before or after the heads, that the tables
         have."""
         rotation = match.reading(Rope, "rope")
-        old = match.reading(OperandAxes, "value.axes")
-        b, one, other, columns = roles(match, "value")
         halves = (half for table in (rotation.cos, rotation.sin) for half in (table.first, table.second))
         along = {axis for half in halves for axis in half.axes}
-        s, n = (other, one) if along & set(other) else (one, other)
+        order = "b u t r" if along.intersection(match.axes("u")) else "b t u r"
+        b, s, n, _ = match.dims(order)
         r = axes(rotation.along, "the rotary dimension", rotation.node)
         cos_and_sin = tables(rotation, ("cos", "sin"), (b, s))
         x = tensor(match["x"], (b, s, n, r))
         out = Call(torch.ops.mla_fx.rope.default, x, *cos_and_sin, rope_layout=rotation.layout)
-        return Plan(replaced(old.node, old.dims, result(out, (b, s, n, columns))))
+        return Plan(match.replaced(out, order))

@@ -33,7 +33,7 @@ def output_of(*arguments):
 
 @pytest.mark.slow
 def test_add_a_pattern_tries_its_cases():
-    told = output_of(str(EXAMPLE))
+    told = output_of("-m", "mla_fx.driver.try_cases", str(EXAMPLE))
     assert "plain: fused {'mla_prolog': 1, 'latent_attention': 1, 'latent_output': 1}, and answers as before" in told
     assert "scaled values: refused, because 'a matrix product is multiplied by another value'" in told
 

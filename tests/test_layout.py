@@ -1,6 +1,7 @@
 """The imports between the folders, the size of files, and what `import mla_fx` imports."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ NPU = ROOT / "tests" / "npu"
 KERNELS = sorted([*(NPU / "ge_ops").glob("*.py"), *NPU.glob("ge_*.py"), NPU / "cpu_kernels.py", NPU / "formats.py"])
 OPERATORS = sorted((ROOT / "mla_fx" / "ops").rglob("*.py"))
 LINES = 400
+OFFERED = {"mla_fx.rule.Root", "mla_fx.rule.Stage"}  # types that a rule is described with
 
 
 def name_of(path):
@@ -63,7 +65,7 @@ def test_nothing_imports_a_pattern_or_a_target_by_name(path):
 
 # From the bottom to the top: each folder imports those before it.
 ROOMS = (
-    "mla_fx.errors", "mla_fx.ops", "mla_fx.graph", "mla_fx.readings", "mla_fx.matching", "mla_fx.rewriting",
+    "mla_fx.errors", "mla_fx.ops", "mla_fx.graph", "mla_fx.readings", "mla_fx.rewriting", "mla_fx.matching",
     "mla_fx.proving",
     "mla_fx.cases", "mla_fx.rule", "mla_fx.target", "mla_fx.options", "mla_fx.debug", "mla_fx.passes", "mla_fx.driver",
     "mla_fx.backend", "mla_fx.graph_pass", "mla_fx", "mla_fx.commands", "mla_fx.__main__",
@@ -95,6 +97,23 @@ def test_no_arrow_points_up(path):
 def test_plugins_import_no_pass_and_nothing_of_the_driver(path):
     closed = ("mla_fx.passes", "mla_fx.driver", "mla_fx.debug")
     assert [module for module in imports(path) if is_within(module, *closed)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "patterns").rglob("*.py")), ids=name_of)
+def test_all_that_a_rule_needs_comes_through_one_door(path):
+    doors = ("mla_fx.rule", "mla_fx.cases", "mla_fx.ops")
+    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
+    assert [module for module in ours if not is_within(module, *doors)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "mla_fx" / "rule").glob("*.py")), ids=name_of)
+def test_the_door_exports_what_it_says_and_nothing_that_no_rule_uses(path):
+    module = importlib.import_module(f"mla_fx.rule.{path.stem}".removesuffix(".__init__"))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    rules = [*(ROOT / "patterns").rglob("*.py"), ROOT / "examples" / "add_a_pattern.py"]
+    used = {name for rule in rules for name in imports(rule)}
+    offered = {f"{module.__name__}.{name}" for name in module.__all__}
+    assert sorted(offered - used - OFFERED) == []
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=name_of)

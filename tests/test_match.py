@@ -8,20 +8,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import (
-    AttentionPattern,
-    CallPattern,
-    NearestMiss,
-    Operand,
-    bound,
-    contract,
-    either,
-    rms_norm,
-    rope,
-    stored,
-    var,
-)
+from mla_fx.matching.match import Match, NearestMiss
+from mla_fx.matching.pattern import AttentionPattern, CallPattern, Operand
+from mla_fx.matching.words import bound, contract, either, rms_norm, rope, stored, var
 from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.reading import Reading
 
@@ -83,6 +72,68 @@ def test_a_product_of_a_norm_is_found_on_either_side():
     for function in (lambda x, g, w: normed(x, g) @ w, lambda x, g, w: (w.t() @ normed(x, g).t()).t()):
         (found,), _ = match(pattern, function, (3, 4), (4,), (4, 5))
         assert bound_to(found) == {"x": "x", "g": "g", "w": "w"}
+
+
+def test_a_product_without_a_name_has_no_factor():
+    (*_, found), _ = match(contract(A, X), lambda a, x: a @ x, (3, 4), (4, 5))
+    assert bound_to(found) == {"a": "x", "x": "a"}
+    found, nearest = match(contract(A, X), lambda a, x: a @ x * 2, (3, 4), (4, 5))
+    assert (found, str(nearest.miss.reason)) == ([], "a product is multiplied by a number, 2")
+
+
+def test_a_variable_may_have_to_be_a_parameter():
+    pattern = contract(A, var("x", is_parameter=True), name="p")
+    found, nearest = match(pattern, lambda a, x: a.sin() @ x, (3, 4), (4, 5))
+    assert [bound_to(way)["x"] for way in found] == ["x"]
+    assert str(nearest.miss.reason) == "x is computed in the graph, expected a parameter"
+
+
+# --- letters: those of the value are a and b ---------------------------------------------------------------------
+
+UP = contract(var("x", "a n c"), var("u", "n v c"), over="c")
+OUT = contract(UP, var("o", "n v b"))
+
+
+def sizes(found, letters):
+    return [axis.size for axis in found.settled().axes(letters)]
+
+
+def heads(x, u, o):
+    return torch.einsum("tnc,nvc->tnv", x, u).flatten(1) @ o.flatten(0, 1)
+
+
+def test_a_letter_is_what_is_left_of_an_operand():
+    shapes = (7, 3, 5), (3, 4, 5), (3, 4, 6)
+    found = next(way for way in match(OUT, heads, *shapes)[0] if bound_to(way) == {"x": "x", "u": "u", "o": "o"})
+    assert [sizes(found, letter) for letter in "ncv1"] == [[3], [5], [4], []]
+    assert sizes(found, "nvc") == [3, 4, 5]
+    laid_out = found.settled().tensor("o", "nv b").value
+    assert (laid_out.target, laid_out.args[1]) == (torch.ops.aten.reshape.default, [12, 6])
+    with pytest.raises(NoMatch, match="nothing that matched has a dimension z"):
+        sizes(found, "z")
+
+
+def test_a_letter_names_as_many_axes_as_a_dimension_was_made_of():
+    """Heads are two dimensions."""
+    ways, _ = match(
+        OUT, lambda x, u, o: torch.einsum("tghc,ghvc,ghve->te", x, u, o), (7, 3, 2, 5), (3, 2, 4, 5), (3, 2, 4, 6)
+    )
+    (found, *_) = (way for way in ways if bound_to(way) == {"x": "x", "u": "u", "o": "o"})
+    assert sizes(found, "n") == [3, 2]
+
+
+def test_letters_that_no_operand_has_alone_cannot_be_told_apart():
+    pattern = contract(var("x", "a n c"), var("u", "n c b"))
+    (found, *_), _ = match(pattern, lambda x, u: torch.einsum("tnc,nce->te", x, u), (7, 3, 5), (3, 5, 6))
+    with pytest.raises(NoMatch, match="n and c of x cannot be told apart: no operand has one of them alone"):
+        sizes(found, "n")
+
+
+def test_an_operand_may_repeat_along_a_dimension():
+    """One weight for all heads: n is in x and o alone."""
+    ways, _ = match(OUT, lambda x, u, o: (x @ u).flatten(1) @ o.flatten(0, 1), (7, 3, 5), (5, 4), (3, 4, 6))
+    (found, *_) = (way for way in ways if bound_to(way) == {"x": "x", "u": "u", "o": "o"})
+    assert [sizes(found, letter) for letter in "ncv"] == [[3], [5], [4]]
 
 
 def test_bound_names_an_element_that_has_a_pattern_too():

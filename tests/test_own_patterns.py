@@ -26,14 +26,13 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
 
 RULE = """
-from mla_fx.rule import Rule
-from mla_fx.matching.pattern import ValuePattern, var
+from mla_fx.rule import Rule, ValuePattern, var
 from .stages import STAGE
 
 class Own(Rule):
     stage = STAGE
     targets = ()
-    pattern = ValuePattern(var("x"), rank=2)
+    pattern = ValuePattern(var("x"), "t e")
 """
 
 

@@ -10,7 +10,7 @@ from mla_fx.cases import DR, Case, N, WeightedQuery
 from mla_fx.driver import discovery
 from mla_fx.driver.try_cases import run_case
 from mla_fx.errors import NoMatch
-from mla_fx.matching.pattern import NearestMiss
+from mla_fx.matching.match import NearestMiss
 
 RULES = {rule.name: rule for rule in discovery.rules()}
 pytestmark = pytest.mark.usefixtures("no_gradients")

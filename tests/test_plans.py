@@ -8,7 +8,7 @@ from mla_fx.patterns.rms_norm import RmsNormAlone
 from torch.fx import Graph
 
 from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
+from mla_fx.matching.match import Match, OperandAxes
 from mla_fx.readings.axes import Axis, of_axis
 from mla_fx.readings.element import Element
 from mla_fx.readings.rms_norm import RmsNorm
@@ -17,7 +17,6 @@ from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.materialize import tensor
 from mla_fx.rewriting.plan import ByHoisting, ByTarget, Call, Cast, Plan, Replaced, ViewOf
 from mla_fx.rewriting.replacement import drafted
-from mla_fx.rule import OperandAxes
 
 aten = torch.ops.aten
 TOKENS, WIDTH = Axis(3), Axis(4)
@@ -36,7 +35,7 @@ def read(node, *axes):
 
 def norm_of(x, gamma, out, *, over=WIDTH, factor=1.0):
     norm = RmsNorm(out, x, gamma, (of_axis(over),), 1e-6, gamma_after_cast=True, factor=factor)
-    dims = OperandAxes(out, (of_axis(TOKENS), of_axis(WIDTH)))
+    dims = OperandAxes(out, (of_axis(TOKENS), of_axis(WIDTH)), "te")
     return Match({"x": x, "gamma": gamma}, {"norm": norm, "value.axes": dims})
 
 

@@ -207,19 +207,22 @@ def test_a_weight_in_place_of_another_one_stays_in_the_graph(monkeypatch):
 
 # --- a user's own rule -----------------------------------------------------------------------------------------------
 
-CAREFUL = """        if (up.factor, out.factor) != (1.0, 1.0):
-            raise NoMatch("a product is multiplied by a number", out.node)
-"""
+UNNAMED = {
+    'over="c")': 'over="c", name="up")',
+    '"n v e", is_parameter=True))': '"n v e", is_parameter=True), name="out")',
+}
 
 
 @pytest.fixture
 def careless(tmp_path, monkeypatch):
-    """The rule of the example, which forgets that a product may have a factor."""
+    """The rule of the example, with names for its products, so that it accounts for their factors: it forgets them."""
     monkeypatch.setattr(discovery, "_registered", [])
     text = EXAMPLE.read_text()
-    assert CAREFUL in text
+    for product, named in UNNAMED.items():
+        assert product in text
+        text = text.replace(product, named)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "own_output.py").write_text(text.replace(CAREFUL, "").replace('"latent_output"', '"careless"'))
+    (tmp_path / "mine" / "own_output.py").write_text(text.replace('"latent_output"', '"careless"'))
     mla_fx.register_patterns(tmp_path / "mine")
     yield
     forget()

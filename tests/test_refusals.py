@@ -20,8 +20,8 @@ from traced import B, D, N, S, T, Traced, assert_resolves, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import may_share, surely_shares
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import NearestMiss, stored, var
+from mla_fx.matching.match import Match, NearestMiss
+from mla_fx.matching.words import stored, var
 from mla_fx.passes.reinplace import reinplace
 from mla_fx.readings.algebra import as_product, as_sum
 from mla_fx.readings.attention import Causal, anchors, attention
@@ -29,6 +29,7 @@ from mla_fx.readings.axes import (
     Axis,
     Digit,
     Index,
+    axes,
     axes_of,
     combine,
     composite,
@@ -51,7 +52,7 @@ from mla_fx.readings.rope import _layout_read
 from mla_fx.readings.sizes import at_most, ratio
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.masks import check_is_causal, joined_masks, mask_operands
-from mla_fx.rewriting.materialize import axes, tensor
+from mla_fx.rewriting.materialize import tensor
 from mla_fx.rewriting.replacement import check_nothing_is_lost
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ from mla_fx.readings import calls as asked
 ROOT = Path(inspect.getfile(mla_fx)).parent
 PATTERNS = Path(inspect.getfile(type(discovery.rules()[0]))).parent
 READINGS = [path for path in Path(readings.__path__[0]).glob("*.py") if path.stem != "sizes"]  # which sees no nodes
-WORDS = [ROOT / "matching" / f"{name}.py" for name in ("match", "pattern")]
-OPERANDS = [ROOT / "rewriting" / f"{name}.py" for name in ("masks", "materialize", "operands")]
+WORDS = [ROOT / "matching" / f"{name}.py" for name in ("match", "pattern", "words")]
+OPERANDS = [ROOT / "rewriting" / f"{name}.py" for name in ("caches", "joined", "masks", "materialize", "tables")]
 FILES = sorted({*PATTERNS.rglob("*.py"), *READINGS, *WORDS, *OPERANDS})
 
 # Arguments are read and recorded here.

@@ -21,7 +21,8 @@ from mla_fx.driver import discovery
 from mla_fx.driver.compilation import NOT_COMPILED
 from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.options import OWN
-from mla_fx.rule import ATTENTION, Stage
+from mla_fx.rule import Stage
+from mla_fx.rule.operands import ATTENTION
 
 from . import costs, releases
 from .configs import attention_layers, is_config, read_config, with_layers

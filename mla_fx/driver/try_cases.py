@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,3 +56,23 @@ def check_refused(rule: Rule, case: Case, *more: Rule) -> None:
     reasons = [miss.reason for miss in report.misses if miss.pattern == rule.name]
     assert any(case.because in reason for reason in reasons), f"{case.name}: expected {case.because!r} in {reasons}"
     assert not any(record.fired[rule.name] for record in report.passes), f"{case.name}: the rule fired"
+
+
+def main(path: Path) -> None:
+    """Try the rules of a file on their cases."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == path.stem]
+    for rule in (kind() for kind in kinds if issubclass(kind, Rule)):
+        for case in rule.accepts:
+            check_accepted(case, rule)
+            print(f"{case.name}: fused {dict(case.fused)}, and answers as before")
+        for case in rule.rejects:
+            check_refused(rule, case, rule)
+            print(f"{case.name}: refused, because {case.because!r}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import label_of
-from mla_fx.readings.axes import Axis, Index, cuts, digits_of, of_axis, slowest_first, substitute
+from mla_fx.graph.torch_private import OpOverload
+from mla_fx.readings.attention import Attention
+from mla_fx.readings.axes import (
+    Axes,
+    Axis,
+    Index,
+    axes,
+    axes_of,
+    cuts,
+    digits_of,
+    of_axis,
+    ordered,
+    slowest_first,
+    substitute,
+)
+from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element
 from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.same_value import equal_calls
 from mla_fx.readings.sizes import product
+from mla_fx.rewriting.materialize import tensor
+from mla_fx.rewriting.plan import Call, Expression, Plan, Replaced, result
+from mla_fx.rewriting.replacement import replaced
 
 Same = Mapping[Axis, Index]
 Kind = TypeVar("Kind", bound=Reading)
+
+
+@dataclass(frozen=True)
+class OperandAxes(Reading):
+    """The axes of an operand, one index per dimension, and their letters."""
+
+    dims: tuple[Index, ...]
+    letters: str
 
 
 @dataclass(frozen=True)
@@ -26,13 +53,17 @@ class Match:
 
     A name that is bound twice is one tensor, read at equal indices. An axis of one reading may equal an axis of
     another, for example the two that two products are summed over, but no `fixed` axis equals another. `same` maps each
-    axis to what it equals."""
+    axis to what it equals.
+
+    `letters` names the axes of elements, and what products are summed over, as their patterns do: a letter is the same
+    axes everywhere."""
 
     elements: Mapping[str, Element] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     same: Same = field(default_factory=dict)
     fixed: frozenset[Axis] = frozenset()
+    letters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -45,10 +76,11 @@ class Match:
         found = {node for element in (*self.elements.values(), *parts) for node in (element.origin, element.seen[0])}
         return found | {reading.node for reading in self.readings.values()}
 
-    def bind(self, name: str, element: Element) -> Match:
+    def bind(self, name: str, element: Element, letters: str = "") -> Match:
         before = self.elements.get(name)
         if before is None:
-            return replace(self, elements={**self.elements, name: element})
+            named = {**self.letters, name: letters} if letters else self.letters
+            return replace(self, elements={**self.elements, name: element}, letters=named)
         if not equal_calls(before.origin, element.origin):
             places = f"{label_of(before.origin)} in one place and {label_of(element.origin)} in another"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
@@ -57,11 +89,12 @@ class Match:
             raise NoMatch(f"{name} is read in two different ways", element.origin)
         return replace(self, same=same)
 
-    def read(self, name: str, reading: Reading) -> Match:
+    def read(self, name: str, reading: Reading, letters: str = "") -> Match:
         """Keep a reading. If a pattern occurs twice, the first is kept, and the second must agree with it."""
         before = self.readings.get(name)
         if before is None:
-            return replace(self, readings={**self.readings, name: reading})
+            named = {**self.letters, name: letters} if letters else self.letters
+            return replace(self, readings={**self.readings, name: reading}, letters=named)
         if before.constants != reading.constants:
             raise NoMatch(f"{name} is computed in two different ways", reading.node)
         return self
@@ -77,6 +110,10 @@ class Match:
     def get(self, kind: type[Kind], name: str) -> Kind | None:
         """The reading of a name, if the chosen alternatives have it."""
         return self.reading(kind, name) if name in self.readings else None
+
+    def roles(self, operand: str) -> tuple[Axes, ...]:
+        """The axes of each dimension of a root."""
+        return tuple(map(self.axes, self.reading(OperandAxes, f"{operand}.axes").letters))
 
     def __getitem__(self, name: str) -> Element:
         return self.elements[name]
@@ -103,6 +140,87 @@ class Match:
             elements={name: renamed(element, names) for name, element in self.elements.items()},
             readings={name: renamed(reading, names) for name, reading in self.readings.items()},
         )
+
+    # --- axes by their letters -----------------------------------------------------------------------------------
+
+    def axes(self, letters: str) -> Axes:
+        """The axes that letters name, in order; "1" names none.
+
+        A letter is a dimension of a root, or what a product is summed over. Any other is what is left of the first
+        operand with all other letters known. Raises NoMatch if there is no such operand."""
+        return tuple(axis for letter in letters if letter != "1" for axis in self._named(letter))
+
+    def dims(self, letters: str) -> tuple[Axes, ...]:
+        """The axes of dimensions: "b nv 1" has the dimension b, one over n and v, and one of one element."""
+        return tuple(map(self.axes, letters.split()))
+
+    def tensor(self, name: str, letters: str, **options: Any) -> Expression:
+        """An element as an operand with these dimensions. The options are those of `tensor`."""
+        return tensor(self[name], self.dims(letters), **options)
+
+    def replaced(self, new: Expression, letters: str) -> Replaced:
+        """Replace the value that a ValuePattern matched by one with these dimensions."""
+        value = self.reading(OperandAxes, "value.axes")
+        return replaced(value.node, value.dims, result(new, self.dims(letters)))
+
+    def plan(self, target: OpOverload, letters: str, **operands: str) -> Plan:
+        """Replace that value by the result of a call. Its arguments are the operands in order, each with its
+        dimensions."""
+        arguments = (self.tensor(name, dims) for name, dims in operands.items())
+        return Plan(self.replaced(Call(target, *arguments), letters))
+
+    def _named(self, letter: str) -> Axes:
+        if letter in self._roots:
+            return axes(*self._roots[letter])
+        if letter in self._inner:
+            return self._inner[letter]
+        stuck = next(((name, letters) for name, letters, _ in self._operands if letter in letters), None)
+        if stuck is None:
+            raise NoMatch(f"nothing that matched has a dimension {letter}")
+        both = " and ".join(one for one in stuck[1] if one not in self._roots and one not in self._inner)
+        raise NoMatch(f"{both} of {stuck[0]} cannot be told apart: no operand has one of them alone")
+
+    @functools.cached_property
+    def _roots(self) -> dict[str, tuple[Index, str, Node]]:
+        """The index of each letter of a root, and what it is for a refusal."""
+        found: dict[str, tuple[Index, str, Node]] = {}
+        for name, reading in self.readings.items():
+            if isinstance(reading, Attention):
+                found["t"] = reading.keys, "the context", reading.node
+            elif isinstance(reading, OperandAxes):
+                for letter, part in zip(reading.letters, reading.dims, strict=True):
+                    found.setdefault(letter, (part, name.removesuffix(".axes"), reading.node))
+        return found
+
+    @functools.cached_property
+    def _inner(self) -> dict[str, Axes]:
+        """The axes of all letters that are no dimensions of a root, as far as they can be told apart."""
+        known = {"1": frozenset[Axis](), **{letter: part.axes for letter, (part, *_) in self._roots.items()}}
+        found: dict[str, Axes] = {}
+        for name, letter in self.letters.items():
+            if isinstance(summed := self.readings.get(name), Contraction) and letter not in known:
+                known[letter], found[letter] = frozenset(summed.axes), summed.axes
+        operands = self._operands
+        outer = tuple(operands[0][2]) if "attention" in self.readings else ()
+        while True:
+            left = (([letter for letter in letters if letter not in known], own) for _, letters, own in operands)
+            (letter,), own = next(((letters, own) for letters, own in left if len(letters) == 1), ("1", ()))
+            if letter in known:
+                return found
+            known[letter] = frozenset(own).difference(*known.values())
+            found[letter] = ordered(known[letter], outer)
+
+    @property
+    def _operands(self) -> Sequence[tuple[str, str, Iterable[Axis]]]:
+        """What has letters, and its axes: an attention's output, elements in the order of binding, and masks."""
+        bound = [(name, self.letters[name], self[name].axes) for name in self.letters if name in self.elements]
+        found = self.get(Attention, "attention")
+        if found is None:
+            return bound
+        outer = [axis for part in found.index for axis in axes_of(part) or ()]
+        masked = [axis for mask in found.masks for axis in mask.element.axes]
+        masked += found.causal.rows.axes if found.causal is not None else ()
+        return [("the attention's output", "bsnv", outer), *bound, ("the masks", "bst", masked)]
 
     # --- one element twice ---------------------------------------------------------------------------------------
 
@@ -196,9 +314,9 @@ def _axes_of(indices: Iterable[Index]) -> set[Axis]:
     return {digit.axis for index in indices for digit, _ in index.terms}
 
 
-def _keep_apart(axes: Iterable[Axis], same: Same) -> bool:
+def _keep_apart(apart: Iterable[Axis], same: Same) -> bool:
     """Whether no two of these axes became one."""
-    images = [substitute(of_axis(axis), same) for axis in axes]
+    images = [substitute(of_axis(axis), same) for axis in apart]
     digits = [digit for image in images if image is not None for digit in image.digits]
     if len({digit.axis for digit in digits}) == len(digits):
         return True

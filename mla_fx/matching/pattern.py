@@ -1,36 +1,4 @@
-"""The pattern language: dataflow over readings, matched with backtracking.
-
-A pattern is a value built from the words below. It says what an element must be computed from. Matching yields *every*
-way to satisfy it, so a choice that fails later is taken back. The deepest failure is kept as the nearest miss.
-
-var("x")                         any element, bound to a name; the same name again means the same tensor
-bound("q", pattern)              the same, for an element that also satisfies a pattern, which is matched once
-contract(a, b, name="uq")        a matrix product of a and b, in either order
-quantised(a, b, name="up")       the same, also of codes that carry their scales
-tokens(value, name="cq.codes")   the codes of a value that the program quantises, with a scale for each token
-coded(value, name="codes")       the codes of a value in int8, with a scale that is given
-rms_norm(value, gamma, name=..)  a weighted RMSNorm
-scaled(value, scale, name=..)    a value multiplied by a smaller tensor
-gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one, or dequantised
-rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
-stored(row, name=..)             rows that enter a cache, or rows that are used directly; with `beside`, the same rows
-                                 as those of another cache, token for token
-behind(pattern)                  a value computed from one written cache, such as latents that are quantised whenever
-                                 they are read; the cache satisfies a pattern
-either("tag", a=.., b=..)        alternatives; the one that matched is kept under the tag
-having(pattern)                  a tensor joined from several; one of them satisfies a pattern
-refused(pattern, because)        a near miss, refused for a reason that comes before all others
-
-A match starts from a root, which gives the words their first elements:
-
-AttentionPattern(scores, value)  softmax attention whose logits are a sum of products, and its values
-CallPattern({name: Operand(letters, pattern)})
-                                 an operator's operands, with a letter per dimension: one letter, one axis
-ValuePattern(pattern, rank)      what a node computes
-
-`name` keeps a reading for the rule: `match.reading(RmsNorm, "norm")`. A new word is a reader of a `Reading` and a call
-of `_Reads`, which matches the reading's parts in turn.
-"""
+"""Patterns: what an element must be computed from, and the roots that a match starts from."""
 
 from __future__ import annotations
 
@@ -43,26 +11,19 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.attention import Attention
-from mla_fx.readings.axes import Axis, Index, extent, fresh, shifted
+from mla_fx.readings.axes import Index, extent, fresh, shifted
 from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_updates, is_written_where
 from mla_fx.readings.calls import named_argument
-from mla_fx.readings.contraction import Contraction, contraction
+from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element, element_of, is_parameter, resolve
 from mla_fx.readings.fractals import element_of_rows, sizes_of_rows
 from mla_fx.readings.new_rows import is_cached
-from mla_fx.readings.paged import paged_numbers
 from mla_fx.readings.quantised_cache import cache_behind
-from mla_fx.readings.quantised_product import quantised_product
-from mla_fx.readings.quantised_tokens import quantised_tokens
 from mla_fx.readings.reading import Reading
-from mla_fx.readings.rms_norm import rms_norm as read_rms_norm
-from mla_fx.readings.rope import rope as read_rope
-from mla_fx.readings.scaling import scaling
-from mla_fx.readings.static_codes import static_codes
 from mla_fx.readings.unproved import EQUAL, unproved
-from mla_fx.readings.views import cuts, fresh_index
+from mla_fx.readings.views import fresh_index, seams
 
-from .match import Match, NearestMiss
+from .match import Match, NearestMiss, OperandAxes
 
 
 class Pattern:
@@ -80,17 +41,22 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class _Var(Pattern):
+class Var(Pattern):
     name: str
+    letters: str = ""
+    is_parameter: bool = False
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
-        yield match.bind(self.name, element)
+        if self.is_parameter and not is_parameter(element.origin):
+            raise NoMatch(f"{self.name} is computed in the graph, expected a parameter", element.origin)
+        yield match.bind(self.name, element, self.letters)
 
 
 @dataclass(frozen=True)
-class _Bound(Pattern):
+class Bound(Pattern):
     name: str
     pattern: Pattern
+    letters: str = ""
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         before = match.elements.get(self.name)
@@ -99,11 +65,11 @@ class _Bound(Pattern):
         elif before is not None:
             yield from self.pattern.bindings(element, match, nearest)  # computed a second time: matched a second time
         else:
-            yield from self.pattern.bindings(element, match.bind(self.name, element), nearest)
+            yield from self.pattern.bindings(element, match.bind(self.name, element, self.letters), nearest)
 
 
 @dataclass(frozen=True)
-class _Either(Pattern):
+class Either(Pattern):
     tag: str
     alternatives: Mapping[str, Pattern]
 
@@ -120,7 +86,7 @@ class _Either(Pattern):
 
 
 @dataclass(frozen=True)
-class _Refused(Pattern):
+class Refused(Pattern):
     pattern: Pattern
     because: str
 
@@ -131,25 +97,26 @@ class _Refused(Pattern):
 
 
 @dataclass(frozen=True)
-class _Having(Pattern):
+class Having(Pattern):
     part: Pattern
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
-        seams = cuts(element.origin, element.index)
-        for axis in dict.fromkeys(axis for axis, _ in seams):
-            bounds = [0, *sorted(cut for at, cut in seams if at is axis), axis.size]
+        found = seams(element.origin, element.index)
+        for axis in dict.fromkeys(axis for axis, _ in found):
+            bounds = [0, *sorted(cut for at, cut in found if at is axis), axis.size]
             for start, stop in itertools.pairwise(bounds):
                 part = element.at({axis: shifted(fresh(stop - start), start)})
                 yield from self.part.bindings(part, match, nearest)
 
 
 @dataclass(frozen=True)
-class _Reads(Pattern):
+class Reads(Pattern):
     """An element that `reader` reads, in each way that it yields; the parts of the reading satisfy patterns in turn."""
 
     name: str
     reader: Callable[[Element, Match], Iterable[Reading]]
     parts: Mapping[str, Pattern]
+    over: str = field(default="", kw_only=True)
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         for reading in self.reader(element, match):
@@ -157,8 +124,9 @@ class _Reads(Pattern):
 
     def within(self, reading: Reading, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         """The same for a reading that already exists."""
+        name = self.name or f"unnamed {len(match.readings)}"
         try:
-            partial: Iterator[Match] = iter((match.read(self.name, reading),))
+            partial: Iterator[Match] = iter((match.read(name, reading, self.over),))
         except NoMatch as miss:
             return nearest.fail(match, miss)
         for part, pattern in self.parts.items():
@@ -167,7 +135,7 @@ class _Reads(Pattern):
 
 
 @dataclass(frozen=True)
-class _Codes(_Reads):
+class Codes(Reads):
     """Codes that the program computes. If an element must be codes, what is wrong with them comes before all else; no
     other element misses this pattern."""
 
@@ -188,7 +156,7 @@ def _each(pattern: Pattern, element: Element, before: Iterator[Match], nearest: 
 
 
 @dataclass(frozen=True)
-class _Stored(Pattern):
+class Stored(Pattern):
     row: Pattern
     name: str
     beside: str
@@ -215,7 +183,7 @@ class _Stored(Pattern):
 
 
 @dataclass(frozen=True)
-class _Behind(Pattern):
+class Behind(Pattern):
     pattern: Pattern
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
@@ -224,71 +192,9 @@ class _Behind(Pattern):
             yield from self.pattern.bindings(element_of(cache), match, nearest)
 
 
-def var(name: str) -> Pattern:
-    return _Var(name)
-
-
-def bound(name: str, pattern: Pattern) -> Pattern:
-    return _Bound(name, pattern)
-
-
-def either(tag: str, **alternatives: Pattern) -> Pattern:
-    return _Either(tag, alternatives)
-
-
-def having(part: Pattern) -> Pattern:
-    return _Having(part)
-
-
-def refused(pattern: Pattern, because: str) -> Pattern:
-    return _Refused(pattern, because)
-
-
-def contract(left: Pattern, right: Pattern, name: str) -> Pattern:
-    return _Reads(name, lambda element, _: _both_ways(contraction(element)), {"left": left, "right": right})
-
-
-def quantised(left: Pattern, right: Pattern, name: str) -> Pattern:
-    return _Reads(name, lambda element, _: _both_ways(quantised_product(element)), {"left": left, "right": right})
-
-
-def tokens(value: Pattern, name: str) -> Pattern:
-    def must_be(element: Element) -> bool:
-        return element.scales is not None and not is_parameter(element.origin)
-
-    return _Codes(name, lambda element, _: (quantised_tokens(element),), {"value": value}, must_be)
-
-
-def coded(value: Pattern, name: str) -> Pattern:
-    return _Codes(name, lambda element, _: static_codes(element), {"value": value}, lambda one: one.dtype.itemsize == 1)
-
-
-def rms_norm(value: Pattern, gamma: Pattern, name: str) -> Pattern:
-    return _Reads(name, lambda element, _: (read_rms_norm(element),), {"gamma": gamma, "value": value})
-
-
-def scaled(value: Pattern, scale: Pattern, name: str) -> Pattern:
-    return _Reads(name, lambda element, _: (scaling(element),), {"value": value, "scale": scale})
-
-
-def gathered(pages: Pattern, table: Pattern, name: str) -> Pattern:
-    return _Reads(name, lambda element, _: (paged_numbers(element),), {"pages": pages, "table": table})
-
-
-def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
-    return _Reads(name, lambda element, match: read_rope(element, along(match)), {"value": value})
-
-
-def stored(row: Pattern, name: str, beside: str = "") -> Pattern:
-    return _Stored(row, name, beside)
-
-
-def behind(pattern: Pattern) -> Pattern:
-    return _Behind(pattern)
-
-
-def _both_ways(found: Contraction) -> Iterator[Contraction]:
-    return iter((found, found.swapped))
+def both_ways(found: Contraction) -> Iterator[Contraction]:
+    yield found
+    yield found.swapped
 
 
 # --- roots: what a rule starts from ------------------------------------------------------------------------------
@@ -296,7 +202,8 @@ def _both_ways(found: Contraction) -> Iterator[Contraction]:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Softmax attention whose scores are a sum of products, each matched by one pattern."""
+    """Softmax attention whose scores are a sum of products, each matched by one pattern. Its letters are t for the
+    context, and b, s, n and v for its output; its masks have b, s and t."""
 
     scores: tuple[Pattern, ...]
     value: Pattern
@@ -320,20 +227,13 @@ def _each_score(
     pattern: Pattern, product: Contraction, before: Iterator[Match], nearest: NearestMiss
 ) -> Iterator[Match]:
     for match in before:
-        if isinstance(pattern, _Either):
+        if isinstance(pattern, Either):
             for alternative, chosen in pattern.chosen(match):
                 yield from _each_score(alternative, product, iter((chosen,)), nearest)
             continue
-        assert isinstance(pattern, _Reads), "a score is a product"
-        for way in _both_ways(product):
+        assert isinstance(pattern, Reads), "a score is a product"
+        for way in both_ways(product):
             yield from pattern.within(way, match, nearest)
-
-
-@dataclass(frozen=True)
-class OperandAxes(Reading):
-    """The axes of an operand, one index per dimension."""
-
-    dims: tuple[Index, ...]
 
 
 @dataclass(frozen=True)
@@ -374,25 +274,25 @@ class CallPattern:
         partial: Iterator[Match] = iter((Match(fixed=fixed),))
         for name, operand in self.operands.items():
             dims = tuple(letters[letter] for letter in operand.letters)
-            partial = _each_read(f"{name}.axes", OperandAxes(arguments[name], dims), partial)
+            partial = _each_read(f"{name}.axes", OperandAxes(arguments[name], dims, operand.letters), partial)
             partial = _each(operand.pattern, element_of_rows(arguments[name], dims), partial, nearest)
         return partial
 
 
 @dataclass(frozen=True)
 class ValuePattern:
-    """What a node with this rank computes. Its own axes are bound as `value.axes` and equal no others."""
+    """What a node computes, with a letter per dimension. Its own axes are bound as `value.axes` and equal no others."""
 
     pattern: Pattern
-    rank: int
+    letters: str
 
     def at(self, node: Node, nearest: NearestMiss) -> Iterator[Match]:
         """Yield every way in which the value of a node satisfies the pattern."""
-        dims = fresh_index(node)
-        if len(dims) != self.rank:
-            return nearest.fail(Match(), NoMatch(f"expected {self.rank} dimensions, found {len(dims)}", node))
+        dims, letters = fresh_index(node), self.letters.replace(" ", "")
+        if len(dims) != len(letters):
+            return nearest.fail(Match(), NoMatch(f"expected {len(letters)} dimensions, found {len(dims)}", node))
         fixed = frozenset(axis for dim in dims for axis in dim.axes)
-        match = Match(fixed=fixed).read("value.axes", OperandAxes(node, dims))
+        match = Match(fixed=fixed).read("value.axes", OperandAxes(node, dims, letters))
         yield from self.pattern.bindings(resolve(node, dims), match, nearest)
 
 

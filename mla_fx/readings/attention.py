@@ -25,7 +25,7 @@ from .quantised_product import holds_codes
 from .reading import Reading
 from .sizes import Size, ratio
 from .softmax import SOFTMAX, exponential, softmax, subtracts_logarithm
-from .views import MOVERS, cuts, fresh_index, pads_with_zero, shape_of
+from .views import MOVERS, fresh_index, pads_with_zero, seams, shape_of
 
 aten = torch.ops.aten
 
@@ -170,7 +170,7 @@ def _sink(logit: Element) -> Element | float:
 def _unpadded(found: Attention) -> Attention:
     """Attention over the values without the zeros that pad them to the width of the keys."""
     value, last = found.value, found.index[-1]
-    for axis, cut in cuts(value.node, value.index):
+    for axis, cut in seams(value.node, value.index):
         if value.node.target is not aten.constant_pad_nd.default or last.axis is not axis:
             continue
         kept = fresh(cut)

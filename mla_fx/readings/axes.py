@@ -8,8 +8,12 @@ Indices have one normal form, so equal reads are equal values, in whatever order
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
+
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
 
 from .sizes import Size, at_most, plain, ratio, strides_of
 
@@ -27,6 +31,10 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"a{self.serial}:{self.size}"
+
+
+Axes = tuple[Axis, ...]
+Dims = Sequence[Sequence[Axis]]
 
 
 class Digit(NamedTuple):
@@ -178,6 +186,19 @@ def axes_of(index: Index) -> tuple[Axis, ...] | None:
     """The axes that make up this index, slowest first; None if it is not a dimension over whole axes."""
     digits = digits_of(index)
     return None if digits is None or not all(digit.is_whole for digit in digits) else tuple(d.axis for d in digits)
+
+
+def axes(index: Index, what: str, node: Node) -> Axes:
+    """The axes that a dimension runs over, slowest first. Raises NoMatch if they are not whole axes."""
+    found = axes_of(index)
+    if found is None:
+        raise NoMatch(f"{what} is read in steps or from an offset, not as a whole dimension", node)
+    return found
+
+
+def ordered(found: Set[Axis], outer: Axes) -> Axes:
+    """The axes in the order of `outer`, followed by those that are not in it."""
+    return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
 def difference(left: Index, right: Index) -> Index | None:

@@ -19,7 +19,7 @@ from .element import Element, is_coarser, is_parameter, operand, resolve
 from .quantised import quantised_projection
 from .reading import Reading
 from .sizes import plain, product
-from .views import cuts, pads_with_zero, shape_of
+from .views import pads_with_zero, seams, shape_of
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})
@@ -148,7 +148,7 @@ def _range(found: Contraction, axis: Axis, start: int, stop: int) -> Contraction
 
 
 def cuts_of(element: Element) -> list[tuple[Axis, int]]:
-    return cuts(element.origin, element.index)
+    return seams(element.origin, element.index)
 
 
 def scaled_product(node: Node, factor: float, left: Element, right: Element, over: tuple[Index, ...]) -> Contraction:

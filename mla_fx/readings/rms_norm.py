@@ -12,7 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
-from .axes import Digit, Index, extent
+from .axes import Axes, Digit, Index, axes, extent
 from .cache_update import WRITES
 from .calls import CASTS, args_of, argument, operands_of
 from .contraction import summed
@@ -41,6 +41,12 @@ class RmsNorm(Reading):
     @property
     def constants(self) -> tuple[float, bool, float]:
         return self.epsilon, self.gamma_after_cast, self.factor
+
+    def check_rows(self, width: Axes) -> None:
+        """Raises NoMatch unless the norm is taken over all columns of one row."""
+        over = [axis for part in self.over for axis in axes(part, "the normalised dimension", self.node)]
+        if over != list(width):
+            raise NoMatch("the norm is not over the columns of a row", self.node)
 
 
 def rms_norm(element: Element) -> RmsNorm:

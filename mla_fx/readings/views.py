@@ -339,7 +339,7 @@ def move(node: Node, index: tuple[Index, ...]) -> Place | None:
     return place if place is None or place[0].meta["val"].dtype == node.meta["val"].dtype else None
 
 
-def cuts(node: Node, index: tuple[Index, ...]) -> list[tuple[Axis, int]]:
+def seams(node: Node, index: tuple[Index, ...]) -> list[tuple[Axis, int]]:
     """Where the axes that read a cat or a partly overwritten tensor have to be cut: (axis, position) pairs."""
     dim, bounds = _seams(node)
     where = index[dim] if bounds else ZERO

@@ -5,13 +5,11 @@ from __future__ import annotations
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import Axis, Index, fresh
+from mla_fx.readings.axes import Axis, Dims, Index, axes, fresh
 from mla_fx.readings.cache_places import Fractals
 from mla_fx.readings.element import Element
 from mla_fx.readings.sizes import Size, plain, product, size_of, strides_of
 from mla_fx.readings.views import shape_of
-
-from .materialize import Dims, axes
 
 
 def in_nz(node: Node, fractals: Fractals) -> tuple[Element, Dims]:

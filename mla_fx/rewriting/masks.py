@@ -11,11 +11,12 @@ import torch
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.attention import Attention, Mask
+from mla_fx.readings.axes import Axes, Dims, axes
 from mla_fx.readings.causal import CausalByPosition, causal_by_position
 from mla_fx.readings.element import Element, is_coarser
 from mla_fx.readings.sizes import Size, plain, product
 
-from .materialize import Axes, Dims, axes, tensor
+from .materialize import tensor
 from .plan import Call, Cast, Expression
 
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import Axis, Index, axes_of, cuts, slowest_first, substitute
+from mla_fx.readings.axes import Axes, Axis, Dims, Index, axes_of, cuts, slowest_first, substitute
 from mla_fx.readings.element import Element, Scales
 from mla_fx.readings.sizes import Size, at_most, common, product, ratio, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
@@ -23,9 +23,6 @@ from .emitter import Emitter
 from .plan import Call, Cast, Expression, Part, Value, first_node, times
 
 aten = torch.ops.aten
-
-Axes = tuple[Axis, ...]
-Dims = Sequence[Sequence[Axis]]
 
 
 def tensor(
@@ -96,19 +93,6 @@ def _base(
         value = Call(aten.resolve_conj.default, value) if node.meta["val"].is_conj() else value
         value, sizes = Call(aten.view_as_real.default, value), (*sizes, 2)
     return _Sized(value, sizes), index, factor
-
-
-def axes(index: Index, what: str, node: Node) -> Axes:
-    """The axes that a dimension runs over, slowest first. Raises NoMatch if they are not whole axes."""
-    found = axes_of(index)
-    if found is None:
-        raise NoMatch(f"{what} is read in steps or from an offset, not as a whole dimension", node)
-    return found
-
-
-def ordered(found: Set[Axis], outer: Axes) -> Axes:
-    """The axes in the order of `outer`, followed by those that are not in it."""
-    return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
 def _parted(base: _Sized, index: tuple[Index, ...], dims: Dims) -> tuple[tuple[Index, ...], list[Axes]]:

@@ -12,7 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import stride_readers
 from mla_fx.graph.dead_code import unread_without
 from mla_fx.graph.provenance import name_of
-from mla_fx.readings.axes import Index
+from mla_fx.readings.axes import Index, axes
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.constant import constant
 from mla_fx.readings.element import is_coarser, is_parameter
@@ -21,7 +21,7 @@ from mla_fx.readings.views import MOVERS, Place, fresh_index, move
 
 from .draft import Draft, Drafted
 from .emitter import Emitter
-from .materialize import axes, fill_memory_alike, laid_out_as, tensor
+from .materialize import fill_memory_alike, laid_out_as, tensor
 from .plan import Call, Cast, Expression, Part, Plan, Replaced
 
 aten = torch.ops.aten

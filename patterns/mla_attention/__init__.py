@@ -28,103 +28,101 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch.fx import Graph, Node
 
+from mla_fx.cases import Case, Layer, NoRotaryPart
 from mla_fx.ops.common.absorption import absorb_query, expand_output
-from mla_fx.readings.attention import anchors, attention, weighted_sum
-from mla_fx.readings.axes import Axis
-from mla_fx.readings.calls import args_of
-from mla_fx.readings.contraction import parted_at, segments
-from mla_fx.readings.element import computed_between, is_coarser
-from mla_fx.readings.log_sum_exp import LogSumExp
-from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
-from mla_fx.readings.quantised import quantised_up_projection
-from mla_fx.readings.quantised_product import quantised_product
-from mla_fx.readings.sizes import at_most, product
-from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, mask_operands
-from mla_fx.rewriting.materialize import scaled_by
-from mla_fx.rewriting.plan import ByHoisting
 from mla_fx.rule import (
-    LATENT_ATTENTION,
-    Attention,
     AttentionPattern,
-    Axes,
-    Call,
-    Case,
-    Cast,
-    Contraction,
-    Element,
-    Expression,
-    Inlined,
-    Layer,
     Match,
     NearestMiss,
     NoMatch,
-    NoRotaryPart,
     Plan,
     Rule,
-    axes,
     bound,
     contract,
     either,
-    element_of,
-    ordered,
     quantised,
     refused,
+    rms_norm,
+    var,
+)
+from mla_fx.rule.codes import quantised_product, quantised_up_projection, scaled_by
+from mla_fx.rule.indices import Axes, at_most, product
+from mla_fx.rule.operands import (
+    LATENT_ATTENTION,
+    ByHoisting,
+    Call,
+    Cast,
+    Expression,
+    Inlined,
+    check_is_causal,
+    counts_from_first,
+    known_causal,
+    mask_operands,
     replaced,
     result,
-    rms_norm,
     tensor,
     times,
-    var,
+)
+from mla_fx.rule.readings import (
+    Attention,
+    Element,
+    LogSumExp,
+    anchors,
+    args_of,
+    attention,
+    computed_between,
+    down_projection,
+    element_of,
+    is_cached_per_head,
+    is_coarser,
+    is_projected_from,
+    parted_at,
+    rank,
+    seems_low_rank,
+    segments,
+    weighted_sum,
 )
 
 from . import cases
 from .factors import attention_factors
 
 aten = torch.ops.aten
-LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache"), var("weight_uk"), var("weight_uv")
+LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache", "b t c"), var("weight_uk", "n e c"), var("weight_uv", "n v c")
+Q_NOPE = var("q_nope", "b s n e")
 NOPE = either(
     "keys",
-    expanded=contract(var("q_nope"), quantised(LATENT, WEIGHT_UK, name="up"), name="nope"),
+    expanded=contract(Q_NOPE, quantised(LATENT, WEIGHT_UK, name="up", over="c"), name="nope", over="e"),
     normed=contract(
-        var("q_nope"),
+        Q_NOPE,
         refused(
-            rms_norm(quantised(LATENT, WEIGHT_UK, name="up"), var("gamma"), name="norm"),
+            rms_norm(quantised(LATENT, WEIGHT_UK, name="up", over="c"), var("gamma"), name="norm"),
             because="keys are normalised per head after the up-projection, which therefore cannot be absorbed",
         ),
         name="nope",
     ),
-    absorbed=contract(bound("query", contract(var("q_nope"), WEIGHT_UK, name="up")), LATENT, name="nope"),
+    absorbed=contract(
+        bound("query", contract(Q_NOPE, WEIGHT_UK, name="up", over="e"), "b s n c"), LATENT, name="nope", over="c"
+    ),
 )
-ROPE = contract(var("q_rope"), var("kr_cache"), name="rope")
+ROPE = contract(var("q_rope", "b s n r"), var("kr_cache", "b t r"), name="rope", over="r")
 VALUE = either("values", expanded=quantised(LATENT, WEIGHT_UV, name="down"), absorbed=LATENT)
 
 ROTATED = AttentionPattern(scores=(NOPE, ROPE), value=VALUE)
 UNROTATED = AttentionPattern(scores=(NOPE,), value=VALUE)
-OVER_LATENTS = AttentionPattern(scores=(contract(var("query"), LATENT, name="nope"), ROPE), value=LATENT)
-
-
-@dataclass(frozen=True)
-class _Roles:
-    """The axes of each dimension of the operands."""
-
-    b: Axes
-    s: Axes
-    n: Axes
-    t: Axes
-    d: Axes
-    dr: Axes
-    hckv: Axes
-    dv: Axes
+OVER_LATENTS = AttentionPattern(
+    scores=(contract(var("query", "b s n c"), LATENT, name="nope", over="c"), ROPE), value=LATENT
+)
 
 
 SCALED_LATER = ("weight_uk", "weight_uv")
 """The scales of quantised weights multiply the query and the result instead: the codes stay as they are stored."""
+SHARED = {"kv_cache": "the latent", "kr_cache": "k_rope"}  # by all heads
 CACHED_EXPANDED = "keys and values are cached expanded, per head: latent attention needs the latents cached"
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
@@ -173,65 +171,61 @@ class MlaAttention(Rule):
 
     def plan(self, match: Match, lses: Sequence[LogSumExp] = ()) -> Plan:
         """`lses` are logarithms of the sums that the softmax divides by, which the operator then returns, too."""
-        found, a = match.reading(Attention, "attention"), _roles(match)
-        _check_operands(match, found, a)
+        found = match.reading(Attention, "attention")
+        columns = _columns(match, found)
+        _check_operands(match, found)
         if "rope" not in match.readings:
-            _check_rank(match, a.n, (*a.d, *a.dv))
+            _check_rank(match, f"ne{columns}")
         keys, values = _forms(match)
         if lses and keys == values == "expanded":
             because = "keys and values are expanded; only attention over latents has logarithms of sums"
             raise NoMatch(because, found.node)
         scale, factors = attention_factors(match, keys, dtype := _dtype(match))
 
-        def operand(name: str, *dims: Axes) -> Expression | None:
-            return made(name, *dims) if name in match.elements else None
+        def operand(name: str, letters: str) -> Expression | None:
+            return made(name, letters) if name in match.elements else None
 
-        def made(name: str, *dims: Axes, dtype: torch.dtype = dtype) -> Expression:
+        def made(name: str, letters: str, dtype: torch.dtype = dtype) -> Expression:
             element = replace(match[name], scales=None) if name in SCALED_LATER else match[name]
-            return times(tensor(element, dims, dtype=dtype, expand=True), factors.get(name, 1.0))
+            return times(tensor(element, match.dims(letters), dtype=dtype, expand=True), factors.get(name, 1.0))
 
-        def scaled(value: Expression, weight: str, columns: Axes) -> Expression:
+        def scaled(value: Expression, weight: str, letters: str) -> Expression:
             scales = match[weight].scales if weight in match.elements else None
-            return value if scales is None else Cast(scaled_by(scales, value, ((), (), a.n, columns)), dtype)
+            return value if scales is None else Cast(scaled_by(scales, value, match.dims(letters)), dtype)
 
         def query_and_weight() -> tuple[Expression, Expression]:
             """q_nope and weight_uk: the scales multiply either."""
-            dims = a.n, a.d, a.hckv
-            q_nope, codes = made("q_nope", a.b, a.s, a.n, a.d), made("weight_uk", *dims)
+            q_nope, codes = made("q_nope", "b s n e"), made("weight_uk", "n e c")
             scales = match["weight_uk"].scales
             if scales is None:
                 return q_nope, codes
-            wide = made("weight_uk", *dims, dtype=torch.promote_types(dtype, torch.float32))
-            weight = Cast(scaled_by(scales, wide, (a.n, a.d, ())), dtype)
-            return ByHoisting(q_nope, scaled(q_nope, "weight_uk", a.d)), ByHoisting(weight, codes)
+            wide = made("weight_uk", "n e c", torch.promote_types(dtype, torch.float32))
+            weight = scaled(wide, "weight_uk", "n e 1")
+            return ByHoisting(q_nope, scaled(q_nope, "weight_uk", "1 1 n e")), ByHoisting(weight, codes)
 
-        kv_cache, kr_cache = made("kv_cache", a.b, a.t, a.hckv), operand("kr_cache", a.b, a.t, a.dr)
-        context = operand("q_rope", a.b, a.s, a.n, a.dr), kv_cache, kr_cache
-        masks, options = _masks(found, a, dtype)
+        context = operand("q_rope", "b s n r"), made("kv_cache", "b t c"), operand("kr_cache", "b t r")
+        masks, options = _masks(match, found, dtype)
         if keys == values == "expanded":
             q_nope, weight_uk = query_and_weight()
-            operands = q_nope, *context, weight_uk, made("weight_uv", a.n, a.dv, a.hckv), *masks
+            operands = q_nope, *context, weight_uk, made("weight_uv", "n v c"), *masks
             out: Expression = Call(torch.ops.mla_fx.mla_attention.default, *operands, scale=scale, **options)
         else:
-            if keys == "absorbed":
-                query = made("query", a.b, a.s, a.n, a.hckv)
-            else:
-                query = Inlined(absorb_query, query_and_weight())
+            query = made("query", "b s n c") if keys == "absorbed" else Inlined(absorb_query, query_and_weight())
             without, with_lse = LATENT_ATTENTION
             call = Call(with_lse if lses else without, query, *context, *masks, scale=scale, **options)
             out = Call(operator.getitem, call, 0) if lses else call
             if values == "expanded":
-                out = Inlined(expand_output, (out, made("weight_uv", a.n, a.dv, a.hckv)))
-        out = scaled(out, "weight_uv", a.dv)
+                out = Inlined(expand_output, (out, made("weight_uv", "n v c")))
+        out = scaled(out, "weight_uv", "1 1 n v")
         # the program may multiply in a wider dtype: 1024 times a value may not fit in float16
         widest = torch.promote_types(dtype, found.node.meta["val"].dtype)
         out = out if factors["out"] == 1.0 else times(Cast(out, widest), factors["out"])
-        part = result(out, (a.b, a.s, a.n, a.dv))
+        part = result(out, match.dims(f"b s n {columns}"))
         new = replaced(found.node, found.index, part, padding=found.padding)
         exact = _rounded_once(match, dtype)
         if not lses:
             return Plan(new, exact=exact)
-        sums = result(Call(operator.getitem, call, 1), (a.b, a.s, a.n))
+        sums = result(Call(operator.getitem, call, 1), match.dims("b s n"))
         return Plan(new, *(replaced(lse.node, lse.index, sums) for lse in lses), exact=exact)
 
     def looks_like_mla(self, anchor: Node) -> bool:
@@ -247,54 +241,44 @@ def _forms(match: Match) -> tuple[str, str]:
     return match.choices.get("keys", "absorbed"), match.choices.get("values", "absorbed")
 
 
-def _roles(match: Match) -> _Roles:
-    found = match.reading(Attention, "attention")
-    nope, up, rotary = (match.get(Contraction, name) for name in ("nope", "up", "rope"))
-    assert nope is not None, "every pattern has it"
-    keys, values = _forms(match)
-    inner = nope.axes, () if up is None else up.axes
-    d, hckv = inner if keys == "expanded" else inner[::-1]
-    t, dr = axes(found.keys, "the context", found.node), () if rotary is None else rotary.axes
-    outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
-    b = ordered(match["kv_cache"].axes - {*t, *hckv}, outer)
-    n, s = (ordered(rows, outer) for rows in _heads_and_tokens(match, {*b, *d, *hckv}))
-    dv = tuple(axis for axis in outer if axis not in {*b, *s, *n})
-    if values == "absorbed":
-        if set(dv) != set(hckv):  # a column that is repeated
-            raise NoMatch("the attention's result and the latents have different columns", found.node)
-        dv = hckv  # in the order of the latents
-    return _Roles(b=b, s=s, n=n, t=t, d=d, dr=dr, hckv=hckv, dv=dv)
+def _columns(match: Match, found: Attention) -> str:
+    """The letter of the columns of the attention's result: "v", or "c" if the values are the latents."""
+    if _forms(match)[1] == "expanded":
+        return "v"
+    outer = {axis for part in found.index for axis in part.axes}
+    if match.axes("v") or not outer.issuperset(match.axes("c")):  # a column that is repeated
+        raise NoMatch("the attention's result and the latents have different columns", found.node)
+    return "c"
 
 
-def _check_operands(match: Match, found: Attention, a: _Roles) -> None:
+def _check_operands(match: Match, found: Attention) -> None:
     """Each operand has its own dimensions and no others."""
-    for name, columns in (("weight_uk", a.d), ("weight_uv", a.dv)):
+    for name in ("weight_uk", "weight_uv", "kv_cache", "kr_cache", "q_nope", "q_rope", "query"):
         if name in match.elements:
-            _check_axes(match[name], name, {*a.n, *columns, *a.hckv})
-    _check_shared(match["kv_cache"], "the latent", {*a.b, *a.t, *a.hckv}, a.n, a.t)
-    if "kr_cache" in match.elements:
-        _check_shared(match["kr_cache"], "k_rope", {*a.b, *a.t, *a.dr}, a.n, a.t)
-    for name, columns in (("q_nope", a.d), ("q_rope", a.dr), ("query", a.hckv)):
-        if name in match.elements:
-            _check_axes(match[name], name, {*a.b, *a.s, *a.n, *columns})
+            if name in SHARED:
+                _check_shared(match, name)
+            _check_axes(match, match[name], name, match.letters[name])
     for mask in found.masks:
-        _check_axes(mask.element, "the mask", {*a.b, *a.n, *a.s, *a.t})
-    if isinstance(found.sink, Element) and not found.sink.axes <= set(a.n):
+        _check_axes(match, mask.element, "the mask", "bnst")
+    if isinstance(found.sink, Element) and not found.sink.axes <= set(match.axes("n")):
         raise NoMatch("the attention sink is not one number per head", found.sink.origin)
-    check_is_causal(found, a.s)
+    check_is_causal(found, match.axes("s"))
 
 
-def _masks(found: Attention, a: _Roles, dtype: torch.dtype) -> tuple[tuple[Expression | None, ...], dict[str, object]]:
+def _masks(
+    match: Match, found: Attention, dtype: torch.dtype
+) -> tuple[tuple[Expression | None, ...], dict[str, object]]:
     """A mask, or None and equivalent lengths, or neither; and the options, which may say the same."""
-    causal = known_causal(found, a.b, a.s, dtype)
-    is_causal = found.causal is not None or (causal is not None and counts_from_first(causal, a.s))
+    b, n, s, t = match.dims("b n s t")
+    causal = known_causal(found, b, s, dtype)
+    is_causal = found.causal is not None or (causal is not None and counts_from_first(causal, s))
     options: dict[str, object] = {"is_causal": is_causal}
     mask = context_lens = fill = None
     if not is_causal:
-        mask, context_lens, fill = mask_operands(found, causal, (a.b, a.n, a.s, a.t))
+        mask, context_lens, fill = mask_operands(found, causal, (b, n, s, t))
     if fill is not None:
         options["fill"] = fill
-    sinks = () if found.sink is None else (_sinks(found.sink, a.n, found.node.meta["val"].device),)
+    sinks = () if found.sink is None else (_sinks(found.sink, n, found.node.meta["val"].device),)
     return ((mask,) if context_lens is None and not sinks else (mask, context_lens, *sinks)), options
 
 
@@ -306,29 +290,17 @@ def _sinks(sink: Element | float, n: Axes, device: torch.device) -> Expression:
     return Call(aten.full.default, [heads], sink, dtype=torch.float32, device=device)
 
 
-def _heads_and_tokens(match: Match, others: set[Axis]) -> tuple[frozenset[Axis], frozenset[Axis]]:
-    """The axes of heads and of tokens among those of the query: heads have their own weights, or at least no masks."""
-    found = match.reading(Attention, "attention")
-    if "weight_uk" in match.elements:
-        heads = match["weight_uk"].axes - others
-        return heads, match["q_nope"].axes - others - heads
-    rows = match["query"].axes - others
-    masked = {axis for mask in found.masks for axis in mask.element.axes}
-    masked |= found.causal.rows.axes if found.causal is not None else set()
-    return rows - masked, rows & masked
-
-
-def _check_rank(match: Match, n: Axes, columns: Axes) -> None:
+def _check_rank(match: Match, columns: str) -> None:
     """Heads share latents that were projected down for keys and values. In multi-head attention keys, values and
     queries are all computed from the hidden states."""
     latent, weight = match["kv_cache"], match["weight_uk"]
-    if not n:
+    if not match.axes("n"):
         raise NoMatch("there is no rotary part, and no heads share a latent", latent.origin)
     if {match.choices["keys"], match.choices["values"]} == {"absorbed"}:
         return
     down = down_projection(latent)
     width = product(axis.size for axis in latent.axes & weight.axes)
-    wider = () if down is None else (rank(down), product(axis.size for axis in (*n, *columns)))
+    wider = () if down is None else (rank(down), product(axis.size for axis in match.axes(columns)))
     is_latent = wider and all(at_most(width + 1, size) for size in wider)
     if not is_latent or is_projected_from(match["q_nope"], latent):
         reason = "there is no rotary part, and keys and values are not expanded from a down-projected latent"
@@ -353,14 +325,14 @@ def _rounded_once(match: Match, dtype: torch.dtype) -> list[Node]:
     return [call for call in calls if getattr(call.meta.get("val"), "dtype", None) == own]
 
 
-def _check_shared(element: Element, name: str, allowed: set[Axis], n: Axes, t: Axes) -> None:
-    if not element.axes.isdisjoint(n):
-        raise NoMatch(f"{name} is not shared across heads", element.node)
-    if element.axes.isdisjoint(t):
-        raise NoMatch(f"{name} is not along the context", element.node)
-    _check_axes(element, name, allowed)
+def _check_shared(match: Match, name: str) -> None:
+    element = match[name]
+    if not element.axes.isdisjoint(match.axes("n")):
+        raise NoMatch(f"{SHARED[name]} is not shared across heads", element.node)
+    if element.axes.isdisjoint(match.axes("t")):
+        raise NoMatch(f"{SHARED[name]} is not along the context", element.node)
 
 
-def _check_axes(element: Element, name: str, allowed: set[Axis]) -> None:
-    if not element.axes <= allowed:
-        raise NoMatch(f"{name} depends on more than its own dimensions", element.node)
+def _check_axes(match: Match, element: Element, name: str, letters: str) -> None:
+    if not element.axes <= set(match.axes(letters)):
+        raise NoMatch(f"{SHARED.get(name, name)} depends on more than its own dimensions", element.node)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_fx.cases import DR, DV, HCKV, B, D, N, S, T
-from mla_fx.rule import Layer, NoRotaryPart
+from mla_fx.cases import DR, DV, HCKV, B, D, Layer, N, NoRotaryPart, S, T
 
 
 class Absorbed(Layer):

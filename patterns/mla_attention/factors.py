@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mla_fx.rule import Attention, Contraction, Match, NoMatch
+from mla_fx.rule import Match, NoMatch
+from mla_fx.rule.readings import Attention, Contraction
 
 
 def attention_factors(match: Match, keys: str, dtype: torch.dtype) -> tuple[float, dict[str, float]]:

@@ -17,44 +17,13 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.readings.calls import named_argument
-from mla_fx.readings.quantised_tokens import QuantisedTokens
-from mla_fx.readings.sizes import product
-from mla_fx.rewriting.operands import (
-    cache_roles,
-    check_norm_of_rows,
-    check_same_write,
-    new_cache,
-    positions_and_caches,
-    tables,
-)
-from mla_fx.rule import (
-    LATENT_ATTENTION,
-    Appended,
-    Axes,
-    CacheUpdate,
-    Call,
-    CallPattern,
-    Case,
-    Expression,
-    Layer,
-    Match,
-    NearestMiss,
-    NoMatch,
-    NoRotaryPart,
-    Operand,
-    Plan,
-    RmsNorm,
-    Rope,
-    Rule,
-    behind,
-    either,
-    element_of,
-    roles,
-    shape_of,
-    stored,
-    tensor,
-)
+from mla_fx.cases import Appended, Case, Layer, NoRotaryPart
+from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, behind, either, stored
+from mla_fx.rule.caches import CacheUpdate, cache_roles, check_same_write, new_cache, positions_and_caches
+from mla_fx.rule.codes import QuantisedTokens
+from mla_fx.rule.indices import Axes, product
+from mla_fx.rule.operands import LATENT_ATTENTION, Call, Expression, tables, tensor
+from mla_fx.rule.readings import RmsNorm, Rope, element_of, named_argument, shape_of
 
 from . import cases, int8
 from .calls import given, numbered, options, replaced, row_axes
@@ -112,8 +81,8 @@ class MlaProlog(Rule):
         caches = _caches(match, may_be_nz=not mode)
         rows = row_axes(match, caches)
         found = weights(match, caches)
-        check_norm_of_rows(match.reading(RmsNorm, "ckv"), found.columns["weight_dkv"])
-        b, s, n, _ = roles(match, "query")
+        match.reading(RmsNorm, "ckv").check_rows(found.columns["weight_dkv"])
+        b, s, n = match.dims("b s n")
         scale = query_scale(match, {*b, *s, *n})
         if not mode:
             out = _call(match, rows, found, caches)

@@ -8,23 +8,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.fx import Node
 
-from mla_fx.rewriting.operands import replaced_cache, replaced_rows
-from mla_fx.rule import (
-    Axes,
-    Call,
-    Cast,
-    Element,
-    Expression,
-    Match,
-    NoMatch,
-    OperandAxes,
-    Replaced,
-    RmsNorm,
-    Rope,
-    result,
-    roles,
-    tensor,
-)
+from mla_fx.rule import Match, NoMatch
+from mla_fx.rule.caches import replaced_cache, replaced_rows
+from mla_fx.rule.indices import Axes
+from mla_fx.rule.operands import Call, Cast, Expression, Replaced, result, tensor
+from mla_fx.rule.readings import Element, OperandAxes, RmsNorm, Rope
 
 from .factors import query_factor
 from .weights import Caches, query_norm
@@ -43,11 +31,11 @@ def row_axes(match: Match, caches: Caches) -> tuple[Axes, Axes]:
     """Batch and tokens in the operator's form: a cache without a batch is written by all tokens as one sequence.
 
     Raises NoMatch unless query and rows are computed from the same hidden states, token by token."""
-    b, s, _, _ = roles(match, "query")
+    b, s = match.dims("b s")
     latent = caches["kv_cache"]
     tokens = ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
     made = ((name, cache) for name, cache in caches.items() if name in given(match))
-    if any((cache.row if cache else roles(match, name)[:2]) != tokens for name, cache in made):
+    if any((cache.row if cache else match.dims("a t")) != tokens for name, cache in made):
         raise NoMatch("query and cached rows are not computed from the same tokens", match["token_x"].origin)
     return tokens
 
@@ -86,7 +74,7 @@ def replaced(
 ) -> Iterator[Replaced]:
     """Both parts of the query, and the caches, or the rows that are used directly. Rows have one head, in dimension
     `heads_at`."""
-    olds, n = given(match), roles(match, "query")[2]
+    olds, n = given(match), match.axes("n")
     for name, new in results.items():
         old = olds.get(name)
         if old is None:
@@ -94,8 +82,8 @@ def replaced(
         cache = caches.get(name)
         if name not in caches:
             new = new if scale is None else Call(aten.mul.Tensor, new, tensor(scale, (*rows, n, ())))
-            columns = roles(match, name)[-1]
-            part = tensor(result(new, (*rows, n, columns)), roles(match, name))
+            columns = match.roles(name)[-1]
+            part = tensor(result(new, (*rows, n, columns)), match.roles(name))
             yield Replaced(old, Cast(part, old.meta["val"].dtype))
         elif cache is None:
             yield Replaced(old, Call(aten.squeeze.dim, new, heads_at))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mla_fx.cases import DR, HCKV, HE, B, D, N, S
-from mla_fx.rule import Layer
+from mla_fx.cases import DR, HCKV, HE, B, D, Layer, N, S
 
 
 class DirectQuery(Layer):

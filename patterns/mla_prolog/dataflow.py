@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from mla_fx.matching.pattern import Pattern
-from mla_fx.rewriting.operands import last_dimension, normed
 from mla_fx.rule import (
     Operand,
+    Pattern,
     bound,
     contract,
     either,
     having,
+    last_dimension,
+    normed,
     quantised,
     refused,
     rms_norm,
@@ -36,7 +37,7 @@ Q_LATENT = bound(
         ),
     ),
 )
-KV_LATENT = rms_norm(quantised(TOKEN_X, var("weight_dkv"), name="dkv"), var("gamma_ckv"), name="ckv")
+KV_LATENT = rms_norm(quantised(TOKEN_X, var("weight_dkv"), name="dkv", over="h"), var("gamma_ckv"), name="ckv")
 
 
 def _rotated(value: Pattern, operand: str) -> Pattern:
@@ -49,18 +50,19 @@ def _scaled(value: Pattern, operand: str) -> Pattern:
     return scaled(value, var(f"{operand}.scale"), name=f"{operand}.scaled")
 
 
-Q_NOPE = quantised(Q_LATENT, var("weight_uq"), name="uq")
+Q_NOPE = quantised(Q_LATENT, var("weight_uq"), name="uq", over="q")
 Q_ROPE = quantised(Q_LATENT, var("weight_qr"), name="qr")
 K_ROPE = either("k_rope", plain=quantised(TOKEN_X, var("weight_kr"), name="kr"), normed=normed("k_rope", "mla_prolog"))
 # Rows are computed in one way, queries in several: what is wrong with a query is clearest once token_x is known.
-# b and s: batch and tokens of the query, n heads, c latent and r rotary columns; a and t: rows of the cache, l its
-# rotary columns
+# b and s: batch and tokens of the query, n heads, d nope, c latent and r rotary columns; a and t: rows of the cache, l
+# its rotary columns; h hidden states, q the query's latent
 QUERY = Operand(
     "bsnc",
     contract(
         either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query"), normed=normed("q_nope", "mla_prolog")),
         var("weight_uk"),
         name="uk",
+        over="d",
     ),
 )
 QUERY_ROPE = Operand(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-from mla_fx.readings.axes import Axis, axes_of, of_axis
-from mla_fx.readings.dequantised import codes_behind
-from mla_fx.readings.element import computed_from
-from mla_fx.readings.reading import renamed
-from mla_fx.readings.same_value import same_value
-from mla_fx.rule import Contraction, Element, Match, NoMatch, RmsNorm, Rope
+from mla_fx.rule import Match, NoMatch
+from mla_fx.rule.codes import codes_behind
+from mla_fx.rule.indices import Axis, axes_of, of_axis, renamed
+from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, computed_from, same_value
 
 
 def query_factor(match: Match) -> float:

@@ -14,14 +14,12 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from mla_fx.readings.axes import Axis
-from mla_fx.readings.calls import operands_of
-from mla_fx.readings.element import is_coarser
-from mla_fx.readings.quantised_tokens import QuantisedTokens, check_codes
-from mla_fx.readings.sizes import product
-from mla_fx.rewriting.materialize import axes
-from mla_fx.rewriting.operands import joined_parts, new_cache, positions_and_caches, tables
-from mla_fx.rule import Axes, Call, Contraction, Element, Expression, Match, NoMatch, Rope, element_of, shape_of, tensor
+from mla_fx.rule import Match, NoMatch
+from mla_fx.rule.caches import new_cache, positions_and_caches
+from mla_fx.rule.codes import QuantisedTokens, check_codes
+from mla_fx.rule.indices import Axes, Axis, axes, product
+from mla_fx.rule.operands import Call, Expression, joined_parts, tables, tensor
+from mla_fx.rule.readings import Contraction, Element, Rope, element_of, is_coarser, operands_of, shape_of
 
 from .calls import key_rotation
 from .factors import of_keys

@@ -27,39 +27,26 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from mla_fx.cases import Case
 from mla_fx.ops.common.check import FLOATS
-from mla_fx.readings.attention import anchors, attention
-from mla_fx.readings.axes import Axis
-from mla_fx.readings.element import is_coarser
-from mla_fx.readings.paged import GATHERS, gathered_codes
-from mla_fx.readings.sizes import product
-from mla_fx.rewriting.masks import check_is_causal, known_causal, lengths, mask_operands
-from mla_fx.rewriting.operands import block_table
-from mla_fx.rule import (
-    Attention,
-    AttentionPattern,
-    Axes,
+from mla_fx.rule import AttentionPattern, Match, NearestMiss, NoMatch, Plan, Rule, contract, gathered, var
+from mla_fx.rule.caches import GATHERS, block_table
+from mla_fx.rule.codes import gathered_codes
+from mla_fx.rule.indices import Axes, Axis, axes, ordered, product
+from mla_fx.rule.operands import (
     Call,
-    Case,
-    Contraction,
     Expression,
-    Match,
-    NearestMiss,
-    NoMatch,
-    Paged,
-    Plan,
-    Rule,
     ViewOf,
-    axes,
-    contract,
-    gathered,
-    ordered,
+    check_is_causal,
+    known_causal,
+    lengths,
+    mask_operands,
     replaced,
     result,
     tensor,
     times,
-    var,
 )
+from mla_fx.rule.readings import Attention, Contraction, Paged, anchors, attention, is_coarser
 
 from . import cases
 from .codes import channels, rounding

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_fx.readings.element import is_coarser
-from mla_fx.rule import Axes, Dequantised, Element, Expression, NoMatch, tensor
+from mla_fx.rule import NoMatch
+from mla_fx.rule.indices import Axes
+from mla_fx.rule.operands import Expression, tensor
+from mla_fx.rule.readings import Dequantised, Element, is_coarser
 
 Numbers = Sequence[Dequantised | None]  # of keys and of values; None if a cache holds no codes
 

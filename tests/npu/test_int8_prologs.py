@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import mla_fx
-from mla_fx.rule import Call
+from mla_fx.rule.operands import Call
 from npu import ge_graph, models
 from npu.converted import types
 

@@ -1,168 +1,28 @@
-"""Builds operands that several patterns need: adjacent parts as one tensor, rotary tables, caches and positions."""
+"""Written caches as operands: the axes of a cache, the positions of its new rows, and what its results replace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.matching.match import Match
-from mla_fx.matching.pattern import OperandAxes, Pattern, refused, rms_norm, var
-from mla_fx.readings.axes import Axis, Index, combine, composite, extent, of_axis, shifted, substitute, whole
+from mla_fx.readings.axes import Axes, Axis, Dims, Index, axes, extent, shifted
 from mla_fx.readings.cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.integers import IntegerSum, integer_sum
 from mla_fx.readings.paged import Paged
-from mla_fx.readings.reading import renamed
-from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.readings.rope import Rope, Table
-from mla_fx.readings.sizes import Size, at_most, plain, product
+from mla_fx.readings.sizes import Size, product
 
 from .bounds import count, counted_from_start, is_below, is_from_start, or_else, proved
 from .fractals import check_memory, in_nz
-from .materialize import Axes, Dims, axes, tensor
+from .materialize import tensor
 from .plan import ByTarget, Call, Expression, Part, Replaced, Representative, result
 from .replacement import replaced
 
 aten = torch.ops.aten
-
-
-def roles(match: Match, operand: str) -> tuple[Axes, ...]:
-    """The axes of each dimension of an operand of the call."""
-    found = match.reading(OperandAxes, f"{operand}.axes")
-    return tuple(axes(part, operand, found.node) for part in found.dims)
-
-
-def last_dimension(operand: str) -> Callable[[Match], Axis]:
-    """For `rope(along=...)`: the last dimension of an operand of the call, or of a row stored in it."""
-
-    def along(match: Match) -> Axis:
-        update, found = match.get(CacheUpdate, f"{operand}.write"), match.reading(OperandAxes, f"{operand}.axes")
-        axis = (found.dims if update is None else update.index)[-1].axis
-        if axis is None:
-            raise NoMatch("a rotary dimension of one element", found.node)
-        return axis
-
-    return along
-
-
-def normed(value: str, operator: str) -> Pattern:
-    """A refused near miss: the value is normalised, but `operator` takes it without a norm."""
-    norm = rms_norm(var(value), var(f"gamma of {value}"), name=f"norm of {value}")
-    return refused(norm, because=f"{value} is normalised, which {operator} does not support")
-
-
-def rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
-    """The columns of an operand that its rotation turns; `unrotated` if it is not rotated."""
-    rotation = match.get(Rope, f"{operand}.rope")
-    return axes(rotation.along, "the rotary dimension", rotation.node) if rotation else unrotated
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Two adjacent parts of one tensor as one element, read along `axis`, which counts the columns of both."""
-
-    element: Element
-    axis: Axis
-
-
-def joined(first: Element, columns: Axes, second: Element, others: Axes) -> Joined | None:
-    """`first` along its columns and then `second` along its own, if they are adjacent in one tensor; else None."""
-    (node, left, factor), (other, right, other_factor) = _source(first), _source(second)
-    if node is not other or (factor, other_factor) != (1.0, 1.0) or len(columns) > 1 or len(others) > 1:
-        return None
-    start, stop = (product(axis.size for axis in part) for part in (columns, others))
-    axis = Axis(start + stop)
-    here, behind = {axis: composite(columns)}, {axis: shifted(composite(others), start)}
-    index: list[Index] = []
-    for mine, theirs in zip(left, right, strict=True):
-        rest = [term for term in mine.terms if term[0].axis not in columns]
-        both = combine(mine.offset, [*rest, (whole(axis), _stride(mine, columns, theirs, others))])
-        if (substitute(both, here), substitute(both, behind)) != (mine, theirs):
-            return None
-        index.append(both)
-    return Joined(resolve(node, tuple(index)), axis) if sum(axis in part.axes for part in index) == 1 else None
-
-
-def _stride(mine: Index, columns: Axes, theirs: Index, others: Axes) -> Size:
-    """The distance of neighbouring columns in a dimension. If each part has one column, the distance of these two."""
-    for part, found in ((mine, columns), (theirs, others)):
-        if found:
-            return dict(part.terms).get(whole(found[0]), 0)
-    distance = plain(theirs.offset - mine.offset)
-    return distance if at_most(1, distance) else 0
-
-
-def joined_weights(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> tuple[Element, Axes]:
-    """Two weights, given by name, as one, without scales, and the columns of both. Raises NoMatch if they are not
-    adjacent."""
-    for name, columns in (first, second):
-        if len(columns) > 1:
-            raise NoMatch(f"the columns of {name} are not one dimension", match[name].origin)
-    return joined_parts(match[first[0]], first[1], match[second[0]], second[1], f"the weights of {what}")
-
-
-def joined_parts(one: Element, columns: Axes, other: Element, others: Axes, what: str) -> tuple[Element, Axes]:
-    """Two parts as one, and the columns of both. Raises NoMatch if they are not adjacent."""
-    whole = joined(one, columns, other, others)
-    if whole is None:
-        raise NoMatch(f"{what} are {_apart(one, other)}", other.origin)
-    return whole.element, (whole.axis,)
-
-
-def _apart(one: Element, other: Element) -> str:
-    if one.origin is other.origin:
-        return "not adjacent in one matrix"
-    return "two parameters; the operator takes one matrix, which would be a copy of both"
-
-
-def _source(part: Element) -> tuple[Node, tuple[Index, ...], float]:
-    """The node, index and factor of a part: its rounded value if it is rounded, because no rounding may be lost."""
-    return part.as_operand if part.roundings else (part.origin, part.index, part.factor)
-
-
-# --- norms and rotary tables -----------------------------------------------------------------------------------------
-
-
-def check_norm_of_rows(norm: RmsNorm, width: Axes) -> None:
-    """Raises NoMatch unless the norm is taken over all columns of one row."""
-    over = [axis for part in norm.over for axis in axes(part, "the normalised dimension", norm.node)]
-    if over != list(width):
-        raise NoMatch("the norm is not over the columns of a row", norm.node)
-
-
-def table(found: Table, pair: Index, outer: Dims, *, expand: bool = False) -> Expression:
-    """cos or sin with all columns, [*outer, Dr]: those of the pairs' first elements, then those of the second ones.
-
-    A dimension in which the table is the same has one element, or all of them with `expand`."""
-    pairs = axes(pair, "a rotary table", found.node)
-    first, second = found.first, found.second
-    if len(pairs) == 1:
-        other = Axis(pairs[0].size)
-        whole_table = joined(first, pairs, renamed(second, {pairs[0]: of_axis(other)}), (other,))
-        if whole_table is not None:
-            return tensor(whole_table.element, [*outer, [whole_table.axis]], dtype=first.stored.dtype, expand=expand)
-    return Call(aten.cat.default, [tensor(half, [*outer, pairs], expand=True) for half in (first, second)], -1)
-
-
-def tables(
-    rotation: Rope | None, names: Sequence[str], outer: Dims, *, equal: Rope | None = None, expand: bool = False
-) -> list[Expression | None]:
-    """The tables with the given names, each None if there is no rotation.
-
-    They also replace those of `equal`, a rotation by equal tables."""
-    if rotation is None:
-        return [None for _ in names]
-    found: list[Expression] = [table(getattr(rotation, name), rotation.pair, outer, expand=expand) for name in names]
-    others: list[Table] = [] if equal is None else [getattr(equal, name) for name in names]
-    alike = [(part.first.origin, part.second.origin) for part in others]
-    return [*map(Representative, found, alike)] if alike else [*found]
-
-
-# --- caches ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

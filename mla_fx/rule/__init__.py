@@ -1,4 +1,6 @@
-"""The content of a file in `patterns/`: a rule with its cases. This module exports everything that a rule needs.
+"""The content of a file in `patterns/`: a rule with its cases. Everything that a rule needs comes from here: the class,
+the words of patterns, the match. Rules that read or build more find it in the rooms of this package: `readings`,
+`operands`, `caches`, `codes` and `indices`.
 
 For each anchor, the engine goes through the matches and takes the first that works: `rewrite` makes a plan, which says
 which operator is called on which operands, and which old values its results replace. `rewrite` may refuse with
@@ -14,16 +16,12 @@ from typing import ClassVar, Protocol
 
 from torch.fx import Graph, Node
 
-from .cases import Appended, Case, Layer, NoRotaryPart, WeightedQuery
-from .errors import NoMatch
-from .graph.torch_private import OpOverload
-from .matching.match import Match, NearestMiss
-from .matching.pattern import (
-    AttentionPattern,
-    CallPattern,
-    Operand,
-    OperandAxes,
-    ValuePattern,
+from mla_fx.cases import Case, Layer
+from mla_fx.errors import ByDesign, NoMatch
+from mla_fx.graph.torch_private import OpOverload
+from mla_fx.matching.match import Match, NearestMiss
+from mla_fx.matching.pattern import AttentionPattern, CallPattern, Operand, Pattern, ValuePattern
+from mla_fx.matching.words import (
     behind,
     bound,
     coded,
@@ -31,6 +29,8 @@ from .matching.pattern import (
     either,
     gathered,
     having,
+    last_dimension,
+    normed,
     quantised,
     refused,
     rms_norm,
@@ -40,82 +40,13 @@ from .matching.pattern import (
     tokens,
     var,
 )
-from .readings.attention import Attention
-from .readings.cache_places import CacheUpdate
-from .readings.contraction import Contraction
-from .readings.dequantised import Dequantised
-from .readings.element import Element, element_of, is_parameter
-from .readings.paged import Paged
-from .readings.reading import Reading
-from .readings.rms_norm import RmsNorm
-from .readings.rope import Rope
-from .readings.views import shape_of
-from .rewriting.materialize import Axes, axes, ordered, tensor
-from .rewriting.operands import roles
-from .rewriting.plan import Call, Cast, Expression, Inlined, Plan, Replaced, ViewOf, result, times
-from .rewriting.replacement import ATTENTION, LATENT_ATTENTION, replaced
+from mla_fx.rewriting.plan import Plan
 
 __all__ = [
-    "ATTENTION",
-    "LATENT_ATTENTION",
-    "Appended",
-    "Attention",
-    "AttentionPattern",
-    "Axes",
-    "CacheUpdate",
-    "Call",
-    "CallPattern",
-    "Case",
-    "Cast",
-    "Contraction",
-    "Dequantised",
-    "Element",
-    "Expression",
-    "Inlined",
-    "Layer",
-    "Match",
-    "NearestMiss",
-    "NoMatch",
-    "NoRotaryPart",
-    "Operand",
-    "OperandAxes",
-    "Paged",
-    "Plan",
-    "Reading",
-    "Replaced",
-    "RmsNorm",
-    "Root",
-    "Rope",
-    "Rule",
-    "Stage",
-    "ValuePattern",
-    "ViewOf",
-    "WeightedQuery",
-    "axes",
-    "behind",
-    "bound",
-    "coded",
-    "contract",
-    "either",
-    "element_of",
-    "gathered",
-    "having",
-    "is_parameter",
-    "ordered",
-    "quantised",
-    "refused",
-    "replaced",
-    "result",
-    "rms_norm",
-    "roles",
-    "rope",
-    "scaled",
-    "shape_of",
-    "stored",
-    "tensor",
-    "times",
-    "tokens",
-    "var",
+    "AttentionPattern", "ByDesign", "CallPattern", "Case", "Layer", "Match", "NearestMiss", "NoMatch", "Operand",
+    "Pattern", "Plan", "Root", "Rule", "Stage", "ValuePattern", "behind", "bound", "coded", "contract", "either",
+    "gathered", "having", "last_dimension", "normed", "quantised", "refused", "rms_norm", "rope", "scaled", "stored",
+    "tokens", "var",
 ]  # fmt: skip
 
 

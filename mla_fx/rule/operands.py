@@ -1,0 +1,26 @@
+"""Plans: calls and their operands, among them joined parts, rotary tables and masks."""
+
+from mla_fx.rewriting.joined import joined, joined_parts
+from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_causal, lengths, mask_operands
+from mla_fx.rewriting.materialize import tensor
+from mla_fx.rewriting.plan import (
+    ByHoisting,
+    ByTarget,
+    Call,
+    Cast,
+    Expression,
+    Inlined,
+    Replaced,
+    ViewOf,
+    first_node,
+    result,
+    times,
+)
+from mla_fx.rewriting.replacement import ATTENTION, LATENT_ATTENTION, replaced
+from mla_fx.rewriting.tables import tables
+
+__all__ = [
+    "ATTENTION", "LATENT_ATTENTION", "ByHoisting", "ByTarget", "Call", "Cast", "Expression", "Inlined", "Replaced",
+    "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined", "joined_parts", "known_causal",
+    "lengths", "mask_operands", "replaced", "result", "tables", "tensor", "times",
+]  # fmt: skip
