@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import multi_latent_attention
+from mla_fx.lowering.ascend.called import multi_latent_attention
 from mla_fx.lowering.ascend.surface import Surface
 
 from mla_fx.ops import catalogue

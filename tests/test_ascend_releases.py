@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, fakes, index, lower, make
-from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, multi_latent_attention, toolchain
+from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, toolchain
+from mla_fx.lowering.ascend.called import multi_latent_attention
 from mla_fx.lowering.ascend.fused_infer_attention_score_rules import RULES
 from mla_fx.lowering.ascend.surface import RELEASES
 from npu import ge_releases, refused

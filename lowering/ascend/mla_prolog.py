@@ -11,7 +11,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.cache import of_pages, page_shape
 from mla_fx.ops.emitted.mla_prolog import check
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
-from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
+from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
 from mla_fx.target import Compiled
 
 from . import first_prologs, limits, mla_prolog_v3, prolog_form

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_prolog import arguments as emitted
-from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
+from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
 
 from . import limits
 from .surface import Surface

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mla_fx.ops.vendor.mla_prolog_v3 import samples as _prolog_sample
+from mla_fx.ops.emitted.mla_prolog_v3 import samples as _prolog_sample
 from ops.harness import CATALOGUE, by_name, nd_offset, nz_offset
 
 TILE = 128

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fx.ops.common.enumerators import enumerator
+from mla_fx.ops.called.enumerators import enumerator
 from ops.harness import CATALOGUE, by_name
 
 MASKS = ("undefined", "mask_type_spec", "mask_type_free")

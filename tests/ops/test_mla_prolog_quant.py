@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.ops.vendor.mla_prolog_quant import samples as _samples
+from mla_fx.ops.emitted.mla_prolog_quant import samples as _samples
 from ops.harness import by_name, cases, compiles_once, fake_with_free_sizes, hints, same_tensors
 from ops.prolog_quant_oracle import CACHES, OPERATOR, expect, functional
 

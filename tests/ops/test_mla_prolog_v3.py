@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_fx.ops.common import cast as _cast
-from mla_fx.ops.vendor.mla_prolog_v3 import operator as _prolog
+from mla_fx.ops.emitted.mla_prolog_v3 import operator as _prolog
 from ops.harness import by_name, cases, fake_with_free_sizes, hints, same_tensors
 from ops.prolog_oracle import MODES, V3, call, expect, results
 

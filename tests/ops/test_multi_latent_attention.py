@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.ops.vendor.multi_latent_attention.operator import operator
-from mla_fx.ops.vendor.multi_latent_attention.samples import corner_mask, sample
+from mla_fx.ops.called.multi_latent_attention.operator import operator
+from mla_fx.ops.called.multi_latent_attention.samples import corner_mask, sample
 from ops import mla_oracle
 from ops.harness import by_name, cases, fake_with_free_sizes, refuses
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mla_fx.ops.vendor.multi_latent_attention.operator import operator
-from mla_fx.ops.vendor.multi_latent_attention.samples import sample
+from mla_fx.ops.called.multi_latent_attention.operator import operator
+from mla_fx.ops.called.multi_latent_attention.samples import sample
 from ops import mla_oracle
 from ops.harness import by_name, refuses
 

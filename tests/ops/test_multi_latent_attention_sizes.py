@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fx.ops.vendor.multi_latent_attention.operator import operator
-from mla_fx.ops.vendor.multi_latent_attention.samples import corner_mask, sample
+from mla_fx.ops.called.multi_latent_attention.operator import operator
+from mla_fx.ops.called.multi_latent_attention.samples import corner_mask, sample
 from ops import mla_oracle
 from ops.harness import as_tuple, by_name, compiles_once, mapped
 

@@ -17,8 +17,8 @@ from mla_fx.ops.common.check import (
     check_tensors,
 )
 from mla_fx.ops.common.math import check_rope
-from mla_fx.ops.vendor.mla_prolog_v3 import arguments as v3
-from mla_fx.ops.vendor.mla_prolog_v3 import check as check_v3
+from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
+from mla_fx.ops.emitted.mla_prolog_v3 import check as check_v3
 
 from .arguments import Arguments
 

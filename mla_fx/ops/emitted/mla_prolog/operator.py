@@ -6,7 +6,7 @@ from torch import Tensor
 from mla_fx.ops.common.cache import like_store, store
 from mla_fx.ops.common.define import define
 from mla_fx.ops.common.math import rescaled, rms_norm, rope
-from mla_fx.ops.vendor.mla_prolog_v3 import operator as v3
+from mla_fx.ops.emitted.mla_prolog_v3 import operator as v3
 
 from .arguments import Arguments
 from .check import as_v3, check

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.ops.vendor.mla_prolog_v3 import samples as samples_v3
+from mla_fx.ops.emitted.mla_prolog_v3 import samples as samples_v3
 
 from .check import RESERVED_BUT_READ
 

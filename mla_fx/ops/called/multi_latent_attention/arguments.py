@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.enumerators import enumerator
+from mla_fx.ops.called.enumerators import enumerator
 from mla_fx.ops.common.sizes import statically_known_true
 
 RANK, ROPE = 512, 64

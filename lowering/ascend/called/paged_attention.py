@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.vendor.paged_attention.arguments import Arguments
-from mla_fx.ops.vendor.paged_attention.options import (
+from mla_fx.ops.called.paged_attention.arguments import Arguments
+from mla_fx.ops.called.paged_attention.options import (
     BNSD,
     DECODING,
     DEQUANT_FUSION,
@@ -27,13 +27,13 @@ from mla_fx.ops.vendor.paged_attention.options import (
 )
 from mla_fx.target import Compiled
 
-from . import fused_infer_attention_score as kernel
-from . import limits
-from .fused_infer_attention_score import KERNEL
-from .fused_infer_attention_score_rules import HEAD_PAGES
-from .lengths import Lengths
-from .paged_attention_batched import refuse_heads
-from .surface import Surface
+from .. import fused_infer_attention_score as kernel
+from .. import limits
+from ..fused_infer_attention_score import KERNEL
+from ..fused_infer_attention_score_rules import HEAD_PAGES
+from ..lengths import Lengths
+from ..paged_attention_batched import refuse_heads
+from ..surface import Surface
 
 OPERATOR = "paged_attention"
 NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}, which has one, takes"

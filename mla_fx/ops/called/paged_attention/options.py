@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_fx.ops.called.enumerators import enumerator
 from mla_fx.ops.common.check import check_optional, known_to_differ
-from mla_fx.ops.common.enumerators import enumerator
 from mla_fx.ops.common.sizes import statically_known_true
 
 from .arguments import Arguments

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.paged import TILE
-from mla_fx.ops.vendor.multi_latent_attention.arguments import (
+from mla_fx.ops.called.multi_latent_attention.arguments import (
     INT8,
     MERGED,
     NZ,
@@ -23,12 +22,13 @@ from mla_fx.ops.vendor.multi_latent_attention.arguments import (
     modes,
     results,
 )
+from mla_fx.ops.common.paged import TILE
 from mla_fx.target import Compiled
 
-from . import limits
-from .fused_infer_attention_score import KERNEL, refuse_latent, refuse_packed
+from .. import limits
+from ..fused_infer_attention_score import KERNEL, refuse_latent, refuse_packed
+from ..surface import A2, A3, Surface
 from .paged_attention import attend_to_pages
-from .surface import A2, A3, Surface
 
 OPERATOR = "multi_latent_attention"
 ATB = "MultiLatentAttentionOperation"

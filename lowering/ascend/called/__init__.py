@@ -1,0 +1,1 @@
+"""Lowers the operators that only users call."""
