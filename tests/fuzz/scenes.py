@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from . import apart, garbage, numbers, outside, ranges, state, users
+from . import apart, flaws, garbage, numbers, outside, ranges, state, users
 from .capture import Captured
 from .scene import Mutation
 
@@ -16,6 +16,7 @@ SCENES: dict[str, Callable[[Random, Captured], list[Mutation] | None]] = {
     "ranges": ranges.draw,
     "users": users.draw,
     "apart": apart.draw,
+    "flaws": flaws.draw,
     "whole": numbers.draw_whole,
     "nested": numbers.draw_nested,
     "changed": numbers.draw_changed,

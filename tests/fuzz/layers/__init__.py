@@ -38,6 +38,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "sink": (masks.Sink, S),
     "sink first": (masks.SinkFirst, EVEN),
     "sink level": (masks.Sink, LEVEL),
+    "best keys": (masks.BestKeys, S),
     "unrotated": (heads.Unrotated, S),
     "one key": (heads.OneKey, S),
     "causal": (heads.Causal, EVEN),
