@@ -52,7 +52,8 @@ def moved(place, by):
     def change(codes):
         if codes.shape[-1] == HE or place < HCQ == codes.shape[-1]:
             codes = codes.clone()
-            codes.view(-1, codes.shape[-1])[0, place] += by
+            row = codes.view(-1, codes.shape[-1])[0]
+            row[place] += by if (row[place] + by).abs() <= 127 else -by  # the largest code would be cut off
         return codes
 
     return change
