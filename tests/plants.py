@@ -1,10 +1,13 @@
-"""Faults planted in what rules emit: calls of fused operators with other arguments than were read."""
+"""Faults planted in what rules emit, calls of fused operators with other arguments than were read, and in what runs."""
 
 from __future__ import annotations
 
 import torch
+from mla_fx.lowering.reference import Reference
+from torch.fx import Interpreter
 
 from mla_fx.graph.provenance import module_of
+from mla_fx.graph.torch_compilers import aot_autograd
 from mla_fx.passes import prove
 from mla_fx.rewriting.emitter import Emitter
 
@@ -66,3 +69,20 @@ def plant(patch, fault, path=""):
 def unproved(patch):
     """Rewrites are not checked: the option prove would refuse wrong ones."""
     patch.setattr(prove, "difference", lambda plan: None)
+
+
+def plant_in_runs(patch, operator, change):
+    """What the reference target runs gets another result of one operator; no graph is wrong."""
+
+    class Planted(Interpreter):
+        def call_function(self, target, args, kwargs):
+            value = super().call_function(target, args, kwargs)
+            return change(value) if target is operator else value
+
+    def forward(gm, inputs, is_inference=False):
+        return lambda *given: Planted(gm).run(*given)
+
+    def compiled(self, gm, inputs, fusing, options):
+        return aot_autograd(fusing(forward), forward)(gm, inputs)
+
+    patch.setattr(Reference, "compile", compiled)

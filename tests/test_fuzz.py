@@ -18,6 +18,8 @@ from fuzz.program import Seen, plainly
 from fuzz.reduce import Mutant
 from fuzz.scenes import SCENES
 
+from mla_fx.debug.verify import Verification
+
 FAST = len(LAYERS)  # mutants of an ordinary test run: one of each layer, in one of its captures
 QUICK = 8  # one in this many is in the first tier
 
@@ -65,6 +67,12 @@ EXCUSED = [
 ]
 
 
+FLAWED = [
+    Mutant("best keys", (("flawed", "aten.topk.default", 3, 2),)),
+    Mutant("quantised tokens", (("flawed", "aten.round.default", 5, -1),)),
+]
+
+
 @pytest.mark.refutes  # numbers that are none
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mutant, why", EXCUSED, ids=str)
@@ -91,11 +99,20 @@ def test_what_an_error_leaves_may_be_rounded_otherwise_but_is_in_its_row():
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_scene_is_made_again_from_its_line(scene):
-    base = "plain level (float16)" if scene == "ranges" else "two layers combined in two"
+    bases = {"ranges": "plain level (float16)", "flaws": "best keys"}
+    base = bases.get(scene, "two layers combined in two")
     mutant = Mutant(base, tuple(draw_scene(Random(7), captured(base), scene)))
     name, mutations = ast.literal_eval(str(mutant))
     assert Mutant(name, tuple(mutations)) == mutant
     assert mutant.judge().verdict != "hang"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mutant", FLAWED, ids=str)
+def test_a_wrong_choice_that_verify_lets_pass_is_wrong(monkeypatch, mutant):
+    assert mutant.judge().verdict == "fused"
+    monkeypatch.setattr(Verification, "_check_compiled", lambda *_: "nothing was compared")
+    assert mutant.judge().verdict == "wrong"
 
 
 def test_a_program_that_raises_is_expected_to():

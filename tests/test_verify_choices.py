@@ -91,6 +91,38 @@ def test_two_steps_of_a_code_are_found(seed):
     assert model.is_found(model.still, 1 if seed % 2 else -2)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_number_beside_a_code_that_may_flip_is_found(seed):
+    """It is off by half of what the code may change there: no choice makes this row."""
+    model = Quantised(seed)
+
+    def wrong(x):
+        (result,), (flipped,) = model(x), model(x, model.open, model.up)
+        result[0, seed] += (flipped - result)[0, seed] / 2
+        return (result,)
+
+    assert is_found(model, wrong, model.x)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_codes_may_flip(seed):
+    """Both, one or the other: most draws show other rows."""
+    model = Quantised(seed)
+    other = (model.open + 9) % INNER
+    model.x[0, other] = -(seed + 0.5) * model.steps(model.x.double())[0].item() / 3.3
+    up = -1 if model.whole(model.x)[0, other] == -seed else 1
+    flipped = {model.open: model.up, other: up}
+
+    def wrong(x):
+        whole = model.whole(x)
+        for place, by in flipped.items():
+            whole[0, place] += by
+        product = torch._int_mm(whole.to(torch.int8), model.weight)
+        return (product.float() * model.steps(x) * model.scales,)
+
+    assert not is_found(model, wrong, model.x)
+
+
 @pytest.mark.parametrize("by, found", [(1, False), (2, True)])
 def test_codes_that_are_returned(by, found):
     model = Quantised(3)

@@ -204,7 +204,9 @@ class Verification:
         self, envelopes: Mapping[int, Envelope], inputs: Sequence[Any], moves: Mapping[str, float]
     ) -> dict[int, Closeness]:
         """How close results are, if choices may flip whose values move so far, by the numbers of results."""
-        for draw in nearby(self.unfused, wide_dtype(inputs), moves) if envelopes else ():
+        for draw in nearby(self.unfused, wide_dtype(inputs), moves):
+            if all(envelope.is_drawn for envelope in envelopes.values()):
+                break
             drawn = _run(draw, inputs).all
             for number, envelope in envelopes.items():
                 envelope.widen(drawn[number])

@@ -14,6 +14,8 @@ garbage.py      caches with NaN or huge numbers where nothing is seen
 outside.py      positions, offsets and blocks out of range, where the program raises
 state.py        numbers that are kept and rewritten at each call
 ranges.py       numbers at the edges of a dtype, for bases in float16, bfloat16 and float32
+apart.py        near twins of what several readers compute of one value, each for itself
+flaws.py        wrong choices of codes and keys that `verify` must find
 users.py        near twins that differ in who reads a value, and how
 numbers.py      integers, fills within fills, weights that change between two calls
 draw.py         mutants drawn at random, as data

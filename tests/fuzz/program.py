@@ -24,11 +24,13 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Way:
-    """`changes` are made to inputs between two calls: the number of an input, how, and a factor."""
+    """`changes` are made to inputs between two calls: the number of an input, how, and a factor. A `flaw` is an
+    operator, and the place and the size of its error."""
 
     runner: str = "reference"
     calls: int = 1
     changes: tuple[tuple[int, str, float], ...] = ()
+    flaw: tuple[str, int, int] | None = None
     has_garbage: bool = False  # inputs may be NaN or infinite, and results computed from that are not compared
 
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from mla_fx.lowering.reference import Reference
+from plants import plant_in_runs
+from torch import Tensor
 
 import mla_fx
 from mla_fx.debug.report import Report
@@ -15,6 +18,7 @@ from mla_fx.driver.compilation import Compilation
 from mla_fx.options import Options
 
 from .capture import copies, run
+from .flaws import flaw
 from .program import Call, Program
 
 Runner = Callable[[Program, dict[str, Any]], tuple[Call, Report]]
@@ -57,10 +61,31 @@ def _with_weights_kept(program: Program, options: dict[str, Any]) -> tuple[Call,
     return prepared.around(lambda *inputs: run(program.gm, inputs)), compilation.report
 
 
+def _with_flaw(program: Program, options: dict[str, Any]) -> tuple[Call, Report]:
+    """What runs is wrong. The program gives what is right if `verify` finds that."""
+    assert program.way.flaw is not None, "a runner of its own"
+    with pytest.MonkeyPatch.context() as patch:
+        plant_in_runs(patch, *flaw(*program.way.flaw))
+        run_wrong, report = RUNNERS["verified"](program, options)
+
+    def verified(*inputs: Any) -> tuple[Any, ...]:
+        before = copies(inputs)
+        try:
+            return run_wrong(*inputs)
+        except mla_fx.VerificationError:
+            for given, old in zip(inputs, before, strict=True):
+                if isinstance(given, Tensor):
+                    given.copy_(old)
+            return run(program.gm, inputs)
+
+    return verified, report
+
+
 RUNNERS: dict[str, Runner] = {
     "reference": _by_pass("reference"),
     "lowered": _by_pass("inductor"),
     "kept": _with_weights_kept,
     "backend": _by_backend(target="reference"),
     "verified": _by_backend(target="reference", verify="always"),
+    "flawed": _with_flaw,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from . import garbage, numbers, outside, ranges, state, users
+from . import apart, flaws, garbage, numbers, outside, ranges, state, users
 from .capture import Captured
 from .scene import Mutation
 
@@ -15,6 +15,8 @@ SCENES: dict[str, Callable[[Random, Captured], list[Mutation] | None]] = {
     "state": state.draw,
     "ranges": ranges.draw,
     "users": users.draw,
+    "apart": apart.draw,
+    "flaws": flaws.draw,
     "whole": numbers.draw_whole,
     "nested": numbers.draw_nested,
     "changed": numbers.draw_changed,

@@ -9,6 +9,7 @@ S = Sizes()
 EVEN = Sizes(batch=3, tokens=3, context=8, heads=4, hidden=8, q_rank=8, rank=8, nope=4, rope=4, value=4)
 SAME = Sizes(batch=2, tokens=6, context=6, heads=3, hidden=6, q_rank=6, rank=6, nope=6, rope=4, value=6, start=0)
 LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4, nope=4, rope=4, value=4, start=0)
+TURNS = Sizes(rope=12)
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
 TWINS = Sizes(batch=2, tokens=2, context=8, heads=2, hidden=4, q_rank=4, rank=4, nope=2, rope=4, value=4, start=2)
@@ -37,6 +38,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "sink": (masks.Sink, S),
     "sink first": (masks.SinkFirst, EVEN),
     "sink level": (masks.Sink, LEVEL),
+    "best keys": (masks.BestKeys, S),
     "unrotated": (heads.Unrotated, S),
     "one key": (heads.OneKey, S),
     "causal": (heads.Causal, EVEN),
@@ -52,6 +54,10 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "complex": (rotations.ComplexRope, EVEN),
     "complex factor": (rotations.ComplexFactor, S),
     "conjugated table": (rotations.ConjugatedTable, S),
+    "axes": (rotations.Axes, TURNS),
+    "axes of tables": (rotations.AxesOfTables, TURNS),
+    "placed apart": (caches.PlacedApart, S),
+    "chosen apart": (caches.ChosenApart, EVEN),
     "at slice": (caches.AtSlice, EVEN),
     "at number": (caches.AtNumber, SINGLE),
     "at last": (caches.AtLast, SINGLE),

@@ -57,6 +57,23 @@ class AtIndexFromTheEnd(AtIndex):
         return super().place() - self.sizes.context
 
 
+class PlacedApart(Layer):
+    """Each write computes its positions anew."""
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+            cache.index_copy_(2, self.placed(place), rows)
+        return caches
+
+    def placed(self, place: Tensor) -> Tensor:
+        return place.clamp(max=self.sizes.context - 2)
+
+
+class ChosenApart(PlacedApart):
+    def placed(self, place: Tensor) -> Tensor:
+        return torch.where(place > self.sizes.context - 2, 0, place)
+
+
 class ReadFromTheEnd(Layer):
     """The newest 32 of fewer tokens."""
 

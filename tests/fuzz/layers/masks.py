@@ -120,3 +120,12 @@ class SinkFirst(Sink):
     def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
         joined = torch.cat((self.column(scores), scores + mask), dim=-1)
         return (joined - joined.max(dim=-1, keepdim=True).values).softmax(-1)[..., 1:]
+
+
+class BestKeys(Layer):
+    """Each token attends to the keys with the best scores of their rotary parts."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        scores = q_rope.sum(1) @ k_rope.squeeze(1).mT + mask
+        chosen = torch.full_like(scores, -torch.inf).scatter(-1, scores.topk(4).indices, 0.0)
+        return super().attend(q_nope, q_rope, latent, k_rope, (mask + chosen).unsqueeze(1))

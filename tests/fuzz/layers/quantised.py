@@ -97,22 +97,25 @@ class GroupedUp(QuantisedUp):
 
 
 class PackedUp(QuantisedUp):
-    """Eight codes of 4 bits in each 32-bit number, with a zero point and a scale for each row."""
+    """Eight codes of 4 bits in each 32-bit number, with two zero points and scales for each row."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         rows = len(self.kv_b)
         self.shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         words = (self.codes(rows, -(-sizes.rank // 8), 8) << self.shifts).sum(-1).to(torch.int32)
-        self.words, self.zeros = (nn.Parameter(part, requires_grad=False) for part in (words, self.codes(rows, 1)))
-        self.steps = nn.Parameter(self.random(rows, 1).abs() * 0.05 + 0.02)
+        self.words, self.zeros = (nn.Parameter(part, requires_grad=False) for part in (words, self.codes(rows, 2)))
+        self.steps = nn.Parameter(self.random(rows, 2).abs() * 0.05 + 0.02)
 
     def codes(self, *shape: int) -> Tensor:
         return torch.randint(0, 16, shape, generator=self.draw, dtype=torch.int32)
 
     def unpacked(self) -> Tensor:
         codes = ((self.words.unsqueeze(-1) >> self.shifts) & 15).flatten(1)[:, : self.sizes.rank]
-        return (codes - self.zeros) * self.steps
+        return self.of_groups(codes.unflatten(1, (2, -1)) - self.zeros.unsqueeze(-1))
+
+    def of_groups(self, values: Tensor) -> Tensor:
+        return (values * self.steps.unsqueeze(-1)).flatten(1)
 
     def up(self, latent: Tensor) -> Tensor:
         return latent @ self.unpacked().T
@@ -129,7 +132,7 @@ class LookedUp(PackedUp):
         codes = self.words.new_zeros(len(self.words), 8 * self.words.shape[1])
         for place in range(8):
             codes[:, place::8] = (self.words >> 4 * place) & 15
-        return self.table[codes[:, : self.sizes.rank]] * self.steps * 8
+        return self.of_groups(self.table[codes[:, : self.sizes.rank].unflatten(1, (2, -1))] * 8)
 
 
 class Int8Query(Quantised):

@@ -1,6 +1,8 @@
-"""Rotations as products of complex numbers."""
+"""Rotations as products of complex numbers, and by tables whose columns are written in turn."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,3 +32,39 @@ class ComplexFactor(ComplexRope):
 class ConjugatedTable(ComplexRope):
     def turned(self, turn: Tensor) -> Tensor:
         return turn.conj()
+
+
+class Axes(Layer):
+    """Positions of three axes: columns of the first row of angles are overwritten by those of the others."""
+
+    def tables(self) -> tuple[Tensor, ...]:
+        return self.random(3, self.sizes.tokens), self.random(self.sizes.rope // 2)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, ...], *rest: Any) -> Any:
+        return super().forward(x, self.made(*tables), *rest)
+
+    def made(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, ...]:
+        angles = self.mixed(positions.unsqueeze(-1) * frequencies)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    def mixed(self, table: Tensor) -> Tensor:
+        row = table[0]
+        for axis in (1, 2):
+            row[..., axis::3] = table[axis, ..., axis::3]
+        return row
+
+
+class AxesOfTables(Axes):
+    """Cosines and sines are made for each rotation, and then written."""
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return Layer.forward(self, x, *rest)
+
+    def made(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, ...]:
+        angles = positions.unsqueeze(-1) * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return self.mixed(angles.cos()), self.mixed(angles.sin())
+
+    def rotate(self, x: Tensor, *tables: Tensor) -> Tensor:
+        return super().rotate(x, *self.made(*tables))
