@@ -47,7 +47,7 @@ from mla_fx.rule.readings import (
 )
 
 from .mla_prolog import int8
-from .mla_prolog.calls import numbered, options, replaced, row_axes
+from .mla_prolog.calls import numbered, replaced, row_axes
 from .mla_prolog.dataflow import KR_ROW, KV_LATENT, QUERY, QUERY_ROPE
 from .mla_prolog.factors import query_scale
 from .mla_prolog.weights import weights
@@ -242,8 +242,8 @@ class MlaPrologPacked(Rule):
         norm, tiles = match.reading(RmsNorm, "ckv"), match.reading(QuantisedTiles, "tiles")
         norm.check_rows(found.columns["weight_dkv"])
         _check(match, mode, dtype)
-        modes = {**options(match), **MODES, "k_nope_clip_alpha": _alpha(tiles)}
-        out = int8.call(match, mode, rows, found, _operands(row, dtype), modes)
+        modes = {**MODES, "k_nope_clip_alpha": _alpha(tiles)}
+        out = int8.call(match, mode, rows, found, _operands(row, dtype), **modes)
         b, s, n = match.dims("b s n")
         scale = query_scale(match, {*b, *s, *n})
         codes = match.reading(QuantisedTokens, "cq.codes")

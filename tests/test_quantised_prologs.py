@@ -191,15 +191,34 @@ def behind_the_product_of_scales(x, w):
     return product * (largest * w.scales) * (1 / 127)
 
 
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
 @pytest.mark.parametrize("multiply", [behind_both_scales, behind_the_product_of_scales])
-def test_a_number_behind_the_scales(multiply):
-    """Rotations and norms read it as their own, so it is part of no scale where all projections are int8."""
-    assert report_of(Quantised(multiply, by_rows, "q_b")).fused == {PROLOG: 1, ATTENTION: 1}
-    torch._dynamo.reset()
-    report = report_of(Quantised(multiply, by_rows, *DOWN))
-    assert report.fused == {"kv_rmsnorm_rope_cache": 1, ATTENTION: 1}
-    numbers = "q_nope is multiplied by 0.00787402, q_rope relative to k_rope by 1"
-    assert f"{numbers}; the prolog takes one number" in str(report)
+def test_a_number_behind_the_scales(multiply, names):
+    """Norms and rotations read it as their own; it is part of the scales all the same."""
+    assert report_of(Quantised(multiply, by_rows, *names)).fused == {PROLOG: 1, ATTENTION: 1}
+
+
+class KeyTimes(Quantised):
+    """A number multiplies k_rope alone."""
+
+    number = 3.0
+
+    def rotate_key(self, x, cos, sin):
+        return super().rotate_key(x * self.number, cos, sin)
+
+
+class KeyTimesNegative(KeyTimes):
+    number = -3.0
+
+
+def test_a_number_of_the_rotary_key():
+    """Scales of the rows take it, unless it is negative: the latent's norm would turn its sign."""
+    assert report_of(layer_of(divided, *DOWN, kind=KeyTimes)).fused == {PROLOG: 1, ATTENTION: 1}
+    for kind, names in ((KeyTimesNegative, DOWN), (KeyTimes, ("q_b",))):
+        torch._dynamo.reset()
+        report = report_of(layer_of(divided, *names, kind=kind))
+        assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}
+        assert f"q_rope relative to k_rope by {1 / kind.number:.6g}; the prolog takes one number" in str(report)
 
 
 def test_one_scale_for_a_whole_weight():

@@ -87,7 +87,7 @@ class MlaProlog(Rule):
         if not mode:
             out = _call(match, rows, found, caches)
             return Plan(*replaced(match, numbered(out, RESULTS), rows, scale, caches, heads_at=2))
-        out = int8.call(match, mode, rows, found, int8.plain_caches(match, caches, rows), options(match))
+        out = int8.call(match, mode, rows, found, int8.plain_caches(match, caches, rows))
         new = numbered(out, int8.RESULTS)
         codes = match.reading(QuantisedTokens, "cq.codes")
         changed = replaced(match, new, rows, scale, caches, heads_at=1)

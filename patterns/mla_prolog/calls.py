@@ -47,10 +47,13 @@ def key_rotation(match: Match, operator: str) -> Rope:
     return rotation
 
 
-def options(match: Match) -> dict[str, object]:
+def options(match: Match, of_keys: float = 1.0) -> dict[str, object]:
+    """The numbers and forms of a call in which `of_keys` multiplies k_rope, and the latent, whose norm has no scale but
+    that of its epsilon."""
     norm, rotation, of_query = match.reading(RmsNorm, "ckv"), match.get(Rope, "kr_cache.rope"), query_norm(match)
-    found: dict[str, object] = {"rmsnorm_epsilon_ckv": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
-    scales = {"qc_qr_scale": query_factor(match), "kc_scale": norm.factor}
+    epsilon = norm.epsilon * of_keys**2
+    found: dict[str, object] = {"rmsnorm_epsilon_ckv": epsilon, "gamma_after_cast": norm.gamma_after_cast}
+    scales = {"qc_qr_scale": query_factor(match, of_keys), "kc_scale": norm.factor}
     found |= {name: scale for name, scale in scales.items() if scale != 1.0}
     if of_query is not None:
         found["rmsnorm_epsilon_cq"] = of_query.epsilon

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mla_fx.rule import Match, NoMatch
 from mla_fx.rule.codes import codes_behind
 from mla_fx.rule.indices import Axis, axes_of, of_axis, renamed
-from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, computed_from, same_value
+from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, Table, computed_from, same_value
 
 
-def query_factor(match: Match) -> float:
-    """The number that multiplies all parts of the query."""
+def query_factor(match: Match, of_keys: float = 1.0) -> float:
+    """The number that multiplies all parts of the query, where `of_keys` is one of k_rope and none of its tables."""
+    nope, rope = _factors(match)
+    if not _is_same_number(nope, rope * of_keys):
+        numbers = f"q_nope is multiplied by {nope:.6g}, q_rope relative to k_rope by {rope:.6g}"
+        raise NoMatch(f"{numbers}; the prolog takes one number", match.reading(Contraction, "qr").node)
+    norm = match.get(RmsNorm, "cq")
+    return nope if norm is None else nope * norm.factor
+
+
+def factor_of_keys(match: Match, mode: int) -> float:
+    """The number that multiplies k_rope if one number is to multiply the query: rotary tables are read with all numbers
+    before them. Weights that are codes have it in their scales; it is 1 for others."""
+    nope, rope = _factors(match)
+    return 1.0 if mode != 2 or nope * rope <= 0 or _is_same_number(nope, rope) else nope / rope
+
+
+def with_divided_tables(rotation: Rope, by: float) -> Rope:
+    def divided(element: Element) -> Element:
+        number, plain = element.apart()
+        return plain.times(number / by)
+
+    cos, sin = (Table(one.node, divided(one.first), divided(one.second)) for one in (rotation.cos, rotation.sin))
+    return replace(rotation, cos=cos, sin=sin)
+
+
+def _factors(match: Match) -> tuple[float, float]:
+    """The number that multiplies q_nope, and that of q_rope relative to k_rope."""
     uq, uk, qr = match.reading(Contraction, "uq"), match.reading(Contraction, "uk"), match.get(Contraction, "qr")
     turned = _rotation_factor(match.get(Rope, "query_rope.rope"), match.get(Rope, "kr_cache.rope"))
     nope = uq.factor * uk.factor
-    if qr is not None and not _is_same_number(nope, qr.factor * turned):
-        numbers = f"q_nope is multiplied by {nope:.6g}, q_rope relative to k_rope by {qr.factor * turned:.6g}"
-        raise NoMatch(f"{numbers}; the prolog takes one number", qr.node)
-    norm = match.get(RmsNorm, "cq")
-    return nope if norm is None else nope * norm.factor
+    return nope, nope if qr is None else qr.factor * turned
 
 
 def _rotation_factor(query: Rope | None, keys: Rope | None) -> float:
@@ -62,7 +85,7 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
         return None
     if nope is None or rope is None:
         part = "q_nope" if rope is None else "q_rope"
-        raise NoMatch(f"only {part} is multiplied by a tensor{of_keys(match)}", found.origin)
+        raise NoMatch(f"only {part} is multiplied by a tensor{because_of_keys(match)}", found.origin)
     if not (nope.axes | rope.axes) <= allowed:
         raise NoMatch("the query is multiplied by a tensor that differs from column to column", nope.origin)
     if nope != rope:
@@ -73,7 +96,7 @@ def query_scale(match: Match, allowed: set[Axis]) -> Element | None:
     return nope
 
 
-def of_keys(match: Match) -> str:
+def because_of_keys(match: Match) -> str:
     """Why the query may have one scale more than the program gives it."""
     because = ": the scales of weight_uk multiply the query, unless a target keeps a copy of weights"
     return "" if codes_behind(match["weight_uk"], near=1) is None else because

@@ -21,8 +21,8 @@ from mla_fx.rule.indices import Axes, Axis, axes, product
 from mla_fx.rule.operands import Call, Expression, joined_parts, tables, tensor
 from mla_fx.rule.readings import Contraction, Element, Rope, element_of, is_coarser, operands_of, shape_of
 
-from .calls import key_rotation
-from .factors import of_keys
+from .calls import key_rotation, options
+from .factors import because_of_keys, factor_of_keys, with_divided_tables
 from .weights import PARTS, Caches, Weights
 
 RESULTS = {"query": 0, "query_rope": 1, "kv_cache": 5, "kr_cache": 6}
@@ -67,22 +67,22 @@ def call(
     rows: tuple[Axes, Axes],
     weights: Weights,
     caches: CacheOperands,
-    options: dict[str, object],
+    **modes: object,
 ) -> Call:
     """The call whose results are numbered in `RESULTS`."""
-    dtype = caches.dtype
+    dtype, of_keys = caches.dtype, factor_of_keys(match, mode)
     _check(match, mode, dtype)
-    rotation = key_rotation(match, OPERATOR)
+    rotation = with_divided_tables(key_rotation(match, OPERATOR), of_keys)
     codes = replace(match["token_x"], scales=None)
     operands = (
         tensor(codes, (*rows, weights.columns["he"]), dtype=dtype if mode == 1 else torch.int8),
         *weights.operands(dtype),
         *tables(rotation, ("sin", "cos"), rows, equal=match.get(Rope, "query_rope.rope"), expand=True),
         *(caches.kv_cache, caches.kr_cache, caches.index),
-        *_scales(match, mode, rows, weights),
+        *_scales(match, mode, rows, weights, of_keys),
     )
     target = torch.ops.mla_fx.mla_prolog_v3.default
-    return Call(target, *operands, **options, cache_mode="Norm", weight_quant_mode=mode)
+    return Call(target, *operands, **options(match, of_keys), **modes, cache_mode="Norm", weight_quant_mode=mode)
 
 
 def _check(match: Match, mode: int, dtype: torch.dtype) -> None:
@@ -153,7 +153,7 @@ class _Scales(NamedTuple):
     smooth_scales_cq: Expression | None = None
 
 
-def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) -> _Scales:
+def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights, of_keys: float) -> _Scales:
     uq_qr, smooth = of_query(match, weights)
     if mode == 1:
         return _Scales(dequant_scale_w_uq_qr=uq_qr, smooth_scales_cq=smooth)
@@ -161,7 +161,7 @@ def _scales(match: Match, mode: int, rows: tuple[Axes, Axes], weights: Weights) 
         dequant_scale_x=_wide(_scale(match, "token_x"), (*rows[0], *rows[1]), ()),
         dequant_scale_w_dq=_of_columns(match, ("weight_dq",), weights, ()),
         dequant_scale_w_uq_qr=uq_qr,
-        dequant_scale_w_dkv_kr=_of_columns(match, ("weight_dkv", "weight_kr"), weights, ()),
+        dequant_scale_w_dkv_kr=_of_columns(match, ("weight_dkv", "weight_kr"), weights, (), of_keys),
         smooth_scales_cq=smooth,
     )
 
@@ -171,8 +171,10 @@ def _wide(scale: Element, *dims: Axes) -> Expression:
     return tensor(scale, dims, dtype=torch.promote_types(torch.float32, scale.dtype), expand=True)
 
 
-def _of_columns(match: Match, names: tuple[str, ...], weights: Weights, heads: Axes) -> Expression:
-    """The scales of a weight, or of two adjacent parts of it, [1, Columns]."""
+def _of_columns(
+    match: Match, names: tuple[str, ...], weights: Weights, heads: Axes, factor: float = 1.0
+) -> Expression:
+    """The scales of a weight, or of two adjacent parts of it, times a factor, [1, Columns]."""
     found, widths = [_scale(match, name) for name in names], [weights.columns[name] for name in names]
     whole, columns = found[0], widths[0]
     if not whole.axes and all(scale == whole for scale in found):  # one for the whole weight
@@ -180,14 +182,14 @@ def _of_columns(match: Match, names: tuple[str, ...], weights: Weights, heads: A
     elif len(names) == 2:
         what = f"the scales of {' and '.join(names)}"
         whole, columns = joined_parts(whole, columns, found[1], widths[1], what)
-    return _wide(whole, (), (*heads, *columns))
+    return _wide(whole.times(factor), (), (*heads, *columns))
 
 
 def _scale(match: Match, name: str) -> Element:
     codes = match[name]
     by = () if codes.scales is None else codes.scales.by
     if len(by) != 1:
-        raise NoMatch(f"{name} has {len(by)} scales, {OPERATOR} takes one{of_keys(match)}", codes.origin)
+        raise NoMatch(f"{name} has {len(by)} scales, {OPERATOR} takes one{because_of_keys(match)}", codes.origin)
     return by[0]
 
 
