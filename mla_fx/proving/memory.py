@@ -59,7 +59,7 @@ class _Memory:
         self.results = dict(zip(names, tree_leaves(call.meta["val"]), strict=True))
 
     def first_seen(self) -> tuple[int, Seen]:
-        """Of the first numbers for which the program runs."""
+        """Compare for the first numbers for which the program runs."""
         reason = ""
         for attempt in range(TRIES):
             try:

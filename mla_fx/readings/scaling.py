@@ -31,7 +31,7 @@ def scaling(element: Element) -> Scaling:
     node = element.node
     if node.target is not aten.mul.Tensor:
         raise NoMatch(f"expected a value multiplied by a scale, found {name_of(node)}", node)
-    for value, scale in itertools.permutations(operands(element)):
+    for value, scale in itertools.permutations(operands(element), 2):
         if scale.axes < value.axes:
             if holds_codes(value):
                 raise NoMatch("a product of codes is multiplied by their scales", node)

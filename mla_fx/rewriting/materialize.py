@@ -132,7 +132,8 @@ def _spread(base: _Sized, index: tuple[Index, ...], wanted: list[Axes]) -> tuple
             value = Call(aten.select.int, value, len(units), place.start)
             continue
         if not place.is_whole:
-            value = Call(aten.slice.Tensor, value, len(units), place.start, place.stop, place.step)
+            steps = [] if place.step == 1 else [place.step]
+            value = Call(aten.slice.Tensor, value, len(units), place.start, place.stop, *steps)
         units.append((place.axis,))
     return _Sized(value, tuple(axis.size for (axis,) in units)), _grouped(units, wanted)
 

@@ -5,7 +5,7 @@ from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_update, cache
 from mla_fx.readings.new_rows import has_new_rows, is_new
 from mla_fx.readings.packed_rows import packed_rows
 from mla_fx.readings.paged import GATHERS, paged
-from mla_fx.readings.quantised_cache import cache_behind, caches_behind, check_int8_cache, int8_cache, packed_cache
+from mla_fx.readings.quantised_cache import caches_behind, check_int8_cache, packed_cache
 from mla_fx.rewriting.caches import (
     CacheRoles,
     batch_of_positions,
@@ -23,8 +23,7 @@ from mla_fx.rewriting.fractals import check_memory
 
 __all__ = [
     "GATHERS", "POSITIONED", "WRITES", "At", "CacheRoles", "CacheUpdate", "InBlocks", "batch_of_positions",
-    "block_table", "cache_behind", "cache_roles", "cache_update", "cache_updates", "caches_behind",
-    "check_int8_cache", "check_memory", "check_same_write", "has_new_rows", "int8_cache", "is_new", "new_cache",
-    "old_cache", "packed_cache", "packed_rows", "paged", "positions", "positions_and_caches", "replaced_cache",
-    "replaced_rows",
+    "block_table", "cache_roles", "cache_update", "cache_updates", "caches_behind", "check_int8_cache",
+    "check_memory", "check_same_write", "has_new_rows", "is_new", "new_cache", "old_cache", "packed_cache",
+    "packed_rows", "paged", "positions", "positions_and_caches", "replaced_cache", "replaced_rows",
 ]  # fmt: skip
