@@ -91,7 +91,8 @@ def test_snippet_is_python(page, code):
 @pytest.mark.parametrize("page, text", blocks("console"), ids=title)
 def test_shown_output_is_what_is_printed(page, text):
     command, _, shown = text.removeprefix("$ python ").partition("\n")
-    run = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode in (0, 1), run.stderr  # 1: a part did not fuse
 
     def plain(output):
         output = re.sub(r"\S*/(?=modeling_\w+\.py)", "", output)

@@ -12,6 +12,7 @@ from families import COUNTS_FLAGS, FAMILIES, Recorder, cache_tensors, empty_cach
 import mla_fx
 
 QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
+QUICKEST = ("youtu", "minicpm3")
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 PROMPT = 12
 
@@ -61,8 +62,8 @@ EXPECTED = {
 }
 
 
-def at_each_family():
-    return [pytest.param(family, marks=() if family in QUICK else pytest.mark.campaign) for family in FAMILIES]
+def at_each_family(quick=QUICK):
+    return [pytest.param(family, marks=() if family in quick else pytest.mark.campaign) for family in FAMILIES]
 
 
 def prefilled(model, kind):
@@ -110,7 +111,7 @@ STEPS = {  # the kind of cache, tokens before, tokens, and whether all sizes are
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("family", at_each_family())
+@pytest.mark.parametrize("family", at_each_family(QUICKEST))
 @torch.no_grad()
 def test_nothing_is_unchecked(family, step):
     """Neither what rules do nor what Inductor's target makes of it, which is not compiled."""

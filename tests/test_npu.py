@@ -13,6 +13,8 @@ from mla_fx.errors import OptionError
 
 FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_*.py"))
 QUICK = ("test_golden.py",)
+# Tables for the documentation, and whole models and steps, which take more than a minute each.
+LONG = ("test_models.py", "test_published.py", "test_server_step.py", "test_table.py", "test_vendor_table.py")
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +25,11 @@ def torch_npu():
         pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=() if file in QUICK else pytest.mark.slow) for file in FILES]
-)
+def tier(file):
+    return [] if file in QUICK else [pytest.mark.campaign if file in LONG else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, marks=tier(file)) for file in FILES])
 def test_in_a_process_with_torch_npu(torch_npu, file, request):
     more = ["--campaign"] if request.config.getoption("--campaign") else []
     done = run_pytest([f"tests/npu/{file}", *more], capture_output=True)

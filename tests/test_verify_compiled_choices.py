@@ -12,8 +12,13 @@ from mla_fx.cases import HCQ, HE, B, D, Layer, N, inputs
 
 pytestmark = [pytest.mark.usefixtures("no_gradients", "own_temporary_folder"), pytest.mark.filterwarnings("ignore")]
 aten = torch.ops.aten
-DRAWS, TAKEN = 50, 6
+TAKEN = 6
 FLIPPED = "differ by no more than choices that rounding may flip"
+
+
+@pytest.fixture
+def draws(request):
+    return range(50 if request.config.getoption("--campaign") else 10)
 
 
 class Verified:
@@ -93,10 +98,10 @@ CODES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("names", "opened", "fused", "options"), CODES.values(), ids=CODES)
-def test_codes(monkeypatch, names, opened, fused, options):
+def test_codes(monkeypatch, draws, names, opened, fused, options):
     layer = layer_of(divided, *names)
     verified = Verified(monkeypatch, layer, aten.round.default, fused, **options)
-    for seed in range(DRAWS):
+    for seed in draws:
         given, place, other = opened(layer, seed)
         assert not verified.is_found(moved(place, other), *given), seed
         assert verified.is_found(moved(place, 2 * other if seed % 2 else -2 * other), *given), seed
@@ -150,10 +155,10 @@ def exchanged(tied, old=None, new=None):
 
 
 @pytest.mark.slow
-def test_keys(monkeypatch):
+def test_keys(monkeypatch, draws):
     layer = Chosen()
     verified = Verified(monkeypatch, layer, aten.topk.default, {"mla_prolog": 1, "latent_attention": 1})
-    for seed in range(DRAWS):
+    for seed in draws:
         given, first, tied, far = with_tied_keys(layer, seed)
         assert not verified.is_found(exchanged(tied), *given), seed
         assert verified.is_found(exchanged(tied, new=far), *given), seed

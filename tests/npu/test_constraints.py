@@ -154,7 +154,7 @@ def check(converted, model, case):
     report = mla_fx.last_report()
     usual = "laid out once", "read by the host"
     notes = [note for note in report.notes if not any(part in note for part in usual)]
-    told = [miss.reason for miss in report.misses] + notes
+    told = [miss.reason for miss in report.misses if miss.pattern != "absorb"] + notes
     assert told == case.reasons
     (graph,) = converted.graphs
     assert [types(graph).count(kernel) for kernel in KERNELS] == case.kernels
