@@ -13,8 +13,11 @@ from mla_fx.errors import OptionError
 
 FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_*.py"))
 QUICK = ("test_golden.py",)
-# Tables for the documentation, and whole models and steps, which take more than a minute each.
-LONG = ("test_models.py", "test_published.py", "test_server_step.py", "test_table.py", "test_vendor_table.py")
+# Each takes a minute or more: tables of the documentation, whole models and steps, and calls that users make.
+LONG = (
+    "test_models.py", "test_published.py", "test_quantised_calls.py", "test_server_step.py", "test_table.py",
+    "test_user_calls.py", "test_vendor_calls.py", "test_vendor_table.py",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
