@@ -206,7 +206,7 @@ def _places(base: _Sized, part: Index, size: Size) -> list[_Place]:
         because = f"a dimension of {size} is read in steps of {stride}, which no view does"
         if not isinstance(step, int):
             raise NoMatch(because + unproved(base.node.graph, rest, MULTIPLE, stride))
-        if not digit.is_whole:
+        if step < 1 or not digit.is_whole:
             raise NoMatch(because)
         place = _Place(ratio(rest, unit), digit.axis, start, step)
         if not at_most(place.stop, place.radix):

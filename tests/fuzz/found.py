@@ -21,7 +21,9 @@ FOUND = (
     Mutant("batched", (("exchange_dims", "getitem_1", -1, 0, 2),)),
     Mutant("batched", (("scale", "arange", -1, -1, "mul"),)),
     Mutant("equal-combined_in_two-by_head", (("exchange_dims", "slice_scatter_1", 0, 0, 2),)),
-    # orders that are lost in a view
+    # orders that are lost in a view, or turned around
+    Mutant("twos-by_hand-batched", (("rotate", "bmm", -1, 1, 1),)),
+    Mutant("T=D-index_put-rotate_half (decomposed)", (("rotate", "squeeze", -1, 0, 1),)),
     Mutant("plain level", (("riffle", "transpose_1", -1, 0, 2),)),
     Mutant("absorbed", (("riffle", "bmm_2", 0, 0, 2),)),
     Mutant("plain level", (("chunk_and_stack", "transpose", -1, 0, 2),)),
