@@ -8,17 +8,10 @@ from coded_pages import CodedPages, OneScale, RoundedFirst, coded, given
 
 import mla_fx
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 KEY_SIDE = "kv_rmsnorm_rope_cache"
 ONE_EACH = {KEY_SIDE: 1, "latent_attention": 1}
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def report_of(layer, **options):

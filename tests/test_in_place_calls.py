@@ -18,14 +18,9 @@ from mla_fx.options import Options
 from mla_fx.passes import prove
 from mla_fx.passes.functionalize import WRAPPER, Written, functionalize
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 TWINS = [entry for entry in catalogue().values() if entry.inplace is not None]
 CACHED = [entry for entry in TWINS if entry.inplace._schema.returns]  # others return nothing
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def compiled(function, graphs):

@@ -16,16 +16,10 @@ from zoo.sizes import DECODE, FEW, PREFILL, Step, weights
 
 import mla_fx
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 NAMES = [name for name in CACHES if name.startswith("nz")]
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 LANES = 8  # of float32 in 32 bytes
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def entry_of(name, **spelling):

@@ -11,19 +11,12 @@ from torch.nn.functional import linear
 
 import mla_fx
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 PROLOG, RULE, ATTENTION = "mla_prolog_v3", "mla_prolog_packed", "latent_attention"
 BOTH = {PROLOG: 1, ATTENTION: 1}
 SLOTS, TOKENS, HEADS, RANK = 48, 3, 4, 256
 HE, HCQ, D, DR, DV = 64, 48, 16, 8, 12
 BF16, F16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def by_rows(weight):

@@ -16,15 +16,8 @@ from test_quantised_weights import in_dtype
 import mla_fx
 from mla_fx.cases import DV, B, D, Layer, N, T, inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 packings = pytest.mark.parametrize("unpacked", SPELLINGS, ids=lambda spelling: spelling.__name__)
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def report_of(layer, *more):

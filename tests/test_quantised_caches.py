@@ -11,15 +11,8 @@ from transformers import QuantizedCache
 import mla_fx
 from mla_fx.cases import DV, HCKV, B, D, Layer, N, S, T, inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 TILES = 4
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def codes_of(x, scales):

@@ -17,6 +17,7 @@ from mla_fx.debug.report import Report
 from mla_fx.driver.compilation import Compilation
 from mla_fx.options import Options
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 PLAIN_PROLOG = "mla_prolog"
 
 
@@ -37,12 +38,6 @@ class Compiled:
     def __call__(self, gm, inputs):
         compilation = Compilation(self.options, Hoisting(), self.report)
         return compilation.compile(gm, inputs)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def check(layer, **options):

@@ -12,16 +12,9 @@ from torch.nn.functional import linear
 import mla_fx
 from mla_fx.cases import HCQ, Layer, inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 PROLOG, KEY_SIDE, ATTENTION = "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
 DOWN = ("q_a", "q_b", "kv_a")
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 # --- how tokens are quantised ----------------------------------------------------------------------------------------

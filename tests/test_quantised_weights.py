@@ -32,16 +32,9 @@ from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings.contraction import SECOND_PRODUCT
 from mla_fx.readings.quantised import quantised_up_projection
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 PROLOG, INT8_PROLOG, KEY_SIDE, ATTENTION = "mla_prolog", "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
 SCALES = "a matrix product is multiplied by a parameter, as by the scales of a quantised weight"
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def report_of(layer, given=None):

@@ -16,13 +16,8 @@ from mla_fx.graph.aliasing import may_share, owner, readers, surely_shares, writ
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.passes.invariants import check, old_readers
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 class Functional(Layer):

@@ -9,16 +9,9 @@ import torch
 from families import cache_tensors, empty_cache, tiny_model, tokens
 from layers import QUIET, Reporting
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [pytest.mark.usefixtures("seeded", "no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 LAYERS = 1
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def pair(family="deepseek_v3", dynamic=None):

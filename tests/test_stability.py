@@ -15,6 +15,7 @@ from zoo.sizes import DECODE, FEW, PREFILL, SMALL, Step
 from mla_fx import cases
 from mla_fx.cases import DR, DV, HCKV, D, N
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ALL = {"mla_prolog": 1, "latent_attention": 1}
 ALIKE = {"heads": 4, "nope": 4, "rope": 4, "value": 4, "q_rank": 4, "kv_rank": 4, "hidden": 4, "context": 4}
@@ -37,13 +38,6 @@ SIZES = {
     "parts of the query alike": ({"nope": 6, "value": 6}, FEW),
     "all alike": (ALIKE, Step("alike", 4, 0, 4)),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def check(module, arguments, fused, tolerance=CLOSE, **options):

@@ -9,18 +9,11 @@ from torch import nn
 import mla_fx
 from mla_fx.cases import DR, HCKV, B, Layer, S, T, inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 KEY_SIDE = "kv_rmsnorm_rope_cache"
 ONE_EACH = {KEY_SIDE: 1, "latent_attention": 1}
 DTYPES = (torch.float32, torch.bfloat16)
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.bfloat16: {"rtol": 5e-2, "atol": 5e-2}}
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def int8(x):

@@ -27,13 +27,8 @@ from mla_fx.ops import catalogue
 from mla_fx.passes import absorb
 from mla_fx.target import Target, to_body
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 class Narrow(Target):

@@ -11,20 +11,13 @@ from torch.nn.functional import linear
 
 import mla_fx
 
-pytestmark = pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 PROLOG, ATTENTION = "mla_prolog_quant", "latent_attention"
 BOTH = {PROLOG: 1, ATTENTION: 1}
 SLOTS, TOKENS, HEADS = 48, 5, 4
 HE, HCQ, D, DR, DV = 64, 48, 16, 8, 12
 CACHES = ("kv_cache", "scale_cache", "kr_cache")
 F32, BF16 = torch.float32, torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def largest(x):

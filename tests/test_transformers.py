@@ -15,6 +15,7 @@ from transformers import CompileConfig
 
 import mla_fx
 
+pytestmark = pytest.mark.usefixtures("seeded", "no_gradients")
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 PROMPT = 12
 LENGTH = 37  # of static caches; no other size in these models
@@ -30,13 +31,6 @@ MODELS = {
     "v2": ("deepseek_v2", {}),
     "v2-direct": ("deepseek_v2", {"q_lora_rank": None}),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 @cache

@@ -12,15 +12,10 @@ import mla_fx
 from mla_fx.debug.report import Report
 from mla_fx.debug.verify import Verification
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 SEEDS = range(50)
 TOKENS, INNER, WIDTH, EXPERTS, TAKEN = 3, 48, 64, 32, 4
 FLIPPED = "1 results differ by no more than choices that rounding may flip"
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def verified(function, wrong, *inputs):

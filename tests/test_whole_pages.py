@@ -15,16 +15,9 @@ from torch.nn.functional import pad
 
 import mla_fx
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
 SIZES = Sizes(tokens=6, context=18)
 KEY_SIDE = {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 class Pages(Layer):

@@ -29,14 +29,9 @@ from zoo.sizes import DECODE, FEW, PREFILL, Step, converted, unequal, weights
 
 import mla_fx
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def at_every_step(entries, slow=()):

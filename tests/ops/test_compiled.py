@@ -12,6 +12,8 @@ import mla_fx
 from mla_fx.driver.compilation import Compilation
 from ops.harness import CATALOGUE, as_tuple, by_name, result_names, same_tensors, twin_call, written_names
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 
 def one_of_each_mode(operators):
     """One pytest parameter (operator, arguments by name) for each mode."""
@@ -34,12 +36,6 @@ UPDATES = tuple(
     for operator in TWINS
     if set(written_names(operator.inplace)) <= {argument.name for argument in operator.overload._schema.arguments}
 )
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
 
 
 def split(arguments):
