@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -12,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from .errors import NoMatch, OptionError
 from .graph.torch_private import OpOverload
-from .ops import Operator
+from .ops import Operator, catalogue
 
 Compiled = Callable[..., Any]
 
@@ -37,6 +39,16 @@ def to_body(entry: Operator, *args: Any, **kwargs: Any) -> Compiled:
     if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
         raise NoMatch("it is quantised, and compilers do not keep its intermediate roundings")
     return entry.body
+
+
+def modules_of_operators(package: str) -> Iterator[tuple[Operator, ModuleType]]:
+    """The modules of a package, and of the packages in it, that lower an operator, `OPERATOR`, each with that
+    operator."""
+    known = catalogue()
+    for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        module = importlib.import_module(found.name)
+        if hasattr(module, "OPERATOR"):
+            yield known[module.OPERATOR], module
 
 
 class Fusing(Protocol):

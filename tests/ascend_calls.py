@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fx.errors import NoMatch
+from mla_fx.target import modules_of_operators
 
 A2 = Surface("Ascend910B3", "ge", hoists=True, cann="8.5.0")
 B, S, HE, HCQ, N, D, HCKV, DR, T = 2, 3, 7168, 1536, 32, 128, 512, 64, 256
@@ -104,7 +105,7 @@ def calls():
 
 def module_of(operator):
     """The module that lowers an operator."""
-    return next(module for entry, module in toolchain.operators() if entry.name == operator)
+    return next(module for entry, module in modules_of_operators(toolchain.HERE) if entry.name == operator)
 
 
 def missing(record):

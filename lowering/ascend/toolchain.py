@@ -11,9 +11,8 @@ import copy
 import functools
 import importlib
 import importlib.util
-import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -24,14 +23,15 @@ from mla_fx.errors import OptionError
 from mla_fx.graph.provenance import is_laid_out
 from mla_fx.graph.torch_compilers import aot_autograd, static_inputs
 from mla_fx.graph.torch_private import OpOverload
-from mla_fx.ops import Operator, catalogue
+from mla_fx.ops import Operator
 from mla_fx.ops.common.define import on_arguments
-from mla_fx.target import Compiled, Compiler, Lowering, to_body
+from mla_fx.target import Compiled, Compiler, Lowering, modules_of_operators, to_body
 
 from . import converters, numbers_of_sizes
 from .stub import engine, environment
 from .surface import RELEASES, Prolog, Release, Surface
 
+HERE = __name__.rpartition(".")[0]
 OPTIONS = frozenset({"cann", "causal_masks", "compiler_config", "mode", "prolog", "soc"})
 GE_MODE = "max-autotune"
 PROLOGS: Mapping[Prolog, str] = {
@@ -125,7 +125,7 @@ def lowerings(
         prolog=prolog(options),
     )
     found: dict[OpOverload, Lowering] = {}
-    for entry, module in operators():
+    for entry, module in modules_of_operators(HERE):
         for overload in filter(None, (entry.overload, entry.host)):
             found[overload] = functools.partial(lowered, module, surface)
     return found
@@ -137,7 +137,7 @@ def lowered(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> 
 
 def bodies() -> Mapping[OpOverload, Lowering]:
     """What calls become that the kernels do not take: the operators' bodies, unless their modules refuse them."""
-    return {entry.overload: functools.partial(_to_body, entry, module) for entry, module in operators()}
+    return {entry.overload: functools.partial(_to_body, entry, module) for entry, module in modules_of_operators(HERE)}
 
 
 def _to_body(entry: Operator, module: ModuleType, *args: Any, **kwargs: Any) -> Compiled:
@@ -151,15 +151,6 @@ def _sinks_tiling(options: Mapping[str, Any]) -> bool:
     """Whether the user's CompilerConfig lets the device choose how kernels tile, which is off by default."""
     config = options.get("compiler_config")
     return config is not None and bool(config.experimental_config.tiling_schedule_optimize)
-
-
-def operators() -> Iterator[tuple[Operator, ModuleType]]:
-    """The operators with the modules of this folder, and of those in it, that lower them."""
-    package, known = __name__.rpartition(".")[0], catalogue()
-    for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        module = importlib.import_module(found.name)
-        if hasattr(module, "OPERATOR"):
-            yield known[module.OPERATOR], module
 
 
 def config(options: Mapping[str, Any], modes: Sequence[str]) -> Any:

@@ -8,8 +8,6 @@ call."""
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -18,14 +16,12 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.define import on_arguments
-from mla_fx.target import Compiled, Lowering, to_body
+from mla_fx.target import Compiled, Lowering, modules_of_operators, to_body
 
 
 def lowerings(*, alone: bool) -> Mapping[OpOverload, Lowering]:
     """The lowering of each operator. With `alone`, the graph runs where there are no operators, so few calls stay."""
-    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
-    named = (module for module in modules if hasattr(module, "OPERATOR"))
-    own = {module.OPERATOR: functools.partial(_lower, module, alone) for module in named}
+    own = {entry.name: functools.partial(_lower, module, alone) for entry, module in modules_of_operators(__name__)}
     return {entry.overload: own.get(name, functools.partial(to_body, entry)) for name, entry in catalogue().items()}
 
 

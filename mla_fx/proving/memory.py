@@ -59,7 +59,7 @@ class _Memory:
         self.results = dict(zip(names, tree_leaves(call.meta["val"]), strict=True))
 
     def first_seen(self) -> tuple[int, Seen]:
-        """Compare for the first numbers for which the program runs."""
+        """Return which attempt is the first for whose numbers the program runs, and what is seen then."""
         reason = ""
         for attempt in range(TRIES):
             try:
