@@ -17,7 +17,8 @@ NPU = ROOT / "tests" / "npu"
 KERNELS = sorted([*(NPU / "ge_ops").glob("*.py"), *NPU.glob("ge_*.py"), NPU / "cpu_kernels.py", NPU / "formats.py"])
 OPERATORS = sorted((ROOT / "mla_fx" / "ops").rglob("*.py"))
 LINES = 400
-OFFERED = {"mla_fx.rule.Root", "mla_fx.rule.Stage"}  # types that a rule is described with
+# What a rule is described with, and what its own words are made of.
+OFFERED = {"mla_fx.rule.Reads", "mla_fx.rule.Root", "mla_fx.rule.Stage"}
 
 
 def name_of(path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch.fx import GraphModule
 
 from mla_fx.cases import Case, inputs
 from mla_fx.debug.report import Report
+from mla_fx.ops.common.define import Operator, Sample
 from mla_fx.rule import Rule
 from mla_fx.target import Compiled
 
@@ -35,6 +39,7 @@ def run_case(case: Case, *more: Rule) -> Report:
         reports.append(compilation.report)
         return compilation.compile(gm, example_inputs)
 
+    torch.compiler.reset()  # Dynamo compiles one function only so many times, and cases share `Layer.forward`
     with torch.no_grad():
         expected = eager(*inputs())
         found = torch.compile(fused, backend=backend)(*inputs())
@@ -47,32 +52,56 @@ def run_case(case: Case, *more: Rule) -> Report:
 def check_accepted(case: Case, *more: Rule) -> None:
     """Check that the case fuses exactly as it says, with the same results. Raises AssertionError."""
     report = run_case(case, *more)
-    assert {**report.fused, **report.pieces} == case.fused, f"{case.name}: expected {dict(case.fused)}, {report}"
+    assert {**report.fused, **report.pieces} == case.fused, f"expected {dict(case.fused)}, {report}"
 
 
 def check_refused(rule: Rule, case: Case, *more: Rule) -> None:
     """Check that the rule refuses the case for its reason, and does not fire. Raises AssertionError."""
     report = run_case(case, *more)
     reasons = [miss.reason for miss in report.misses if miss.pattern == rule.name]
-    assert any(case.because in reason for reason in reasons), f"{case.name}: expected {case.because!r} in {reasons}"
-    assert not any(record.fired[rule.name] for record in report.passes), f"{case.name}: the rule fired"
+    assert any(case.because in reason for reason in reasons), f"expected {case.because!r} in {reasons}"
+    assert not any(record.fired[rule.name] for record in report.passes), "the rule fired"
 
 
-def main(path: Path) -> None:
-    """Try the rules of a file on their cases."""
+def check_sample(operator: Operator, sample: Sample) -> None:
+    """Check an operator's schema and fake kernel on a sample. Raises what PyTorch raises if one is wrong."""
+    torch.library.opcheck(operator.overload, sample.args, sample.kwargs)
+
+
+def trials(module: ModuleType) -> Iterator[tuple[str, Callable[[], None], str]]:
+    """What there is to try in a file: a name, a function that raises if it fails, and what is said if it does not."""
+    values = list(vars(module).values())
+    for operator in (value for value in values if isinstance(value, Operator)):
+        for sample in operator.samples(torch.float32):
+            passed = "schema and fake kernel are right"
+            yield f"{operator.name}, sample {sample.mode!r}", partial(check_sample, operator, sample), passed
+    kinds = [kind for kind in values if isinstance(kind, type) and kind.__module__ == module.__name__]
+    for rule in (kind() for kind in kinds if issubclass(kind, Rule)):
+        for case in rule.accepts:
+            passed = f"fused {dict(case.fused)}, and answers as before"
+            yield case.name, partial(check_accepted, case, rule), passed
+        for case in rule.rejects:
+            yield case.name, partial(check_refused, rule, case, rule), f"refused, because {case.because!r}"
+
+
+def main(path: Path) -> int:
+    """Try the operators of a file on their samples, and its rules on their cases; return how many fail."""
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
     module = sys.modules[path.stem] = module_from_spec(spec)
     spec.loader.exec_module(module)
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == path.stem]
-    for rule in (kind() for kind in kinds if issubclass(kind, Rule)):
-        for case in rule.accepts:
-            check_accepted(case, rule)
-            print(f"{case.name}: fused {dict(case.fused)}, and answers as before")
-        for case in rule.rejects:
-            check_refused(rule, case, rule)
-            print(f"{case.name}: refused, because {case.because!r}")
+    failed = 0
+    for name, run, passed in trials(module):
+        try:
+            run()
+        except Exception as error:
+            failed += 1
+            passed = f"FAILED. {type(error).__name__}: {error}"
+        print(f"{name}: {passed}")
+    return failed
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m mla_fx.driver.try_cases", description=main.__doc__)
+    parser.add_argument("file", type=Path, help="a Python file with a rule, as for patterns/")
+    sys.exit(min(main(parser.parse_args().file), 1))

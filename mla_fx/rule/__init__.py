@@ -20,7 +20,7 @@ from mla_fx.cases import Case, Layer
 from mla_fx.errors import ByDesign, NoMatch
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.matching.match import Match, NearestMiss
-from mla_fx.matching.pattern import AttentionPattern, CallPattern, Operand, Pattern, ValuePattern
+from mla_fx.matching.pattern import AttentionPattern, CallPattern, Operand, Pattern, Reads, ValuePattern
 from mla_fx.matching.words import (
     behind,
     bound,
@@ -44,9 +44,9 @@ from mla_fx.rewriting.plan import Plan
 
 __all__ = [
     "AttentionPattern", "ByDesign", "CallPattern", "Case", "Layer", "Match", "NearestMiss", "NoMatch", "Operand",
-    "Pattern", "Plan", "Root", "Rule", "Stage", "ValuePattern", "behind", "bound", "coded", "contract", "either",
-    "gathered", "having", "last_dimension", "normed", "quantised", "refused", "rms_norm", "rope", "scaled", "stored",
-    "tokens", "var",
+    "Pattern", "Plan", "Reads", "Root", "Rule", "Stage", "ValuePattern", "behind", "bound", "coded", "contract",
+    "either", "gathered", "having", "last_dimension", "normed", "quantised", "refused", "rms_norm", "rope", "scaled",
+    "stored", "tokens", "var",
 ]  # fmt: skip
 
 

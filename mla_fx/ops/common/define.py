@@ -73,7 +73,8 @@ def define(
     `lengths`; `enum` takes numbers for the `enumerators`, which otherwise are names, with the number of the default
     given; `host_enum` takes both. None for a required tensor raises a ValueError before `check` is called.
     """
-
+    if "::" in name:
+        raise ValueError(f"an operator has the name {name!r}; it must have no namespace, which is {NAMESPACE}.")
     fields: Any = record
 
     def checked(compute: Kernel) -> Kernel:
