@@ -5,12 +5,12 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import outcomes
 import pytest
 import torch
 import torch._functorch.config
-from zoo.entries import DEFAULT, Entry
-from zoo.sizes import DECODE
+from lib import outcomes
+from lib.zoo.entries import DEFAULT, Entry
+from lib.zoo.sizes import DECODE
 
 from mla_fx.passes import prove
 from mla_fx.proving import check, region

@@ -10,15 +10,15 @@ from datetime import datetime
 
 import pytest
 import torch
-from comparing import ALL, EXACT, check_same, compiled, mla_warnings
-from families import Recorder
 from functorch.compile import make_boxed_func
+from lib.comparing import ALL, EXACT, check_same, compiled, mla_warnings
+from lib.families import Recorder
+from lib.zoo.entries import DEFAULT, Entry, TwoGraphs
+from lib.zoo.negatives import expanded_cache
+from lib.zoo.sizes import DECODE, PREFILL
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from zoo.entries import DEFAULT, Entry, TwoGraphs
-from zoo.negatives import expanded_cache
-from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
 from mla_fx import cases

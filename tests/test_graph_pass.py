@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparing import ALL, EXACT
-from families import cache_tensors, empty_cache, tiny_model, tokens
+from lib.comparing import ALL, EXACT
+from lib.families import cache_tensors, empty_cache, tiny_model, tokens
 
 import mla_fx
 from mla_fx import cases

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparing import ALL, with_backend
+from lib.comparing import ALL, with_backend
+from lib.zoo.entries import DEFAULT, Entry
+from lib.zoo.negatives import expanded_cache
+from lib.zoo.sizes import DECODE, PREFILL
 from torch import nn
-from zoo.entries import DEFAULT, Entry
-from zoo.negatives import expanded_cache
-from zoo.sizes import DECODE, PREFILL
 
 import mla_fx
 from mla_fx import cases

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from families import empty_cache, tiny_model
+from lib.families import empty_cache, tiny_model
+from lib.zoo.sizes import converted
 from npu.sizes import CONFIG, CONTEXT, OF_FAMILY, SIZES
-from zoo.sizes import converted
 
 from .outcome import Outcome, outcomes
 from .rows import FamilyCell, Found, ZooCell, family_cells, layers, zoo_cells

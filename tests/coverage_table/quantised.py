@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from families import tiny_model
-from quantised_models import CONFIGS, keys_and_values_in_blocks, quantise
+from lib.families import tiny_model
+from lib.quantised_models import CONFIGS, keys_and_values_in_blocks, quantise
 from transformers import QuantizedCache
 
 from .rows import FamilyCell, layers

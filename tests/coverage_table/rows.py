@@ -8,10 +8,10 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from families import COUNTS_FLAGS, FAMILIES, empty_cache, tiny_model, tokens
-from zoo.entries import CLASSICS, COMPOSED, MIXED, Entry
-from zoo.mla import Spelling
-from zoo.sizes import Step, converted, unequal
+from lib.families import COUNTS_FLAGS, FAMILIES, empty_cache, tiny_model, tokens
+from lib.zoo.entries import CLASSICS, COMPOSED, MIXED, Entry
+from lib.zoo.mla import Spelling
+from lib.zoo.sizes import Step, converted, unequal
 
 from .outcome import Outcome, outcomes
 

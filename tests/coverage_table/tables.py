@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from families import COUNTS_FLAGS
+from lib.families import COUNTS_FLAGS
 
 from .outcome import TARGETS
 from .rows import STEPS, Cell, Found, family_cells, zoo_cells

@@ -9,11 +9,11 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from lib.zoo.entries import Entry
+from lib.zoo.mla import Spelling
+from lib.zoo.scores import ATTEND
+from lib.zoo.sizes import Sizes, Step
 from torch import Tensor
-from zoo.entries import Entry
-from zoo.mla import Spelling
-from zoo.scores import ATTEND
-from zoo.sizes import Sizes, Step
 
 from . import layers
 from .capture import Captured, capture

@@ -29,15 +29,13 @@ REFUSING = (
     "mla_fx/passes/repeat.py", "mla_fx/graph/aliasing.py",
 )  # fmt: skip
 TESTS = (
-    "test_match", "readings", "test_refusals", "test_rules", "test_replacement", "test_replay", "test_layout",
-    "test_reinplace",
-    "test_soundness", "test_soundness_precision", "test_soundness_scores", "test_soundness_causal",
-    "test_soundness_caches", "test_soundness_graphs", "test_soundness_models", "test_soundness_forms",
-    "test_soundness_fills", "test_soundness_range", "test_soundness_constants", "test_pieces", "test_projections",
-    "test_combined_caches", "test_paged_contexts", "test_paged_heads", "test_coded_heads", "test_unlike_layers",
-    "test_positions",
-    "test_reasons", "test_plans", "test_slices", "test_servers", "test_quantised_weights",
-    "test_stability", "test_zoo", "test_fuzz",
+    "matching/test_match.py", "readings", "patterns/test_refusals.py", "patterns/test_rules.py",
+    "rewriting/test_replacement.py", "passes/test_replay.py", "project/test_layout.py", "passes/test_reinplace.py",
+    "soundness", "patterns/test_pieces.py", "patterns/test_projections.py", "patterns/test_combined_caches.py",
+    "patterns/test_paged_contexts.py", "patterns/test_paged_heads.py", "patterns/test_coded_heads.py",
+    "passes/test_unlike_layers.py", "patterns/test_positions.py", "patterns/test_reasons.py", "rewriting/test_plans.py",
+    "patterns/test_slices.py", "whole/test_servers.py", "patterns/test_quantised_weights.py", "whole/test_stability.py",
+    "whole/test_zoo.py", "whole/test_fuzz.py",
 )  # fmt: skip
 COPIED = ("mla_fx", "patterns", "lowering", "tests", "docs", "pyproject.toml")
 INSIDE = ("patterns", "lowering")  # folders of the repository that are packages inside mla_fx
@@ -142,11 +140,10 @@ def run_tests(folder: Path, tests: list[str], numbers: list[int], patience: floa
     """Yield removal.py's results for the refusals with these numbers, as they come. `tier` are options of pytest."""
     told = folder / "told"
     told.write_text("")
-    paths = {name: path for name in tests for path in (folder / "tests").glob(f"{name}*") if path.stem == name}
-    given = {"tests": list(paths), "numbers": numbers, "told": str(told), "seconds": SECONDS, "patience": patience}
+    given = {"tests": tests, "numbers": numbers, "told": str(told), "seconds": SECONDS, "patience": patience}
     command = [
         sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.fuzz.removal",
-        f"--basetemp={folder}/temporary", *tier, *map(str, paths.values()),
+        f"--basetemp={folder}/temporary", *tier, *(f"tests/{name}" for name in tests),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "REFUSALS": json.dumps(given)}
     with (folder / "output").open("w") as output:
@@ -185,7 +182,7 @@ def chosen(everything: list[Refusal], given: argparse.Namespace) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.refusals", description=__doc__)
     add_choice(parser)
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="in tests/, quick ones first")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help="in tests/, quick ones first")
     parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds for one removal in one file")
     parser.add_argument("--first-tier", action="store_true", help="leave out the slow tests")
     given = parser.parse_args()

@@ -17,6 +17,7 @@ import pytest
 
 from .switch import SWITCH, forked
 
+TESTS = Path(__file__).parents[1]
 FAILED: list[str] = []
 
 
@@ -41,7 +42,7 @@ def pytest_runtestloop(session: Any) -> bool:
     unnoticed: list[int] = given["numbers"]
     tell = _Teller(Path(given["told"]))
     for file in given["tests"]:
-        items = [item for item in session.items if file in (item.path.stem, item.path.parent.name)]
+        items = [item for item in session.items if TESTS / file in (item.path, *item.path.parents)]
         started = time.monotonic()
         ran = forked(lambda items=items: _measured(items), given["seconds"]) or []
         tell(file=file, tests=len(items), ran=len(ran), failing=[one.name for one in ran if one.failed],

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from lib.plants import plant_in_runs
 from mla_fx.lowering.reference import Reference
-from plants import plant_in_runs
 from torch import Tensor
 
 import mla_fx

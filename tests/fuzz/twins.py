@@ -58,7 +58,7 @@ def compiled_by(tests: Sequence[str]) -> Iterator[Twin]:
         patch.setattr(Compilation, "compile", keeping.keep)
         patch.setattr(sys, "stdout", io.StringIO())
         pytest.main(
-            ["-n", "0", "--slow", "--tb=no", "-p", "no:cacheprovider", *(str(HERE / f"{name}.py") for name in tests)],
+            ["-n", "0", "--slow", "--tb=no", "-p", "no:cacheprovider", *(str(HERE / path) for path in tests)],
             plugins=[keeping],
         )
     for name, (gm, given) in keeping.found.items():

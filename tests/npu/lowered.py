@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch_npu
-from ascend_calls import module_of
+from lib.ascend_calls import module_of
 from mla_fx.lowering.ascend import toolchain
 from mla_fx.lowering.ascend.surface import Surface
 from torch import Tensor

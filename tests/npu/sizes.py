@@ -1,6 +1,6 @@
 """Sizes that the kernels of all releases of CANN take, and no larger than they must be."""
 
-from zoo.sizes import Sizes
+from lib.zoo.sizes import Sizes
 
 # Of a model of Hugging Face, and what some families call otherwise or do without.
 CONFIG = {

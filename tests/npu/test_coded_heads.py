@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from coded_heads import Coded, ZeroPoints, coded, given, in_codes
-from test_coded_heads import InFloat32, KeysAlone, OfHeads, ScaledQuery, ZerosOfKeys
-from test_paged_heads import Eager, Grouped, PagesOfHeads, arguments, heads_first
+from lib.coded_heads import Coded, ZeroPoints, coded, given, in_codes
+from patterns.test_coded_heads import InFloat32, KeysAlone, OfHeads, ScaledQuery, ZerosOfKeys
+from patterns.test_paged_heads import Eager, Grouped, PagesOfHeads, arguments, heads_first
 from torch import nn
 
 import mla_fx

@@ -4,8 +4,8 @@
 import pytest
 import torch
 import torchair
-from comparing import check_same
-from families import cache_tensors, empty_cache, tiny_model, tokens
+from lib.comparing import check_same
+from lib.families import cache_tensors, empty_cache, tiny_model, tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 import torch
-from families import FAMILIES, cache_tensors, empty_cache, tiny_model, tokens
+from lib.families import FAMILIES, cache_tensors, empty_cache, tiny_model, tokens
 
 import mla_fx
 from npu.converted import types

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch_npu
-from ops.harness import by_name, cases
+from lib.operators.harness import by_name, cases
 
 pytestmark = pytest.mark.usefixtures("any_size")  # samples are small
 NZ = 29

@@ -5,12 +5,12 @@ they are read, and the scales of keys are in weight_uk. Attention's keys stay in
 
 from dataclasses import replace
 
-import plants
 import pytest
 import torch
+from lib import plants
+from lib.quantised import Stored, by_rows
 from mla_fx.lowering.ascend import mla_prolog_v3
 from mla_fx.patterns import mla_attention
-from quantised import Stored, by_rows
 from torch import nn
 from torch.nn.functional import linear
 

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from mla_fx.lowering.ascend.surface import RELEASES
-from test_key_value_caches import ByBlocks, Interleaved, Keys, Sizes, ValuesFirst, arguments
+from patterns.test_key_value_caches import ByBlocks, Interleaved, Keys, Sizes, ValuesFirst, arguments
 
 import mla_fx
 from npu import ge_releases, models

@@ -6,7 +6,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_log_sums import Added, Attention, Base2, Divided, Kept, Merged, Unmasked, arguments, in_parts, nearly_blind
+from patterns.test_log_sums import (
+    Added,
+    Attention,
+    Base2,
+    Divided,
+    Kept,
+    Merged,
+    Unmasked,
+    arguments,
+    in_parts,
+    nearly_blind,
+)
 
 import mla_fx
 from npu.converted import types

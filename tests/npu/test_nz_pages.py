@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import in_type
-from zoo.caches import CACHES, Nz
-from zoo.entries import Entry
-from zoo.sizes import DECODE, FEW, Step
+from lib.layers import in_type
+from lib.zoo.caches import CACHES, Nz
+from lib.zoo.entries import Entry
+from lib.zoo.sizes import DECODE, FEW, Step
 
 import mla_fx
 from npu.converted import types

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import test_packed_prologs as plain
 import torch
 from mla_fx.lowering.ascend import mla_prolog_v3
 
 import mla_fx
 from npu import ge_graph
+from patterns import test_packed_prologs as plain
 
 pytestmark = pytest.mark.usefixtures("converted")
 SIZES = {"SLOTS": 64, "HE": 1024, "HCQ": 1536, "RANK": 512, "D": 128, "DR": 64, "DV": 128}

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from test_paged_heads import (
+from patterns.test_paged_heads import (
     ByLength,
     Eager,
     Engine,

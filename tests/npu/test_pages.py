@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import in_type
-from zoo.caches import CACHES, Paged
-from zoo.entries import Entry
-from zoo.mla import Spelling
-from zoo.sizes import DECODE, Sizes, Step
+from lib.layers import in_type
+from lib.zoo.caches import CACHES, Paged
+from lib.zoo.entries import Entry
+from lib.zoo.mla import Spelling
+from lib.zoo.sizes import DECODE, Sizes, Step
 
 import mla_fx
 from npu.converted import types

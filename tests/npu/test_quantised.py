@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from quantised import Stored, by_groups, by_rows, of_groups, scaled_behind
+from lib.quantised import Stored, by_groups, by_rows, of_groups, scaled_behind
 from torch import Tensor, nn
 from torch.nn.functional import linear
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantised import Quantised, Stored, by_rows
+from lib.quantised import Quantised, Stored, by_rows
+from lib.traced import Traced, agree, dense
 from torch.fx.experimental.proxy_tensor import make_fx
-from traced import Traced, agree, dense
 
 import mla_fx
 from mla_fx.cases import HCQ, inputs

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from coded_pages import CodedPages, OneScale, RoundedFirst, given
-from layers import Sizes
+from lib.coded_pages import CodedPages, OneScale, RoundedFirst, given
+from lib.layers import Sizes
 from mla_fx.lowering.ascend import kv_rmsnorm_rope_cache as lowering
 from torch.utils._pytree import tree_map_only
 

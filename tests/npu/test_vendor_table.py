@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import test_packed_prologs
-import test_tiled_prologs
 import torch
 
 import mla_fx
 from npu import converted, ge_releases, vendor_programs
 from npu.test_packed_prologs import SIZES as PACKED
 from npu.vendor_programs import Program
+from patterns import test_packed_prologs, test_tiled_prologs
 
 HEAD = "| document | mode | plain PyTorch | call on `ge` | call on `aclgraph` |\n"
 TEXT = (Path(__file__).parents[2] / "docs" / "npu.md").read_text(encoding="utf-8").partition(HEAD)[2]

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import test_key_value_caches
-import test_log_sums
-import test_packed_prologs
-import test_tiled_prologs
 import torch
-from coded_heads import Coded, ZeroPoints, in_codes
-from layers import in_type
+from lib.coded_heads import Coded, ZeroPoints, in_codes
+from lib.layers import in_type
+from lib.zoo.caches import CACHES
+from lib.zoo.entries import Entry
+from lib.zoo.mla import Spelling
+from lib.zoo.sizes import DECODE, FEW, Step
 from mla_fx.lowering.ascend.surface import RELEASES
-from test_paged_heads import (
+from patterns.test_paged_heads import (
     Gqa,
     LogarithmOfLength,
     PagesOfHeads,
@@ -27,10 +27,6 @@ from test_paged_heads import (
     heads_first,
     table_of_each_head,
 )
-from zoo.caches import CACHES
-from zoo.entries import Entry
-from zoo.mla import Spelling
-from zoo.sizes import DECODE, FEW, Step
 
 import mla_fx
 from mla_fx.ops import catalogue
@@ -41,6 +37,7 @@ from npu.test_nz_pages import NzWholePages
 from npu.test_paged_heads import sized
 from npu.test_pages import PAGED as BF16_PAGED
 from npu.test_pages import REAL, WholePages
+from patterns import test_key_value_caches, test_log_sums, test_packed_prologs, test_tiled_prologs
 
 V1_HIDDEN, V1_HEADS = 7168, 32  # the only, and the fewest, that version 1 takes
 

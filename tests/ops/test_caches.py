@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.operators.harness import element_at, nd_offset, nz_offset
 
 from mla_fx.ops.common import cache as _cache
-from ops.harness import element_at, nd_offset, nz_offset
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MODES = ("Norm", "PA", "PA_BSND", "PA_NZ", "PA_BLK_NZ")

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-
-from ops.harness import (
+from lib.operators.harness import (
     CATALOGUE,
     as_tuple,
     by_name,

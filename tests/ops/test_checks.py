@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fx.ops
 from mla_fx.ops.common.check import check_devices, readable
+from mla_fx.ops.common.define import define
 
 
 def test_values_on_a_device_are_read_only_when_asked():
@@ -27,3 +28,8 @@ def test_tensors_share_a_device_but_lengths_may_lie_elsewhere():
     check_devices(tensors, lengths=("lens",))
     with pytest.raises(ValueError, match="lens is on meta; it must be on cpu, the device of query"):
         check_devices(tensors)
+
+
+def test_an_operator_has_the_namespace_of_the_project():
+    with pytest.raises(ValueError, match="the name 'my::norm'; it must have no namespace, which is mla_fx"):
+        define("my::norm", object, abs, returns=("out",), check=abs, fake=abs, samples=abs)

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
+from lib.operators.harness import CATALOGUE, as_tuple, by_name, result_names, same_tensors, twin_call, written_names
 from torch._inductor.utils import run_and_get_code
 
 import mla_fx
 from mla_fx.driver.compilation import Compilation
-from ops.harness import CATALOGUE, as_tuple, by_name, result_names, same_tensors, twin_call, written_names
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from lib.operators.harness import CATALOGUE, by_name
 
 from mla_fx.ops.called.enumerators import enumerator
-from ops.harness import CATALOGUE, by_name
 
 MASKS = ("undefined", "mask_type_spec", "mask_type_free")
 SECOND_NAMES = {"mask_type_mask_free": "mask_type_free"}

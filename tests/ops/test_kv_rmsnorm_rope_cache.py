@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.operators.harness import by_name, cases, compiles_once, twin_call
+from lib.operators.kv_oracle import FORMS, MODES, OPERATOR, build, byte_offset, matches_oracle
 from torch.fx.experimental.proxy_tensor import make_fx
-
-from ops.harness import by_name, cases, compiles_once, twin_call
-from ops.kv_oracle import FORMS, MODES, OPERATOR, build, byte_offset, matches_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from lib.operators.harness import change, drop, element_at, nz_offset, option, refuses
+from lib.operators.kv_oracle import FORMS, MODES, OPERATOR, build, matches_oracle
 
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import samples as _samples
-from ops.harness import change, drop, element_at, nz_offset, option, refuses
-from ops.kv_oracle import FORMS, MODES, OPERATOR, build, matches_oracle
 
 
 def test_blk_index_is_a_slot_here_though_mla_prolog_takes_block_numbers():

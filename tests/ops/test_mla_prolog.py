@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from ops.harness import CATALOGUE, by_name, cases, compiles_once, refuses, same_tensors, twin_call
-from ops.prolog_oracle import CACHES, V3, call, expect, stored
+from lib.operators.harness import CATALOGUE, by_name, cases, compiles_once, refuses, same_tensors, twin_call
+from lib.operators.prolog_oracle import CACHES, V3, call, expect, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:npu_mla_prolog documents")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.operators.harness import by_name, cases, compiles_once, fake_with_free_sizes, hints, same_tensors
+from lib.operators.prolog_quant_oracle import CACHES, OPERATOR, expect, functional
 
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.emitted.mla_prolog_quant import samples as _samples
-from ops.harness import by_name, cases, compiles_once, fake_with_free_sizes, hints, same_tensors
-from ops.prolog_quant_oracle import CACHES, OPERATOR, expect, functional
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = {

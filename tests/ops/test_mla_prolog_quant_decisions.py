@@ -7,8 +7,7 @@ order, or at most one product enters each sum; so there is one right answer for 
 import numpy as np
 import pytest
 import torch
-
-from ops.harness import CATALOGUE, refuses, result_names, same_tensors
+from lib.operators.harness import CATALOGUE, refuses, result_names, same_tensors
 
 OPERATOR = CATALOGUE["mla_prolog_quant"]
 FLOAT = np.float32

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from ops.harness import CATALOGUE, by_name, refuses
+from lib.operators.harness import CATALOGUE, by_name, refuses
 
 OPERATOR = CATALOGUE["mla_prolog_quant"]
 

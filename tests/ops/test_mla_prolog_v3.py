@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.operators.harness import by_name, cases, fake_with_free_sizes, hints, same_tensors
+from lib.operators.prolog_oracle import MODES, V3, call, expect, results
 
 from mla_fx.ops.common import cast as _cast
 from mla_fx.ops.emitted.mla_prolog_v3 import operator as _prolog
-from ops.harness import by_name, cases, fake_with_free_sizes, hints, same_tensors
-from ops.prolog_oracle import MODES, V3, call, expect, results
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

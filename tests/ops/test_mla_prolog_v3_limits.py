@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-
-from ops.harness import compiles_once, refuses, same_tensors, twin_call
-from ops.prolog_oracle import CACHES, MODES, PAGED, V3, call, expect, results, unpacked
+from lib.operators.harness import compiles_once, refuses, same_tensors, twin_call
+from lib.operators.prolog_oracle import CACHES, MODES, PAGED, V3, call, expect, results, unpacked
 
 QUANTISATIONS = sorted({mode[:2] for mode in MODES})
 

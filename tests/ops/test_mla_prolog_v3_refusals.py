@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-
-from ops.harness import refuses
-from ops.prolog_oracle import CACHES, PAGED, V3, call, expect
+from lib.operators.harness import refuses
+from lib.operators.prolog_oracle import CACHES, PAGED, V3, call, expect
 
 
 def replaced(name, edit):

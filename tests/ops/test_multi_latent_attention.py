@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from lib.operators import mla_oracle
+from lib.operators.harness import by_name, cases, fake_with_free_sizes, refuses
 
 from mla_fx.ops.called.multi_latent_attention.operator import operator
 from mla_fx.ops.called.multi_latent_attention.samples import corner_mask, sample
-from ops import mla_oracle
-from ops.harness import by_name, cases, fake_with_free_sizes, refuses
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CACHES = ("krope_ctkv", "nzcache", "kvcache", "int8_nzcache")

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from lib.operators import mla_oracle
+from lib.operators.harness import by_name, refuses
 
 from mla_fx.ops.called.multi_latent_attention.operator import operator
 from mla_fx.ops.called.multi_latent_attention.samples import sample
-from ops import mla_oracle
-from ops.harness import by_name, refuses
 
 CACHES = ("krope_ctkv", "nzcache", "kvcache", "int8_nzcache")
 FLOATING = ("krope_ctkv", "nzcache", "kvcache")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.operators import mla_oracle
+from lib.operators.harness import as_tuple, by_name, compiles_once, mapped
 
 from mla_fx.ops.called.multi_latent_attention.operator import operator
 from mla_fx.ops.called.multi_latent_attention.samples import corner_mask, sample
-from ops import mla_oracle
-from ops.harness import as_tuple, by_name, compiles_once, mapped
 
 CACHES = ("krope_ctkv", "nzcache", "kvcache", "int8_nzcache")
 FLOATING = ("krope_ctkv", "nzcache", "kvcache")

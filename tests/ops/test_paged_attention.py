@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
-from ops.harness import CATALOGUE, by_name, cases, same_tensors, twin_call
-from ops.paged_oracle import close_to_oracle, numbers
+from lib.operators.harness import CATALOGUE, by_name, cases, same_tensors, twin_call
+from lib.operators.paged_oracle import close_to_oracle, numbers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPERATOR = CATALOGUE["paged_attention"]

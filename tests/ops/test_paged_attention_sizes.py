@@ -4,9 +4,9 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
+from lib.operators.harness import by_name, compiles_once
+from lib.operators.paged_oracle import close_to_oracle
 
-from ops.harness import by_name, compiles_once
-from ops.paged_oracle import close_to_oracle
 from ops.test_paged_attention import OPERATOR, case, int32, run
 
 PAGED_ATTENTION = torch.ops.mla_fx.paged_attention

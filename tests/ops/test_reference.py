@@ -4,7 +4,8 @@ import importlib
 import re
 from pathlib import Path
 
-from ops.harness import CATALOGUE, cases
+from lib.operators.harness import CATALOGUE, cases
+
 from ops.test_catalogue import DTYPES
 
 HERE = Path(__file__).parent

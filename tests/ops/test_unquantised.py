@@ -5,11 +5,22 @@ import math
 
 import pytest
 import torch
+from lib.operators.harness import (
+    CATALOGUE,
+    TOLERANCE,
+    as_tuple,
+    cases,
+    change,
+    compiles_once,
+    double,
+    drop,
+    mapped,
+    option,
+)
 
 from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import samples as kv_rmsnorm_rope_cache
 from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
-from ops.harness import CATALOGUE, TOLERANCE, as_tuple, cases, change, compiles_once, double, drop, mapped, option
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")

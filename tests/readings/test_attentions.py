@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from lib.traced import B, D, N, S, T, Traced, agree, dense, sum_of
 from torch.nn import functional as F  # noqa: N812
-from traced import B, D, N, S, T, Traced, agree, dense, sum_of
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.attention import anchors, attention

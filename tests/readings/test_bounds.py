@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced import Traced, agree, dense
+from lib.traced import Traced, agree, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.bounds import Bounds, bounded, clipped, unbounded

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced import B, D, S, T, Traced, agree, dense
+from lib.traced import B, D, S, T, Traced, agree, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Digit, Index, axes_of, fresh, shifted

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from families import Recorder, cache_tensors, empty_cache, tiny_model, tokens
-from layers import CLOSE, QUIET, Layer, Sizes, arguments
-from traced import D, S, T, Traced, dense
+from lib.families import Recorder, cache_tensors, empty_cache, tiny_model, tokens
+from lib.layers import CLOSE, QUIET, Layer, Sizes, arguments
+from lib.traced import D, S, T, Traced, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.attention import anchors, attention

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from lib.traced import B, D, S, Traced, agree, dense
 from torch.nn import functional as F  # noqa: N812
-from traced import B, D, S, Traced, agree, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import element_of, resolve

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced import B, D, N, S, Traced, agree, dense
+from lib.traced import B, D, N, S, Traced, agree, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import resolve

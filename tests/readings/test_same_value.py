@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced import D, Traced, dense
+from lib.traced import D, Traced, dense
 
 from mla_fx.readings.element import resolve
 from mla_fx.readings.same_value import same_value

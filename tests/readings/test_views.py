@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from lib.traced import D, S, Traced, agree, assert_resolves, dense
 from torch.nn import functional as F  # noqa: N812
-from traced import D, S, Traced, agree, assert_resolves, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import resolve

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from traced import Traced
+from lib.traced import Traced
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import resolve

@@ -1,0 +1,73 @@
+"""Models of transformers with attention projections quantised by torchao, or stored in DeepSeek's blocks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lib.quantised import Stored, by_blocks, of_blocks
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration class of torchao, and how many columns have one scale, if weights are int4 codes in groups."""
+
+    name: str
+    group: int = 0
+
+    def __call__(self) -> Any:
+        kind = getattr(torchao(), self.name)
+        if self.group:
+            return kind(torch.int4, torchao().PerGroup(self.group))
+        return kind(set_inductor_config=False)  # it would stay set for every later test
+
+
+CONFIGS = {
+    "int8 weights": Config("Int8WeightOnlyConfig"),
+    "int8 weights and tokens": Config("Int8DynamicActivationInt8WeightConfig"),
+    "float8 weights": Config("Float8WeightOnlyConfig"),
+    "int4 groups": Config("IntxWeightOnlyConfig", 16),
+    "int4 groups and int8 tokens": Config("Int8DynamicActivationIntxWeightConfig", 16),
+}
+OF_TOKENS = ("int8 weights and tokens", "int4 groups and int8 tokens")
+
+
+@functools.cache
+def torchao() -> Any:
+    """Imported when a model is quantised: that takes seconds, and warns of kernels that are not for this machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("torchao.quantization")
+
+
+def quantise(model: nn.Module, name: str, but: tuple[str, ...] = ()) -> None:
+    """Quantise the projections of every attention, but those with certain names."""
+
+    def is_quantised(module: nn.Module, path: str) -> bool:
+        return isinstance(module, nn.Linear) and "self_attn" in path and not path.endswith(but)
+
+    torchao().quantize_(model, CONFIGS[name](), is_quantised)
+
+
+class InBlocks(nn.Module):
+    """A projection in float8 with a scale for each block, as DeepSeek's checkpoints have it: small blocks here."""
+
+    def __init__(self, projection: nn.Linear) -> None:
+        super().__init__()
+        stored = by_blocks(projection.weight.detach())
+        self.codes, self.scales = nn.Buffer(stored.codes), nn.Buffer(stored.scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return of_blocks(x, Stored(self.codes, self.scales))
+
+
+def keys_and_values_in_blocks(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "kv_b_proj", None), nn.Linear):
+            module.kv_b_proj = InBlocks(module.kv_b_proj)

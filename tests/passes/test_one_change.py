@@ -1,0 +1,140 @@
+"""One way to change a graph: a plan is proved, then applied as a whole; a refusal costs that plan alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lib.comparing import check_same, with_backend
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+import mla_fx
+from mla_fx import cases
+from mla_fx.driver.compilation import Compilation
+from mla_fx.graph.aliasing import written
+from mla_fx.passes import prove
+from mla_fx.passes.pipeline import PIPELINE
+from mla_fx.passes.run import Pass
+from mla_fx.rewriting.emitter import Emitter
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+OPS = torch.ops.mla_fx
+
+
+class Three(nn.Module):
+    """Three layers, whose plans are of one kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(cases.Layer() for _ in range(3))
+
+    def forward(self, x, *rest):
+        for layer in self.layers:
+            x = x + layer(x, *rest)
+        return x
+
+
+def refusing(patch, name, is_refused):
+    """Plans of the pass or rule of that name are refuted where `is_refused` says so."""
+    known = prove._known
+
+    def refused(run, what, plan):
+        if name in what and is_refused(plan):
+            run.report.refuted.append(f"{what} would change a test")
+            return run.report.refuted[-1]
+        return known(run, what, plan)
+
+    patch.setattr(prove, "_known", refused)
+
+
+def in_the_second_layer(plan):
+    return any("layers.1" in prove.placed_name(old) for old in plan.olds)
+
+
+def fused(**options):
+    """The report of three layers whose outputs and caches are eager's."""
+    module = Three().eval()
+    with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"):
+        check_same(module, cases.inputs(), with_backend(module, **options))
+    return mla_fx.last_report()
+
+
+@pytest.mark.refutes
+def test_a_refused_absorption_leaves_the_other_layers_absorbed(monkeypatch):
+    refusing(monkeypatch, "absorb", in_the_second_layer)
+    report = fused()
+    assert report.modules["latent_attention"] == ["layers.0", "layers.2"]
+    assert report.modules["mla_attention"] == ["layers.1"]
+    assert [miss.reason for miss in report.misses] == ["absorb would change a test"]
+
+
+@pytest.mark.refutes
+def test_a_refuted_write_in_place_stays_a_copy_and_all_else_stays_fused(monkeypatch):
+    refusing(monkeypatch, "writing in place", in_the_second_layer)
+    report = fused()
+    assert report.fused == {"mla_prolog": 3, "latent_attention": 3}
+    [note] = report.notes
+    assert note.startswith("mla_prolog does not write its caches in place: writing in place by mla_prolog")
+
+
+# --- no pass changes a graph before a proof ---------------------------------------------------------------------------
+
+
+def live(graph):
+    """What a graph computes and writes, as text."""
+    order, kept = list(graph.nodes), set()
+    for node in reversed(order):
+        if node.op != "call_function" or node in kept or written(node):
+            kept |= {node, *node.all_input_nodes}
+    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in order if node in kept]
+
+
+class Watch:
+    """Every change of a graph is that of a plan that was proved just before, when the graph was as it had been."""
+
+    def __init__(self, patch):
+        self.before, self.proved, self.passes = None, None, set()
+        known, apply = prove._known, Emitter.apply
+
+        def proving(run, what, plan):
+            assert live(run.graph) == self.before, f"{what}: the graph changed before the proof"
+            self.proved = plan
+            return known(run, what, plan)
+
+        def applying(emit, plan):
+            assert plan is self.proved
+            assert live(emit.graph) == self.before, "the graph changed after the proof"
+            erased = apply(emit, plan)
+            self.before = live(emit.graph)
+            return erased
+
+        patch.setattr(prove, "_known", proving)
+        patch.setattr(Emitter, "apply", applying)
+
+    def step(self, step):
+        def run_pass(run):
+            self.before = before = live(run.graph)
+            step.apply(run)
+            assert live(run.graph) == self.before, f"{step.name} changed the graph without a proof"
+            self.passes |= {step.name} if self.before != before else set()
+
+        return Pass(step.name, run_pass, step.is_optional)
+
+
+@pytest.mark.parametrize("target, last", [("reference", "reinplace"), ("inductor", "lower")])
+def test_every_pass_proves_before_it_changes(monkeypatch, target, last):
+    watch, module = Watch(monkeypatch), Three().eval()
+    compilations = []
+
+    def compiler(gm, inputs):
+        compilation = Compilation.prepare(inputs, {"target": target}, keep_text=True)
+        compilation.passes = tuple(map(watch.step, PIPELINE))
+        compilation.rewrite(gm)
+        compilations.append(compilation)
+        return gm.forward
+
+    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
+    torch.compile(module, backend=backend)(*cases.inputs())
+    [compilation] = compilations
+    assert compilation.report.fused, compilation.report
+    assert watch.passes >= {"recognise attention", "choose absorbed or expanded", "recognise prolog", last}

@@ -1,0 +1,432 @@
+"""Attention over latents beside the logarithm of its sum: spellings, near twins, parts of a context that are merged.
+
+Results are compared with eager mode in float64, and merged ones with attention over the whole context."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from lib.layers import QUIET
+from torch import nn
+
+import mla_fx
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+B, S, N, T, RANK, ROPE, BLOCK = 3, 3, 4, 24, 16, 8, 8
+SCALE = (RANK + ROPE) ** -0.5
+BOTH, ALONE = "mla_fx.latent_attention.with_lse(", "mla_fx.latent_attention("
+
+
+class Attention(nn.Module):
+    """Absorbed attention over pages, in pieces that tests override; `first` are the positions of first tokens."""
+
+    def forward(self, query, query_rope, kv_cache, kr_cache, table, first):
+        positions = first.unsqueeze(-1) + torch.arange(query.shape[1])
+        latents, keys = (cache[table].flatten(1, 2) for cache in (kv_cache, kr_cache))
+        scores = self.scores(query, query_rope, latents, keys)
+        masked = self.masked(scores, positions)
+        weights, lse = self.weights(masked), self.lse(masked, scores)
+        return torch.einsum("bnst,btc->bsnc", weights.to(latents.dtype), latents), lse
+
+    def scores(self, query, query_rope, latents, keys):
+        nope, rope = torch.einsum("bsnc,btc->bnst", query, latents), torch.einsum("bsnr,btr->bnst", query_rope, keys)
+        return (nope + rope) * SCALE
+
+    def masked(self, scores, positions):
+        seen = torch.arange(scores.shape[-1]) <= positions.unsqueeze(-1)
+        return scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+
+    def weights(self, scores):
+        return scores.softmax(-1)
+
+    def lse(self, masked, scores):
+        return masked.logsumexp(-1)
+
+
+class Kept(Attention):
+    def lse(self, masked, scores):
+        return masked.logsumexp(-1, keepdim=True).transpose(1, 2)
+
+
+class Added(Attention):
+    """The sum is computed a second time."""
+
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + (masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+
+
+class Maximum(Attention):
+    def lse(self, masked, scores):
+        largest = masked.max(-1).values
+        return (masked - largest.unsqueeze(-1)).exp().sum(-1).log() + largest
+
+
+class Divided(Attention):
+    """The softmax itself is by hand."""
+
+    def weights(self, scores):
+        self.largest = scores.amax(-1, keepdim=True)
+        weights = (scores - self.largest).exp()
+        self.total = weights.sum(-1, keepdim=True)
+        return weights / self.total
+
+    def lse(self, masked, scores):
+        return (self.total.log() + self.largest).squeeze(-1)
+
+
+class OverRows(Attention):
+    """Heads and tokens are one dimension of the scores."""
+
+    def scores(self, query, query_rope, latents, keys):
+        rows = torch.cat((query, query_rope), -1).transpose(1, 2).flatten(1, 2)
+        return (rows @ torch.cat((latents, keys), -1).mT * SCALE).unflatten(1, (N, -1))
+
+
+class Widened(Attention):
+    def weights(self, scores):
+        return scores.softmax(-1, dtype=torch.float32)
+
+    def lse(self, masked, scores):
+        return masked.float().logsumexp(-1)
+
+
+class LessLogarithm(Attention):
+    """The softmax has no sum but this one."""
+
+    def weights(self, scores):
+        return (scores - scores.logsumexp(-1, keepdim=True)).exp()
+
+
+class Base2(Attention):
+    def lse(self, masked, scores):
+        return masked.logsumexp(-1) / math.log(2)
+
+
+class Offset(Attention):
+    def lse(self, masked, scores):
+        return masked.logsumexp(-1) + 0.5
+
+
+class Twice(Attention):
+    def lse(self, masked, scores):
+        return masked.logsumexp(-1) * Added.lse(self, masked, scores)
+
+
+SPELLINGS = [Attention, Kept, Added, Maximum, Divided, OverRows, LessLogarithm, Base2, Offset, Twice]
+
+
+def arguments(dtype=torch.float64, *, sizes=(RANK, ROPE), block=BLOCK, heads=N, tokens=S):
+    """Rows of pages that a table names in any order, and contexts of several lengths."""
+    generator, pages = torch.Generator().manual_seed(1), T // BLOCK
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    queries = [drawn(B, tokens, heads, width) for width in sizes]
+    caches = [drawn(B * pages + 1, block, width) for width in sizes]
+    table = torch.randperm(B * pages + 1, generator=generator)[: B * pages].view(B, pages)
+    return *queries, *caches, table, torch.tensor([pages * block - tokens - 1, 1, pages * block // 2])
+
+
+def nearly_blind(*given):
+    """The same where one sequence sees no key, and the first of three tokens of another."""
+    return *given[:-1], torch.tensor([-1, -3, 2])
+
+
+def compiled(module, given, target="reference", **options):
+    torch._dynamo.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", mla_fx.MlaWarning)
+        found = torch.compile(module, backend=mla_fx.get_backend(target=target, **options))(*given)
+    return found, mla_fx.last_report()
+
+
+def lowered(module, given):
+    return stage("lower", module, given, "reference")
+
+
+def stage(name, module, given, target):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", mla_fx.MlaWarning)
+        torch._dynamo.reset()
+        return mla_fx.explain(module, target=target)(*given).graphs[name]
+
+
+def check(module, given=None, **options):
+    given = arguments() if given is None else given
+    found, report = compiled(module, given, **options)
+    for one, wanted in zip(found, module(*given), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-10)
+    return report
+
+
+@pytest.mark.parametrize("kind", SPELLINGS, ids=lambda kind: kind.__name__)
+def test_spellings(kind):
+    """One operator, also where the program uses the logarithm in another form later."""
+    assert check(kind()).fused == {"latent_attention": 1}
+    text = lowered(kind(), arguments())
+    assert text.count(BOTH) == 1 and ALONE not in text
+    assert "aten.logsumexp" not in text and "aten.log(" not in text and "_softmax" not in text, text
+
+
+@pytest.mark.parametrize("kind", [Attention, Added, Divided, Widened], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_coarser_than_the_program(kind, dtype):
+    """Against the program in float64."""
+    module, given = kind(), arguments(dtype)
+    exact = Attention()(*[part.double() if part.is_floating_point() else part for part in given])
+    found, report = compiled(module, given)
+    assert report.fused == {"latent_attention": 1}
+    for one, near, wanted in zip(found, module(*given), exact, strict=True):
+        assert one.dtype == near.dtype
+        assert (one - wanted).norm() <= 1.5 * (near - wanted).norm() + 1e-6 * wanted.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Attention, Divided], ids=lambda kind: kind.__name__)
+def test_inductor(kind):
+    """From the second batch on, its size is a symbol."""
+    given = arguments(torch.float32)
+    torch._dynamo.reset()
+    module, run = kind(), torch.compile(kind(), backend=mla_fx.get_backend(target="inductor"))
+    with torch.no_grad():
+        for batch in (3, 2):
+            few = [part[:batch] if place in (0, 1, 4, 5) else part for place, part in enumerate(given)]
+            for one, wanted in zip(run(*few), module(*few), strict=True):
+                torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
+    assert mla_fx.last_report().fused == {"latent_attention": 2}
+    text = stage("clean up", kind(), given, "inductor")
+    assert text.count(BOTH) == 1 and ALONE not in text
+
+
+# --- parts of a context that are merged ------------------------------------------------------------------------------
+
+
+class Merged(nn.Module):
+    """Attention over two parts of each context, merged by their logarithms, as servers and ring attention do it."""
+
+    def forward(self, query, query_rope, kv_cache, kr_cache, table, *firsts):
+        tables = table.tensor_split([table.shape[1] // 2], 1)
+        parts = [
+            Attention()(query, query_rope, kv_cache, kr_cache, pages, first)
+            for pages, first in zip(tables, firsts, strict=True)
+        ]
+        outs, lses = zip(*parts, strict=True)
+        lses = torch.stack(lses)
+        shares = (lses - lses.logsumexp(0)).exp().transpose(2, 3).unsqueeze(-1)
+        return torch.where(shares == 0, 0.0, torch.stack(outs) * shares).sum(0)
+
+
+def in_parts(*given):
+    """Positions are those in a part."""
+    *others, table, first = given
+    return *others, table, first, first - table.shape[1] // 2 * given[2].shape[1]
+
+
+def test_merged_parts_are_attention_over_the_whole_context():
+    """Two sequences have parts that some or all rows do not see: these give zeros, and minus infinity."""
+    given = arguments()
+    found, report = compiled(Merged(), in_parts(*given))
+    assert report.fused == {"latent_attention": 2}, str(report)
+    torch.testing.assert_close(found, Attention()(*given)[0], rtol=1e-9, atol=1e-10)
+    assert lowered(Merged(), in_parts(*given)).count(BOTH) == 2
+
+
+class Chunks(nn.Module):
+    """The same of one cache: a later chunk begins at a number, and its mask is of positions in the whole cache."""
+
+    def forward(self, query, query_rope, kv_cache, kr_cache, first):
+        scores, latents = Attention().scores(query, query_rope, kv_cache, kr_cache), kv_cache
+        positions = first.unsqueeze(-1) + torch.arange(S)
+        seen = torch.arange(T // 2, T) <= positions.unsqueeze(-1)
+        earlier, later = scores.split(T // 2, -1)
+        later = later.masked_fill(~seen.unsqueeze(1), -torch.inf)
+        parts = zip((earlier, later), latents.split(T // 2, 1), strict=True)
+        outs = torch.stack([torch.einsum("bnst,btc->bsnc", part.softmax(-1), values) for part, values in parts])
+        lses = torch.stack((earlier.logsumexp(-1), later.logsumexp(-1)))
+        return ((lses - lses.logsumexp(0)).exp().transpose(2, 3).unsqueeze(-1) * outs).sum(0)
+
+
+def test_chunks_with_a_causal_later_one_are_checked():
+    """Small positions are all before the later chunk, whose rows then see no key."""
+    query, query_rope, *_ = arguments()
+    _, _, kv_cache, kr_cache, *_ = arguments(block=T)
+    given = query, query_rope, kv_cache[:B], kr_cache[:B], torch.tensor([T - S, T // 2, T // 2 + 4])
+    found, report = compiled(Chunks(), given)
+    assert (report.fused, report.unchecked) == ({"latent_attention": 2}, []), str(report)
+    torch.testing.assert_close(found, Chunks()(*given), rtol=1e-9, atol=1e-10)
+
+
+def test_a_row_that_sees_no_key():
+    given = nearly_blind(*arguments())
+    (out, lse), report = compiled(Attention(), given)
+    wanted, sums = Attention()(*given)
+    assert report.fused == {"latent_attention": 1}
+    torch.testing.assert_close(out, wanted.nan_to_num(0), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(lse, sums, rtol=1e-9, atol=1e-10)
+    assert (lse[1] == -torch.inf).all() and (lse[0, :, 0] == -torch.inf).all() and (out[1] == 0).all()
+
+
+# --- near twins ------------------------------------------------------------------------------------------------------
+
+
+class Unscaled(Attention):
+    def lse(self, masked, scores):
+        return (masked / SCALE).logsumexp(-1)
+
+
+class Unmasked(Attention):
+    def lse(self, masked, scores):
+        return scores.logsumexp(-1)
+
+
+class MaskedOtherwise(Attention):
+    def lse(self, masked, scores):
+        return scores.masked_fill(torch.arange(scores.shape[-1]) > 9, -torch.inf).logsumexp(-1)
+
+
+class OfHeads(Attention):
+    """The sum over the heads of a token."""
+
+    def lse(self, masked, scores):
+        return masked[..., 0].logsumexp(1)
+
+
+class OfSomeKeys(Attention):
+    def lse(self, masked, scores):
+        return masked[..., :9].logsumexp(-1)
+
+
+class OfHeadsInAnotherOrder(Attention):
+    def lse(self, masked, scores):
+        return (masked + masked.flip(1)).logsumexp(-1)
+
+
+class OtherMaximum(Attention):
+    def lse(self, masked, scores):
+        return masked.amax((1, 3), keepdim=True).squeeze(-1) + masked.sub(masked.amax(-1, True)).exp().sum(-1).log()
+
+
+class LogarithmOfOtherBase(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1)
+        return largest + (masked - largest.unsqueeze(-1)).exp().sum(-1).log2()
+
+
+class LogarithmAlone(Attention):
+    def lse(self, masked, scores):
+        return (masked - masked.amax(-1, keepdim=True)).exp().sum(-1).log()
+
+
+class Squares(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + (masked - largest).exp().square().sum(-1, keepdim=True).log()).squeeze(-1)
+
+
+class OfTheLargest(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + (masked - largest).exp().amax(-1, keepdim=True).log()).squeeze(-1)
+
+
+class OfTheMean(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + (masked - largest).exp().mean(-1, keepdim=True).log()).squeeze(-1)
+
+
+class MoreThanOnce(Attention):
+    """The largest score is added twice."""
+
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (2 * largest + (masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+
+
+class NegativeLogarithm(Attention):
+    def lse(self, masked, scores):
+        largest = masked.amax(-1, keepdim=True)
+        return (largest + -(masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+
+
+TWINS = {
+    Unscaled: "the logarithm is of the sum for",
+    Unmasked: "the logarithm is not of the sum that the softmax divides by: it is of add, expected masked_fill",
+    MaskedOtherwise: "the logarithm is not of the sum that the softmax divides by",
+    OfHeads: "the logarithms are of scores in another shape than those of the softmax",
+    OfSomeKeys: "the logarithms are of scores in another shape than those of the softmax",
+    OfHeadsInAnotherOrder: "the logarithm is not of the sum that the softmax divides by: it is of add",
+    OfTheLargest: "expected the logarithm of a sum, found one of amax",
+    OfTheMean: "expected the logarithm of a sum, found one of mean",
+    MoreThanOnce: "the value beside the logarithm is not the maximum of the scores",
+    OtherMaximum: "the value beside the logarithm is not the maximum of the scores",
+}
+
+
+UNREAD = [LogarithmOfOtherBase, LogarithmAlone, NegativeLogarithm, Squares]
+
+
+@pytest.mark.parametrize("kind", [*TWINS, *UNREAD], ids=lambda kind: kind.__name__)
+def test_other_logarithms_stay(kind):
+    """The attention fuses without them."""
+    report = check(kind())
+    assert report.fused == {"latent_attention": 1}
+    reasons = [miss.reason for miss in report.misses if miss.pattern == "mla_attention_lse"]
+    assert any(TWINS[kind] in reason for reason in reasons) if kind in TWINS else not reasons, reasons
+    assert BOTH not in lowered(kind(), arguments())
+
+
+def test_the_logarithm_of_another_attention():
+    class OfAnother(nn.Module):
+        def forward(self, *given):
+            query, *rest = given
+            out, _ = Attention()(*given)
+            _, lse = Attention()(query * 2, *rest)
+            return out, lse
+
+    report = check(OfAnother())
+    assert report.fused == {"latent_attention": 1} and BOTH not in lowered(OfAnother(), arguments())
+
+
+def test_a_logarithm_that_nothing_reads():
+    class Unread(Attention):
+        def forward(self, *given):
+            return (super().forward(*given)[0],)
+
+    assert check(Unread()).fused == {"latent_attention": 1}
+    text = lowered(Unread(), arguments())
+    assert text.count(ALONE) == 1 and BOTH not in text
+
+
+def test_a_sink_is_no_part_of_the_sum():
+    class Sink(Attention):
+        def weights(self, scores):
+            return torch.cat((scores, torch.ones_like(scores[..., :1])), -1).softmax(-1)[..., :-1]
+
+    report = check(Sink())
+    assert report.fused == {"latent_attention": 1} and BOTH not in lowered(Sink(), arguments())
+    assert any("an attention sink" in miss.reason for miss in report.misses), str(report)
+
+
+def test_sinks_are_refused_by_the_operator():
+    query, query_rope, kv_cache, kr_cache, table, _ = arguments()
+    with pytest.raises(ValueError, match="sinks are given; they must be None"):
+        torch.ops.mla_fx.latent_attention.with_lse(
+            query, query_rope, kv_cache, kr_cache, None, None, torch.ones(N), table, scale=SCALE
+        )
+
+
+def test_a_factor_that_is_a_symbol():
+    """With `dynamic=True`, a number of the program is an input. What is not read must not fail."""
+    torch._dynamo.reset()
+    given, backend = arguments(), mla_fx.get_backend(target="reference", strict=False)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", mla_fx.MlaWarning)
+        found = torch.compile(Attention(), backend=backend, dynamic=True)(*given)
+    for one, wanted in zip(found, Attention()(*given), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-10)

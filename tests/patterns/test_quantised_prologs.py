@@ -1,0 +1,507 @@
+"""Layers with int8 projections: one prolog, if the program quantises its tokens as the operator does.
+
+In float32 a code that differs would show, because a step of a code is a hundredth of a value."""
+
+import copy
+
+import pytest
+import torch
+from lib.quantised import Quantised, by_rows, of_sums_cast_back
+from torch.nn.functional import linear
+
+import mla_fx
+from mla_fx.cases import HCQ, Layer, inputs
+
+pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
+PROLOG, KEY_SIDE, ATTENTION = "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
+DOWN = ("q_a", "q_b", "kv_a")
+
+
+# --- how tokens are quantised ----------------------------------------------------------------------------------------
+
+
+def divided(x):
+    scales = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+
+def multiplied(x):
+    largest = x.float().abs().max(-1, keepdim=True)[0]
+    return (x * (127 / largest)).round().to(torch.int8), largest / 127
+
+
+def by_a_true_quotient(x):
+    """pypto: codes go through int32 and float16."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, 127.0) / largest
+    return (x * factor).round().to(torch.int32).to(torch.float16).trunc().to(torch.int8), 1 / factor
+
+
+def by_both_ends(x):
+    low, high = x.float().amin(-1, keepdim=True), x.float().amax(-1, keepdim=True)
+    low, high = torch.minimum(low, torch.zeros_like(low)), torch.maximum(high, torch.zeros_like(high))
+    scales = torch.maximum(-low, high) / 127
+    return (x * (1.0 / scales)).clamp(-127, 127).round().to(torch.int8), scales
+
+
+def by_aminmax(x):
+    low, high = torch.aminmax(x.float(), dim=-1, keepdim=True)
+    scales = torch.maximum(high, -low).mul(1 / 127).clamp(min=0)
+    return x.float().div(scales).round().clamp_min(-128).clamp_max(127).to(torch.int8), scales
+
+
+def by_a_norm(x):
+    scales = torch.linalg.vector_norm(x.float(), float("inf"), dim=-1, keepdim=True) / 127
+    return (x / scales).round().to(torch.int8), scales
+
+
+def clamped_after_the_cast(x):
+    """No code is beyond 127 before."""
+    codes, scales = by_a_norm(x)
+    return codes.to(torch.int16).clamp(-128, 127).to(torch.int8), scales
+
+
+def in_floats(x):
+    """Codes are never stored as integers."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x / scales).round().clamp(-127, 127), scales
+
+
+QUANTISERS = (
+    divided, multiplied, by_a_true_quotient, by_both_ends, by_aminmax, by_a_norm, clamped_after_the_cast, in_floats,
+)  # fmt: skip
+
+
+def multiply_by(quantise):
+    """A spelling of a product with int8 weights."""
+
+    def multiply(x, w):
+        codes, scales = quantise(x)
+        return (linear(codes.float(), w.codes.float()) * scales * w.scales).to(x.dtype)
+
+    return multiply
+
+
+def layer_of(quantise, *names, dtype=torch.float32, kind=Quantised):
+    layer = kind(multiply_by(quantise), by_rows, *names)
+    for value in (*layer.parameters(), *layer.buffers()):
+        value.data = value.data.to(dtype) if value.is_floating_point() else value.data
+    return layer
+
+
+def given(dtype=torch.float32):
+    *floats, position = inputs()
+    return [*(value.to(dtype) for value in floats), position]
+
+
+def report_of(layer, **options):
+    """The report of a compiled layer, after its output and caches were compared with eager mode."""
+    theirs = copy.deepcopy(layer)
+    compiled = torch.compile(layer, backend="mla", options={"target": "reference", **options})
+    torch.testing.assert_close(compiled(*given()), theirs(*given()), rtol=1e-4, atol=1e-5)
+    caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
+    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-5)
+    return mla_fx.last_report()
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("quantise", QUANTISERS)
+def test_one_prolog(quantise, names):
+    report = report_of(layer_of(quantise, *names))
+    assert report.fused == {PROLOG: 1, ATTENTION: 1}, str(report)
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("quantise", [divided, multiplied, by_a_true_quotient, in_floats])
+def test_as_exact_in_bfloat16_as_eager_mode(quantise, names):
+    layer = layer_of(quantise, *names, dtype=torch.bfloat16)
+    exact, compiled = copy.deepcopy(layer), copy.deepcopy(layer)
+    for value in (*exact.parameters(), *exact.buffers()):
+        value.data = value.data.double() if value.is_floating_point() else value.data
+    ours = torch.compile(compiled, backend="mla", options={"target": "reference"})(*given(torch.bfloat16))
+    assert mla_fx.last_report().fused == {PROLOG: 1, ATTENTION: 1}
+    eager = layer(*given(torch.bfloat16))
+    wanted = exact(*(value.double() if value.is_floating_point() else value for value in given(torch.bfloat16)))
+    for own, near, true in (
+        (ours, eager, wanted),
+        (compiled.kv_cache, layer.kv_cache, exact.kv_cache),
+        (compiled.kr_cache, layer.kr_cache, exact.kr_cache),
+    ):
+        assert (own.double() - true).norm() <= 2 * (near.double() - true).norm()
+
+
+class Smoothed(Quantised):
+    """The query's latent is multiplied by a factor per column before it is quantised; the weight was divided by it."""
+
+    def query(self, x):
+        smooth = torch.linspace(0.5, 1.5, HCQ)
+        return self.project(self.norm(self.project(x, "q_a"), self.q_gamma) * smooth, "q_b")
+
+
+class SmoothedScales(Quantised):
+    """Scales come from the latent before it is smoothed: the codes are not those of what is smoothed."""
+
+    def query(self, x):
+        latent = self.norm(self.project(x, "q_a"), self.q_gamma)
+        scales = latent.abs().amax(-1, keepdim=True) / 127
+        codes = (latent * torch.linspace(0.5, 1.5, HCQ) / scales).round().clamp(-128, 127)
+        return linear(codes, self.q_b_codes.float()) * scales * self.q_b_scales
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+def test_smooth_scales(names):
+    layer = layer_of(divided, *names, kind=Smoothed)
+    assert report_of(layer).fused == {PROLOG: 1, ATTENTION: 1}
+
+
+def by_one_product_of_scales(x, w):
+    """The scales of tokens and outputs are multiplied first, and 127 divides both."""
+    largest = x.abs().amax(-1, keepdim=True)
+    product = linear((x * (127 / largest)).round().clamp(-127, 127), w.codes.float())
+    return product * (largest * w.scales / 127)
+
+
+def by_one_product_of_scales_of_outputs(x, w):
+    codes, scales = in_floats(x)
+    return linear(codes, w.codes.float()) * (w.scales * 3 * scales / 3)
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("multiply", [by_one_product_of_scales, by_one_product_of_scales_of_outputs, of_sums_cast_back])
+def test_scales_that_are_multiplied_first(multiply, names):
+    assert report_of(Quantised(multiply, by_rows, *names)).fused == {PROLOG: 1, ATTENTION: 1}
+
+
+def behind_both_scales(x, w):
+    largest = x.abs().amax(-1, keepdim=True)
+    product = linear((x * (127 / largest)).round().clamp(-127, 127), w.codes.float())
+    return product * largest * w.scales / 127
+
+
+def behind_the_product_of_scales(x, w):
+    largest = x.abs().amax(-1, keepdim=True)
+    product = linear((x * (127 / largest)).round().clamp(-127, 127), w.codes.float())
+    return product * (largest * w.scales) * (1 / 127)
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("multiply", [behind_both_scales, behind_the_product_of_scales])
+def test_a_number_behind_the_scales(multiply, names):
+    """Norms and rotations read it as their own; it is part of the scales all the same."""
+    assert report_of(Quantised(multiply, by_rows, *names)).fused == {PROLOG: 1, ATTENTION: 1}
+
+
+class KeyTimes(Quantised):
+    """A number multiplies k_rope alone."""
+
+    number = 3.0
+
+    def rotate_key(self, x, cos, sin):
+        return super().rotate_key(x * self.number, cos, sin)
+
+
+class KeyTimesNegative(KeyTimes):
+    number = -3.0
+
+
+def test_a_number_of_the_rotary_key():
+    """Scales of the rows take it, unless it is negative: the latent's norm would turn its sign."""
+    assert report_of(layer_of(divided, *DOWN, kind=KeyTimes)).fused == {PROLOG: 1, ATTENTION: 1}
+    for kind, names in ((KeyTimesNegative, DOWN), (KeyTimes, ("q_b",))):
+        torch._dynamo.reset()
+        report = report_of(layer_of(divided, *names, kind=kind))
+        assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}
+        assert f"q_rope relative to k_rope by {1 / kind.number:.6g}; the prolog takes one number" in str(report)
+
+
+def test_one_scale_for_a_whole_weight():
+    layer = layer_of(divided, *DOWN)
+    for name in DOWN:
+        setattr(layer, f"{name}_scales", getattr(layer, f"{name}_scales").mean())
+    assert report_of(layer).fused == {PROLOG: 1, ATTENTION: 1}
+
+
+class Stack(torch.nn.Module):
+    """Three layers, one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layer_of(divided, *DOWN) for _ in range(3))
+
+    def forward(self, x, *rest):
+        for layer in self.layers:
+            x = x + layer(x, *rest)
+        return x
+
+
+def test_layers_that_are_alike():
+    ours, theirs = Stack(), Stack()
+    found = torch.compile(ours, backend="mla", options={"target": "reference"})(*given())
+    torch.testing.assert_close(found, theirs(*given()), rtol=1e-3, atol=1e-3)
+    assert mla_fx.last_report().fused == {PROLOG: 3, ATTENTION: 3}
+
+
+@pytest.mark.slow
+def test_inductor_multiplies_int8_projections_one_by_one():
+    layer = layer_of(divided, "q_b")
+    theirs = copy.deepcopy(layer)
+    torch.testing.assert_close(torch.compile(layer, backend="mla")(*given()), theirs(*given()), rtol=1e-4, atol=1e-5)
+    report = mla_fx.last_report()
+    assert PROLOG not in report.fused and report.fused[ATTENTION] == 1
+    reasons = [miss.reason for miss in report.misses if miss.pattern == "mla_prolog"]
+    assert reasons == ["target 'inductor': int8 projections are faster one by one than in mla_prolog_v3"]
+
+
+# --- near twins ------------------------------------------------------------------------------------------------------
+
+
+def truncated(x):
+    _, scales = divided(x)
+    return (x / scales).to(torch.int8), scales
+
+
+def with_scales_of_the_neighbour(x):
+    codes, scales = divided(x)
+    return codes, scales.roll(1, 1)
+
+
+def by_the_largest_of_all_tokens(x):
+    scales = x.abs().amax((1, 2), keepdim=True) / 127
+    return (x / scales).round().to(torch.int8), scales
+
+
+def by_the_largest_without_sign(x):
+    scales = x.amax(-1, keepdim=True) / 127
+    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+
+def by_the_mean(x):
+    scales = x.abs().mean(-1, keepdim=True) / 42
+    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+
+def by_the_largest_of_other_values(x):
+    scales = (x + 1).abs().amax(-1, keepdim=True) / 127
+    return (x / scales).round().to(torch.int8), scales
+
+
+def with_an_added_guard(x):
+    scales = x.abs().amax(-1, keepdim=True) / 127 + 1e-6
+    return (x / scales).round().to(torch.int8), scales
+
+
+def with_fewer_steps(x):
+    scales = x.abs().amax(-1, keepdim=True) / 100
+    return (x / scales).round().to(torch.int8), scales
+
+
+def clamped(x):
+    codes, scales = divided(x)
+    return codes.clamp(-100, 100), scales
+
+
+def from_two_largest(x):
+    """The ends of two values: the second is larger."""
+    scales = torch.maximum(-x.amin(-1, keepdim=True), (2 * x).amax(-1, keepdim=True)) / 127
+    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+
+def in_half_steps(x):
+    """Codes are clamped to a number that is none of them."""
+    codes, scales = in_floats(x)
+    return (2 * codes).clamp(-128.5, 127.5), scales / 2
+
+
+def beyond_int8(x):
+    """The largest code, 128, wraps to -128 before it is clamped."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 127.5
+    return (x / scales).round().to(torch.int8).clamp(-128, 127), scales
+
+
+def with_a_bound_from_above(x):
+    """All factors are negative, so the least is the bound of the largest scale."""
+    scales = -(-x.abs().amax(-1, keepdim=True) / 127).clamp_min(-0.01)
+    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+
+def with_a_zero_point(x):
+    codes, scales = divided(x)
+    return codes + 1, scales
+
+
+def in_uint8(x):
+    """Negative codes wrap around."""
+    _, scales = divided(x)
+    return (x / scales).round().clamp(-128, 127).to(torch.int32).to(torch.uint8), scales
+
+
+def in_float8(x):
+    """Codes above 16 are rounded once more."""
+    _, scales = divided(x)
+    return (x / scales).round().to(torch.float8_e4m3fn), scales
+
+
+NEAR_TWINS = {
+    in_uint8: "codes are stored in torch.uint8, which does not hold all of them",
+    in_float8: "codes are stored in torch.float8_e4m3fn, which does not hold all of them",
+    truncated: "expected codes rounded to the nearest whole number, found div",
+    with_scales_of_the_neighbour: "the codes of tokens are multiplied by a scale that they were not divided by",
+    by_the_largest_of_all_tokens: "the scale of the query's latent is not that of one token",
+    by_the_largest_without_sign: "expected the largest magnitude, found the largest mul",
+    by_the_mean: "expected a largest value, found mean",
+    by_the_largest_of_other_values: "the codes of tokens are divided by the largest of other values",
+    with_an_added_guard: "expected a largest value, found add",
+    with_fewer_steps: "the largest code of a token is 100, expected 127",
+    clamped: "the codes of tokens are clamped to -100 and 100",
+    from_two_largest: "expected the largest magnitude, found the ends of two values",
+    in_half_steps: "expected codes rounded to the nearest whole number, found clamp",
+    beyond_int8: "codes from -128 to 128 are cast to integers from -128 to 127 and not clamped before, so they wrap",
+    with_a_bound_from_above: "the scale of a token is multiplied by -1",
+    with_a_zero_point: "expected codes rounded to the nearest whole number, found add",
+}
+
+
+@pytest.mark.parametrize("quantise", NEAR_TWINS)
+def test_near_twins(quantise):
+    report = report_of(layer_of(quantise, "q_b"))
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason for miss in report.misses] == [NEAR_TWINS[quantise]]
+
+
+class SmoothedByToken(Quantised):
+    """The latent is multiplied by its own largest value, which no smoothing does."""
+
+    def query(self, x):
+        latent = self.norm(self.project(x, "q_a"), self.q_gamma)
+        return self.project(latent * latent.amax(-1, keepdim=True), "q_b")
+
+
+NOT_SMOOTHED = {
+    SmoothedScales: "the codes of tokens are divided by the largest of other values",
+    SmoothedByToken: "the query's latent is multiplied by a tensor that differs from token to token",
+}
+
+
+@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
+@pytest.mark.parametrize("kind", NOT_SMOOTHED)
+def test_what_is_not_smoothed(kind, names):
+    report = report_of(layer_of(divided, *names, kind=kind))
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason for miss in report.misses] == [NOT_SMOOTHED[kind]]
+
+
+SOME = {
+    ("q_a", "q_b"): "token_x is not one tensor",
+    ("q_a", "kv_a"): "mla_prolog_v3 takes int8 weights of q_b or of all projections; weight_qr, weight_uq are not int8",
+}
+
+
+@pytest.mark.parametrize("names", SOME)
+def test_some_projections(names):
+    report = report_of(layer_of(divided, *names))
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason[: len(SOME[names])] for miss in report.misses] == [SOME[names]]
+
+
+class OtherTokens(Quantised):
+    """The key side quantises other hidden states than the query."""
+
+    def rows(self, x):
+        return super().rows(x.clamp(-1, 1))
+
+
+def test_codes_of_other_tokens():
+    report = report_of(layer_of(divided, *DOWN, kind=OtherTokens))
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason.partition(":")[0] for miss in report.misses] == ["token_x is not one tensor"]
+
+
+# --- another quantisation than a kernel's ----------------------------------------------------------------------------
+
+
+def as_torchao_does(x):
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    low, high = torch.minimum(low, torch.zeros_like(low)), torch.maximum(high, torch.zeros_like(high))
+    scales = (torch.maximum(-low, high) / 127.5).clamp(min=1.1920928955078125e-07).float()
+    codes = (x * (1.0 / scales)).round() + torch.zeros_like(scales, dtype=torch.int8)
+    return codes.clamp(-128, 127).to(torch.int8), scales
+
+
+def as_sglang_does(x):
+    largest = x.float().abs().max(-1, keepdim=True)[0].clamp_min(1e-7)
+    return (x * (127 / largest)).round().to(torch.int8), largest / 127
+
+
+def with_a_guard_that_counts(x):
+    scales = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-3)
+    return (x / scales).round().to(torch.int8), scales
+
+
+COUNTS = "the largest value of a token counts as {:.3g} at least, in a kernel as it is"
+DIFFERENCES = {
+    as_torchao_does: f"the largest code of a token is 127.5, of a kernel 127; {COUNTS.format(1.52e-05)}",
+    as_sglang_does: COUNTS.format(1e-7),
+    with_a_guard_that_counts: COUNTS.format(0.127),
+}
+
+
+@pytest.mark.parametrize("quantise", DIFFERENCES)
+def test_another_quantisation_is_taken_on_request(quantise):
+    """The report names each difference; the answer moves by no more than the quantisation itself."""
+    report = report_of(layer_of(quantise, "q_b"))
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    said = f"{DIFFERENCES[quantise]}; quant='vendor' takes the operator's codes"
+    assert [miss.reason for miss in report.misses] == [said]
+    torch._dynamo.reset()
+    layer, plain, options = layer_of(quantise, "q_b"), Layer(), {"target": "reference", "quant": "vendor"}
+    ours = torch.compile(copy.deepcopy(layer), backend="mla", options=options)(*given())
+    report = mla_fx.last_report()
+    assert report.fused == {PROLOG: 1, ATTENTION: 1}, str(report)
+    assert [note for note in report.notes if note.startswith("mla_prolog: ")] == [
+        f"mla_prolog: {difference}" for difference in DIFFERENCES[quantise].split("; ")
+    ]
+    eager, unquantised = layer(*given()), plain(*given())
+    assert (ours - eager).norm() <= 2 * (eager - unquantised).norm()
+
+
+def as_deepseek_does(x):
+    largest = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    return (x * (127 / largest)).round().to(torch.int8), largest / 127
+
+
+def test_a_guard_that_acts_because_a_norm_has_small_weights():
+    """The weight of the norm may be 1e-5, and that of the next projection makes up for it."""
+    layer = layer_of(as_deepseek_does, "q_b")
+    layer.q_gamma.data *= 1e-5
+    layer.q_b_scales *= 1e5
+    report = report_of(layer)
+    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
+    assert [miss.reason for miss in report.misses] == [
+        f"{COUNTS.format(1e-4)}; quant='vendor' takes the operator's codes"
+    ]
+
+
+def in_the_dtype_of_the_model(x):
+    scales = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+
+def test_codes_computed_in_bfloat16():
+    """One in twenty of a kernel's codes would be another."""
+    layer = layer_of(in_the_dtype_of_the_model, "q_b", dtype=torch.bfloat16)
+    for quant, own in (("exact", KEY_SIDE), ("vendor", PROLOG)):
+        torch._dynamo.reset()
+        options = {"target": "reference", "quant": quant}
+        torch.compile(copy.deepcopy(layer), backend="mla", options=options)(*given(torch.bfloat16))
+        report = mla_fx.last_report()
+        assert report.fused == {own: 1, ATTENTION: 1}, str(report)
+        said = "the codes of tokens are computed in torch.bfloat16, in a kernel in torch.float32"
+        assert said in (report.misses[0].reason if own == KEY_SIDE else "\n".join(report.notes))
+
+
+def test_the_quantiser_of_hidden_states_is_the_programs_own():
+    """It stays in the graph, so any will do."""
+    def mixed(x):
+        return divided(x) if x.shape[-1] == HCQ else as_torchao_does(x)
+
+    assert report_of(layer_of(mixed, *DOWN)).fused == {PROLOG: 1, ATTENTION: 1}

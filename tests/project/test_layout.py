@@ -1,0 +1,175 @@
+"""The imports between the folders, the size of files, and what `import mla_fx` imports."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_fx.driver import discovery
+
+ROOT = Path(__file__).parents[2]
+CORE = sorted((ROOT / "mla_fx").rglob("*.py"))
+PLUGINS = sorted([*(ROOT / "patterns").rglob("*.py"), *(ROOT / "lowering").rglob("*.py")])
+NPU = ROOT / "tests" / "npu"
+KERNELS = sorted([*(NPU / "ge_ops").glob("*.py"), *NPU.glob("ge_*.py"), NPU / "cpu_kernels.py", NPU / "formats.py"])
+OPERATORS = sorted((ROOT / "mla_fx" / "ops").rglob("*.py"))
+LINES = 400
+# What a rule is described with, and what its own words are made of.
+OFFERED = {"mla_fx.rule.Reads", "mla_fx.rule.Root", "mla_fx.rule.Stage"}
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def imports(path):
+    """The modules that a file imports anywhere; relative ones by their full names."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_within(module, *packages):
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def test_relative_imports_are_read_as_full_names():
+    assert "mla_fx.errors.NoMatch" in set(imports(ROOT / "mla_fx" / "readings" / "rope.py"))
+
+
+@pytest.mark.parametrize("path", OPERATORS, ids=name_of)
+def test_operators_import_torch_and_nothing_else_of_ours_but_errors(path):
+    allowed = ("torch", "mla_fx.ops", "mla_fx.errors", *sys.stdlib_module_names)
+    assert [module for module in imports(path) if not is_within(module, *allowed)] == []
+
+
+@pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
+def test_nothing_imports_a_pattern_or_a_target_by_name(path):
+    """A large pattern has its own folder. Targets may share one, and so may prologs, and attentions."""
+    plugged = ("mla_fx.patterns", "mla_fx.lowering", "patterns", "lowering")
+    folder = ".".join(path.relative_to(ROOT).parts[:2])
+    shared = [f"lowering.{found.name}" for found in (ROOT / "lowering").iterdir() if found.is_dir()]
+    shared = shared if path.parent == ROOT / "lowering" else [folder]
+    kinds = [kind for kind in ("mla_prolog", "mla_attention") if path.stem.startswith(f"{kind}_")]
+    shared = [f"patterns.{kinds[0]}"] if kinds and "patterns" in path.parts else shared
+    found = [module for module in imports(path) if is_within(module, *plugged)]
+    assert [module for module in found if not is_within(module, *shared)] == []
+
+
+# From the bottom to the top: each folder imports those before it.
+ROOMS = (
+    "mla_fx.errors", "mla_fx.ops", "mla_fx.graph", "mla_fx.readings", "mla_fx.rewriting", "mla_fx.matching",
+    "mla_fx.proving",
+    "mla_fx.cases", "mla_fx.rule", "mla_fx.target", "mla_fx.options", "mla_fx.debug", "mla_fx.passes", "mla_fx.driver",
+    "mla_fx.backend", "mla_fx.graph_pass", "mla_fx", "mla_fx.commands", "mla_fx.__main__",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "mla_fx" / "proving").glob("*.py")), ids=name_of)
+def test_the_check_of_rewrites_shares_no_code_with_what_it_checks(path):
+    """It sees drafts, which are calls, and nothing of how they were found or are computed."""
+    shared = ("mla_fx.proving", "mla_fx.graph", "mla_fx.rewriting.draft")
+    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
+    assert [module for module in ours if not is_within(module, *shared)] == []
+
+
+def room_of(module):
+    return max((room for room in ROOMS if is_within(module, room)), key=len)
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_no_arrow_points_up(path):
+    """Also if a name is imported only for its type."""
+    own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
+    above = ROOMS[ROOMS.index(room_of(own)) + 1 :]
+    assert [module for module in ours if room_of(module) in above] == []
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=name_of)
+def test_plugins_import_no_pass_and_nothing_of_the_driver(path):
+    closed = ("mla_fx.passes", "mla_fx.driver", "mla_fx.debug")
+    assert [module for module in imports(path) if is_within(module, *closed)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "patterns").rglob("*.py")), ids=name_of)
+def test_all_that_a_rule_needs_comes_through_one_door(path):
+    doors = ("mla_fx.rule", "mla_fx.cases", "mla_fx.ops")
+    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
+    assert [module for module in ours if not is_within(module, *doors)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "mla_fx" / "rule").glob("*.py")), ids=name_of)
+def test_the_door_exports_what_it_says_and_nothing_that_no_rule_uses(path):
+    module = importlib.import_module(f"mla_fx.rule.{path.stem}".removesuffix(".__init__"))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    rules = [*(ROOT / "patterns").rglob("*.py"), ROOT / "examples" / "add_a_pattern.py"]
+    used = {name for rule in rules for name in imports(rule)}
+    offered = {f"{module.__name__}.{name}" for name in module.__all__}
+    assert sorted(offered - used - OFFERED) == []
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=name_of)
+def test_plugins_import_the_core_and_torch(path):
+    allowed = ("mla_fx", "torch", "functorch", *sys.stdlib_module_names)
+    eager = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+    others = [node.module for node in eager if node.level == 0]
+    assert [module for module in others if not is_within(module, *allowed)] == []
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=name_of)
+def test_the_kernels_of_the_npu_tests_share_nothing_with_the_package(path):
+    """What is right for them is the vendor's documents, so that a fault in the package's own operators shows."""
+    allowed = ("torch", "torch_npu", "torchair", "npu", *sys.stdlib_module_names)
+    assert [module for module in imports(path) if not is_within(module, *allowed)] == []
+    assert "mla_fx" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
+def test_a_file_can_be_read_in_one_sitting(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+@pytest.mark.parametrize("rule", discovery.rules(), ids=lambda rule: rule.name)
+def test_a_rule_brings_its_cases(rule):
+    assert rule.accepts, "a rule says what it must fuse"
+    # a rule without misses has no reasons to show; its own tests check what it leaves unchanged
+    assert rule.rejects or not rule.tells_misses, "a rule says what it must leave alone"
+    assert all(case.fused for case in rule.accepts)
+    assert all(case.because for case in rule.rejects)
+
+
+def test_every_file_in_patterns_holds_one_rule():
+    """Or a folder, where a pattern is large."""
+    files = {path.stem for path in (ROOT / "patterns").glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in (ROOT / "patterns").glob("*/__init__.py")}
+    assert {rule.name for rule in discovery.rules()} == files | folders
+
+
+def test_every_file_in_lowering_holds_one_target():
+    files = {path.stem for path in (ROOT / "lowering").glob("*.py")} - {"__init__"}
+    assert set(discovery.targets()) == files
+
+
+HEAVY = ("transformers", "rich", "torch._inductor", "torchair", "triton")
+
+
+def test_importing_the_package_stays_light():
+    """Compared with what `import torch` alone brings."""
+    code = "import sys, torch; before = set(sys.modules); import mla_fx; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert [module for module in done.stdout.split() if is_within(module, *HEAVY)] == []
+
+
+def test_the_backend_is_registered_by_name():
+    import torch._dynamo
+
+    assert "mla" in torch._dynamo.list_backends()

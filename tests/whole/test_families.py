@@ -1,0 +1,126 @@
+"""A decode step of every MLA family in transformers: what fuses, and that results and caches never change."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from lib.families import COUNTS_FLAGS, FAMILIES, Recorder, cache_tensors, empty_cache, tiny_model, tokens
+
+import mla_fx
+
+QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
+QUICKEST = ("youtu", "minicpm3")
+EXACT = {"rtol": 1e-4, "atol": 1e-5}
+PROMPT = 12
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What fuses in the two layers of a tiny model, and part of the reason for everything that does not."""
+
+    static: dict[str, int]
+    dynamic: dict[str, int]
+    reasons: tuple[str, ...] = ()
+
+
+def whole(layers: int, *reasons: str) -> Expected:
+    fused = {"mla_prolog": layers, "latent_attention": layers}
+    return Expected(fused, fused, reasons)
+
+
+def attention_and_cache(layers: int, *reasons: str) -> Expected:
+    """No prolog: the query is not computed as in an MLA prolog."""
+    fused = {"kv_rmsnorm_rope_cache": layers, "latent_attention": layers}
+    return Expected(fused, fused, reasons)
+
+
+def attention_only(layers: int, *reasons: str) -> Expected:
+    return Expected({"latent_attention": layers}, {"latent_attention": layers}, reasons)
+
+
+EXPECTED = {
+    "deepseek_v2": whole(2),
+    "deepseek_v3": whole(2),
+    "deepseek_v32": whole(2),
+    "kimi_linear": whole(1),  # and a layer of linear attention
+    "longcat_flash": whole(2),
+    "minicpm3": whole(2),
+    "mistral4": whole(2),
+    "mistral_large4": whole(2),  # one of its layers has no rotary part
+    "youtu": whole(2),
+    "glm4_moe_lite": whole(2),
+    "glm_moe_dsa": whole(2),
+    "glm5_next": whole(1),  # and a layer of linear attention
+    "hy_v4": whole(2),
+    "axk1": whole(2),
+    "axk2": attention_and_cache(2, "the query is made of a normed latent joined with more"),
+    "bailing_hybrid": whole(1),
+    "dots3_note": attention_and_cache(2, "k_rope is normalised, which"),
+}
+
+
+def at_each_family(quick=QUICK):
+    return [pytest.param(family, marks=() if family in quick else pytest.mark.campaign) for family in FAMILIES]
+
+
+def prefilled(model, kind):
+    cache = empty_cache(model, kind)
+    model(tokens(2, PROMPT), past_key_values=cache)
+    return cache
+
+
+def check_same_caches(ours, theirs):
+    torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("family", at_each_family())
+@torch.no_grad()
+def test_decode_step(family, kind):
+    model = tiny_model(family)
+    theirs = prefilled(model, kind)
+    ours = copy.deepcopy(theirs)
+    step = tokens(2, 1)
+    recorder = Recorder()
+    compiled = torch.compile(model, backend=recorder)
+    expected = model(step, past_key_values=theirs)[0]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=family in COUNTS_FLAGS):
+        torch.testing.assert_close(compiled(step, past_key_values=ours)[0], expected, **EXACT)
+    check_same_caches(ours, theirs)
+    check_fused(recorder.report, EXPECTED[family], kind)
+
+
+def check_fused(report, expected, kind):
+    assert report.fused == getattr(expected, kind), str(report)
+    for miss in report.misses:
+        assert any(reason in miss.reason for reason in expected.reasons), str(report)
+
+
+STEPS = {  # the kind of cache, tokens before, tokens, and whether all sizes are symbols
+    "prompt": ("static", 0, PROMPT, None),
+    "chunk": ("static", PROMPT, 5, None),
+    "decode": ("static", PROMPT, 1, None),
+    "growing cache": ("dynamic", PROMPT, 5, None),
+    "dynamic": ("static", PROMPT, 3, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("family", at_each_family(QUICKEST))
+@torch.no_grad()
+def test_nothing_is_unchecked(family, step):
+    """Neither what rules do nor what Inductor's target makes of it, which is not compiled."""
+    kind, before, count, dynamic = step
+    model = tiny_model(family)
+    cache = empty_cache(model, kind)
+    if before:
+        model(tokens(2, before), past_key_values=cache)
+    given = {"capture_dynamic_output_shape_ops": family in COUNTS_FLAGS, "assume_static_by_default": not dynamic}
+    with torch._dynamo.config.patch(given):
+        report = mla_fx.explain(model, target="inductor")(tokens(2, count), past_key_values=cache)
+    assert report.checked and (report.unchecked, report.refuted) == ([], []), str(report)
