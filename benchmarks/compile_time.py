@@ -4,9 +4,8 @@ python benchmarks/compile_time.py                        about ten minutes, on a
 python benchmarks/compile_time.py --layers 16            fewer layers, to try the script
 
 Small models of transformers decode one token. The passes are timed by mla_fx's own clock, after a compilation that
-loads
-everything. Whole compilations alternate with stock Inductor's, each with a new model, with all of PyTorch's caches
-off.
+loads everything. Whole compilations alternate with stock Inductor's, each with a new model, with all of PyTorch's
+caches off.
 """
 
 from __future__ import annotations

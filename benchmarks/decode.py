@@ -5,10 +5,9 @@ python benchmarks/decode.py                         a quarter of an hour, on an 
 python benchmarks/decode.py --rounds 3 --heads 8    to try the script
 
 One DeepseekV3Attention layer of DeepSeek-V3's sizes with its StaticCache, bfloat16, one token. Variants take turns in
-one
-process: medians of the rounds after three to warm up, with a new input in each round. The floor is the time to read
-weights and cache once and to do the arithmetic of attention, at rates that are measured in the same rounds. If the
-reading rate changed by more than 15 %, the race is run again. Every output and cache is checked against float32.
+one process: medians of the rounds after three to warm up, with a new input in each round. The floor is the time to
+read weights and cache once and to do the arithmetic of attention, at rates that are measured in the same rounds. If
+the reading rate changed by more than 15 %, the race is run again. Every output and cache is checked against float32.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 python benchmarks/graphs.py                    a few minutes
 
 DeepseekV3ForCausalLM of small sizes, one layer, with mla_fx on the reference target. Graphs are counted as Dynamo
-passes
-them to the backend.
+passes them to the backend.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Whether attention uses the cheaper form for every number of new tokens, compared with both forms forced, and how fast
-it is.
+"""Whether attention uses the cheaper form for every number of new tokens, compared with both forms forced, and how
+fast it is.
 
 python benchmarks/query_tokens.py                            about half an hour, on an otherwise idle machine
 python benchmarks/query_tokens.py --heads 8 --rounds 3       fewer heads, to try the script
 
 One DeepseekV3Attention layer of DeepSeek-V3's sizes, bfloat16, 4096 tokens in its StaticCache, the last S of them new.
 Each variant is compiled once for any S, and once for S=1, which has its own graph in any backend. Variants take turns
-in
-one process: medians of the rounds after one to warm up, with a new input in each round. The outputs of the first round,
-and the caches, agree with the layer absorbed by hand in float32.
+in one process: medians of the rounds after one to warm up, with a new input in each round. The outputs of the first
+round, and the caches, agree with the layer absorbed by hand in float32.
 """
 
 from __future__ import annotations
