@@ -144,6 +144,6 @@ def test_a_weight_that_depends_on_tokens_is_what_the_program_computes(name):
     number, fused = DEPENDING[name]
     report = report_of(Depending(number))
     assert report.fused == fused, str(report)
-    assert [miss.reason for miss in report.misses] == [
-        "the operator would need a value that it computes itself"
-    ] * (fused == KEY_SIDE)
+    assert [miss.reason for miss in report.misses] == ["the operator would need a value that it computes itself"] * (
+        fused == KEY_SIDE
+    )

@@ -501,6 +501,7 @@ def test_codes_computed_in_bfloat16():
 
 def test_the_quantiser_of_hidden_states_is_the_programs_own():
     """It stays in the graph, so any will do."""
+
     def mixed(x):
         return divided(x) if x.shape[-1] == HCQ else as_torchao_does(x)
 

@@ -367,7 +367,6 @@ def test_near_twins(kind, quant):
 
 
 class OldScales(Tiled):
-
     def dequantised(self, codes, scales, old_scales):
         return super().dequantised(codes, old_scales, old_scales)
 

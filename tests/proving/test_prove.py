@@ -122,9 +122,7 @@ def test_a_plan_with_a_fault_is_refused(monkeypatch, operator, fault):
 def test_pages_of_another_sequence_are_refused(monkeypatch):
     """The first page alone is seen by all rows if positions are small, and may be the same one."""
     fault = changed("block_table", aten.flip.default, [0])
-    monkeypatch.setattr(
-        prove, "difference", lambda plan: check.difference(with_fault(plan, "latent_attention", fault))
-    )
+    monkeypatch.setattr(prove, "difference", lambda plan: check.difference(with_fault(plan, "latent_attention", fault)))
     entry = Entry(replace(ABSORBED, cache="paged"))
     with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"), torch.no_grad():
         check_same(entry.build(), entry.arguments(FEW), with_backend(entry.build()))
