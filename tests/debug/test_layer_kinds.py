@@ -27,7 +27,9 @@ def test_layers_are_counted_by_their_kind():
     assert report.fused == {"mla_prolog": 5, "latent_attention": 5}
     assert report.modules["mla_prolog"] == [f"model.layers.{place}.self_attn" for place in range(5)]
     assert list(report.layers) == [f"model.layers.{place}" for place in range(5)]
-    assert report.notes[0] == ("traced one of each group of equal layers: model.layers.0 for 2, model.layers.2 for 3")
+    assert report.notes[0] == (
+        "traced one of each group of equal layers: model.layers.0 for 2, model.layers.2 for 3"
+    )
     assert not any("forward" in vars(layer) or layer._forward_hooks for layer in model.model.layers)
 
 

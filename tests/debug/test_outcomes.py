@@ -177,9 +177,7 @@ class TestText(TestCase):
         written = io.StringIO()
         Console(file=written, width=100, color_system=None).print(several())
         text = "\n".join(line.rstrip() for line in written.getvalue().splitlines())
-        self.assertExpectedInline(
-            text,
-            """\
+        self.assertExpectedInline(text, """\
 mla_fx on inductor: fused kv_rmsnorm_rope_cache x3, mla_attention x3, mla_prolog x4,
 latent_attention x6 in 3 graphs
 
@@ -195,21 +193,17 @@ latent_attention x6 in 3 graphs
                                                                 without a bias, found addmm (at
                                                                 addmm_2, model.py:17,
                                                                 model.layers.2.self_attn.q_b_proj)
-""",
-        )
+""")
 
     def test_text(self):
-        self.assertExpectedInline(
-            str(several()),
-            """\
+        self.assertExpectedInline(str(several()), """\
 mla_fx on inductor: fused kv_rmsnorm_rope_cache x3, mla_attention x3, mla_prolog x4, latent_attention x6 in 3 graphs in 0.0 ms
   graph 0: fused kv_rmsnorm_rope_cache x3, mla_attention x3
   graphs 1, 2: fused mla_prolog x2, latent_attention x3
   model.layers.0, 1 (2): kv_rmsnorm_rope_cache, mla_attention in graph 0; mla_prolog, latent_attention in graphs 1, 2
   model.layers.2: kv_rmsnorm_rope_cache, mla_attention in graph 0; latent_attention in graphs 1, 2
 nearest misses:
-  mla_prolog: expected a product without a bias, found addmm (at addmm_2, model.py:17, model.layers.2.self_attn.q_b_proj); 2 times""",
-        )  # noqa: E501  # the text as it is printed
+  mla_prolog: expected a product without a bias, found addmm (at addmm_2, model.py:17, model.layers.2.self_attn.q_b_proj); 2 times""")  # noqa: E501  # the text as it is printed
 
     def test_html(self):
         found = report(fused(0), [miss(1, reason="a < b & c")])
@@ -217,14 +211,11 @@ nearest misses:
         style = ' style="text-align: left; padding: 0.3em 0.6em; border: 1px solid"'
         html = found._repr_html_()
         assert html.count(style) == html.count("<td") + html.count("<th") == 9
-        self.assertExpectedInline(
-            html.replace(style, "").replace("<tr>", "\n<tr>"),
-            """\
+        self.assertExpectedInline(html.replace(style, "").replace("<tr>", "\n<tr>"), """\
 <table style="border-collapse: collapse"><caption style="text-align: left">mla_fx on inductor: fused mla_prolog x1</caption>
 <tr><th>layers</th><th>fused</th><th>why not more</th></tr>
 <tr><td>model.layers.0</td><td>mla_prolog</td><td></td></tr>
-<tr><td>model.layers.1</td><td>nothing</td><td>mla_prolog: a &lt; b &amp; c (at addmm_1, model.py:17, model.layers.1.self_attn.q_b_proj)</td></tr></table><ul><li>&lt;noted&gt;</li></ul>""",
-        )  # noqa: E501  # the text as it is written
+<tr><td>model.layers.1</td><td>nothing</td><td>mla_prolog: a &lt; b &amp; c (at addmm_1, model.py:17, model.layers.1.self_attn.q_b_proj)</td></tr></table><ul><li>&lt;noted&gt;</li></ul>""")  # noqa: E501  # the text as it is written
 
 
 def test_nothing_compiled():

@@ -54,15 +54,12 @@ class TestWording(TestCase):
                 misses=[miss(), miss(node="mm_9", module="layers.4.self_attn"), miss(source="model.py:20")],
             )
         )
-        self.assertExpectedInline(
-            text,
-            """\
+        self.assertExpectedInline(text, """\
 mla_fx on inductor: fused mla_prolog x61, latent_attention x61 in 1.8 ms
   caches written in place: 122/122, copies: 0 bytes
 nearest misses:
   mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn
-  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:20, layers.3.self_attn)""",
-        )  # noqa: E501  # the text as it is printed
+  mla_prolog: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:20, layers.3.self_attn)""")  # noqa: E501  # the text as it is printed
 
     def test_pieces_beside_operators(self):
         found = report(fused={"mla_prolog": 2}, pieces={"norm_linear": 1, "rope": 1})
@@ -77,24 +74,18 @@ nearest misses:
     def test_memory_before_the_notes(self):
         alike = [Memory(61, 61 * 18 * 2**20, 0, 27 * 2**20, 2586 * 2**20, 0)] * 2
         text = str(report(fused={"latent_attention": 61}, memory=alike, notes=["caches written in place"]))
-        self.assertExpectedInline(
-            text,
-            """\
+        self.assertExpectedInline(text, """\
 mla_fx on inductor: fused latent_attention x61 in 1.8 ms
   memory, per layer of 61: 0.0 KiB of copies of weights, 18.0 MiB of caches read; temporaries about 27.0 MiB, unfused 2586.0 MiB
-  caches written in place""",
-        )  # noqa: E501  # the text as it is printed
+  caches written in place""")  # noqa: E501  # the text as it is printed
 
     def test_two_patterns_that_failed_alike(self):
         layers = [miss(), miss(node="mm_9", module="layers.4.self_attn")]
         others = [replace(one, pattern="kv_rmsnorm_rope_cache") for one in layers]
-        self.assertExpectedInline(
-            str(report(misses=[*layers, *others])),
-            """\
+        self.assertExpectedInline(str(report(misses=[*layers, *others])), """\
 mla_fx on inductor: fused nothing in 1.8 ms
 nearest misses:
-  mla_prolog, kv_rmsnorm_rope_cache: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn""",
-        )  # noqa: E501  # the text as it is printed
+  mla_prolog, kv_rmsnorm_rope_cache: expected a rotary embedding, found mul.Tensor (at mm_4, model.py:17, layers.3.self_attn); 2 times, the last in layers.4.self_attn""")  # noqa: E501  # the text as it is printed
 
     def test_equal_misses_of_one_module(self):
         self.assertExpectedInline(
