@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lib.plants import plant_in_runs
-from patterns.test_quantised_prologs import DOWN, divided, layer_of
+from lib.quantised_prologs import DOWN, divided, layer_of
 
 import mla_fx
 from mla_fx.cases import HCQ, HE, B, D, Layer, N, inputs

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from lib.comparing import ALL, with_backend
+from lib.own_rules import EXAMPLE, ROOT, forget
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
 
@@ -21,9 +22,6 @@ import mla_fx
 from mla_fx.driver import cache_key, discovery
 from mla_fx.passes.pipeline import PIPELINE
 from mla_fx.rule import Rule, Stage
-
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "add_a_pattern.py"
 
 RULE = """
 from mla_fx.rule import Rule, ValuePattern, var
@@ -41,11 +39,6 @@ def forget_what_a_test_registers(monkeypatch):
     monkeypatch.setattr(discovery, "_registered", [])
     yield
     forget()
-
-
-def forget():
-    for known in (discovery.found_rules, discovery.found_targets, discovery.targets, discovery.packages):
-        known.cache_clear()
 
 
 def folder_of(path, **files):

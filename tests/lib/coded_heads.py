@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import torch
-from patterns.test_paged_heads import Gqa, arguments
 from torch import nn
+
+from lib.paged_heads import (
+    HEADS,
+    Gqa,
+    arguments,
+)
 
 STEPS = 40  # codes for one
 
 
 class Codes:
-    """Makes a layer of test_paged_heads one that stores codes. Tests override its pieces."""
+    """Makes a layer of paged_heads.py one that stores codes. Tests override its pieces."""
 
     def __init__(self, sizes=None):
         super().__init__(sizes)
@@ -52,7 +57,7 @@ class ZeroPoints(Coded):
 
 
 def coded(kind):
-    """A layer of test_paged_heads, with codes."""
+    """A layer of paged_heads.py, with codes."""
     return type(f"Coded{kind.__name__}", (Codes, kind), {})
 
 
@@ -64,3 +69,46 @@ def in_codes(given):
 
 def given(module, dtype=torch.float64):
     return in_codes(arguments(module.sizes, dtype))
+
+
+# --- spellings -------------------------------------------------------------------------------------------------------
+
+
+class InFloat32(Coded):
+    """Dequantised in float32 at least and rounded once."""
+
+    def numbers(self, codes, scale, zero):
+        return (codes.float() * scale.to(torch.promote_types(scale.dtype, torch.float32))).to(scale.dtype)
+
+
+class OfHeads(Coded):
+    def numbers(self, codes, scale, zero):
+        return codes.to(scale.dtype) * scale[:, :1]
+
+
+class KeysAlone(Coded):
+    """Values are stored as they are."""
+
+    def codes(self, rows, scale):
+        return super().codes(rows, scale) if scale is self.key_scale else rows
+
+    def values(self, value):
+        return value
+
+
+class ZerosOfKeys(ZeroPoints):
+    def values(self, value):
+        return value.to(self.value_scale.dtype) * self.value_scale
+
+
+class ScaledQuery(Coded):
+    """The scale of keys multiplies the query, that of values the result: keys and values are the codes."""
+
+    def attend(self, query, key, value, positions):
+        group = HEADS // self.kv_heads
+        scales = (scale.repeat_interleave(group, 0) for scale in (self.key_scale, self.value_scale))
+        of_keys, of_values = scales
+        return super().attend(query * of_keys, key, value, positions) * of_values
+
+    def numbers(self, codes, scale, zero):
+        return codes.to(scale.dtype)

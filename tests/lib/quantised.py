@@ -221,9 +221,7 @@ def of_fake_quantisation(x, w):
     low, high = (x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0))
     scales = torch.maximum(low.abs(), high.abs()) / 127.5
     scales = torch.where(scales == 0, torch.finfo(x.dtype).eps, scales)
-    values, weight = (
-        torch.clamp(part / by, -128, 127).round() * by for part, by in ((x, scales), (w.codes, w.scales))
-    )
+    values, weight = (torch.clamp(part / by, -128, 127).round() * by for part, by in ((x, scales), (w.codes, w.scales)))
     return linear(values, weight)
 
 

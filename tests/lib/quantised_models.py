@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import warnings
@@ -11,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.quantised import Stored, by_blocks, of_blocks
+from lib.quantised import (
+    Stored,
+    by_blocks,
+    of_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -71,3 +76,11 @@ def keys_and_values_in_blocks(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(getattr(module, "kv_b_proj", None), nn.Linear):
             module.kv_b_proj = InBlocks(module.kv_b_proj)
+
+
+def in_dtype(layer, dtype):
+    """A copy of a layer with its floats in another dtype, but codes in float8 as they are."""
+    layer = copy.deepcopy(layer)
+    for value in (*layer.parameters(), *layer.buffers()):
+        value.data = value.data.to(dtype) if value.dtype == torch.float32 else value.data
+    return layer

@@ -3,15 +3,14 @@
 import inspect
 import math
 
+import pytest
 import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.readings.axes import (
-    Axis,
-    of_axis,
-)
+from mla_fx.errors import NoMatch
+from mla_fx.readings.axes import Axis, of_axis
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.sizes import size_of
 from mla_fx.readings.views import fresh_index
@@ -73,6 +72,19 @@ def agree(actual, expected):
 
 def dense(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape)), dtype=torch.float64).to(dtype)
+
+
+MASK = dense(B, 1, S, T) > -0.5
+MASK[..., 0] = True
+BIAS = torch.zeros(B, 1, S, T).masked_fill(~MASK, -torch.inf)
+
+
+def rows(x):
+    return x[..., None] * 10 + torch.arange(6.0)
+
+
+def refused(reason):
+    return pytest.raises(NoMatch, match=reason)
 
 
 def assert_resolves(traced):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from lib.coded_heads import ZeroPoints, in_codes
 from lib.operators.harness import TOLERANCE
+from lib.paged_heads import Engine, Sizes, arguments
 from mla_fx.lowering import loops
-from patterns.test_paged_heads import Engine, Sizes, arguments
 from torch import nn
 from torch._inductor.virtualized import V
 

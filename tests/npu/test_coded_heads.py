@@ -1,14 +1,24 @@
 """Attention over paged keys and values per head in int8 codes becomes the vendor's, with a scale for each column.
 
-The layers are plain PyTorch, as in tests/test_coded_heads.py."""
+The layers are plain PyTorch, as in lib/coded_heads.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from lib.coded_heads import Coded, ZeroPoints, coded, given, in_codes
-from patterns.test_coded_heads import InFloat32, KeysAlone, OfHeads, ScaledQuery, ZerosOfKeys
-from patterns.test_paged_heads import Eager, Grouped, PagesOfHeads, arguments, heads_first
+from lib.coded_heads import (
+    Coded,
+    InFloat32,
+    KeysAlone,
+    OfHeads,
+    ScaledQuery,
+    ZeroPoints,
+    ZerosOfKeys,
+    coded,
+    given,
+    in_codes,
+)
+from lib.paged_heads import Eager, Grouped, PagesOfHeads, arguments, heads_first
 from torch import nn
 
 import mla_fx

@@ -1,6 +1,6 @@
 """Keys of heads that are normalised and rotated in front, and their values: one operator of the vendor writes both.
 
-The layers are plain PyTorch, as in tests/test_key_value_caches.py."""
+The layers are plain PyTorch, as in lib/key_value_caches.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import copy
 
 import pytest
 import torch
+from lib.key_value_caches import ByBlocks, Interleaved, Keys, Sizes, ValuesFirst, arguments
 from mla_fx.lowering.ascend.surface import RELEASES
-from patterns.test_key_value_caches import ByBlocks, Interleaved, Keys, Sizes, ValuesFirst, arguments
 
 import mla_fx
 from npu import ge_releases, models

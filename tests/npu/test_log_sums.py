@@ -1,23 +1,12 @@
 """Attention over latents beside the logarithm of its sum: the vendor's kernel returns both.
 
-The layers are plain PyTorch, as in tests/test_log_sums.py."""
+The layers are plain PyTorch, as in lib/log_sums.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from patterns.test_log_sums import (
-    Added,
-    Attention,
-    Base2,
-    Divided,
-    Kept,
-    Merged,
-    Unmasked,
-    arguments,
-    in_parts,
-    nearly_blind,
-)
+from lib.log_sums import Added, Attention, Base2, Divided, Kept, Merged, Unmasked, arguments, in_parts, nearly_blind
 
 import mla_fx
 from npu.converted import types

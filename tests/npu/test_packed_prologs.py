@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lib import packed_prologs as plain
 from mla_fx.lowering.ascend import mla_prolog_v3
 
 import mla_fx
 from npu import ge_graph
-from patterns import test_packed_prologs as plain
 
 pytestmark = pytest.mark.usefixtures("converted")
 SIZES = {"SLOTS": 64, "HE": 1024, "HCQ": 1536, "RANK": 512, "D": 128, "DR": 64, "DV": 128}

@@ -1,6 +1,6 @@
 """Attention over paged keys and values per head becomes the vendor's over pages and a table; rows are written in place.
 
-The layers are plain PyTorch, as in tests/test_paged_heads.py."""
+The layers are plain PyTorch, as in lib/paged_heads.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from patterns.test_paged_heads import (
+from lib.paged_heads import (
     ByLength,
     Eager,
     Engine,

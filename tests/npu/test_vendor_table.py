@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from lib import packed_prologs, tiled_prologs
 
 import mla_fx
 from npu import converted, ge_releases, vendor_programs
 from npu.test_packed_prologs import SIZES as PACKED
 from npu.vendor_programs import Program
-from patterns import test_packed_prologs, test_tiled_prologs
 
 HEAD = "| document | mode | plain PyTorch | call on `ge` | call on `aclgraph` |\n"
 TEXT = (Path(__file__).parents[2] / "docs" / "npu.md").read_text(encoding="utf-8").partition(HEAD)[2]
@@ -82,7 +82,7 @@ CELLS = [marked(place, cell) for place, cell in enumerate(cells()) if cell.progr
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch):
     """Sizes that kernels take, for layers that have their module's."""
-    for module, numbers in ((test_packed_prologs, PACKED), (test_tiled_prologs, TILED)):
+    for module, numbers in ((packed_prologs, PACKED), (tiled_prologs, TILED)):
         for name, number in numbers.items():
             monkeypatch.setattr(module, name, number)
     with torch.no_grad():

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from lib import key_value_caches, packed_prologs, tiled_prologs
+from lib import log_sums as over_pages
 from lib.coded_heads import Coded, ZeroPoints, in_codes
 from lib.layers import in_type
-from lib.zoo.caches import CACHES
-from lib.zoo.entries import Entry
-from lib.zoo.mla import Spelling
-from lib.zoo.sizes import DECODE, FEW, Step
-from mla_fx.lowering.ascend.surface import RELEASES
-from patterns.test_paged_heads import (
+from lib.paged_heads import (
     Gqa,
     LogarithmOfLength,
     PagesOfHeads,
@@ -27,6 +24,11 @@ from patterns.test_paged_heads import (
     heads_first,
     table_of_each_head,
 )
+from lib.zoo.caches import CACHES
+from lib.zoo.entries import Entry
+from lib.zoo.mla import Spelling
+from lib.zoo.sizes import DECODE, FEW, Step
+from mla_fx.lowering.ascend.surface import RELEASES
 
 import mla_fx
 from mla_fx.ops import catalogue
@@ -37,7 +39,6 @@ from npu.test_nz_pages import NzWholePages
 from npu.test_paged_heads import sized
 from npu.test_pages import PAGED as BF16_PAGED
 from npu.test_pages import REAL, WholePages
-from patterns import test_key_value_caches, test_log_sums, test_packed_prologs, test_tiled_prologs
 
 V1_HIDDEN, V1_HEADS = 7168, 32  # the only, and the fewest, that version 1 takes
 
@@ -93,7 +94,7 @@ def small(module, kind):
     return Program(kind(BF16), list(module.given(BF16)))
 
 
-class Tiled(test_tiled_prologs.Tiled):
+class Tiled(tiled_prologs.Tiled):
     rank = 512
 
 
@@ -116,14 +117,14 @@ def codes_of_heads(sizes, dtype):
 
 
 def keys_of_heads(kind):
-    sizes = test_key_value_caches.Sizes(width=192, rotary=64, columns=128, block=PAGE, hidden=256)
-    given = test_key_value_caches.arguments(sizes, BF16)
+    sizes = key_value_caches.Sizes(width=192, rotary=64, columns=128, block=PAGE, hidden=256)
+    given = key_value_caches.arguments(sizes, BF16)
     return Program(kind(sizes).to(BF16), list(given), {"cann": RELEASES[2]})
 
 
 def log_sums(tokens):
-    given = test_log_sums.arguments(BF16, sizes=(512, 64), block=PAGE, tokens=tokens)
-    return Program(test_log_sums.Attention(), list(given))
+    given = over_pages.arguments(BF16, sizes=(512, 64), block=PAGE, tokens=tokens)
+    return Program(over_pages.Attention(), list(given))
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ PROLOG = [
     Programs(
         each(model, test_int8_prologs.V32, test_int8_prologs.R1), [part(int8_prolog, 1, 0), part(int8_prolog, 2, 0)]
     ),
-    Programs([part(small, test_packed_prologs, test_packed_prologs.Packed)], [part(int8_prolog, 1, 3)]),
+    Programs([part(small, packed_prologs, packed_prologs.Packed)], [part(int8_prolog, 1, 3)]),
     Programs([part(coded, test_static_caches.Pages)], [part(int8_prolog, 1, 2)]),
     Programs([], [part(int8_prolog, 2, 1)]),
     Programs(
@@ -251,7 +252,7 @@ KEY_SIDE = [
     Programs([part(whole_pages, query="direct")], [part(key_side, "PA_BLK_BNSD")]),
     Programs([part(whole_pages, NzWholePages, query="direct")], [part(key_side, "PA_BLK_NZ")]),
     Programs([part(coded, test_static_caches.Contiguous)], each(part(key_side, int8=True), "Norm", "PA", "PA_NZ")),
-    Programs(each(keys_of_heads, test_key_value_caches.Keys, test_key_value_caches.Interleaved), [key_side_with_v]),
+    Programs(each(keys_of_heads, key_value_caches.Keys, key_value_caches.Interleaved), [key_side_with_v]),
 ]
 LATENT = [
     Programs([PAGED], latent("KROPE_CTKV, decode")),
@@ -263,7 +264,7 @@ LATENT = [
     Programs([], latent("INT8_NZCACHE, RING")),
     Programs([ONE_CACHE], latent("KVCACHE, decode")),
 ]
-QUANTISED = [Programs([part(small, test_tiled_prologs, Tiled)], [quantised_prolog])]
+QUANTISED = [Programs([part(small, tiled_prologs, Tiled)], [quantised_prolog])]
 PER_HEAD = [
     Programs([part(heads, 1)], [heads_in_pages]),
     Programs([part(heads, 3)], per_head("calc_type_spec, mask_type_spec")),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lib.operators.harness import (
     CATALOGUE,
+    DTYPES,
     as_tuple,
     by_name,
     cases,
@@ -21,7 +22,6 @@ from lib.operators.harness import (
     written_names,
 )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COMMON = (torch.bfloat16,)
 
 

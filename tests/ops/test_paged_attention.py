@@ -3,25 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from lib.operators.harness import CATALOGUE, by_name, cases, same_tensors, twin_call
-from lib.operators.paged_oracle import close_to_oracle, numbers
+from lib.operators.harness import by_name, cases, same_tensors, twin_call
+from lib.operators.paged_oracle import OPERATOR, case, close_to_oracle, numbers, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-OPERATOR = CATALOGUE["paged_attention"]
-
-
-def case(mode, dtype=torch.float32, **changes):
-    """The arguments by name of the first sample of a mode."""
-    sample = next(sample for sample in OPERATOR.samples(dtype) if sample.mode == mode)
-    return by_name(OPERATOR, sample.args, sample.kwargs) | changes
-
-
-def run(arguments):
-    return OPERATOR.overload(**arguments)
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.slow

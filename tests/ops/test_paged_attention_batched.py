@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from lib.operators.harness import CATALOGUE, TOLERANCE, by_name, cases, compiles_once, double, refuses
+from lib.operators.harness import CATALOGUE, DTYPES, TOLERANCE, by_name, cases, compiles_once, double, refuses
 
 from mla_fx.ops.emitted.paged_attention import MANY, in_codes, sample
-from ops.test_catalogue import DTYPES
 
 OPERATOR = CATALOGUE["paged_attention.batched"]
 

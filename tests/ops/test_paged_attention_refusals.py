@@ -3,10 +3,9 @@
 import pytest
 import torch
 from lib.operators.harness import by_name, refuses
-from lib.operators.paged_oracle import close_to_oracle
+from lib.operators.paged_oracle import OPERATOR, case, close_to_oracle, int32, run
 
 from mla_fx.ops.common.sample import Sampler
-from ops.test_paged_attention import OPERATOR, case, int32, run
 
 SPEC, SQUARE = "calc_type_spec, mask_type_spec", "calc_type_spec, mask_type_norm"
 

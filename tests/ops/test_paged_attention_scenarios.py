@@ -5,9 +5,7 @@ import re
 import pytest
 import torch
 from lib.operators.harness import refuses
-from lib.operators.paged_oracle import close_to_oracle
-
-from ops.test_paged_attention import OPERATOR, case, int32, run
+from lib.operators.paged_oracle import OPERATOR, case, close_to_oracle, int32, run
 
 PAGED_ATTENTION = torch.ops.mla_fx.paged_attention
 

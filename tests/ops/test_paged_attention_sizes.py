@@ -5,9 +5,7 @@ import pytest
 import torch
 from hypothesis import strategies
 from lib.operators.harness import by_name, compiles_once
-from lib.operators.paged_oracle import close_to_oracle
-
-from ops.test_paged_attention import OPERATOR, case, int32, run
+from lib.operators.paged_oracle import OPERATOR, case, close_to_oracle, int32, run
 
 PAGED_ATTENTION = torch.ops.mla_fx.paged_attention
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
+from lib.operators.plain_oracle import expect
 
 from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.pages import TILE
-from ops.test_unquantised import expect
 
 TABLE = torch.tensor([[1, 0, 2], [2, -3, 2]])
 

@@ -4,9 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
-from lib.operators.harness import CATALOGUE, cases
-
-from ops.test_catalogue import DTYPES
+from lib.operators.harness import CATALOGUE, DTYPES, cases
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "operators.md"

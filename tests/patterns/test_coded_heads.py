@@ -6,11 +6,20 @@ import copy
 
 import pytest
 import torch
-from lib.coded_heads import Coded, ZeroPoints, coded, given, in_codes
+from lib.coded_heads import (
+    Coded,
+    InFloat32,
+    KeysAlone,
+    OfHeads,
+    ScaledQuery,
+    ZeroPoints,
+    ZerosOfKeys,
+    coded,
+    given,
+    in_codes,
+)
 from lib.layers import QUIET
-
-import mla_fx
-from patterns.test_paged_heads import (
+from lib.paged_heads import (
     CLOSE,
     FLOAT32,
     GATHERS,
@@ -38,7 +47,10 @@ from patterns.test_paged_heads import (
     heads_first,
 )
 
+import mla_fx
+
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
 ONE = {"paged_attention": 1}
 
 
@@ -57,16 +69,6 @@ def fuses(module, folder, **options):
     assert gathered[0] and not gathered[1], lowered
 
 
-# --- spellings -------------------------------------------------------------------------------------------------------
-
-
-class InFloat32(Coded):
-    """Dequantised in float32 at least and rounded once."""
-
-    def numbers(self, codes, scale, zero):
-        return (codes.float() * scale.to(torch.promote_types(scale.dtype, torch.float32))).to(scale.dtype)
-
-
 class Uncast(Coded):
     def numbers(self, codes, scale, zero):
         return scale * codes
@@ -75,11 +77,6 @@ class Uncast(Coded):
 class InOneDimension(Coded):
     def numbers(self, codes, scale, zero):
         return (codes.flatten(2).to(scale.dtype) * scale.flatten()).view(codes.shape)
-
-
-class OfHeads(Coded):
-    def numbers(self, codes, scale, zero):
-        return codes.to(scale.dtype) * scale[:, :1]
 
 
 class OfColumns(Coded):
@@ -130,16 +127,6 @@ class AfterRepeat(Coded):
         return codes.to(scale.dtype) * scales
 
 
-class KeysAlone(Coded):
-    """Values are stored as they are."""
-
-    def codes(self, rows, scale):
-        return super().codes(rows, scale) if scale is self.key_scale else rows
-
-    def values(self, value):
-        return value
-
-
 class AddedZeros(ZeroPoints):
     def numbers(self, codes, scale, zero):
         return scale * (-zero + codes.to(scale.dtype))
@@ -150,27 +137,9 @@ class UncastZeros(ZeroPoints):
         return (codes - zero) * scale
 
 
-class ZerosOfKeys(ZeroPoints):
-    def values(self, value):
-        return value.to(self.value_scale.dtype) * self.value_scale
-
-
 class ZerosAlone(ZeroPoints):
     def numbers(self, codes, scale, zero):
         return codes.to(scale.dtype) - zero
-
-
-class ScaledQuery(Coded):
-    """The scale of keys multiplies the query, that of values the result: keys and values are the codes."""
-
-    def attend(self, query, key, value, positions):
-        group = HEADS // self.kv_heads
-        scales = (scale.repeat_interleave(group, 0) for scale in (self.key_scale, self.value_scale))
-        of_keys, of_values = scales
-        return super().attend(query * of_keys, key, value, positions) * of_values
-
-    def numbers(self, codes, scale, zero):
-        return codes.to(scale.dtype)
 
 
 KINDS = [Coded, Uncast, InOneDimension, OfHeads, OfColumns, OfGroups, OneNumber, Reciprocal, Constant, AfterRepeat]

@@ -4,145 +4,45 @@ Results are compared with eager mode in float64, and merged ones with attention 
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import pytest
 import torch
 from lib.layers import QUIET
+from lib.log_sums import (
+    SCALE,
+    Added,
+    Attention,
+    B,
+    Base2,
+    Divided,
+    Kept,
+    LessLogarithm,
+    Maximum,
+    Merged,
+    N,
+    Offset,
+    OverRows,
+    S,
+    T,
+    Twice,
+    Unmasked,
+    Widened,
+    arguments,
+    compiled,
+    in_parts,
+    nearly_blind,
+)
 from torch import nn
 
 import mla_fx
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-B, S, N, T, RANK, ROPE, BLOCK = 3, 3, 4, 24, 16, 8, 8
-SCALE = (RANK + ROPE) ** -0.5
+
 BOTH, ALONE = "mla_fx.latent_attention.with_lse(", "mla_fx.latent_attention("
 
 
-class Attention(nn.Module):
-    """Absorbed attention over pages, in pieces that tests override; `first` are the positions of first tokens."""
-
-    def forward(self, query, query_rope, kv_cache, kr_cache, table, first):
-        positions = first.unsqueeze(-1) + torch.arange(query.shape[1])
-        latents, keys = (cache[table].flatten(1, 2) for cache in (kv_cache, kr_cache))
-        scores = self.scores(query, query_rope, latents, keys)
-        masked = self.masked(scores, positions)
-        weights, lse = self.weights(masked), self.lse(masked, scores)
-        return torch.einsum("bnst,btc->bsnc", weights.to(latents.dtype), latents), lse
-
-    def scores(self, query, query_rope, latents, keys):
-        nope, rope = torch.einsum("bsnc,btc->bnst", query, latents), torch.einsum("bsnr,btr->bnst", query_rope, keys)
-        return (nope + rope) * SCALE
-
-    def masked(self, scores, positions):
-        seen = torch.arange(scores.shape[-1]) <= positions.unsqueeze(-1)
-        return scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
-
-    def weights(self, scores):
-        return scores.softmax(-1)
-
-    def lse(self, masked, scores):
-        return masked.logsumexp(-1)
-
-
-class Kept(Attention):
-    def lse(self, masked, scores):
-        return masked.logsumexp(-1, keepdim=True).transpose(1, 2)
-
-
-class Added(Attention):
-    """The sum is computed a second time."""
-
-    def lse(self, masked, scores):
-        largest = masked.amax(-1, keepdim=True)
-        return (largest + (masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
-
-
-class Maximum(Attention):
-    def lse(self, masked, scores):
-        largest = masked.max(-1).values
-        return (masked - largest.unsqueeze(-1)).exp().sum(-1).log() + largest
-
-
-class Divided(Attention):
-    """The softmax itself is by hand."""
-
-    def weights(self, scores):
-        self.largest = scores.amax(-1, keepdim=True)
-        weights = (scores - self.largest).exp()
-        self.total = weights.sum(-1, keepdim=True)
-        return weights / self.total
-
-    def lse(self, masked, scores):
-        return (self.total.log() + self.largest).squeeze(-1)
-
-
-class OverRows(Attention):
-    """Heads and tokens are one dimension of the scores."""
-
-    def scores(self, query, query_rope, latents, keys):
-        rows = torch.cat((query, query_rope), -1).transpose(1, 2).flatten(1, 2)
-        return (rows @ torch.cat((latents, keys), -1).mT * SCALE).unflatten(1, (N, -1))
-
-
-class Widened(Attention):
-    def weights(self, scores):
-        return scores.softmax(-1, dtype=torch.float32)
-
-    def lse(self, masked, scores):
-        return masked.float().logsumexp(-1)
-
-
-class LessLogarithm(Attention):
-    """The softmax has no sum but this one."""
-
-    def weights(self, scores):
-        return (scores - scores.logsumexp(-1, keepdim=True)).exp()
-
-
-class Base2(Attention):
-    def lse(self, masked, scores):
-        return masked.logsumexp(-1) / math.log(2)
-
-
-class Offset(Attention):
-    def lse(self, masked, scores):
-        return masked.logsumexp(-1) + 0.5
-
-
-class Twice(Attention):
-    def lse(self, masked, scores):
-        return masked.logsumexp(-1) * Added.lse(self, masked, scores)
-
-
 SPELLINGS = [Attention, Kept, Added, Maximum, Divided, OverRows, LessLogarithm, Base2, Offset, Twice]
-
-
-def arguments(dtype=torch.float64, *, sizes=(RANK, ROPE), block=BLOCK, heads=N, tokens=S):
-    """Rows of pages that a table names in any order, and contexts of several lengths."""
-    generator, pages = torch.Generator().manual_seed(1), T // BLOCK
-
-    def drawn(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    queries = [drawn(B, tokens, heads, width) for width in sizes]
-    caches = [drawn(B * pages + 1, block, width) for width in sizes]
-    table = torch.randperm(B * pages + 1, generator=generator)[: B * pages].view(B, pages)
-    return *queries, *caches, table, torch.tensor([pages * block - tokens - 1, 1, pages * block // 2])
-
-
-def nearly_blind(*given):
-    """The same where one sequence sees no key, and the first of three tokens of another."""
-    return *given[:-1], torch.tensor([-1, -3, 2])
-
-
-def compiled(module, given, target="reference", **options):
-    torch._dynamo.reset()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", mla_fx.MlaWarning)
-        found = torch.compile(module, backend=mla_fx.get_backend(target=target, **options))(*given)
-    return found, mla_fx.last_report()
 
 
 def lowered(module, given):
@@ -203,30 +103,6 @@ def test_inductor(kind):
     assert text.count(BOTH) == 1 and ALONE not in text
 
 
-# --- parts of a context that are merged ------------------------------------------------------------------------------
-
-
-class Merged(nn.Module):
-    """Attention over two parts of each context, merged by their logarithms, as servers and ring attention do it."""
-
-    def forward(self, query, query_rope, kv_cache, kr_cache, table, *firsts):
-        tables = table.tensor_split([table.shape[1] // 2], 1)
-        parts = [
-            Attention()(query, query_rope, kv_cache, kr_cache, pages, first)
-            for pages, first in zip(tables, firsts, strict=True)
-        ]
-        outs, lses = zip(*parts, strict=True)
-        lses = torch.stack(lses)
-        shares = (lses - lses.logsumexp(0)).exp().transpose(2, 3).unsqueeze(-1)
-        return torch.where(shares == 0, 0.0, torch.stack(outs) * shares).sum(0)
-
-
-def in_parts(*given):
-    """Positions are those in a part."""
-    *others, table, first = given
-    return *others, table, first, first - table.shape[1] // 2 * given[2].shape[1]
-
-
 def test_merged_parts_are_attention_over_the_whole_context():
     """Two sequences have parts that some or all rows do not see: these give zeros, and minus infinity."""
     given = arguments()
@@ -277,11 +153,6 @@ def test_a_row_that_sees_no_key():
 class Unscaled(Attention):
     def lse(self, masked, scores):
         return (masked / SCALE).logsumexp(-1)
-
-
-class Unmasked(Attention):
-    def lse(self, masked, scores):
-        return scores.logsumexp(-1)
 
 
 class MaskedOtherwise(Attention):

@@ -10,11 +10,11 @@ from lib import packed_weights
 from lib.comparing import ALL, EXACT, compiled
 from lib.packed_weights import OTHERS, SPELLINGS, multiplied
 from lib.quantised import Quantised
+from lib.quantised_models import in_dtype
+from lib.quantised_prologs import Compiled
 
 import mla_fx
 from mla_fx.cases import DV, B, D, Layer, N, T, inputs
-from patterns.test_quantised_keys import Compiled
-from patterns.test_quantised_weights import in_dtype
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 packings = pytest.mark.parametrize("unpacked", SPELLINGS, ids=lambda spelling: spelling.__name__)
@@ -144,6 +144,6 @@ def test_a_weight_that_depends_on_tokens_is_what_the_program_computes(name):
     number, fused = DEPENDING[name]
     report = report_of(Depending(number))
     assert report.fused == fused, str(report)
-    assert [miss.reason for miss in report.misses] == [
-        "the operator would need a value that it computes itself"
-    ] * (fused == KEY_SIDE)
+    assert [miss.reason for miss in report.misses] == ["the operator would need a value that it computes itself"] * (
+        fused == KEY_SIDE
+    )

@@ -8,36 +8,14 @@ import torch
 from lib.families import cache_tensors, empty_cache, tiny_model, tokens
 from lib.quantised import Quantised, Stored, by_rows, of_integers, of_tokens, scaled_behind
 from lib.quantised_models import quantise
-from mla_fx.lowering.reference import Reference
+from lib.quantised_prologs import ATTENTION, DOWN, KEY_SIDE, PROLOG, Compiled, divided, given, multiply_by
 from torch.nn.functional import linear
 
 from mla_fx.cases import DV, HCKV, D, N
-from mla_fx.debug.report import Report
-from mla_fx.driver.compilation import Compilation
-from mla_fx.options import Options
-from patterns.test_quantised_prologs import ATTENTION, DOWN, KEY_SIDE, PROLOG, divided, given, multiply_by
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
+
 PLAIN_PROLOG = "mla_prolog"
-
-
-class Hoisting(Reference):
-    name = "hoisting"
-    writes_in_place = False
-    prepares = True
-
-
-class Compiled:
-    """A module compiled for the target above, called as the module."""
-
-    def __init__(self, module, **options):
-        torch._dynamo.reset()
-        self.report, self.options = Report(target="hoisting"), Options(**options)
-        self.run = torch.compile(module, backend=self, dynamic=False)
-
-    def __call__(self, gm, inputs):
-        compilation = Compilation(self.options, Hoisting(), self.report)
-        return compilation.compile(gm, inputs)
 
 
 def check(layer, **options):

@@ -7,22 +7,13 @@ import copy
 import pytest
 import torch
 from lib.quantised import Quantised, by_rows, of_sums_cast_back
+from lib.quantised_prologs import ATTENTION, DOWN, KEY_SIDE, PROLOG, divided, given, in_floats, layer_of, report_of
 from torch.nn.functional import linear
 
 import mla_fx
-from mla_fx.cases import HCQ, Layer, inputs
+from mla_fx.cases import HCQ, Layer
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
-PROLOG, KEY_SIDE, ATTENTION = "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
-DOWN = ("q_a", "q_b", "kv_a")
-
-
-# --- how tokens are quantised ----------------------------------------------------------------------------------------
-
-
-def divided(x):
-    scales = x.float().abs().amax(-1, keepdim=True) / 127
-    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
 
 
 def multiplied(x):
@@ -61,47 +52,9 @@ def clamped_after_the_cast(x):
     return codes.to(torch.int16).clamp(-128, 127).to(torch.int8), scales
 
 
-def in_floats(x):
-    """Codes are never stored as integers."""
-    scales = x.float().abs().amax(-1, keepdim=True) / 127
-    return (x / scales).round().clamp(-127, 127), scales
-
-
 QUANTISERS = (
     divided, multiplied, by_a_true_quotient, by_both_ends, by_aminmax, by_a_norm, clamped_after_the_cast, in_floats,
 )  # fmt: skip
-
-
-def multiply_by(quantise):
-    """A spelling of a product with int8 weights."""
-
-    def multiply(x, w):
-        codes, scales = quantise(x)
-        return (linear(codes.float(), w.codes.float()) * scales * w.scales).to(x.dtype)
-
-    return multiply
-
-
-def layer_of(quantise, *names, dtype=torch.float32, kind=Quantised):
-    layer = kind(multiply_by(quantise), by_rows, *names)
-    for value in (*layer.parameters(), *layer.buffers()):
-        value.data = value.data.to(dtype) if value.is_floating_point() else value.data
-    return layer
-
-
-def given(dtype=torch.float32):
-    *floats, position = inputs()
-    return [*(value.to(dtype) for value in floats), position]
-
-
-def report_of(layer, **options):
-    """The report of a compiled layer, after its output and caches were compared with eager mode."""
-    theirs = copy.deepcopy(layer)
-    compiled = torch.compile(layer, backend="mla", options={"target": "reference", **options})
-    torch.testing.assert_close(compiled(*given()), theirs(*given()), rtol=1e-4, atol=1e-5)
-    caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
-    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-5)
-    return mla_fx.last_report()
 
 
 @pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
@@ -136,16 +89,6 @@ class Smoothed(Quantised):
     def query(self, x):
         smooth = torch.linspace(0.5, 1.5, HCQ)
         return self.project(self.norm(self.project(x, "q_a"), self.q_gamma) * smooth, "q_b")
-
-
-class SmoothedScales(Quantised):
-    """Scales come from the latent before it is smoothed: the codes are not those of what is smoothed."""
-
-    def query(self, x):
-        latent = self.norm(self.project(x, "q_a"), self.q_gamma)
-        scales = latent.abs().amax(-1, keepdim=True) / 127
-        codes = (latent * torch.linspace(0.5, 1.5, HCQ) / scales).round().clamp(-128, 127)
-        return linear(codes, self.q_b_codes.float()) * scales * self.q_b_scales
 
 
 @pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
@@ -252,170 +195,6 @@ def test_inductor_multiplies_int8_projections_one_by_one():
     assert reasons == ["target 'inductor': int8 projections are faster one by one than in mla_prolog_v3"]
 
 
-# --- near twins ------------------------------------------------------------------------------------------------------
-
-
-def truncated(x):
-    _, scales = divided(x)
-    return (x / scales).to(torch.int8), scales
-
-
-def with_scales_of_the_neighbour(x):
-    codes, scales = divided(x)
-    return codes, scales.roll(1, 1)
-
-
-def by_the_largest_of_all_tokens(x):
-    scales = x.abs().amax((1, 2), keepdim=True) / 127
-    return (x / scales).round().to(torch.int8), scales
-
-
-def by_the_largest_without_sign(x):
-    scales = x.amax(-1, keepdim=True) / 127
-    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
-
-
-def by_the_mean(x):
-    scales = x.abs().mean(-1, keepdim=True) / 42
-    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
-
-
-def by_the_largest_of_other_values(x):
-    scales = (x + 1).abs().amax(-1, keepdim=True) / 127
-    return (x / scales).round().to(torch.int8), scales
-
-
-def with_an_added_guard(x):
-    scales = x.abs().amax(-1, keepdim=True) / 127 + 1e-6
-    return (x / scales).round().to(torch.int8), scales
-
-
-def with_fewer_steps(x):
-    scales = x.abs().amax(-1, keepdim=True) / 100
-    return (x / scales).round().to(torch.int8), scales
-
-
-def clamped(x):
-    codes, scales = divided(x)
-    return codes.clamp(-100, 100), scales
-
-
-def from_two_largest(x):
-    """The ends of two values: the second is larger."""
-    scales = torch.maximum(-x.amin(-1, keepdim=True), (2 * x).amax(-1, keepdim=True)) / 127
-    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
-
-
-def in_half_steps(x):
-    """Codes are clamped to a number that is none of them."""
-    codes, scales = in_floats(x)
-    return (2 * codes).clamp(-128.5, 127.5), scales / 2
-
-
-def beyond_int8(x):
-    """The largest code, 128, wraps to -128 before it is clamped."""
-    scales = x.float().abs().amax(-1, keepdim=True) / 127.5
-    return (x / scales).round().to(torch.int8).clamp(-128, 127), scales
-
-
-def with_a_bound_from_above(x):
-    """All factors are negative, so the least is the bound of the largest scale."""
-    scales = -(-x.abs().amax(-1, keepdim=True) / 127).clamp_min(-0.01)
-    return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
-
-
-def with_a_zero_point(x):
-    codes, scales = divided(x)
-    return codes + 1, scales
-
-
-def in_uint8(x):
-    """Negative codes wrap around."""
-    _, scales = divided(x)
-    return (x / scales).round().clamp(-128, 127).to(torch.int32).to(torch.uint8), scales
-
-
-def in_float8(x):
-    """Codes above 16 are rounded once more."""
-    _, scales = divided(x)
-    return (x / scales).round().to(torch.float8_e4m3fn), scales
-
-
-NEAR_TWINS = {
-    in_uint8: "codes are stored in torch.uint8, which does not hold all of them",
-    in_float8: "codes are stored in torch.float8_e4m3fn, which does not hold all of them",
-    truncated: "expected codes rounded to the nearest whole number, found div",
-    with_scales_of_the_neighbour: "the codes of tokens are multiplied by a scale that they were not divided by",
-    by_the_largest_of_all_tokens: "the scale of the query's latent is not that of one token",
-    by_the_largest_without_sign: "expected the largest magnitude, found the largest mul",
-    by_the_mean: "expected a largest value, found mean",
-    by_the_largest_of_other_values: "the codes of tokens are divided by the largest of other values",
-    with_an_added_guard: "expected a largest value, found add",
-    with_fewer_steps: "the largest code of a token is 100, expected 127",
-    clamped: "the codes of tokens are clamped to -100 and 100",
-    from_two_largest: "expected the largest magnitude, found the ends of two values",
-    in_half_steps: "expected codes rounded to the nearest whole number, found clamp",
-    beyond_int8: "codes from -128 to 128 are cast to integers from -128 to 127 and not clamped before, so they wrap",
-    with_a_bound_from_above: "the scale of a token is multiplied by -1",
-    with_a_zero_point: "expected codes rounded to the nearest whole number, found add",
-}
-
-
-@pytest.mark.parametrize("quantise", NEAR_TWINS)
-def test_near_twins(quantise):
-    report = report_of(layer_of(quantise, "q_b"))
-    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
-    assert [miss.reason for miss in report.misses] == [NEAR_TWINS[quantise]]
-
-
-class SmoothedByToken(Quantised):
-    """The latent is multiplied by its own largest value, which no smoothing does."""
-
-    def query(self, x):
-        latent = self.norm(self.project(x, "q_a"), self.q_gamma)
-        return self.project(latent * latent.amax(-1, keepdim=True), "q_b")
-
-
-NOT_SMOOTHED = {
-    SmoothedScales: "the codes of tokens are divided by the largest of other values",
-    SmoothedByToken: "the query's latent is multiplied by a tensor that differs from token to token",
-}
-
-
-@pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
-@pytest.mark.parametrize("kind", NOT_SMOOTHED)
-def test_what_is_not_smoothed(kind, names):
-    report = report_of(layer_of(divided, *names, kind=kind))
-    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
-    assert [miss.reason for miss in report.misses] == [NOT_SMOOTHED[kind]]
-
-
-SOME = {
-    ("q_a", "q_b"): "token_x is not one tensor",
-    ("q_a", "kv_a"): "mla_prolog_v3 takes int8 weights of q_b or of all projections; weight_qr, weight_uq are not int8",
-}
-
-
-@pytest.mark.parametrize("names", SOME)
-def test_some_projections(names):
-    report = report_of(layer_of(divided, *names))
-    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
-    assert [miss.reason[: len(SOME[names])] for miss in report.misses] == [SOME[names]]
-
-
-class OtherTokens(Quantised):
-    """The key side quantises other hidden states than the query."""
-
-    def rows(self, x):
-        return super().rows(x.clamp(-1, 1))
-
-
-def test_codes_of_other_tokens():
-    report = report_of(layer_of(divided, *DOWN, kind=OtherTokens))
-    assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
-    assert [miss.reason.partition(":")[0] for miss in report.misses] == ["token_x is not one tensor"]
-
-
 # --- another quantisation than a kernel's ----------------------------------------------------------------------------
 
 
@@ -501,6 +280,7 @@ def test_codes_computed_in_bfloat16():
 
 def test_the_quantiser_of_hidden_states_is_the_programs_own():
     """It stays in the graph, so any will do."""
+
     def mixed(x):
         return divided(x) if x.shape[-1] == HCQ else as_torchao_does(x)
 

@@ -23,6 +23,7 @@ from lib.quantised import (
     scaled_behind,
     tokens,
 )
+from lib.quantised_models import in_dtype
 from mla_fx.lowering import inductor
 from torch.nn.functional import linear
 
@@ -33,6 +34,7 @@ from mla_fx.readings.contraction import SECOND_PRODUCT
 from mla_fx.readings.quantised import quantised_up_projection
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
+
 PROLOG, INT8_PROLOG, KEY_SIDE, ATTENTION = "mla_prolog", "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
 SCALES = "a matrix product is multiplied by a parameter, as by the scales of a quantised weight"
 
@@ -45,14 +47,6 @@ def report_of(layer, given=None):
     caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
     torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-5)
     return mla_fx.last_report()
-
-
-def in_dtype(layer, dtype):
-    """A copy of a layer with its floats in another dtype, but codes in float8 as they are."""
-    layer = copy.deepcopy(layer)
-    for value in (*layer.parameters(), *layer.buffers()):
-        value.data = value.data.to(dtype) if value.dtype == torch.float32 else value.data
-    return layer
 
 
 # --- spellings -------------------------------------------------------------------------------------------------------

@@ -1,26 +1,22 @@
 """The option prove: plans with a planted fault are refused before they are made, right ones are not."""
 
 import functools
-import math
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from driver.test_own_patterns import EXAMPLE, forget
 from lib.comparing import ALL, check_same, with_backend
+from lib.faults import FAULTS, aten, changed, with_fault
+from lib.own_rules import EXAMPLE, forget
 from lib.zoo.entries import Entry
 from lib.zoo.mla import Spelling
 from lib.zoo.sizes import FEW
-from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_aggregate
 
 import mla_fx
 from mla_fx.cases import D, Layer, inputs
@@ -33,74 +29,8 @@ from mla_fx.proving import check
 from mla_fx.proving.equations import of_cuts, of_views
 from mla_fx.proving.region import UncheckedError
 from mla_fx.proving.small_sizes import small_sizes
-from mla_fx.rewriting.draft import Draft, Drafted, value_of
 
-aten = torch.ops.aten
-
-# --- planted faults --------------------------------------------------------------------------------------------------
-
-Fault = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def changed(name: str, target: Any, *args: Any) -> Fault:
-    """An operand is passed through a call."""
-    return lambda given: {**given, name: Draft(target, (given[name], *args), {}, value_of(given[name]))}
-
-
-def swapped(one: str, other: str) -> Fault:
-    return lambda given: {**given, one: given[other], other: given[one]}
-
-
-def option(name: str, change: Callable[[Any], Any]) -> Fault:
-    return lambda given: {**given, name: change(given[name])}
-
-
-def doubled(number):
-    return 2 * number
-
-
-FAULTS: dict[tuple[str, str], Fault] = {
-    ("mla_prolog", "a factor"): changed("weight_uk", aten.mul.Tensor, 1.001),
-    ("mla_prolog", "a sign"): changed("rope_sin", aten.neg.default),
-    ("mla_prolog", "another frequency"): changed("rope_cos", aten.roll.default, [1], [-1]),
-    ("mla_prolog", "cos for sin"): swapped("rope_sin", "rope_cos"),
-    ("mla_prolog", "the next column"): changed("weight_uq_qr", aten.roll.default, [1], [-1]),
-    ("mla_prolog", "another head's columns"): changed("weight_uk", aten.flip.default, [0]),
-    ("mla_prolog", "another row of a projection"): changed("weight_dkv_kr", aten.flip.default, [0]),
-    ("mla_prolog", "the next slot"): changed("cache_index", aten.add.Tensor, 1),
-    ("mla_prolog", "another sequence's tokens"): changed("token_x", aten.flip.default, [0]),
-    ("mla_prolog", "the epsilon of a norm"): option("rmsnorm_epsilon_cq", doubled),
-    ("mla_prolog", "the epsilon of the other norm"): option("rmsnorm_epsilon_ckv", doubled),
-    ("mla_prolog", "gamma plus one"): changed("rmsnorm_gamma_ckv", aten.add.Tensor, 1.0),
-    ("mla_prolog", "another rotation"): option("rope_layout", lambda layout: "half_half"),
-    ("mla_prolog", "a cache that is moved"): changed("kv_cache", aten.flip.default, [0]),
-    ("latent_attention", "the scale of scores"): option("scale", lambda scale: scale * math.sqrt(1.001)),
-    ("latent_attention", "a mask that is off by one"): changed("mask", aten.roll.default, [1], [-1]),
-    ("latent_attention", "no mask"): lambda given: {**given, "mask": None},
-    ("latent_attention", "another sequence's cache"): changed("kv_cache", aten.flip.default, [0]),
-    ("latent_attention", "the cache of one token ago"): changed("kr_cache", aten.roll.default, [1], [1]),
-    ("latent_attention", "another head's rotary query"): changed("query_rope", aten.flip.default, [1]),
-}
 ABSORBED = Spelling(keys="absorbed_einsum", attend="eager")
-
-
-def with_fault(plan: Drafted, operator: str, fault: Fault) -> Drafted:
-    """The same plan, but for the operands of an operator."""
-    made: dict[Any, Any] = {}
-
-    def again(part: Draft | Node) -> Draft | Node:
-        if not isinstance(part, Draft):
-            return part
-        if part not in made:
-            args, kwargs = map_aggregate((part.args, part.kwargs), lambda leaf: again(leaf) if leaf in drafts else leaf)
-            if part in plan.fused and part.target._opname == operator:
-                names = [argument.name for argument in part.target._schema.arguments]
-                args, kwargs = (), fault({**dict(zip(names, args, strict=False)), **kwargs})
-            made[part] = Draft(part.target, args, kwargs, part.value)
-        return made[part]
-
-    drafts = set(plan.calls)
-    return Drafted.of([(old, again(new)) for old, new in plan.replaced], plan.sources, plan.exact)
 
 
 @pytest.mark.refutes
@@ -122,9 +52,7 @@ def test_a_plan_with_a_fault_is_refused(monkeypatch, operator, fault):
 def test_pages_of_another_sequence_are_refused(monkeypatch):
     """The first page alone is seen by all rows if positions are small, and may be the same one."""
     fault = changed("block_table", aten.flip.default, [0])
-    monkeypatch.setattr(
-        prove, "difference", lambda plan: check.difference(with_fault(plan, "latent_attention", fault))
-    )
+    monkeypatch.setattr(prove, "difference", lambda plan: check.difference(with_fault(plan, "latent_attention", fault)))
     entry = Entry(replace(ABSORBED, cache="paged"))
     with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"), torch.no_grad():
         check_same(entry.build(), entry.arguments(FEW), with_backend(entry.build()))

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lib.faults import difference
 
 from mla_fx.proving import check
-from proving.test_prove_ranges import difference
 
 ROWS = 4096
 

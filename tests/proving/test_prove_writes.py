@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from patterns.test_refusals import B, S, T, copied_back, dense, fused
+from lib.traced import B, S, T, dense
+from lib.writes import copied_back, fused
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.debug.report import Report

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from lib.faults import FAULTS, with_fault
 from lib.layers import QUIET, Absorbed, Layer, Sizes
 from torch import Tensor, nn
 from torch.func import functional_call, functionalize
@@ -20,7 +21,6 @@ from mla_fx.debug.report import Report
 from mla_fx.driver.compilation import Compilation
 from mla_fx.passes import prove
 from mla_fx.proving import check
-from proving.test_prove import FAULTS, with_fault
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.traced import B, D, N, S, T, Traced, agree, dense, sum_of
+from lib.traced import BIAS, MASK, B, D, N, S, T, Traced, agree, dense, sum_of
 from torch.nn import functional as F  # noqa: N812
 
 from mla_fx.errors import NoMatch
@@ -50,9 +50,6 @@ def guarded_by_hand(scores):
     return raised / raised.sum(-1, keepdim=True)
 
 
-MASK = dense(B, 1, S, T) > -0.5
-MASK[..., 0] = True
-BIAS = torch.zeros(B, 1, S, T).masked_fill(~MASK, -torch.inf)
 OFFSETS = dense(S, T)
 
 ATTENTIONS = {

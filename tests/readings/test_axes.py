@@ -6,13 +6,18 @@ from mla_fx.readings.axes import (
     Axis,
     Digit,
     Index,
+    axes_of,
     combine,
     composite,
     cuts,
+    difference,
+    digit_of,
+    digits_of,
     fresh,
     of_axis,
     reshape,
     shifted,
+    slowest_first,
     substitute,
     whole,
 )
@@ -121,3 +126,43 @@ def test_reshape_parts_an_offset_within_dimensions_that_any_number_may_stand_bef
     index = [of_axis(row), of_axis(place), of_axis(head), shifted(of_axis(column), 8)]
     kept, _, joined = reshape(index, [batch, tokens, 4, 18], [batch, tokens, 72])
     assert kept == of_axis(row) and joined == combine(8, [(whole(head), 18), (whole(column), 1)])
+
+
+def test_an_index_that_is_more_than_an_axis_is_none():
+    axis = Axis(4)
+    assert of_axis(axis).axis is axis
+    assert of_axis(axis, 2).axis is None
+    assert of_axis(axis, 1, 1).axis is None
+    assert Index(0, ((Digit(axis, 1, 2), 1),)).axis is None
+
+
+def test_digits_that_an_index_does_not_count_through():
+    axis, other = Axis(4), Axis(3)
+    assert digits_of(composite([axis, other])) == (whole(axis), whole(other))
+    assert digits_of(of_axis(axis, 2)) is None
+    assert digits_of(of_axis(axis, 1, 1)) is None
+    part = Index(0, ((Digit(axis, 2, 2), 1),))
+    assert digits_of(part) == (Digit(axis, 2, 2),)
+    assert axes_of(part) is None
+
+
+def test_terms_whose_order_depends_on_a_size_have_none():
+    one, two = (sympy.Symbol(name, integer=True, positive=True) for name in "mn")
+    assert slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), two)]) is None
+    assert slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), one * two)])[0][1] == one * two
+
+
+def test_indices_cut_at_places_that_do_not_go_together_have_no_difference():
+    axis = Axis(12)
+    halves, thirds = (Index(0, ((Digit(axis, 1, size), 1),)) for size in (6, 4))
+    assert difference(halves, thirds) is None
+
+
+def test_a_digit_that_does_not_divide_its_axis_is_no_index():
+    assert digit_of(of_axis(Axis(2), 3), Digit(Axis(7), 1, 3)) is None
+
+
+def test_nothing_is_known_of_a_size_without_bounds():
+    size = sympy.Symbol("u", integer=True)
+    assert not at_most(0, size)
+    assert ratio(size, sympy.Integer(0)) is None

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.traced import B, D, S, T, Traced, agree, dense
+from lib.traced import B, D, S, T, Traced, agree, dense, refused
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Digit, Index, axes_of, fresh, shifted
@@ -233,3 +233,53 @@ def test_a_symbol_may_be_negative(position):
     """What is not known to be zero or more may count from the end."""
     with pytest.raises(NoMatch, match="from a position that may be negative, which counts from the end"):
         read_dynamic(at(position))
+
+
+ALL = slice(None)
+NEAR = {
+    "by a boolean mask": lambda cache, r: written(cache, (ALL, ALL, torch.ones(T).bool()), cache + 1),
+    "along several dimensions": lambda cache, r: written(cache, (torch.arange(B), ALL, SLOTS[:B]), r[:, :, 0]),
+    "broadcast into the cache": lambda cache, r: written(cache, (ALL, ALL, SLOTS), r[..., :1]),
+    "in steps of 2": lambda cache, r: written(cache, (ALL, ALL, slice(0, 5, 2)), r),
+    "only some of the rows": lambda cache, r: cache.scatter(2, SLOTS.view(1, 1, S, 1).expand(B, 1, S, 4), r),
+    "to different positions": lambda cache, r: cache.scatter(2, torch.arange(D).expand(B, 1, S, D) % T, r),
+    "one cat of the old and the new rows": lambda cache, r: torch.cat([cache, r[:, :, :1].expand_as(cache)], -1),
+    "not 0, 1, 2": lambda cache, r: written(
+        cache[:, 0], (torch.arange(B)[None], SLOTS.expand(B, S)[:, :B]), r[:, 0, :B]
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", NEAR)
+def test_near_twins_of_a_cache_update(reason):
+    with refused(reason):
+        read_update(NEAR[reason])
+
+
+def test_one_row_at_a_position_that_may_be_negative():
+    def function(cache, row, positions):
+        return torch.select_scatter(cache, row, 2, positions.shape[0] - 4)
+
+    traced = Traced(function, dense(B, 1, T, D), dense(B, 1, D), dense(6), dynamic=True)
+    with refused("from a position that may be negative"):
+        cache_update(element_of(traced.out))
+
+
+def joined(function, *shapes):
+    """Two updates, the second read together with the first."""
+    traced = Traced(function, *(dense(*shape) for shape in shapes))
+    first, second = (cache_update(element_of(value)) for value in traced.out)
+    return second.beside(first)
+
+
+def test_two_caches_of_different_layouts():
+    with refused("only one of latent and rotary key is cached by blocks and offsets"):
+        joined(
+            lambda a, r: (written(a, (ALL, SLOTS), r), written(a.unsqueeze(2), (ALL, SLOTS, 0 * SLOTS), r)),
+            *((B, T, D), (B, S, D)),
+        )
+
+
+def test_two_caches_of_different_numbers_of_rows():
+    with refused("have different numbers of rows or slots"):
+        joined(lambda a, r, p: (torch.cat([a, r], 1), torch.cat([a, p], 1)), (B, T, D), (B, 1, D), (B, 2, D))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.traced import B, D, S, Traced, agree, dense
+from lib.traced import B, D, S, Traced, agree, dense, refused
 from torch.nn import functional as F  # noqa: N812
 
 from mla_fx.errors import NoMatch
@@ -132,3 +132,69 @@ def test_what_is_no_norm_is_refused_with_a_reason(name):
     function, reason, gamma = NO_NORMS[name]
     with pytest.raises(NoMatch, match=reason):
         rms_norm(element_of(Traced(function, dense(B, S, D), dense(*gamma)).out))
+
+
+def root_of(x, radicand):
+    return x * torch.rsqrt(radicand + EPSILON)
+
+
+def twice(x):
+    return x[:, None].expand(B, 2, S, D)
+
+
+NEAR = {
+    "a negative epsilon": (lambda x, g: g * x * torch.rsqrt(x.square().mean(-1, True) - EPSILON), "compile-time"),
+    "negative squares": (lambda x, g: g * root_of(x, -x.square().mean(-1, True)), "root are multiplied by -"),
+    "the token before": (lambda x, g: normed(x[:, 1:], g, x[:, :-1]), "is not the value whose mean square"),
+    "the other half": (lambda x, g: normed(x[..., 4:], g[:4], x[..., :4]), "is not the value whose mean square"),
+    "every other": (lambda x, g: normed(x[..., ::2], g[:4], x[..., :4]), "is not the value whose mean square"),
+    "first instead of every other": (lambda x, g: normed(x[..., :4], g[:4], x[..., ::2]), "is not the value"),
+    "rounded": (lambda x, g: normed(x.bfloat16().float(), g, x), "is not the value whose mean square"),
+    "times nothing": (lambda x, g: normed(x, g, x) * 1e-200 * 1e-200, "the norm is multiplied by a number, 0"),
+    "repeated": (lambda x, g: g * root_of(x, twice(x).square().mean((1, -1))[..., None]), "is not the value"),
+    "the diagonal": (lambda x, g: normed(x, g, x.diagonal(0, 1, 2)[:, None]), "is not the value|expected"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_twins_of_a_norm(name):
+    function, reason = NEAR[name]
+    with refused(reason):
+        rms_norm(element_of(Traced(function, dense(B, S, D), dense(D)).out))
+
+
+@pytest.mark.parametrize(("order", "power"), [(3, 2), (2, 1)])
+def test_a_norm_of_another_order_or_power(order, power):
+    def function(x, g):
+        return g * root_of(x, torch.linalg.vector_norm(x, order, -1, True) ** power / D)
+
+    with refused("expected the square of a Euclidean norm under the root"):
+        rms_norm(element_of(Traced(function, dense(B, S, D), dense(D), decompose=False).out))
+
+
+@pytest.mark.parametrize(
+    ("squares", "reason"),
+    [
+        (lambda x: x.square().sum(-1, True), "the norm is over a dimension of unknown size"),
+        (lambda x: x.square().mean(-1, True), "the mean is over a dimension of unknown size"),
+    ],
+)
+def test_a_norm_of_unknown_width(squares, reason):
+    traced = Traced(lambda x, g: g * root_of(x, squares(x)), dense(S, D), dense(D), dynamic=True)
+    with refused(reason):
+        rms_norm(element_of(traced.out))
+
+
+def test_a_norm_of_what_is_parted_in_another_way():
+    def function(x, g):
+        firsts = x.view(2, 6)[:, :1].expand(2, 6).reshape(12)
+        mean = x.view(3, 4).square().mean(-1, True).expand(3, 4).reshape(12)
+        return g * firsts * torch.rsqrt(mean + EPSILON)
+
+    with refused("is not the value whose mean square"):
+        rms_norm(element_of(Traced(function, dense(12), dense(12)).out))
+
+
+def test_a_norm_that_is_divided_last():
+    traced = Traced(lambda x, g: x * g / torch.sqrt(x.square().mean(-1, True) + EPSILON), dense(S, D), dense(D))
+    assert not rms_norm(element_of(traced.out)).gamma_after_cast

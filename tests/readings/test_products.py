@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from lib.traced import B, D, N, S, T, Traced, agree, dense, sum_of
+from lib.traced import B, D, N, S, T, Traced, agree, dense, refused, sum_of
 from torch.nn import functional as F  # noqa: N812
 
 from mla_fx.errors import NoMatch
@@ -105,3 +105,11 @@ def test_what_is_no_product_is_refused_with_a_reason(name):
     function, reason = NO_PRODUCTS[name]
     with pytest.raises(NoMatch, match=reason):
         contraction(element_of(Traced(function, dense(S, D), dense(T, D)).out))
+
+
+def test_a_product_times_a_number_known_at_run_time():
+    given = dense(S, T), dense(S, D), dense(D, T)
+    traced = Traced(lambda b, x, w: torch.addmm(b, x, w, beta=0), *given, decompose=False)
+    traced.out.kwargs = {"beta": 0, "alpha": traced.out.args[0]}
+    with refused("a matrix product is multiplied by a number known at run time"):
+        contraction(element_of(traced.out))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.traced import B, D, N, S, Traced, agree, dense
+from lib.traced import B, D, N, S, Traced, agree, dense, refused
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import resolve
@@ -194,3 +194,32 @@ def test_an_odd_dimension_is_no_rotary_dimension():
     traced = Traced(lambda x: x.clone(), dense(S, 7))
     with pytest.raises(NoMatch, match="the rotary dimension must be even and known, this one is 7"):
         rotations(traced)
+
+
+def turned(x):
+    return x.transpose(-1, -2)
+
+
+def tokens(x, first):
+    return x[..., first : first + 2, :]
+
+
+ROTATIONS = {
+    "another token": lambda x, c, s: pairs(tokens(x[..., :4], 0), tokens(x[..., 4:], 1), c[:2], s[:2]),
+    "every other and neighbours": lambda x, c, s: pairs(x[..., ::2], x[..., 1:5], c, s),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_near_twins_of_a_rotation(name):
+    traced = Traced(lambda x, c, s: torch.cat(ROTATIONS[name](turned(x), c, s), -1), dense(B, N, D, S), *half_tables())
+    with refused("expected a rotary embedding"):
+        rotations(traced)
+
+
+def test_a_complex_sum_is_no_rotation():
+    def function(x, c, s):
+        return torch.view_as_real(torch.complex(x[..., :4], x[..., 4:]) + torch.complex(c, s)).flatten(-2)
+
+    with refused("expected a rotary embedding"):
+        rotations(Traced(function, dense(S, D), *half_tables()))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from lib.traced import D, S, Traced, agree, assert_resolves, dense
+from lib.traced import D, S, Traced, agree, assert_resolves, dense, rows
 from torch.nn import functional as F  # noqa: N812
 
 from mla_fx.errors import NoMatch
@@ -158,10 +158,6 @@ def test_a_tensor_built_from_an_element_is_the_value(program, random):
     actual = traced.module(*traced.inputs)
     assert actual.shape == expected.shape
     agree(actual, expected)
-
-
-def rows(x):
-    return x[..., None] * 10 + torch.arange(6.0)
 
 
 SYMBOLIC = {

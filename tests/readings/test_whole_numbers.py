@@ -8,6 +8,7 @@ from lib.traced import Traced
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.element import resolve
+from mla_fx.readings.integers import whole_number
 from mla_fx.readings.quantised_product import quantised_product
 from mla_fx.readings.quantised_tokens import check_codes, whole_numbers
 from mla_fx.readings.views import fresh_index
@@ -101,3 +102,8 @@ def test_sums_of_codes_that_floats_hold(dtype, terms):
 def test_sums_of_codes_that_are_rounded(dtype, rounded, most):
     with pytest.raises(NoMatch, match=f"a product of 1025 codes is rounded to {rounded}, exact for up to {most}"):
         multiplied(dtype, 1025, rounded)
+
+
+@pytest.mark.parametrize(("number", "whole"), [(3, 3), (3.0, 3), (2.5, None), (2.0**53, None), (None, None)])
+def test_numbers_that_are_no_whole_ones(number, whole):
+    assert whole_number(number) == whole

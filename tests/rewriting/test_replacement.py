@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from lib.traced import D, Traced, dense, refused
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.errors import NoMatch
@@ -180,3 +181,11 @@ def test_what_a_function_writes_of_its_own_is_spliced_in_as_values():
     assert {aten.add.Tensor, aten.mul.Tensor} <= {node.target for node in graph.graph.nodes}
     (x,) = graph.inputs
     torch.testing.assert_close(graph.run(), ((x + 1) * 2, x.cos()))
+
+
+def test_flags_on_the_way_are_no_rounding():
+    out = Traced(lambda x, y: torch.where(y > 0, x.sin(), x), dense(D), dense(D)).out
+    sources = set(out.graph.find_nodes(op="placeholder"))
+    check_nothing_is_lost([out], sources, torch.float32)
+    with refused("the graph input y enters the result"):
+        check_nothing_is_lost([out], sources - {out.args[0].args[0]}, torch.float32)

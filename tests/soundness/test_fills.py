@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 from lib.layers import QUIET, arguments, check, check_no_further, in_type
-from patterns.test_log_sums import Attention, compiled
-from patterns.test_log_sums import arguments as paged
-
-from soundness.test_scores import LeftPadded
+from lib.log_sums import Attention, compiled
+from lib.log_sums import arguments as paged
+from lib.masked import LeftPadded
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -6,22 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lib.layers import CLOSE, QUIET, Layer, Sizes, arguments, check, check_no_further, in_type
+from lib.masked import LeftPadded
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
 ATTENTION = "latent_attention"
-
-
-# --- masks -----------------------------------------------------------------------------------------------------------
-
-
-class LeftPadded(Layer):
-    """Two of three tokens of the first sequence see nothing at all."""
-
-    def mask(self, position):
-        z = self.sizes
-        later = torch.arange(z.context) > position[:, None]
-        blind = torch.arange(z.batch * z.tokens).view(z.batch, 1, z.tokens, 1) < 2
-        return later | blind
 
 
 class Filled(LeftPadded):

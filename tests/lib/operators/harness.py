@@ -180,3 +180,6 @@ def element_at(cache, offset):
     """The element of a contiguous cache that starts at byte `offset`, read from its raw bytes."""
     raw = cache.contiguous().view(torch.uint8).flatten()[offset : offset + cache.element_size()]
     return raw.clone().view(cache.dtype)[0]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -1,0 +1,173 @@
+"""Near twins of attention: each is refused, and says why."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lib.traced import BIAS, MASK, B, D, N, S, T, Traced, dense, refused
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F  # noqa: N812
+
+from mla_fx.readings.attention import Causal, anchors, attention
+from mla_fx.readings.axes import axes_of
+from mla_fx.readings.causal import CausalByPosition, causal_by_position
+from mla_fx.readings.element import Element
+from mla_fx.rewriting.masks import check_is_causal, mask_operands
+
+aten = torch.ops.aten
+
+
+def raised(q, k):
+    return torch.exp(q @ k.mT)
+
+
+def is_masked(logits):
+    return ~(logits != -torch.inf).any(-1, keepdim=True)
+
+
+def guarded(condition):
+    """A softmax that is zero where a condition of its logits holds."""
+
+    def function(q, k, v):
+        logits = q @ k.mT + BIAS
+        return torch.where(condition(logits), 0.0, logits.softmax(-1)) @ v
+
+    return function
+
+
+ATTENTIONS = {
+    "the sum of the first head": (lambda e: e / e[:, :1].sum(-1, keepdim=True), "by the sum of others"),
+    "the sum over all queries": (lambda e: e / e.sum((-1, -2), keepdim=True), "are not divided by their sum"),
+    "the sum of other values": (lambda e: e / e.sin().sum(-1, keepdim=True), "are not divided by their sum"),
+    "a maximum": (lambda e: e / e.amax(-1, keepdim=True), "expected a softmax"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_near_twins_of_a_softmax_by_hand(name):
+    divided, reason = ATTENTIONS[name]
+    with refused(reason):
+        read(lambda q, k, v: divided(raised(q, k)) @ v)
+
+
+def test_a_maximum_over_the_queries_is_no_softmax():
+    def function(q, k, v):
+        logits = q @ k.mT
+        e = torch.exp(logits - logits.amax(-2, keepdim=True))
+        return (e / (e * 1).sum(-1, keepdim=True)) @ v
+
+    with refused("not the maximum of the scores"):
+        read(function)
+
+
+GUARDS = {
+    "none": is_masked,
+    "not at all": lambda logits: (logits != -torch.inf).any(-1, keepdim=True),
+    "masked logits": lambda logits: ~(logits != -torch.inf),
+    "all queries": lambda logits: ~(logits != -torch.inf).any(-1, keepdim=True).any(-2, keepdim=True),
+    "all queries at once": lambda logits: ~aten.any.dims(logits != -torch.inf, [-1, -2], True),
+    "anything but all": lambda logits: (logits != -torch.inf).any(-1, keepdim=True) & MASK,
+    "some masked": lambda logits: ~(logits == -torch.inf).any(-1, keepdim=True),
+    "positive": lambda logits: ~(logits > -torch.inf).any(-1, keepdim=True),
+    "infinite": lambda logits: ~(logits != torch.inf).any(-1, keepdim=True),
+    "other logits": lambda logits: ~(logits * 2 != -torch.inf).any(-1, keepdim=True),
+    "another query": lambda logits: ~(logits[..., :1, :] != -torch.inf).any(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", list(GUARDS)[1:])
+def test_near_twins_of_a_guarded_softmax(name):
+    with refused("masked after the softmax"):
+        read(guarded(GUARDS[name]))
+
+
+def test_a_guarded_softmax():
+    assert len(read(guarded(GUARDS["none"])).scores) == 1
+
+
+def test_probabilities_that_are_replaced_by_a_number():
+    with refused("replaced under a condition"):
+        read(lambda q, k, v: torch.where(MASK, 0.5, (q @ k.mT).softmax(-1)) @ v)
+
+
+def test_probabilities_that_are_left_out():
+    with refused("only some of the softmax's probabilities"):
+        read(lambda q, k, v: (q @ k.mT).softmax(-1)[..., 2:] @ v[..., 2:, :])
+
+
+@pytest.mark.parametrize("divided", [lambda x: torch.cat([x, x], -1) / 2, lambda x: x.exp().sin() / x.sum()])
+def test_a_quotient_that_begins_no_attention(divided):
+    def function(x, v):
+        value = divided(x)
+        return value @ v[: value.shape[-1]]
+
+    assert not list(anchors(Traced(function, dense(S, 4), dense(D, D), decompose=False).graph))
+
+
+def test_a_number_subtracted_before_the_exponential_is_no_maximum():
+    def function(q, k, v):
+        e = torch.exp(q @ k.mT - 3.0)
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    with refused("not the maximum of the scores"):
+        read(function)
+
+
+def test_a_triangle_of_many_numbers_is_no_causal_mask():
+    position = torch.arange(T)
+    distance = (position - position[:, None]).float()
+    found = read(lambda q, k, v: (q @ k.mT + distance.triu(1)).softmax(-1) @ v, *[(B, T, D)] * 3, decompose=False)
+    with refused("more than one number above its diagonal"):
+        causal_by_position(found, (), axes_of(found.index[1]))
+
+
+def test_is_causal_together_with_a_mask():
+    masked = read(lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, *[(B, N, S, D)] * 3, (S, S))
+    rows = masked.index[-2]
+    with refused("is_causal is given together with a mask"):
+        check_is_causal(replace(masked, causal=Causal(masked.node, rows)), axes_of(rows))
+
+
+def test_positions_on_another_device_leave_the_mask_a_tensor():
+    masked = read(lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, *[(B, S, D)] * 3, (S, S))
+    positions = masked.node.graph.placeholder("positions")
+    sequences, rows, _ = (axes_of(part) for part in masked.index)
+    dims = sequences, (), rows, axes_of(masked.keys)
+    for device, is_length in (("cpu", True), ("meta", False)):
+        positions.meta["val"] = torch.empty(B, dtype=torch.int64, device=device)
+        counted = CausalByPosition(Element(positions, masked.index[:1]), 0, None)
+        mask, lengths, _ = mask_operands(masked, counted, dims)
+        assert (mask is None, lengths is not None) == (is_length, is_length)
+
+
+FUSED = {
+    "with dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+    "over a single key": lambda q, k, v: F.scaled_dot_product_attention(q, k[..., :1, :], v[..., :1, :]),
+    "belongs to other sequences than the query": lambda q, k, v: F.scaled_dot_product_attention(q, k[0], v[0]),
+    "output is not used": lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[1],
+}
+
+
+@pytest.mark.parametrize("reason", FUSED)
+def test_near_twins_of_fused_attention(reason):
+    values = [dense(B, N, size, D) for size in (S, T, T)]
+    graph = make_fx(FUSED[reason], tracing_mode="fake", pre_dispatch=True)(*values).graph
+    graph.eliminate_dead_code()
+    (anchor,) = anchors(graph)
+    with refused(reason):
+        attention(anchor)
+
+
+def test_fused_attention_over_columns_of_unknown_number():
+    values = [dense(B, N, size, D) for size in (S, T, T)]
+    function = make_fx(F.scaled_dot_product_attention, tracing_mode="symbolic", pre_dispatch=True)
+    (anchor,) = anchors(function(*values).graph)
+    with refused("the softmax scale is not a compile-time number"):
+        attention(anchor)
+
+
+def read(function, *shapes, **options):
+    shapes = shapes or ((B, N, S, D), (B, N, T, D), (B, N, T, D))
+    traced = Traced(function, *(dense(*shape) for shape in shapes), **options)
+    (anchor,) = anchors(traced.graph)
+    return attention(anchor)
