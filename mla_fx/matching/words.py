@@ -42,15 +42,14 @@ from collections.abc import Callable, Iterator
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Axis
 from mla_fx.readings.cache_places import CacheUpdate
+from mla_fx.readings.codes.given import static_codes
+from mla_fx.readings.codes.products import quantised_product, scaling
+from mla_fx.readings.codes.tokens import quantised_tokens
 from mla_fx.readings.contraction import Contraction, contraction
 from mla_fx.readings.element import Element, is_parameter
 from mla_fx.readings.paged import paged_numbers
-from mla_fx.readings.quantised_product import quantised_product
-from mla_fx.readings.quantised_tokens import quantised_tokens
 from mla_fx.readings.rms_norm import rms_norm as read_rms_norm
 from mla_fx.readings.rope import rope as read_rope
-from mla_fx.readings.scaling import scaling
-from mla_fx.readings.static_codes import static_codes
 
 from .match import Match, OperandAxes
 from .pattern import Behind, Bound, Codes, Either, Having, Pattern, Reads, Refused, Stored, Var, both_ways

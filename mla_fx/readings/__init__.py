@@ -15,12 +15,9 @@ same_value.py    equal calls of equal operands
 reading.py       the parts of every reading: its node, its elements and indices, its constants
 algebra.py       sums and products of elements, with every factor on the way
 contraction.py   matmul in any spelling; split where its operands were concatenated
-quantised_product.py   the same of codes and their scales
-vendor_calls.py  Ascend's own operators for quantised values, where a program calls them
-static_codes.py  codes with a scale that is given, in int8
-packed_rows.py   rows of bytes: codes, a key and scales
 bounds.py        values that are bounded by numbers, or clipped to a bound that the program computes
-quantised_tokens.py, quantised_tiles.py   codes that the program computes, with a scale per row or per tile of it
+codes/           codes and their scales, for each token, tile, channel, block or group
+behind.py        the nearest products and written caches that a value is computed from
 integers.py      sums of positions in whole numbers, and comparisons of two of them
 causal.py        masks that hide exactly the keys after a position
 paged.py         rows that are gathered from pages

@@ -18,10 +18,10 @@ from mla_fx.graph.torch_private import OpOverload
 from .algebra import Budget, allowance, as_product, as_sum, spend
 from .axes import Digit, Index, combine, fresh, of_axis, shifted
 from .calls import CASTS, args_of, argument
+from .codes.products import holds_codes
 from .constant import constant, rounded
 from .contraction import PRODUCTS, Contraction, contraction, scaled_product
-from .element import Element, computed_from, operand, resolve
-from .quantised_product import holds_codes
+from .element import Element, computed_from, computed_with, operand, resolve
 from .reading import Reading
 from .sizes import Size, ratio
 from .softmax import SOFTMAX, exponential, softmax, subtracts_logarithm
@@ -199,17 +199,8 @@ def codes_of(node: Node) -> Node | None:
 
 
 def _first_user(node: Node, wanted: Set[object], steps: Set[object]) -> Node | None:
-    pending, seen = list(node.users), set()
-    while pending:
-        user = pending.pop(0)
-        if user in seen:
-            continue
-        seen.add(user)
-        if user.target in wanted:
-            return user
-        if user.target in steps:
-            pending += user.users
-    return None
+    users = computed_with([node], lambda user: user.target not in steps)
+    return next((user for user in users if user.target in wanted), None)
 
 
 def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import label_of, name_of
-from mla_fx.readings.integers import INTEGERS, whole_number
+from mla_fx.readings.integers import INTEGERS, counted_steps, whole_number
 
 from .axes import ZERO, Axis, Digit, Index, axes_of, combine, composite, digits_of, extent, fresh, of_axis, shifted
 from .cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
@@ -288,18 +288,7 @@ def _per_sequence(node: Node, index: tuple[Index, ...], old: Node, places: list[
 def _counts_sequences(where: Node, old: Node) -> bool:
     """Whether this is `arange(batch)`, as a column or as a row."""
     counted = element_of(where).origin
-    return _counts_from_zero(counted) and shape_of(counted) == shape_of(old)[:1]
-
-
-def _counts_from_zero(node: Node) -> bool:
-    """Whether this is `arange(n)`, which counts all sequences of the cache if it is indexed by a sequence axis."""
-    if node.target is torch.ops.prims.iota.default:
-        return bool(options_of(node).get("start") == 0 and options_of(node).get("step") == 1)
-    if node.target is aten.arange.start_step:
-        return bool(argument(node, 0, "start") == 0 and argument(node, 2, "step", 1) == 1)
-    if node.target is aten.arange.start:
-        return bool(argument(node, 0, "start") == 0)
-    return node.target is aten.arange.default
+    return counted_steps(counted) == (0, 1) and shape_of(counted) == shape_of(old)[:1]
 
 
 def _scattered(node: Node, index: tuple[Index, ...]) -> CacheUpdate:

@@ -14,9 +14,9 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_product, as_sum
 from .axes import Axis, Index, axes_of, extent, fresh, shifted
+from .behind import quantised_projection
 from .calls import CASTS, args_of, argument
 from .element import Element, is_coarser, is_parameter, operand, resolve
-from .quantised import quantised_projection
 from .reading import Reading
 from .sizes import plain, product
 from .views import pads_with_zero, seams, shape_of

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -320,13 +320,30 @@ def has_8_bits(node: Node) -> bool:
 def computed_from(value: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
     """A value and all that it is computed from, nearest first: ends are among them, but nothing that an end is computed
     from. The value itself is no end."""
-    pending, seen = deque([value]), {value}
+    yield value
+    yield from _nearest_first(operands_of(value), operands_of, is_end)
+
+
+def computed_with(values: Iterable[Node], is_end: Callable[[Node], bool]) -> Iterator[Node]:
+    """All that is computed from some values, nearest first: ends are among them, but nothing that is computed from an
+    end."""
+    return _nearest_first(_users(values), lambda node: _users([node]), is_end)
+
+
+def _users(values: Iterable[Node]) -> Iterator[Node]:
+    return (user for value in values for user in value.users)
+
+
+def _nearest_first(
+    first: Iterable[Node], further: Callable[[Node], Iterable[Node]], is_end: Callable[[Node], bool]
+) -> Iterator[Node]:
+    pending, seen = deque(first), set[Node]()
     while pending:
         node = pending.popleft()
-        yield node
-        new = [] if node is not value and is_end(node) else [one for one in operands_of(node) if one not in seen]
-        seen.update(new)
-        pending += new
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += () if is_end(node) else further(node)
 
 
 def computed_between(value: Node, stops: Set[Node]) -> Iterator[Node]:

@@ -86,7 +86,7 @@ def _counted(element: Element, sums: _Sums) -> IntegerSum:
     filled = constant(node)
     if filled is not None and abs(filled) < EXACT:
         return IntegerSum(Index(int(filled)))
-    steps = _steps(node)
+    steps = counted_steps(node)
     if steps is not None:
         return IntegerSum(shifted(index[0], *steps))
     if dtype == torch.int64 and (total := _summed(node, index, sums)) is not None and _stays_in_range(total):
@@ -103,7 +103,7 @@ def _stays_in_range(total: IntegerSum) -> bool:
 LARGE = 2**31  # counted numbers stay below this, too
 
 
-def _steps(node: Node) -> tuple[Size, int] | None:
+def counted_steps(node: Node) -> tuple[Size, int] | None:
     """(start, step) of an arange of integers."""
     if node.target is aten.arange.default:
         return 0, 1

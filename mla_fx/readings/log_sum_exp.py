@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from .algebra import as_sum
 from .attention import SUMS, Attention
 from .axes import Axis, Index, extent
 from .calls import CASTS, args_of
-from .element import Element, computed_from, resolve
+from .element import Element, computed_from, computed_with, resolve
 from .reading import Reading, renamed
 from .softmax import LOGARITHMS, exponential, log_of_sum
 from .views import MOVERS, fresh_index
@@ -51,25 +51,13 @@ def beside(anchor: Node) -> list[Node]:
 def logarithms(products: Iterable[Node]) -> list[Node]:
     """`logsumexp`, and sums with a logarithm, that are computed from some products, and from no others of them."""
     found = dict[Node, None]()
-    for node in _computing(products, lambda user: _is_product(user) or user.target in LOGARITHMS):
+    for node in computed_with(products, lambda user: _is_product(user) or user.target in LOGARITHMS):
         if node.target is aten.logsumexp.default:
             found[node] = None
         elif node.target is aten.log.default:
-            users = _computing([node], lambda user: user.target not in MOVES)
+            users = computed_with([node], lambda user: user.target not in MOVES)
             found.update(dict.fromkeys(user for user in users if user.target is aten.add.Tensor))
     return list(found)
-
-
-def _computing(nodes: Iterable[Node], is_end: Callable[[Node], bool]) -> Iterator[Node]:
-    """All nodes that are computed from some, ends among them, but nothing that is computed from an end."""
-    pending, seen = [user for node in nodes for user in node.users], set[Node]()
-    while pending:
-        user = pending.pop(0)
-        if user in seen:
-            continue
-        seen.add(user)
-        pending += [] if is_end(user) else user.users
-        yield user
 
 
 def _is_product(node: Node) -> bool:

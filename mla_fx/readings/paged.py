@@ -15,7 +15,7 @@ from mla_fx.readings.integers import INTEGERS, IntegerSum, integer_sum
 
 from .axes import Axis, Index, combine, of_axis, whole
 from .calls import args_of
-from .dequantised import Dequantised, codes_behind, dequantised
+from .codes.dequantised import Dequantised, codes_behind, dequantised
 from .element import Element, operand, resolve
 from .reading import Reading
 from .sizes import Size, at_most, ratio

@@ -1,11 +1,10 @@
 """Caches: how rows are written and gathered, and what an operator that writes or reads them takes."""
 
+from mla_fx.readings.behind import caches_behind, check_int8_cache, has_new_rows, is_new, packed_cache
 from mla_fx.readings.cache_places import At, CacheUpdate, InBlocks
 from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_update, cache_updates
-from mla_fx.readings.new_rows import has_new_rows, is_new
-from mla_fx.readings.packed_rows import packed_rows
+from mla_fx.readings.codes.packed_rows import packed_rows
 from mla_fx.readings.paged import GATHERS, paged
-from mla_fx.readings.quantised_cache import caches_behind, check_int8_cache, packed_cache
 from mla_fx.rewriting.caches import (
     CacheRoles,
     batch_of_positions,

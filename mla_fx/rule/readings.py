@@ -3,9 +3,9 @@
 from mla_fx.matching.match import OperandAxes
 from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
 from mla_fx.readings.calls import CASTS, args_of, named_argument, operands_of, options_of
+from mla_fx.readings.codes.dequantised import Dequantised
 from mla_fx.readings.constant import rounded
 from mla_fx.readings.contraction import Contraction, parted_at, segments
-from mla_fx.readings.dequantised import Dequantised
 from mla_fx.readings.element import (
     Element,
     computed_between,

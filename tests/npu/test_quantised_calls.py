@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fx
 from mla_fx.cases import HCQ, inputs
 from mla_fx.errors import NoMatch
+from mla_fx.readings.codes.products import quantised_product
+from mla_fx.readings.codes.tokens import quantised_tokens
 from mla_fx.readings.element import Scales, operand, resolve
-from mla_fx.readings.quantised_product import quantised_product
-from mla_fx.readings.quantised_tokens import quantised_tokens
 from mla_fx.readings.views import fresh_index
 from npu import cpu_kernels
 

@@ -16,7 +16,7 @@ from mla_fx.readings import calls as asked
 
 ROOT = Path(inspect.getfile(mla_fx)).parent
 PATTERNS = Path(inspect.getfile(type(discovery.rules()[0]))).parent
-READINGS = [path for path in Path(readings.__path__[0]).glob("*.py") if path.stem != "sizes"]  # which sees no nodes
+READINGS = [path for path in Path(readings.__path__[0]).rglob("*.py") if path.stem != "sizes"]  # which sees no nodes
 WORDS = [ROOT / "matching" / f"{name}.py" for name in ("match", "pattern", "words")]
 OPERANDS = [ROOT / "rewriting" / f"{name}.py" for name in ("caches", "joined", "masks", "materialize", "tables")]
 FILES = sorted({*PATTERNS.rglob("*.py"), *READINGS, *WORDS, *OPERANDS})
@@ -26,7 +26,7 @@ NOTING = {"args_of", "options_of", "operands_of"}
 # Only here readers of values are looked up, to find where to begin; what is found is then read like anything else.
 # Whatever depends on who reads a value is decided where a replacement is applied.
 FINDING = {"anchors", "written_alike", "_first_user", "_guards", "_first_result", "products", "_rounded"}
-FINDING |= {"_computing", "_writes"}
+FINDING |= {"_users", "logarithms", "_writes"}
 # A plan's check looks at these, and a replay compares what it looked at.
 FINDING |= {"_casts_of"}
 # A replay checks again whether an attribute is a literal. Names of sizes are for messages.
@@ -36,7 +36,7 @@ LAYING_OUT = {"_is_whole", "_strides_and_offset"}
 
 SEEN_IN = {
     **dict.fromkeys(("args", "kwargs", "all_input_nodes", "_input_nodes"), NOTING),
-    **dict.fromkeys(("users", "prev", "next", "find_nodes"), FINDING),
+    **dict.fromkeys(("users", "prev", "next", "find_nodes", "computed_with"), FINDING),
     **dict.fromkeys(("storage_offset", "untyped_storage", "data_ptr", "requires_grad", "_base"), LAYING_OUT),
 }
 
@@ -48,8 +48,9 @@ def test_nothing_is_seen_that_a_replay_does_not_compare(path):
             continue
         name = getattr(function, "name", "a lambda")
         for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and node.attr in SEEN_IN:
-                assert name in SEEN_IN[node.attr], f"{path.name}:{node.lineno}: {name} asks for {node.attr}"
+            asked = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if asked == "computed_with" or isinstance(node, ast.Attribute):
+                assert name in SEEN_IN.get(asked, {name}), f"{path.name}:{node.lineno}: {name} asks for {asked}"
 
 
 def test_what_is_asked_for_is_noted():

@@ -30,8 +30,8 @@ from torch.nn.functional import linear
 import mla_fx
 from mla_fx.cases import DV, B, D, N, T, inputs
 from mla_fx.graph.torch_private import make_fx
+from mla_fx.readings.behind import quantised_up_projection
 from mla_fx.readings.contraction import SECOND_PRODUCT
-from mla_fx.readings.quantised import quantised_up_projection
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 

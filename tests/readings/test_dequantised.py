@@ -5,7 +5,7 @@ import torch
 from lib.traced import Traced, agree, dense
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.dequantised import dequantised
+from mla_fx.readings.codes.dequantised import dequantised
 from mla_fx.readings.element import resolve
 from mla_fx.readings.views import fresh_index
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,27 +21,23 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
+from mla_fx.readings.algebra import as_product
+from mla_fx.readings.axes import Index
+from mla_fx.readings.bounds import Clipped, bounded, clipped
+from mla_fx.readings.calls import DIVIDES, MULTIPLIES
+from mla_fx.readings.element import Element, computed_between, is_coarser, is_parameter, narrows, operand
+from mla_fx.readings.read_along import read_along
+from mla_fx.readings.same_value import same_value
 
-from .algebra import as_product
-from .axes import Index
-from .bounds import Bounds, Clipped, bounded, clipped
-from .calls import CASTS, DIVIDES, MULTIPLIES, args_of
-from .element import Element, computed_between, is_coarser, is_parameter, narrows, operand, resolve
 from .largest import largest
-from .read_along import read_along
-from .reading import Reading
-from .same_value import same_value
 from .vendor_calls import dynamic_quant, is_dynamic_quant
+from .whole_numbers import Codes, WholeNumbers, whole_numbers
 
 aten = torch.ops.aten
 STEPS = 127.0
 NEAR_STEPS = (STEPS, 127.5)
-MOST_CALLS = 20  # between codes and what is rounded, or between a scale and a maximum
+MOST_CALLS = 20  # between a scale and a maximum
 ARITHMETIC = MULTIPLIES | DIVIDES | {aten.reciprocal.default}
-# The dtypes that hold every code, from -128 to 127.
-WHOLE = frozenset(
-    {torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64}
-)
 OTHER_VALUES = "the codes of tokens are divided by the largest of other values"
 
 
@@ -54,38 +50,15 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantisedTokens(Reading):
-    """Codes of `value`, along the indices of `over`, with a scale for each token."""
+class QuantisedTokens(Codes):
+    """Codes along the indices of `over`, with a scale for each token."""
 
-    value: Element
     over: tuple[Index, ...]
-    differences: tuple[str, ...] = field(default=())
-    whole: tuple[Node, ...] = field(default=())
-    """The calls on the way from the rounded value to the codes. They get whole numbers, so they round nothing."""
+    differences: tuple[str, ...]
 
     @property
     def constants(self) -> tuple[Any, ...]:
         return (self.differences,)
-
-
-@dataclass(frozen=True)
-class _Codes:
-    """The nearest whole numbers of `value`, which the program rounds at `rounded`, between two bounds.
-
-    Casts on the way wrap whole numbers that are not in `held`."""
-
-    value: Element
-    rounded: Node
-    bounds: Bounds
-    held: Bounds
-    calls: tuple[Node, ...]
-
-    def check_held(self, low: float, high: float) -> None:
-        """Raises NoMatch unless the casts on the way keep whole numbers from `low` to `high`."""
-        if low < self.held.low or high > self.held.high:
-            held, found = (f"{numbers.low:.6g} to {numbers.high:.6g}" for numbers in (self.held, Bounds(low, high)))
-            said = f"codes from {found} are cast to integers from {held} and not clamped before, so they wrap"
-            raise NoMatch(said, self.calls[0])
 
 
 @dataclass(frozen=True)
@@ -120,7 +93,8 @@ def clipped_tokens(element: Element) -> tuple[QuantisedTokens, Part | None]:
     if len(scales) != 1:
         raise NoMatch(f"expected the codes of tokens with one scale, found {len(scales)} scales", element.origin)
     if is_dynamic_quant(element.origin):
-        return QuantisedTokens(element.origin, *dynamic_quant(element, scales[0])), None
+        value, over = dynamic_quant(element, scales[0])
+        return QuantisedTokens(element.origin, value, (), over, ()), None
     codes, scale = whole_numbers(element), _scale(scales[0])
     divisors = [factor for factor, power in as_product(codes.value).factors if power == -1.0]
     divisor = _divisor(divisors, element.origin)
@@ -147,72 +121,7 @@ def clipped_tokens(element: Element) -> tuple[QuantisedTokens, Part | None]:
     )
     factor = number * scale.number * each
     factor = 1.0 if math.isclose(factor, 1.0, rel_tol=5e-7) else factor
-    return QuantisedTokens(element.origin, plain.times(factor), found, differences, codes.calls), part
-
-
-def whole_numbers(element: Element) -> _Codes:
-    """What an element is rounded from, to the nearest whole number. Raises NoMatch if it is not rounded so."""
-    bounds, held = Bounds(), Bounds()
-    node, index = element.origin, element.index
-    calls = list[Node]()
-    for _ in range(MOST_CALLS):
-        calls.append(node)
-        if (dtype := node.meta["val"].dtype) not in WHOLE:
-            raise NoMatch(f"codes are stored in {dtype}, which does not hold all of them", node)
-        if node.target is aten.round.default:
-            break
-        if (limited := bounded(node)) is not None and all(map(_is_whole, limited[1])):
-            value, own = limited
-            bounds, held = bounds.after(own), _held_behind(own, held)
-        elif node.target in CASTS or node.target is aten.trunc.default:  # of whole numbers, if they are rounded before
-            value, held = args_of(node)[0], _held_by(held, dtype)
-        else:
-            break
-        found = operand(value, index)
-        if found.factor != 1.0:
-            break
-        node, index, held = found.origin, found.index, _held_by(held, *found.roundings)
-    if node.target is not aten.round.default:
-        raise NoMatch(f"expected codes rounded to the nearest whole number, found {name_of(node)}", node)
-    rounded = args_of(node)[0]
-    quotient = resolve(rounded, index)
-    held = _held_by(held, *quotient.roundings)
-    while quotient.factor == 1.0 and (limited := bounded(quotient.origin)) is not None:
-        inner, own = limited
-        bounds, held = bounds.after(own), _held_behind(own, held)
-        quotient = operand(inner, quotient.index)
-        held = _held_by(held, *quotient.roundings)
-    return _Codes(quotient, rounded, bounds, held, tuple(calls))
-
-
-def _is_whole(bound: float) -> bool:
-    return math.isinf(bound) or bound.is_integer()
-
-
-def _held_by(held: Bounds, *dtypes: torch.dtype) -> Bounds:
-    """The whole numbers in `held` that casts keep. Floats round large ones, which matters only if some must be held."""
-    for dtype in dtypes:
-        if dtype.is_floating_point and held == Bounds():
-            continue
-        most = 2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max
-        least = -most if dtype.is_floating_point else torch.iinfo(dtype).min
-        held = Bounds(max(held.low, least), min(held.high, most))
-    return held
-
-
-def _held_behind(bounds: Bounds, held: Bounds) -> Bounds:
-    """The numbers that are in `held` once they are bounded."""
-    low = -math.inf if bounds.low >= held.low else held.low
-    return Bounds(low, math.inf if bounds.high <= held.high else held.high)
-
-
-def check_codes(element: Element) -> None:
-    """Raises NoMatch unless an element is a whole number that int8 holds."""
-    if element.origin.meta["val"].dtype == torch.int8:
-        return
-    low, high = whole_numbers(element).bounds
-    if low < -128 or high > 127:
-        raise NoMatch("the codes of tokens are not clamped to the range of int8", element.origin)
+    return QuantisedTokens(element.origin, plain.times(factor), codes.calls, found, differences), part
 
 
 def _divisor(factors: list[Element], node: Node) -> _Scale:
@@ -269,7 +178,7 @@ def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Elemen
     return clip.value, Part(clip, found.number, found.factor)
 
 
-def _check_range(codes: _Codes, steps: float, node: Node) -> None:
+def _check_range(codes: WholeNumbers, steps: float, node: Node) -> None:
     if not any(math.isclose(steps, near, rel_tol=1e-3) for near in NEAR_STEPS):
         raise NoMatch(f"the largest code of a token is {steps:.6g}, expected 127", node)
     low, high = codes.bounds

@@ -10,12 +10,11 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
-
-from .axes import Index
-from .bounds import bounded
-from .calls import args_of, argument
-from .contraction import reduced
-from .element import Element, operand, operands, resolve
+from mla_fx.readings.axes import Index
+from mla_fx.readings.bounds import bounded
+from mla_fx.readings.calls import args_of, argument
+from mla_fx.readings.contraction import reduced
+from mla_fx.readings.element import Element, operand, operands, resolve
 
 aten = torch.ops.aten
 Largest = tuple[Element, tuple[Index, ...]]
@@ -48,7 +47,7 @@ def _of_both_ends(element: Element) -> Largest:
     low = negative[0].apart()[1]
     bottom, over = _end(_unbounded(low, aten.minimum.default), aten.amin.default, aten.min.dim, place=0)
     top, others = _end(_unbounded(high, aten.maximum.default), aten.amax.default, aten.max.dim, place=1)
-    same = dict(zip((part.axis for part in others), over, strict=True))
+    same = dict(zip((part.axis for part in others), over, strict=False))
     if bottom.factor < 0 or top.at({axis: part for axis, part in same.items() if axis is not None}) != bottom:
         raise NoMatch("expected the largest magnitude, found the ends of two values", element.origin)
     return bottom.times(number), over

@@ -3,12 +3,14 @@
     y[r,c] = row_scale[r] * column_scale[c] * sum over k of codes[r,k] * codes[c,k]
 
 Weights are stored as 8-bit codes. The other operand may be plain (weight-only quantisation), or codes with a scale per
-row (dynamic quantisation). A product of integers is exact, so every spelling of it is the same.
+row (dynamic quantisation). A product of integers is exact, so every spelling of it is the same. Any other value may be
+multiplied by a smaller tensor, too, for example by one number per token or per head.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -16,15 +18,26 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import OpOverload
+from mla_fx.readings.algebra import SUBTRACTS, as_product
+from mla_fx.readings.calls import CASTS, args_of, argument, options_of
+from mla_fx.readings.constant import constant
+from mla_fx.readings.contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
+from mla_fx.readings.element import (
+    Element,
+    Scales,
+    before_cast,
+    computed_from,
+    has_8_bits,
+    is_parameter,
+    operand,
+    operands,
+    resolve,
+)
+from mla_fx.readings.reading import Reading
+from mla_fx.readings.sizes import at_most, product
+from mla_fx.readings.views import shape_of
 
-from .algebra import SUBTRACTS, as_product
-from .calls import CASTS, args_of, argument, options_of
-from .constant import constant
-from .contraction import PRODUCTS, Contraction, contraction, matmul, scaled_product, summed
-from .element import Element, Scales, before_cast, computed_from, has_8_bits, is_parameter, operand, operands, resolve
-from .sizes import at_most, product
 from .vendor_calls import is_quant_matmul, quant_matmul
-from .views import shape_of
 
 aten = torch.ops.aten
 out_dtype = torch.ops.higher_order.out_dtype
@@ -89,6 +102,28 @@ def holds_codes(element: Element) -> bool:
     except NoMatch:
         return False
     return any(_are_codes(side) for side in (found.left, found.right))
+
+
+@dataclass(frozen=True)
+class Scaling(Reading):
+    """`value * scale`, where the scale is the same along some axes of the value."""
+
+    value: Element
+    scale: Element
+
+
+def scaling(element: Element) -> Scaling:
+    """Read `element` as a scaled value. Raises NoMatch if it is not one."""
+    factor, element = element.apart()
+    node = element.node
+    if node.target is not aten.mul.Tensor:
+        raise NoMatch(f"expected a value multiplied by a scale, found {name_of(node)}", node)
+    for value, scale in itertools.permutations(operands(element), 2):
+        if scale.axes < value.axes:
+            if holds_codes(value):
+                raise NoMatch("a product of codes is multiplied by their scales", node)
+            return Scaling(node, value.times(factor), scale)
+    raise NoMatch("expected a value multiplied by a scale, found the product of two values", node)
 
 
 def _holds_product(element: Element) -> bool:

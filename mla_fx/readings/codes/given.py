@@ -15,14 +15,13 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.readings.axes import Index
+from mla_fx.readings.calls import CASTS, DIVIDES, MULTIPLIES, args_of
+from mla_fx.readings.constant import constant
+from mla_fx.readings.element import Element, computed_between, narrows, operand, resolve
+from mla_fx.readings.views import MOVERS, Place
 
-from .axes import Index
-from .calls import CASTS, DIVIDES, MULTIPLIES, args_of
-from .constant import constant
-from .element import Element, computed_between, narrows, operand, resolve
-from .quantised_tokens import whole_numbers
-from .reading import Reading
-from .views import MOVERS, Place
+from .whole_numbers import Codes, whole_numbers
 
 aten = torch.ops.aten
 ADDS: frozenset[Any] = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
@@ -31,18 +30,14 @@ ZERO_POINT = "the codes have a zero point, expected none"
 
 
 @dataclass(frozen=True)
-class StaticCodes(Reading):
-    """Codes of `value`, multiplied by `scale`, or by `number` if there is none; divided by it if `is_divided`.
+class StaticCodes(Codes):
+    """Codes of a value multiplied by `scale`, or by `number` if there is none; divided by it if `is_divided`. `dtypes`
+    are those from the product to the rounding."""
 
-    `dtypes` are those from the product to the rounding. `whole` are calls that get whole numbers, so they round
-    nothing."""
-
-    value: Element
     scale: Element | None
     number: float
     is_divided: bool
     dtypes: tuple[torch.dtype, ...]
-    whole: tuple[Node, ...]
 
     @property
     def constants(self) -> tuple[Any, ...]:
@@ -78,7 +73,7 @@ def static_codes(element: Element) -> Iterator[StaticCodes]:
         raise NoMatch("codes are rounded from a product of values, expected one value and its scale", product)
     for value, scale, number in ways:
         is_divided = product.target in DIVIDES
-        yield StaticCodes(node, value, scale, number, is_divided, dtypes, codes.calls)
+        yield StaticCodes(node, value, codes.calls, scale, number, is_divided, dtypes)
 
 
 def _before_casts(element: Element) -> tuple[Place, tuple[torch.dtype, ...]]:

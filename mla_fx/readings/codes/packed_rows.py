@@ -13,12 +13,11 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-
-from .axes import Axis, Index, combine, of_axis, whole
-from .calls import args_of
-from .element import Element, resolve
-from .sizes import Size, at_most, plain, ratio
-from .views import shape_of
+from mla_fx.readings.axes import Axis, Index, combine, of_axis, whole
+from mla_fx.readings.calls import args_of
+from mla_fx.readings.element import Element, resolve
+from mla_fx.readings.sizes import Size, at_most, plain, ratio
+from mla_fx.readings.views import shape_of
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)

@@ -19,14 +19,13 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload
-
-from .axes import Index, fresh
-from .calls import args_of, argument, named_argument
-from .contraction import BIAS, Contraction, matmul
-from .element import Element, Scales, operand, resolve
-from .read_along import read_along
-from .sizes import product
-from .views import shape_of
+from mla_fx.readings.axes import Index, fresh
+from mla_fx.readings.calls import args_of, argument, named_argument
+from mla_fx.readings.contraction import BIAS, Contraction, matmul
+from mla_fx.readings.element import Element, Scales, operand, resolve
+from mla_fx.readings.read_along import read_along
+from mla_fx.readings.sizes import product
+from mla_fx.readings.views import shape_of
 
 PRODUCT, QUANTISER = "npu_quant_matmul", "npu_dynamic_quant"
 SCALES = (torch.float32, torch.bfloat16)

@@ -13,11 +13,18 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.check import FLOATS
-
-from .calls import CASTS, DIVIDES, MULTIPLIES, args_of, operands_of, options_of
-from .element import Element, before_cast, computed_between, has_8_bits, is_coarser, operands
-from .reading import Reading
-from .views import MOVERS
+from mla_fx.readings.calls import CASTS, DIVIDES, MULTIPLIES, args_of, operands_of, options_of
+from mla_fx.readings.element import (
+    Element,
+    before_cast,
+    computed_between,
+    computed_with,
+    has_8_bits,
+    is_coarser,
+    operands,
+)
+from mla_fx.readings.reading import Reading
+from mla_fx.readings.views import MOVERS
 
 aten = torch.ops.aten
 SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
@@ -99,11 +106,8 @@ def _rounding_to(dtype: torch.dtype, element: Element, codes: Element, parts: li
 
 def _casts_of(node: Node, dtype: torch.dtype) -> Iterator[Node]:
     """The casts of a value to `dtype`, directly or behind views."""
-    for user in node.users:
-        if user.target in MOVERS:
-            yield from _casts_of(user, dtype)
-        elif user.target in CASTS and user.meta["val"].dtype == dtype:
-            yield user
+    users = computed_with([node], lambda user: user.target not in MOVERS)
+    return (user for user in users if user.target in CASTS and user.meta["val"].dtype == dtype)
 
 
 def codes_behind(element: Element, near: int = NEAR) -> Element | None:
