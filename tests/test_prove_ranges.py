@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.proving import check
+from mla_fx.comparing import plans
 from mla_fx.rewriting.replacement import Drafted
 
 HALF, WIDE, CODES = torch.float16, torch.float32, torch.int8
@@ -19,7 +19,7 @@ def difference(program, plan, *given):
     """What the check finds in two functions of the same inputs."""
     graph = make_fx(lambda *given: (program(*given), plan(*given)), tracing_mode="fake")(*given).graph
     (results,) = graph.output_node().args
-    found = check.difference(Drafted.of([tuple(results)], {*graph.find_nodes(op="placeholder")}))
+    found = plans.difference(Drafted.of([tuple(results)], {*graph.find_nodes(op="placeholder")}))
     return None if found is None else found.sentence
 
 

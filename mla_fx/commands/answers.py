@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.debug.closeness import Closeness, closeness, distance, wide_dtype
-from mla_fx.debug.exact import COMPLEX, FLOATS
+from mla_fx.comparing.closeness import Closeness, closeness, distance, wide_dtype
+from mla_fx.comparing.exact import COMPLEX, FLOATS
 from mla_fx.graph.torch_private import memory_of
 
 from .models import Call

@@ -10,6 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.aliasing import written
 
+from .behind import behind
+
 
 @dataclass(frozen=True)
 class Part:
@@ -37,13 +39,7 @@ class Part:
 
     @functools.cached_property
     def _needed(self) -> Set[Node]:
-        found, pending = set[Node](), list(self.results)
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                pending += [] if node in self.names else node.all_input_nodes
-        return found
+        return {*behind(self.results, self.names)}
 
 
 def whole(owner: GraphModule, results: Sequence[Node]) -> Part:

@@ -1,7 +1,7 @@
 """Writes a program that shows a difference without the user's model: `python reproduce.py`.
 
 It holds graphs as functions, and what random inputs look like. The graphs are those of the guilty layer if the
-difference shows there, else the whole ones. `mla_fx.debug.reproduce` runs them."""
+difference shows there, else the whole ones. `mla_fx.comparing.reproduce` runs them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from mla_fx.graph.provenance import label_of, module_of
-from mla_fx.proving.check import Difference
-from mla_fx.proving.programs import programs
+from mla_fx.graph.source import Source
 
 from .closeness import SAME, wide_dtype
 from .exact import Dry
 from .graph_part import Part
-from .graph_text import Writer
+from .plans import Difference
+from .programs import programs
 from .reproduce import difference, drawn
 from .samples import Like, like
 
 FILE = "reproduce.py"
-IMPORTS = ("import sys", "from mla_fx.debug import reproduce")
+IMPORTS = ("import sys", "from mla_fx.comparing import reproduce")
 
 Values = Callable[[Dry], Mapping[str, Any]]
 """Runs a graph on the user's inputs and returns the values that it was asked for."""
@@ -52,7 +52,7 @@ class Reproducer:
         return f"`python {file}` {shown}"
 
     def text(self) -> str:
-        writers = {name: Writer(gm.graph) for name, gm in self.functions.items()}
+        writers = {name: Source(gm.graph) for name, gm in self.functions.items()}
         imports = {*IMPORTS, *(line for writer in writers.values() for line in writer.imports())}
         namespaces = {line for writer in writers.values() for line in writer.namespaces()}
         sources = [writer.function(name) for name, writer in writers.items()]

@@ -27,15 +27,14 @@ from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_compilers import as_boxed, is_boxed
-from mla_fx.readings.element import computed_from
 
+from .behind import behind
 from .choices import Choosing, choices, errors, nearby, of_bytes, of_random_numbers, rounding_of, seen_by
 from .closeness import SAME, Closeness, blind, closeness, distance, wide_dtype
 from .culprit import Culprit, find, listed
 from .envelope import Envelope
 from .exact import Dry, Results, Wide
 from .graph_part import Part, whole
-from .report import Report
 from .reproducer import of_lowering, of_rule, reproduced
 
 aten = torch.ops.aten
@@ -80,14 +79,14 @@ class _Call(NamedTuple):
 @dataclass
 class Verification:
     """The comparison at each call of one compiled graph, or at the first. `unfused` is the original graph, `fused` the
-    rewritten one before anything was lowered or written in place. The report gets a line for each call.
+    rewritten one before anything was lowered or written in place. `lines` gets one for each call.
 
     Reproducers of differences are written to the folder `dump`, and those of wrong lowerings compile with
     `options`."""
 
     unfused: GraphModule
     fused: GraphModule
-    report: Report
+    lines: list[str]
     once: bool
     dump: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -107,7 +106,7 @@ class Verification:
             run = self._in_own_precision(inputs, exact)
             outputs = compiled(*given)
             compared = self._check_compiled([*outputs, *(inputs[place] for place in run.plain.written)], run)
-            self.report.verified.append(f"call {self.calls}: {agreement}; {compared}")
+            self.lines.append(f"call {self.calls}: {agreement}; {compared}")
             return outputs
 
         return as_boxed(checked) if takes_list else checked
@@ -214,7 +213,7 @@ class Verification:
 
     def _wrong_lowering(self, one: Closeness, result: _Result, inputs: Sequence[Any]) -> str:
         """How far the first wrong result is off, and which calls it depends on."""
-        calls = listed(computed_from(result.fused) if isinstance(result.fused, Node) else self.fused.graph.nodes)
+        calls = listed(behind([result.fused]) if isinstance(result.fused, Node) else self.fused.graph.nodes)
         sentence = (
             f"call {self.calls}: {one.what} of the compiled graph is {one.error:.3g} away from the exact one, "
             f"relative to its largest element, which is {one.share:.3g} times what is allowed; the unfused graph is "

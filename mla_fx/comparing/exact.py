@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
-from mla_fx.readings.paged import GATHERS
-from mla_fx.readings.views import MOVERS
+
+from .whole_numbers import named_arguments, names_of
 
 aten = torch.ops.aten
 
@@ -25,8 +25,14 @@ COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Operators that read raw memory: wider numbers have other bytes.
 BYTES = frozenset({aten.view.dtype})
-# Operators that only move or select numbers, of tensors that may be large: the result is widened when it is used.
-KEEPS = MOVERS.keys() | GATHERS
+COPIES = frozenset(
+    {
+        aten.clone.default, aten.contiguous.default, aten.copy.default, aten.lift_fresh_copy.default,
+        aten._unsafe_view.default, aten.reshape.default, aten.repeat.default, aten.cat.default, aten.stack.default,
+        aten.slice_scatter.default, aten.select_scatter.default, aten.constant_pad_nd.default,
+    }
+)  # fmt: skip
+LOOKUPS = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.embedding.default})
 FILLS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
 
 
@@ -131,7 +137,7 @@ class Wide(Dry):
         if node in self.numbers or (operands and self.numbers.issuperset(operands)):
             self.numbers.add(node)
             return super()._of(node)
-        if node.target in KEEPS and self._moves_own(node):
+        if (moves(node) or node.target in LOOKUPS) and self._moves_own(node):
             return super()._of(node)
         for target in written(node):
             self.env[target] = widened(self.dtype, self.env[target])
@@ -147,7 +153,8 @@ class Wide(Dry):
         return widened(self.dtype, value)
 
     def _moves_own(self, node: Node) -> bool:
-        """Whether all operands still have their own precision, so moving them keeps it."""
+        """Whether all operands still have their own precision, so moving them keeps it. They may be large, so they are
+        widened when they are used."""
         operands = [one for one in node.all_input_nodes if isinstance(self.env[one], Tensor)]
         dtypes = {one.meta["val"].dtype for one in operands if one.meta["val"].is_floating_point()}
         is_own = all(self.env[one].dtype == one.meta["val"].dtype for one in operands)
@@ -162,13 +169,17 @@ def _is_number(node: Node) -> bool:
     return node.target in FILLS
 
 
+def moves(node: Node) -> bool:
+    """Whether a call returns numbers of its operands as they are, in other places."""
+    target = node.target
+    return target is operator.getitem or target in COPIES or (isinstance(target, OpOverload) and target.is_view)
+
+
 def is_random(node: Node) -> bool:
     """Whether an operator draws random numbers; not one that merely might, for a dropout of 0."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
+    return "dropout_p" not in names_of(node.target) or bool(dict(named_arguments(node)).get("dropout_p", 0.0))
 
 
 def widened(dtype: torch.dtype, value: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule
 
-from .check import Difference
 from .interpreter import Interpreter
+from .plans import Difference
 from .whole_numbers import Part
 
 
