@@ -13,8 +13,8 @@ from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, module_of, sou
 
 from .behind import behind
 from .closeness import distance
+from .cutout import Cutout, given
 from .exact import moves
-from .graph_part import Part, given
 
 MOST_NAMED = 4
 
@@ -40,7 +40,7 @@ class Culprit:
             f"{listed(computed)}, added by {', '.join(rules)}"
         )
 
-    def parts(self) -> tuple[Part, Part]:
+    def parts(self) -> tuple[Cutout, Cutout]:
         """What computes the value in the unfused and in the fused graph, from values that both have."""
         originals = {node.name: node for node in self.unfused.graph.nodes}
         has_data = _with_data(self.unfused.graph.nodes)
@@ -49,9 +49,9 @@ class Culprit:
             old = self.agreeing.get(node, originals.get(node.name))
             if node is not self.new and old not in (None, self.old) and _is_cut(old, has_data):
                 shared[node] = old
-        fused = Part(self.fused, [self.new], {node: old.name for node, old in shared.items()})
+        fused = Cutout(self.fused, [self.new], {node: old.name for node, old in shared.items()})
         names = {shared[node]: name for node, name in fused.inputs.items()}
-        return Part(self.unfused, [self.old], {**given(self.unfused), **names}), fused
+        return Cutout(self.unfused, [self.old], {**given(self.unfused), **names}), fused
 
 
 def find(unfused: GraphModule, fused: GraphModule, values: Any, limit: float) -> Culprit | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy, Tracer
-from torch.fx.node import map_aggregate
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.errors import VerificationError
-from mla_fx.graph.torch_private import OpOverloadPacket, tree_leaves
+from mla_fx.graph.torch_private import tree_leaves
 
 from .closeness import SAME, distance, wide_dtype
 from .exact import Wide
@@ -19,16 +18,15 @@ from .samples import Like
 
 __all__ = ["Like", "difference", "drawn", "reproduce", "reproduce_compiled"]
 
+Function = Callable[[Mapping[str, Any]], Any]
 AGREE = "With random inputs nothing differs; the difference needs numbers like those of the model."
 
 
-def reproduce(
-    unfused: Callable[..., Any], fused: Callable[..., Any], inputs: Mapping[str, Any], names: Sequence[str]
-) -> int:
+def reproduce(unfused: Function, fused: Function, inputs: Mapping[str, Any], names: Sequence[str]) -> int:
     """Run both, print what differs, and return the exit status: 1 if something does. `names` are those of the
     results."""
     values = drawn(inputs)
-    errors = difference(traced(unfused, inputs), traced(fused, inputs), values)
+    errors = difference(unfused, fused, values)
     name = str(_dtype(values)).removeprefix("torch.")
     for what, error in zip(names, errors, strict=True):
         print(f"{what}: fused and unfused are {error:.3g} apart in {name}, relative to the largest element")
@@ -40,29 +38,16 @@ def reproduce(
     return 1
 
 
-def reproduce_compiled(fused: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> int:
+def reproduce_compiled(fused: Function, inputs: Mapping[str, Any], **options: Any) -> int:
     """Compile a fused graph, print how what was compiled differs, and return the exit status: 1 if it does."""
-    gm = traced(fused, inputs)
     try:
         with torch.no_grad():
-            torch.compile(gm, backend="mla", options={**options, "verify": "first"})(*_ordered(gm, drawn(inputs)))
+            torch.compile(fused, backend="mla", options={**options, "verify": "first"})(drawn(inputs))
     except VerificationError as error:
         print(error)
         return 1
     print(AGREE)
     return 0
-
-
-def traced(function: Callable[[Mapping[str, Proxy]], Any], names: Iterable[str]) -> GraphModule:
-    """The graph of a function of the inputs by their names; what it makes of none of them is a constant."""
-    tracer = Tracer()
-    tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), (graph := Graph()), {}
-    result = function({name: Proxy(graph.placeholder(name), tracer) for name in names})
-    graph.output(map_aggregate(result, lambda value: value.node if isinstance(value, Proxy) else value))
-    for node in graph.nodes:
-        if isinstance(node.target, OpOverloadPacket):
-            node.target = node.target.default
-    return GraphModule(tracer.root, graph)
 
 
 def drawn(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,29 +56,26 @@ def drawn(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.draw(generator) if isinstance(value, Like) else value for name, value in inputs.items()}
 
 
-def difference(unfused: GraphModule, fused: GraphModule, values: Mapping[str, Any]) -> list[float]:
-    """The distance of each result of two graphs in a dtype that hardly rounds."""
+def difference(unfused: Function, fused: Function, values: Mapping[str, Any]) -> list[float]:
+    """The distance of each result of two functions in a dtype that hardly rounds."""
     dtype, found = _dtype(values), []
-    for gm in (unfused, fused):
-        given = _ordered(gm, values)
-        with torch.no_grad():
-            _Typed(gm).run(*given)
-        found.append(Wide(gm, dtype).results(given).outputs)
-    mine, theirs = (tree_leaves(results) for results in reversed(found))
-    return [distance(*pair) for pair in zip(mine, theirs, strict=True)]
+    for function in (unfused, fused):
+        gm = traced(function, values)
+        found.append(Wide(gm, dtype).results([*values.values()]).outputs)
+    return [distance(mine, theirs) for theirs, mine in zip(*map(tree_leaves, found), strict=True)]
 
 
-class _Typed(Interpreter):
-    """Notes each node's value in its own precision, as compilers note it."""
+def traced(function: Function, values: Mapping[str, Any]) -> GraphModule:
+    """The graph of a function, with what compilers note of each value."""
 
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
-        return value
+    def named(*given: Any) -> Any:
+        inputs = dict(zip(values, given, strict=True))
+        if not isinstance(function, GraphModule):
+            return function(inputs)
+        return function(*(inputs[str(node.target)] for node in function.graph.find_nodes(op="placeholder")))
 
-
-def _ordered(gm: GraphModule, values: Mapping[str, Any]) -> list[Any]:
-    return [values[str(node.target)] for node in gm.graph.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        return make_fx(named)(*values.values())
 
 
 def _dtype(values: Mapping[str, Any]) -> torch.dtype:

@@ -14,7 +14,7 @@ from .behind import behind
 
 
 @dataclass(frozen=True)
-class Part:
+class Cutout:
     """Values of a module's graph, computed from others, which are inputs under the given names."""
 
     owner: GraphModule
@@ -42,8 +42,8 @@ class Part:
         return {*behind(self.results, self.names)}
 
 
-def whole(owner: GraphModule, results: Sequence[Node]) -> Part:
-    return Part(owner, results, given(owner))
+def whole(owner: GraphModule, results: Sequence[Node]) -> Cutout:
+    return Cutout(owner, results, given(owner))
 
 
 def given(owner: GraphModule) -> dict[Node, str]:
