@@ -58,7 +58,7 @@ class Options:
     - dump: a folder for the graph after each pass; the variable MLA_FX_DUMP does the same, and TORCH_COMPILE_DEBUG=1
       does it in torch's own folder.
     - verify: run the unfused graph next to the fused one and compare, "off", at the "first" call, or "always".
-      `mla_fx.debug.verify` documents what is compared; VerificationError names the result, rule, layer and call,
+      `mla_fx.comparing.verify` documents what is compared; VerificationError names the result, rule, layer and call,
       and a program that shows the difference, written to the dump folder or to a temporary one.
     - prove: check each rewrite, once for each kind of layer, by running both sides on small random numbers: "on",
       "off", or "required", which refuses what cannot be checked.

@@ -12,8 +12,8 @@ from lib import outcomes
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
 
+from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
-from mla_fx.proving import check, region
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
 
@@ -63,7 +63,7 @@ def refuted(request, monkeypatch):
 
     def difference(plan):
         try:
-            result = check.difference(plan)
+            result = plans.difference(plan)
         except region.UncheckedError:
             raise
         except Exception as error:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.debug.closeness import Closeness, closeness, distance, wide_dtype
-from mla_fx.debug.exact import COMPLEX, FLOATS
-from mla_fx.graph.torch_private import memory_of
+from mla_fx.comparing.closeness import Closeness, closeness, distance, wide_dtype
+from mla_fx.comparing.exact import FLOATS, in_copies, widened
 
 from .models import Call
 
@@ -44,7 +44,10 @@ class Answers:
     def _exact(self) -> Found:
         tensors = dict(_tensors(self.call, ""))
         dtype = wide_dtype(tensors.values())
-        wide = _run(copy.deepcopy(self.call, _widened(tensors.values(), dtype)), lambda function: function)
+        narrow = [value for value in tensors.values() if value.dtype in FLOATS or value.is_complex()]
+        copies = in_copies(narrow, narrow, partial(widened, dtype))
+        memo: dict[int, Any] = dict(zip(map(id, narrow), copies, strict=True))
+        wide = _run(copy.deepcopy(self.call, memo), lambda function: function)
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in wide.items()}
 
 
@@ -80,29 +83,7 @@ def _run(call: Call, compiled: Callable[..., Any]) -> Found:
     arguments = [(f"argument {name}", value) for name, value in (*enumerate(args), *kwargs.items())]
     seen: set[int] = set()
     left = [found for name, value in (*arguments, ("", function)) for found in _tensors(value, name, seen)]
-    return {path: _plain(value) for path, value in (*left, *_tensors(outputs, "output"))}
-
-
-def _plain(value: Tensor) -> Tensor:
-    """A tensor that can be computed with: numbers of 8 bits as wider ones."""
-    value = value.detach()
-    return value.float() if value.is_floating_point() and value.itemsize == 1 else value
-
-
-def _widened(tensors: Any, dtype: torch.dtype) -> dict[int, Any]:
-    """For `deepcopy`: floating tensors in a wide dtype. Those that share memory go on sharing it."""
-    memories: dict[tuple[int, torch.dtype], Tensor] = {}
-    memo: dict[int, Any] = {}
-    for value in tensors:
-        kind = dtype if value.dtype in FLOATS else COMPLEX[dtype] if value.is_complex() else None
-        if kind is None:
-            continue
-        key = memory_of(value), value.dtype
-        if key not in memories:
-            whole = value.detach().new_empty(0).set_(value.detach().untyped_storage())
-            memories[key] = whole.to(kind, copy=True)
-        memo[id(value)] = memories[key].as_strided(value.shape, value.stride(), value.storage_offset())
-    return memo
+    return {path: value.detach() for path, value in (*left, *_tensors(outputs, "output"))}
 
 
 def _tensors(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:

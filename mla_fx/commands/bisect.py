@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mla_fx.backend import limited
-from mla_fx.debug.closeness import Closeness
+from mla_fx.comparing.closeness import Closeness
 from mla_fx.debug.optional import require
 from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.passes.fuel import VARIABLE, Fuel, Rewrite

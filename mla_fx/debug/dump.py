@@ -11,12 +11,12 @@ from pathlib import Path
 
 from torch.fx import Graph
 
+from mla_fx.graph.node_text import one_line, tally
 from mla_fx.graph.provenance import count_fused
 from mla_fx.target import Shown
 
 from .graph_text import symbols
 from .layers import Layer, layers_of
-from .node_text import one_line, tally
 from .page import Side, data_of, page
 from .recorded import Stage
 from .report import PassRecord, Report

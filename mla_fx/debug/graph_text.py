@@ -3,8 +3,6 @@ random inputs; `mla_fx.debug.stage` holds what it imports."""
 
 from __future__ import annotations
 
-import json
-import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +11,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.graph.provenance import label_of, module_of
-from mla_fx.graph.torch_private import OpOverload, defining_module, hint_of
+from mla_fx.graph.node_text import described, value_of
+from mla_fx.graph.provenance import module_of
+from mla_fx.graph.source import INPUTS, Source, quoted
+from mla_fx.graph.torch_private import hint_of
 
-from .node_text import call_text, described, literal, one_line, origin, value_of
 from .sections import Section, in_sections
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w])|(?<=\.)\d+(?=[.\]]|$)")
-INPUTS = ("placeholder", "get_attr")
 RUN = "from mla_fx.debug.stage import run"
 A_GRAPH = "# a graph"
 
@@ -40,14 +38,13 @@ class _Function:
     paths: list[str] = field(default_factory=list)
 
 
-class Writer:
+class Writer(Source):
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.inputs = _input_names(graph)
+        super().__init__(graph)
         self.functions: dict[str, _Function] = {}
 
     def text(self) -> str:
-        whole = self._whole("graph", self.sections())
+        whole = self.whole("graph", self._body(self.sections(), None))
         parts = [
             f"{A_GRAPH}: {len(self.graph.nodes)} nodes. Run this file to compute it on random inputs.",
             "\n".join([*self.imports(), "", RUN]),
@@ -58,40 +55,17 @@ class Writer:
         ]
         return "\n\n\n".join(part for part in parts if part)
 
-    def function(self, name: str) -> str:
-        """The graph as one function; it needs `imports` and `namespaces`."""
-        return self._whole(name, self._computed())
-
-    def _whole(self, name: str, items: Iterable[Node | Section]) -> str:
-        body = self._body(items, None)
-        returned = literal(self.graph.output_node().args[0], self.named(None))
-        return "\n".join([f"def {name}(inputs):", *body, f"    return {returned}"])
-
     def sections(self) -> tuple[Node | Section, ...]:
         """What the graph computes, in the sections of its layers and modules."""
-        return in_sections(self._computed())
-
-    def _computed(self) -> list[Node]:
-        return [node for node in self.graph.nodes if node.op not in (*INPUTS, "output")]
+        return in_sections(self.computed)
 
     # --- above the functions -----------------------------------------------------------------------------------------
-
-    def imports(self) -> list[str]:
-        """Import torch, the modules of functions that are called, and those that define operators of other packages."""
-        modules = {module for node in self.graph.nodes if (module := _module_of_target(node)) is not None}
-        return [f"import {module}" for module in sorted({"torch", *modules})]
-
-    def namespaces(self) -> list[str]:
-        """Name the namespaces of the operators."""
-        targets = (node.target for node in self.graph.nodes)
-        names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})
-        return [f"{name} = torch.ops.{name}" for name in names]
 
     def _head(self) -> list[str]:
         """The operators' namespaces, the symbols of this example, and the inputs."""
         lines = self.namespaces()
         lines += [f"{name} = {size}  # in this example" for name, size in symbols(self.graph).items()]
-        entries = [f"    {_quoted(name)}: {_quoted(type_)}," for name, type_ in _collapsed(self.inputs)]
+        entries = [f"    {quoted(name)}: {quoted(type_)}," for name, type_ in _collapsed(self.inputs)]
         return [*lines, *([""] * bool(lines)), "INPUTS = {", *entries, "}"]
 
     # --- functions ---------------------------------------------------------------------------------------------------
@@ -103,13 +77,8 @@ class Writer:
             if isinstance(item, Section):
                 lines.append(self._call(item, layer))
                 continue
-            lines += [f"    # {line}" for line in origin(item)]
-            lines.append(f"    {self._assigned(item, self.named(layer))}")
+            lines += self.lines(item, self.named(layer))
         return lines
-
-    def _assigned(self, node: Node, name_of: Callable[[Node], str]) -> str:
-        type_ = described(value_of(node))
-        return f"{name_of(node)} = {call_text(node, name_of)}" + (f"  # {type_}" if type_ else "")
 
     def named(self, layer: str | None) -> Callable[[Node], str]:
         def name_of(node: Node) -> str:
@@ -121,8 +90,8 @@ class Writer:
         name = self.inputs[node]
         found = _NUMBER.search(name)
         if layer is None or found is None or found[0] != layer:
-            return f"inputs[{_quoted(name)}]"
-        return f"inputs[f{_quoted(_braced(name[: found.start()]) + '{i}' + _braced(name[found.end() :]))}]"
+            return self.name_of(node)
+        return f"inputs[f{quoted(_braced(name[: found.start()]) + '{i}' + _braced(name[found.end() :]))}]"
 
     def _call(self, section: Section, layer: str | None) -> str:
         """The call of a section's function, which is written if no equal one is."""
@@ -154,7 +123,7 @@ class Writer:
         def name_of(node: Node) -> str:
             return numbers[node] if node in numbers else self._input(node, section.layer)
 
-        lines = [f"{self._assigned(node, name_of)} {module_of(node).split('.')[depth:]}" for node in nodes]
+        lines = [f"{self.assigned(node, name_of)} {module_of(node).split('.')[depth:]}" for node in nodes]
         return "\n".join([*lines, *(numbers[node] for node in gives)])
 
     def _free_name(self, section: Section) -> str:
@@ -176,26 +145,7 @@ def borders(section: Section) -> tuple[list[Node], list[Node]]:
     return takes, [node for node in inside if any(user not in inside for user in node.users)]
 
 
-def _module_of_target(node: Node) -> str | None:
-    """What a program imports to call a function or an operator; those of `mla_fx` come with `run`."""
-    target = node.target
-    if isinstance(target, OpOverload):
-        return None if target.namespace == "mla_fx" else defining_module(target)
-    is_named = node.op == "call_function" and target is not operator.getitem
-    return str(target.__module__).partition(".")[0] if is_named else None
-
-
 # --- inputs ----------------------------------------------------------------------------------------------------------
-
-
-def _input_names(graph: Graph) -> dict[Node, str]:
-    """A name of its own for each input and attribute: the user's, if there is one."""
-    names: dict[str, Node] = {}
-    for node in graph.nodes:
-        if node.op in INPUTS:
-            name = str(node.target) if node.op == "get_attr" else one_line(label_of(node))
-            names[name if name not in names else f"{name} ({node.name})"] = node
-    return {node: name for name, node in names.items()}
 
 
 def _collapsed(inputs: dict[Node, str]) -> list[tuple[str, str]]:
@@ -248,8 +198,3 @@ def symbols(graph: Graph) -> dict[str, int]:
 
 def _braced(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
-
-
-def _quoted(text: str) -> str:
-    """A string literal."""
-    return json.dumps(text, ensure_ascii=False)

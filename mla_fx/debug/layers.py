@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from mla_fx.graph.node_text import call_text, described, short_source, target_name, value_of
 from mla_fx.graph.provenance import REPLACED, RULE, fused_name, module_of, source_of
 
 from .graph_text import Writer, borders, ranges
 from .memory import Lives
-from .node_text import call_text, described, short_source, target_name, value_of
 from .outcomes import WHOLE
 from .sections import Section
 from .work import Meter, Work
@@ -55,7 +55,7 @@ def _values(writer: Writer, node: Node) -> dict[str, Any]:
     return {
         "name": node.name,
         "operator": target_name(node.target),
-        "call": call_text(node, writer.named(None)),
+        "call": call_text(node, writer.name_of),
         "type": described(value_of(node)),
         "module": module_of(node),
         "source": short_source(source_of(node)),

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mla_fx.graph.node_text import one_line, tally
+
 from .layers import Layer, kinds
 from .memory import Memory, readable_size
-from .node_text import one_line, tally
 from .recorded import Stage
 from .report import PassRecord, Report
 from .work import amount

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
+from mla_fx.graph.node_text import one_line
 from mla_fx.target import Shown
 
 from .graph_text import A_GRAPH, graph_text
-from .node_text import one_line
 
 
 @dataclass(frozen=True)

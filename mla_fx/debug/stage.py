@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import mla_fx.ops  # noqa: F401  registers the fused operators
+from mla_fx.comparing.samples import any_like
 from mla_fx.graph.torch_private import dtype_abbrs, tree_leaves
-
-from .samples import any_like
 
 DTYPES = {name: dtype for dtype, name in dtype_abbrs.items()}
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>.*?)\](?: strides \((?P<strides>.*?)\))?(?: on (?P<device>\S+))?")

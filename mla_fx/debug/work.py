@@ -21,11 +21,11 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
 
 from mla_fx.graph.aliasing import COPIES, UNDECLARED, owners_in, surely_shares, written
+from mla_fx.graph.node_text import call_text, described, value_of
 from mla_fx.graph.torch_private import OpOverload, hint_of, tree_leaves, tree_map
 from mla_fx.ops import catalogue
 
 from .memory import sizes_of_caches, written_in_place
-from .node_text import call_text, described, value_of
 
 aten = torch.ops.aten
 PLAIN = ("aten", "prims")  # what has no formula there has no products

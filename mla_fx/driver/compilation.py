@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fx.comparing.verify import Verification
 from mla_fx.debug.recorder import Recorder
 from mla_fx.debug.report import Report
 from mla_fx.debug.torch_logs import tell
-from mla_fx.debug.verify import Verification
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
 from mla_fx.graph.provenance import code_of
 from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs
@@ -162,7 +162,7 @@ class Compilation:
         assert run.original is not None and run.rewritten is not None, "a fused graph has its original"
         unfused, fused = (GraphModule(gm, graph.restore()) for graph in (run.original, run.rewritten))
         options, once = {"target": self.target.name, **self.options.extra}, self.options.verify == "first"
-        return Verification(unfused, fused, self.report, once, self.options.dump, options)
+        return Verification(unfused, fused, self.report.verified, once, self.options.dump, options)
 
     def leave_alone(self, graph: Graph) -> None:
         """Report on a forward graph that needs gradients."""

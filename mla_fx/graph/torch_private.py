@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 # The class of operators in graphs. torch has no public name for it.
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload
 
 # A weak reference to memory, which no later memory can be mistaken for.
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
-    "OpOverloadPacket",
     "StorageWeakRef",
     "WeakIdKeyDictionary",
     "codegen_of",

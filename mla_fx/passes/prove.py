@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from mla_fx.debug.reproducer import of_plan, reproduced
+from mla_fx.comparing import in_place
+from mla_fx.comparing.interpreter import may_run, on_real_tensors
+from mla_fx.comparing.kind import kind_of
+from mla_fx.comparing.plans import Difference, difference
+from mla_fx.comparing.region import UncheckedError
+from mla_fx.comparing.reproducer import of_plan, reproduced
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import fused_name, placed_name
-from mla_fx.proving import memory
-from mla_fx.proving.check import Difference, difference
-from mla_fx.proving.interpreter import may_run, on_real_tensors
-from mla_fx.proving.kind import kind_of
-from mla_fx.proving.region import UncheckedError
 from mla_fx.rewriting.draft import Draft, Drafted
 from mla_fx.rewriting.emitter import Emitter
 
@@ -50,7 +50,7 @@ def _known(run: Run, what: str, plan: Drafted) -> str | None:
 
 def _refusal(run: Run, what: str, plan: Drafted) -> str | None:
     try:
-        found = memory.difference(plan) if plan.dropped else difference(plan)
+        found = in_place.difference(plan) if plan.dropped else difference(plan)
     except Exception as error:
         return _unchecked(run, what, error)
     if found is None:

@@ -19,10 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx
 from mla_fx import cases
-from mla_fx.debug import culprit, reproduce, reproducer, verify
-from mla_fx.debug.report import Report
-from mla_fx.debug.samples import Like, like
-from mla_fx.debug.verify import Verification
+from mla_fx.comparing import culprit, reproduce, reproducer, verify
+from mla_fx.comparing.samples import Like, like
+from mla_fx.comparing.verify import Verification
 from mla_fx.rewriting.emitter import Emitter
 
 pytestmark = pytest.mark.usefixtures("no_gradients", "own_temporary_folder")
@@ -126,7 +125,7 @@ def test_a_difference_of_certain_numbers_does_not_show(capsys):
     unfused = make_fx(lambda x: (x + 0,))(given)
     fused = make_fx(lambda x: (torch.where(x == 2, 0.0, x),))(given)
     with pytest.raises(mla_fx.VerificationError) as caught:
-        Verification(unfused, fused, Report(), once=True).around(fused)(given)
+        Verification(unfused, fused, [], once=True).around(fused)(given)
     file = re.search(r"`python (\S+)` finds no difference with random inputs", str(caught.value))[1]
     assert status(file) == 0
     assert reproduce.AGREE in capsys.readouterr().out

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 
 import mla_fx
 from mla_fx import cases
-from mla_fx.debug.closeness import closeness, distance
+from mla_fx.comparing.closeness import closeness, distance
+from mla_fx.comparing.verify import Verification
 from mla_fx.debug.report import Report
-from mla_fx.debug.verify import Verification
 from mla_fx.rewriting.emitter import Emitter
 
 pytestmark = pytest.mark.usefixtures("no_gradients", "own_temporary_folder")
@@ -257,7 +257,7 @@ def graph_of(function, *inputs):
 def held(function, *inputs, once=False):
     """`around` of a graph in which nothing fused, and the report that it writes to."""
     report, gm = Report(), graph_of(function, *inputs)
-    return Verification(gm, gm, report, once).around, report
+    return Verification(gm, gm, report.verified, once).around, report
 
 
 def doubled(value):

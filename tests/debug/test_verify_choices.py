@@ -9,8 +9,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx
+from mla_fx.comparing.verify import Verification
 from mla_fx.debug.report import Report
-from mla_fx.debug.verify import Verification
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 SEEDS = range(50)
@@ -21,7 +21,7 @@ FLIPPED = "1 results differ by no more than choices that rounding may flip"
 def verified(function, wrong, *inputs):
     """What the report says of a graph in which nothing fused, compiled to something else."""
     report, gm = Report(), make_fx(function)(*copy.deepcopy(inputs))
-    Verification(gm, gm, report, once=True).around(wrong)(*inputs)
+    Verification(gm, gm, report.verified, once=True).around(wrong)(*inputs)
     return report.verified[0]
 
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
-from mla_fx.proving import check
+from mla_fx.comparing import plans
 from mla_fx.rewriting.draft import Draft, Drafted, value_of
 
 aten = torch.ops.aten
@@ -84,5 +84,5 @@ def difference(program, plan, *given):
     """What the check finds in two functions of the same inputs."""
     graph = make_fx(lambda *given: (program(*given), plan(*given)), tracing_mode="fake")(*given).graph
     (results,) = graph.output_node().args
-    found = check.difference(Drafted.of([tuple(results)], {*graph.find_nodes(op="placeholder")}))
+    found = plans.difference(Drafted.of([tuple(results)], {*graph.find_nodes(op="placeholder")}))
     return None if found is None else found.sentence

@@ -10,6 +10,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.readings.codes.products import quantised_product
 from mla_fx.readings.codes.whole_numbers import check_codes, whole_numbers
 from mla_fx.readings.element import resolve
+from mla_fx.readings.integers import whole_number
 from mla_fx.readings.views import fresh_index
 
 VALUES = torch.arange(-70000.0, 70000.0, 7.3)

@@ -18,7 +18,7 @@ from fuzz.program import Seen, plainly
 from fuzz.reduce import Mutant
 from fuzz.scenes import SCENES
 
-from mla_fx.debug.verify import Verification
+from mla_fx.comparing.verify import Verification
 
 FAST = len(LAYERS)  # mutants of an ordinary test run: one of each layer, in one of its captures
 QUICK = 8  # one in this many is in the first tier

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.provenance import REPLACED, RULE, fused_name
-from mla_fx.graph.torch_private import OpOverload, dtype_abbrs, has_symbolic_sizes
+from .provenance import REPLACED, RULE, fused_name
+from .torch_private import OpOverload, dtype_abbrs, has_symbolic_sizes
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 PLAIN = (bool, int, complex, str, torch.dtype, torch.layout, torch.memory_format)

@@ -13,17 +13,17 @@ from torch.fx import Node
 from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.rewriting.draft import Draft, Drafted, fake_of, value_of
 
+from .behind import FEW, few_behind
 from .equations import EQUATIONS, Equation, Shape, of_bytes
 from .inputs import CODES
-from .numbers import Numbers
 from .small_sizes import SMALL, small_sizes
+from .symbols import Numbers
 from .whole_numbers import KERNEL, named_arguments, numbers_of
 
 aten = torch.ops.aten
 
 NEAR = 1e-6
 LARGEST = 1e9  # size
-FEW = 30  # calls
 MOST = 1000  # calls of a region
 WHOLE = (torch.int64, torch.int32)
 ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
@@ -206,7 +206,7 @@ def _is_call(node: Node) -> bool:
 
 def _depends_on(node: Node, inside: Set[Node | Draft]) -> bool:
     """Whether a few calls compute a value from others of a region and from the graph's inputs."""
-    return len(list(few_behind(node, inside))) < FEW
+    return len(few_behind(node, inside)) < FEW
 
 
 def _common(nodes: Iterable[Node]) -> Node | None:
@@ -218,15 +218,3 @@ def _common(nodes: Iterable[Node]) -> Node | None:
             return max(seen & behind)
         seen |= behind
     return None
-
-
-def few_behind(node: Node, inside: Set[Node | Draft] = frozenset()) -> Iterator[Node]:
-    """The calls behind a value, but for those of a region and behind it; at most `FEW`."""
-    pending, seen = list(node.all_input_nodes), set[Node]()
-    while pending and len(seen) < FEW:
-        operand = pending.pop(0)
-        if operand in inside or operand in seen or not _is_call(operand):
-            continue
-        seen.add(operand)
-        yield operand
-        pending += operand.all_input_nodes

@@ -18,11 +18,12 @@ from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.rewriting.draft import Draft, Drafted, value_of
 
-from .check import compared
+from .behind import FEW, few_behind
+from .closeness import apart
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors
-from .numbers import Numbers
-from .region import FEW, Region, UncheckedError, few_behind
+from .region import Region, UncheckedError
+from .symbols import Numbers
 from .whole_numbers import Part
 
 Seen = Mapping[tuple[str, str], Tensor]
@@ -38,7 +39,7 @@ def difference(plan: Drafted) -> str | None:
         except Exception as error:
             raise UncheckedError(f"the graph does not run: {error}") from error
         for place, seen in before.items():
-            sentence = compared(seen, after[place], close=0)
+            sentence = apart(seen, after[place], close=0)
             if sentence is not None:
                 return f"{' of '.join(place)}: {sentence}"
     return None

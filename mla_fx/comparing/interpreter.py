@@ -15,8 +15,8 @@ from torch.fx.node import map_aggregate
 from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_dispatcher_off, unset_fake_temporarily
 from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
-from .numbers import Numbers
 from .region import UncheckedError
+from .symbols import Numbers
 from .whole_numbers import Part, names_of, never_sizes
 
 aten = torch.ops.aten

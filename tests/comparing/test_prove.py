@@ -20,15 +20,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx
 from mla_fx.cases import D, Layer, inputs
+from mla_fx.comparing import plans
+from mla_fx.comparing.equations import of_cuts, of_views
+from mla_fx.comparing.region import UncheckedError
+from mla_fx.comparing.small_sizes import small_sizes
 from mla_fx.debug.report import Report
 from mla_fx.driver import discovery
 from mla_fx.graph.provenance import RULE
 from mla_fx.options import Options
 from mla_fx.passes import hoist, lower, prove
-from mla_fx.proving import check
-from mla_fx.proving.equations import of_cuts, of_views
-from mla_fx.proving.region import UncheckedError
-from mla_fx.proving.small_sizes import small_sizes
 
 ABSORBED = Spelling(keys="absorbed_einsum", attend="eager")
 
@@ -38,7 +38,7 @@ ABSORBED = Spelling(keys="absorbed_einsum", attend="eager")
 def test_a_plan_with_a_fault_is_refused(monkeypatch, operator, fault):
     """The model runs as it was; the report, a warning and `strict` tell which result would have changed."""
     monkeypatch.setattr(
-        prove, "difference", lambda plan: check.difference(with_fault(plan, operator, FAULTS[operator, fault]))
+        prove, "difference", lambda plan: plans.difference(with_fault(plan, operator, FAULTS[operator, fault]))
     )
     entry = Entry(ABSORBED)
     with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"), torch.no_grad():
@@ -52,7 +52,9 @@ def test_a_plan_with_a_fault_is_refused(monkeypatch, operator, fault):
 def test_pages_of_another_sequence_are_refused(monkeypatch):
     """The first page alone is seen by all rows if positions are small, and may be the same one."""
     fault = changed("block_table", aten.flip.default, [0])
-    monkeypatch.setattr(prove, "difference", lambda plan: check.difference(with_fault(plan, "latent_attention", fault)))
+    monkeypatch.setattr(
+        prove, "difference", lambda plan: plans.difference(with_fault(plan, "latent_attention", fault))
+    )
     entry = Entry(replace(ABSORBED, cache="paged"))
     with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"), torch.no_grad():
         check_same(entry.build(), entry.arguments(FEW), with_backend(entry.build()))
@@ -62,7 +64,7 @@ def test_pages_of_another_sequence_are_refused(monkeypatch):
 @pytest.mark.refutes
 @pytest.mark.parametrize("fault", [("mla_prolog", "a sign"), ("latent_attention", "no mask")], ids=": ".join)
 def test_a_dump_holds_a_program_that_shows_the_fault(monkeypatch, tmp_path, fault):
-    monkeypatch.setattr(prove, "difference", lambda plan: check.difference(with_fault(plan, fault[0], FAULTS[fault])))
+    monkeypatch.setattr(prove, "difference", lambda plan: plans.difference(with_fault(plan, fault[0], FAULTS[fault])))
     entry = Entry(ABSORBED)
     with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong"), torch.no_grad():
         with_backend(entry.build(), dump=str(tmp_path))(*entry.arguments(FEW))
@@ -77,7 +79,7 @@ def test_a_dump_holds_a_program_that_shows_the_fault(monkeypatch, tmp_path, faul
 def test_the_same_plan_without_a_fault_is_made(monkeypatch):
     """Building the plan anew changes nothing."""
     monkeypatch.setattr(
-        prove, "difference", lambda plan: check.difference(with_fault(plan, "mla_prolog", lambda given: given))
+        prove, "difference", lambda plan: plans.difference(with_fault(plan, "mla_prolog", lambda given: given))
     )
     entry = Entry(ABSORBED)
     with torch.no_grad():

@@ -24,11 +24,10 @@ class Envelope:
     moves other numbers. A name or a flag must be that of a draw."""
 
     def __init__(self, what: str, mine: Tensor, plain: Tensor, exact: Tensor) -> None:
-        """`mine` is copied, since it may be an input, which the draws find as it was before."""
         self.what = what
         self.is_alike = mine.shape == exact.shape and mine.dtype == plain.dtype
         self.are_numbers = exact.is_floating_point() or exact.is_complex() or exact.dtype in CODES
-        self.mine, plain, self.exact = (_rows(numbers(value)) for value in (mine.clone(), plain, exact))
+        self.mine, plain, self.exact = (_rows(numbers(value)) for value in (mine, plain, exact))
         self.seen = self.exact == self.mine if self.is_alike else torch.zeros(0)
         if not self.is_alike or not self.are_numbers:
             return

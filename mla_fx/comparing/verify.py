@@ -14,7 +14,6 @@ depend on a random number are checked by the first comparison only."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,15 +26,14 @@ from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_compilers import as_boxed, is_boxed
-from mla_fx.readings.element import computed_from
 
+from .behind import behind
 from .choices import Choosing, choices, errors, nearby, of_bytes, of_random_numbers, rounding_of, seen_by
 from .closeness import SAME, Closeness, blind, closeness, distance, wide_dtype
 from .culprit import Culprit, find, listed
+from .cutout import Cutout, whole
 from .envelope import Envelope
-from .exact import Dry, Results, Wide
-from .graph_part import Part, whole
-from .report import Report
+from .exact import Dry, Results, Wide, in_copies
 from .reproducer import of_lowering, of_rule, reproduced
 
 aten = torch.ops.aten
@@ -54,40 +52,26 @@ class _Result(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call: its inputs, what the original graph returns, and exact numbers for its choices. If it makes any, `saved`
-    are the inputs that it writes, as they were before, by their places."""
+    """A call: its inputs, what the original graph returns, and exact numbers for its choices. If it makes any, the
+    inputs are as they were before the call."""
 
     inputs: Sequence[Any]
     plain: Results
     exact: Results
-    saved: Mapping[int, Tensor] | None = None
-
-    @contextlib.contextmanager
-    def inputs_as_before(self) -> Iterator[None]:
-        after = {place: self.inputs[place].clone() for place in self.saved or {}}
-        self._write(self.saved or {})
-        try:
-            yield
-        finally:
-            self._write(after)
-
-    @torch.no_grad()
-    def _write(self, values: Mapping[int, Tensor]) -> None:
-        for place, value in values.items():
-            self.inputs[place].copy_(value)
+    chooses: bool
 
 
 @dataclass
 class Verification:
     """The comparison at each call of one compiled graph, or at the first. `unfused` is the original graph, `fused` the
-    rewritten one before anything was lowered or written in place. The report gets a line for each call.
+    rewritten one before anything was lowered or written in place. `lines` gets one for each call.
 
     Reproducers of differences are written to the folder `dump`, and those of wrong lowerings compile with
     `options`."""
 
     unfused: GraphModule
     fused: GraphModule
-    report: Report
+    lines: list[str]
     once: bool
     dump: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -107,7 +91,7 @@ class Verification:
             run = self._in_own_precision(inputs, exact)
             outputs = compiled(*given)
             compared = self._check_compiled([*outputs, *(inputs[place] for place in run.plain.written)], run)
-            self.report.verified.append(f"call {self.calls}: {agreement}; {compared}")
+            self.lines.append(f"call {self.calls}: {agreement}; {compared}")
             return outputs
 
         return as_boxed(checked) if takes_list else checked
@@ -152,7 +136,7 @@ class Verification:
         )
         return reproduced(sentence, lambda: of_rule(sentence, self._candidates(found), _values(inputs)), self.dump)
 
-    def _candidates(self, found: Culprit | None) -> Iterator[tuple[Part, Part, Sequence[str]]]:
+    def _candidates(self, found: Culprit | None) -> Iterator[tuple[Cutout, Cutout, Sequence[str]]]:
         """Parts of both graphs that may show what a rule does wrong, and the names of their results."""
         if found is not None:
             yield *found.parts(), [f"what replaces {found.old}"]
@@ -167,9 +151,10 @@ class Verification:
         chosen = choices(self.unfused.graph)
         plain = _run(Dry(self.unfused, seen_by(chosen)), inputs)
         if not chosen:
-            return _Call(inputs, plain, exact)
+            return _Call(inputs, plain, exact, chooses=False)
         exact = _run(Choosing(self.unfused, wide_dtype(inputs), plain.values), inputs)
-        return _Call(inputs, plain, exact, {place: inputs[place].clone() for place in plain.written})
+        before = in_copies(inputs, [inputs[place] for place in plain.written])
+        return _Call(before, plain, exact, chooses=True)
 
     def _check_compiled(self, ours: Sequence[Any], call: _Call) -> str:
         graph, results = self.unfused.graph, self._results()
@@ -182,10 +167,9 @@ class Verification:
         }
         doubtful = [number for number, one in found.items() if not one.share <= 1]
         unread = [number for number in doubtful if results[number].unfused in in_bytes and _is_whole(values[number][1])]
-        flipped = [number for number in doubtful if number not in unread] if call.saved is not None else []
+        flipped = [number for number in doubtful if number not in unread] if call.chooses else []
         envelopes = {number: Envelope(str(results[number]), *values[number]) for number in flipped}
-        with call.inputs_as_before():
-            found |= self._with_flips(envelopes, call.inputs, errors(call.plain.values, call.exact.values))
+        found |= self._with_flips(envelopes, call.inputs, errors(call.plain.values, call.exact.values))
         places = {node: place for place, node in enumerate(graph.nodes)}
         worst = dict[str, Closeness]()
         for number in sorted(found.keys() - unread, key=lambda number: places.get(results[number].unfused, 0)):
@@ -214,7 +198,7 @@ class Verification:
 
     def _wrong_lowering(self, one: Closeness, result: _Result, inputs: Sequence[Any]) -> str:
         """How far the first wrong result is off, and which calls it depends on."""
-        calls = listed(computed_from(result.fused) if isinstance(result.fused, Node) else self.fused.graph.nodes)
+        calls = listed(behind([result.fused]) if isinstance(result.fused, Node) else self.fused.graph.nodes)
         sentence = (
             f"call {self.calls}: {one.what} of the compiled graph is {one.error:.3g} away from the exact one, "
             f"relative to its largest element, which is {one.share:.3g} times what is allowed; the unfused graph is "

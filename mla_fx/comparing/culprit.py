@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, module_of, source_of
-from mla_fx.readings.element import computed_from
-from mla_fx.readings.views import MOVERS
 
+from .behind import behind
 from .closeness import distance
-from .graph_part import Part, given
+from .cutout import Cutout, given
+from .exact import moves
 
 MOST_NAMED = 4
 
@@ -40,18 +40,18 @@ class Culprit:
             f"{listed(computed)}, added by {', '.join(rules)}"
         )
 
-    def parts(self) -> tuple[Part, Part]:
+    def parts(self) -> tuple[Cutout, Cutout]:
         """What computes the value in the unfused and in the fused graph, from values that both have."""
         originals = {node.name: node for node in self.unfused.graph.nodes}
         has_data = _with_data(self.unfused.graph.nodes)
         shared = dict[Node, Node]()
-        for node in computed_from(self.new):
+        for node in behind([self.new]):
             old = self.agreeing.get(node, originals.get(node.name))
             if node is not self.new and old not in (None, self.old) and _is_cut(old, has_data):
                 shared[node] = old
-        fused = Part(self.fused, [self.new], {node: old.name for node, old in shared.items()})
+        fused = Cutout(self.fused, [self.new], {node: old.name for node, old in shared.items()})
         names = {shared[node]: name for node, name in fused.inputs.items()}
-        return Part(self.unfused, [self.old], {**given(self.unfused), **names}), fused
+        return Cutout(self.unfused, [self.old], {**given(self.unfused), **names}), fused
 
 
 def find(unfused: GraphModule, fused: GraphModule, values: Any, limit: float) -> Culprit | None:
@@ -102,7 +102,7 @@ def _is_cut(node: Node, has_data: Collection[Node]) -> bool:
     if node.op != "call_function":
         return True
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and node.target not in MOVERS and node in has_data
+    return isinstance(value, Tensor) and not moves(node) and node in has_data
 
 
 def _with_data(nodes: Iterable[Node]) -> set[Node]:

@@ -1,7 +1,7 @@
 """Writes a program that shows a difference without the user's model: `python reproduce.py`.
 
 It holds graphs as functions, and what random inputs look like. The graphs are those of the guilty layer if the
-difference shows there, else the whole ones. `mla_fx.debug.reproduce` runs them."""
+difference shows there, else the whole ones. `mla_fx.comparing.reproduce` runs them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.provenance import label_of, module_of
-from mla_fx.proving.check import Difference
-from mla_fx.proving.programs import programs
+from mla_fx.graph.source import Source
 
 from .closeness import SAME, wide_dtype
+from .cutout import Cutout
 from .exact import Dry
-from .graph_part import Part
-from .graph_text import Writer
+from .interpreter import Interpreter
+from .plans import Difference
 from .reproduce import difference, drawn
 from .samples import Like, like
+from .whole_numbers import Part
 
 FILE = "reproduce.py"
-IMPORTS = ("import sys", "from mla_fx.debug import reproduce")
+IMPORTS = ("import sys", "from mla_fx.comparing import reproduce")
 
 Values = Callable[[Dry], Mapping[str, Any]]
 """Runs a graph on the user's inputs and returns the values that it was asked for."""
@@ -52,7 +53,7 @@ class Reproducer:
         return f"`python {file}` {shown}"
 
     def text(self) -> str:
-        writers = {name: Writer(gm.graph) for name, gm in self.functions.items()}
+        writers = {name: Source(gm.graph) for name, gm in self.functions.items()}
         imports = {*IMPORTS, *(line for writer in writers.values() for line in writer.imports())}
         namespaces = {line for writer in writers.values() for line in writer.namespaces()}
         sources = [writer.function(name) for name, writer in writers.items()]
@@ -72,7 +73,7 @@ def reproduced(sentence: str, write: Callable[[], Reproducer], dump: str | None)
         return f"{sentence} No reproducer could be written: {type(error).__name__}: {error}"
 
 
-def of_rule(title: str, candidates: Iterable[tuple[Part, Part, Sequence[str]]], values: Values) -> Reproducer:
+def of_rule(title: str, candidates: Iterable[tuple[Cutout, Cutout, Sequence[str]]], values: Values) -> Reproducer:
     """The reproducer of a wrong rule, for the first pair of an unfused and a fused part that differ on random inputs.
 
     Each pair comes with the names of its results."""
@@ -87,10 +88,26 @@ def of_rule(title: str, candidates: Iterable[tuple[Part, Part, Sequence[str]]], 
 
 def of_plan(title: str, found: Difference) -> Reproducer:
     """The reproducer of a plan that was not made, at the small sizes at which it was checked."""
-    unfused, fused, values = programs(found)
-    inputs = {name: like(value) for name, value in values.items()}
+    inputs = {str(leaf.name): like(found.run.values[leaf]) for leaf in found.run.leaves}
     labels = {str(leaf.name): label_of(leaf) for leaf in found.run.leaves if isinstance(leaf, Node)}
+    unfused, fused = (_Writer(found.run).program(part) for part in (found.old, found.new))
     return _of_two(title, unfused, fused, inputs, labels, [found.old.name])
+
+
+class _Writer(Interpreter):
+    """Writes down the calls that another interpreter runs, at the small sizes at which it does."""
+
+    def __init__(self, run: Interpreter) -> None:
+        self.graph = Graph()
+        inputs: dict[Part, Any] = {leaf: self.graph.placeholder(str(leaf.name)) for leaf in run.leaves}
+        super().__init__(run.numbers, run.small, inputs, run.coarsest and torch.float64)
+
+    def program(self, part: Part) -> GraphModule:
+        self.graph.output([self.run(part)])
+        return GraphModule({}, self.graph)
+
+    def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
+        return self.graph.call_function(target, tuple(args), dict(kwargs))
 
 
 def _of_two(
@@ -108,7 +125,7 @@ def _of_two(
     return Reproducer(title, {"unfused": unfused, "fused": fused}, inputs, labels, call, shows)
 
 
-def of_lowering(title: str, fused: Part, options: Mapping[str, Any], values: Values) -> Reproducer:
+def of_lowering(title: str, fused: Cutout, options: Mapping[str, Any], values: Values) -> Reproducer:
     """The reproducer of a graph that differs once it is compiled."""
     plain = {name: value for name, value in options.items() if type(value) in (bool, int, float, str)}
     given = "".join(f", {name}={value!r}" for name, value in plain.items())
@@ -116,13 +133,13 @@ def of_lowering(title: str, fused: Part, options: Mapping[str, Any], values: Val
     return Reproducer(title, {"fused": fused.module}, _samples(fused, values), _labels(fused), call, True)
 
 
-def _samples(part: Part, values: Values) -> dict[str, Any]:
+def _samples(part: Cutout, values: Values) -> dict[str, Any]:
     """What to draw in place of the inputs of a part, by their names in it."""
     found = values(Dry(part.owner, {node.name for node in part.inputs}))
     return {name: like(found[node.name]) for node, name in part.inputs.items()}
 
 
-def _labels(part: Part) -> dict[str, str]:
+def _labels(part: Cutout) -> dict[str, str]:
     """The user's names of the inputs, or the modules that compute them."""
     return {name: label_of(node) if node.op == "placeholder" else module_of(node) for node, name in part.inputs.items()}
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
-from mla_fx.readings.calls import named_argument
 
 from .exact import BYTES, FLOATS, Wide, is_random, widened
+from .whole_numbers import named_arguments
 
 DRAWS = 64  # with 16, verify refused 10 of 750 right results with 2 to 16 open choices in a row; with 64, none
 TIMES = 4  # the error of what a choice sees, in a draw: another run was off by at most 3.3 times, in 750 draws
@@ -120,10 +120,10 @@ class Nearby(Wide):
 
 def _picked(node: Node, env: Mapping[Node, Any], chosen: Any) -> Any:
     """What a choice returns: where it returns numbers with their places, those of the operand at these places."""
-    if not isinstance(chosen, (tuple, list)) or len(chosen) != 2 or named_argument(node, "dim") is None:
+    dim = dict(named_arguments(node)).get("dim")
+    if not isinstance(chosen, (tuple, list)) or len(chosen) != 2 or dim is None:
         return chosen
     operand, places = env[node.all_input_nodes[0]], chosen[1]
-    dim = named_argument(node, "dim")
     if places.ndim == operand.ndim:
         return [operand.gather(dim, places), places]
     return [operand.gather(dim, places.unsqueeze(dim)).squeeze(dim), places]

@@ -10,9 +10,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.aliasing import written
 
+from .behind import behind
+
 
 @dataclass(frozen=True)
-class Part:
+class Cutout:
     """Values of a module's graph, computed from others, which are inputs under the given names."""
 
     owner: GraphModule
@@ -37,17 +39,11 @@ class Part:
 
     @functools.cached_property
     def _needed(self) -> Set[Node]:
-        found, pending = set[Node](), list(self.results)
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                pending += [] if node in self.names else node.all_input_nodes
-        return found
+        return {*behind(self.results, self.names)}
 
 
-def whole(owner: GraphModule, results: Sequence[Node]) -> Part:
-    return Part(owner, results, given(owner))
+def whole(owner: GraphModule, results: Sequence[Node]) -> Cutout:
+    return Cutout(owner, results, given(owner))
 
 
 def given(owner: GraphModule) -> dict[Node, str]:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from lib.faults import difference
 
-from mla_fx.proving import check
+from mla_fx.comparing import plans
 
 ROWS = 4096
 
 
 @pytest.fixture(autouse=True)
 def small_sizes_alone(monkeypatch):
-    monkeypatch.setattr(check, "LARGEST", 16 * ROWS)
+    monkeypatch.setattr(plans, "LARGEST", 16 * ROWS)
 
 
 def written(cache, position, rows):

@@ -1,6 +1,6 @@
 """Layers of real sizes, on the meta device, with whole numbers among their factors: the option prove refuses none.
 
-`--real-sizes N` draws this many; `pytest "tests/proving/test_real_sizes.py::test_draw[17]" --real-sizes 18` runs one
+`--real-sizes N` draws this many; `pytest "tests/comparing/test_real_sizes.py::test_draw[17]" --real-sizes 18` runs one
 again."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mla_fx.comparing import plans
 from mla_fx.debug.report import Report
 from mla_fx.driver.compilation import Compilation
 from mla_fx.passes import prove
-from mla_fx.proving import check
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -193,7 +193,7 @@ def test_a_factor_may_be_as_large_as_a_size(factors, norm):
 
 def with_planted(monkeypatch, operator, fault):
     planted = functools.partial(with_fault, operator=operator, fault=FAULTS[operator, fault])
-    monkeypatch.setattr(prove, "difference", lambda plan: check.difference(planted(plan)))
+    monkeypatch.setattr(prove, "difference", lambda plan: plans.difference(planted(plan)))
     return report_of(V3)
 
 
@@ -216,7 +216,7 @@ def test_a_fault_is_found_though_no_machine_can_compute_these_tensors(monkeypatc
 
 
 def test_a_difference_at_small_sizes_alone_refutes_nothing(monkeypatch):
-    monkeypatch.setattr(check, "LARGEST", 2**20)
+    monkeypatch.setattr(plans, "LARGEST", 2**20)
     report = with_planted(monkeypatch, "latent_attention", "the scale of scores")
     why = "it differs at small sizes; at its own, its tensors are too large to be computed"
     assert (report.refuted, report.unchecked) == ([], [f"mla_attention could not be checked: {why}"])

@@ -1,11 +1,11 @@
 """Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. No input is
-written: one that is copied to as a whole is left as it is, and one that is written in part is copied first."""
+written."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
-from mla_fx.readings.paged import GATHERS
-from mla_fx.readings.views import MOVERS
+
+from .whole_numbers import named_arguments, names_of
 
 aten = torch.ops.aten
 
@@ -25,8 +25,14 @@ COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Operators that read raw memory: wider numbers have other bytes.
 BYTES = frozenset({aten.view.dtype})
-# Operators that only move or select numbers, of tensors that may be large: the result is widened when it is used.
-KEEPS = MOVERS.keys() | GATHERS
+COPIES = frozenset(
+    {
+        aten.clone.default, aten.contiguous.default, aten.copy.default, aten.lift_fresh_copy.default,
+        aten._unsafe_view.default, aten.reshape.default, aten.repeat.default, aten.cat.default, aten.stack.default,
+        aten.slice_scatter.default, aten.select_scatter.default, aten.constant_pad_nd.default,
+    }
+)  # fmt: skip
+LOOKUPS = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.embedding.default})
 FILLS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
 
 
@@ -45,29 +51,23 @@ class Results:
 
 
 class Dry(Interpreter):
-    """Runs a graph in its own precision, without its effects on its inputs."""
+    """Runs a graph in its own precision. Inputs that it writes are written in copies."""
 
     def __init__(self, gm: GraphModule, wanted: Collection[str] = ()) -> None:
         super().__init__(gm)
-        self.places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        self.written: dict[int, Any] = {}
         self.wanted, self.values = frozenset(wanted), dict[str, Any]()
 
     def results(self, inputs: Sequence[Any]) -> Results:
+        owners = {owner(target) for node in self.graph.nodes for target in written(node)}
+        places = [place for place, node in enumerate(self.graph.find_nodes(op="placeholder")) if node in owners]
+        given = in_copies(inputs, [inputs[place] for place in places], self.as_compared)
         with torch.no_grad():
-            given, parts = self._with_copies(inputs)
-            outputs = self.run(*given)
-        self.written.update({place: given[place] for place in parts - self.written.keys()})
+            outputs = [self.as_compared(value) for value in self.run(*given)]
         memories = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
-
-        def copied(value: Any) -> Any:
-            """Called before the memory of an input is written."""
-            value = self.as_compared(value)
-            is_shared = isinstance(value, Tensor) and memory_of(value) in memories
-            return value.clone() if is_shared else value
-
-        written = {place: copied(value) for place, value in sorted(self.written.items())}
-        return Results([copied(value) for value in outputs], written, self.values)
+        for place, value in enumerate(outputs):
+            if isinstance(value, Tensor) and memory_of(value) in memories:
+                outputs[place] = value.clone()  # what runs next may write this input
+        return Results(outputs, {place: self.as_compared(given[place]) for place in places}, self.values)
 
     def as_compared(self, value: Any) -> Any:
         """A value in the form in which it is compared."""
@@ -80,36 +80,27 @@ class Dry(Interpreter):
         return value
 
     def _of(self, node: Node) -> Any:
-        if not self._is_copy_back(node):
-            return super().run_node(node)
-        target, source = node.all_input_nodes[0], node.all_input_nodes[-1]
-        old, new = self.env[target], self.env[source]
-        self.written[self.places[target]] = value = new if new.shape == old.shape else new.expand(old.shape)
-        return value
+        return super().run_node(node)
 
-    def _is_copy_back(self, node: Node) -> bool:
-        """Whether a node writes a whole graph input, which is not done."""
-        return node.target is aten.copy_.default and node.all_input_nodes[0] in self.places
 
-    def _with_copies(self, inputs: Sequence[Any]) -> tuple[list[Any], set[int]]:
-        """The inputs, in copies of all memory that is written in part, and the places of those that are: these
-        writes are done in the copies."""
-        parts = [node for node in self.graph.nodes if written(node) and not self._is_copy_back(node)]
-        owners = {owner(target) for node in parts for target in written(node)}
-        places = {place for node, place in self.places.items() if node in owners}
-        copies = {memory_of(inputs[place]): self._copy(inputs[place]) for place in places}
+def in_copies(
+    values: Iterable[Any], shared: Iterable[Tensor], convert: Callable[[Tensor], Tensor] = lambda memory: memory
+) -> list[Any]:
+    """Values in copies of the memory that some tensors are in; what shared memory goes on sharing it."""
+    memories = {*map(memory_of, shared)}
+    copies: dict[tuple[int, torch.dtype], Tensor] = {}
 
-        def copied(value: Any) -> Any:
-            whole = copies.get(memory_of(value)) if isinstance(value, Tensor) else None
-            return value if whole is None else whole.as_strided(value.shape, value.stride(), value.storage_offset())
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or memory_of(value) not in memories:
+            return value
+        key = memory_of(value), value.dtype
+        if key not in copies:
+            whole = value.detach().new_empty(0).set_(value.detach().untyped_storage())
+            made = convert(whole)
+            copies[key] = made.clone() if made is whole else made
+        return copies[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
-        return [copied(value) for value in inputs], places
-
-    def _copy(self, value: Tensor) -> Tensor:
-        """A copy of the whole memory that a tensor is in."""
-        memory = value.new_empty(0).set_(value.untyped_storage())
-        wide = self.as_compared(memory)
-        return wide.clone() if wide is memory else wide
+    return [copied(value) for value in values]
 
 
 class Wide(Dry):
@@ -125,13 +116,13 @@ class Wide(Dry):
         self.numbers = {node for node in gm.graph.nodes if _is_number(node)}
 
     def _of(self, node: Node) -> Any:
-        if node.op != "call_function" or node.target is operator.getitem or self._is_copy_back(node):
+        if node.op != "call_function" or node.target is operator.getitem:
             return super()._of(node)
         operands = [one for one in node.all_input_nodes if isinstance(one.meta["val"], Tensor)]
         if node in self.numbers or (operands and self.numbers.issuperset(operands)):
             self.numbers.add(node)
             return super()._of(node)
-        if node.target in KEEPS and self._moves_own(node):
+        if (moves(node) or node.target in LOOKUPS) and self._moves_own(node):
             return super()._of(node)
         for target in written(node):
             self.env[target] = widened(self.dtype, self.env[target])
@@ -147,7 +138,8 @@ class Wide(Dry):
         return widened(self.dtype, value)
 
     def _moves_own(self, node: Node) -> bool:
-        """Whether all operands still have their own precision, so moving them keeps it."""
+        """Whether all operands still have their own precision, so moving them keeps it. They may be large, so they are
+        widened when they are used."""
         operands = [one for one in node.all_input_nodes if isinstance(self.env[one], Tensor)]
         dtypes = {one.meta["val"].dtype for one in operands if one.meta["val"].is_floating_point()}
         is_own = all(self.env[one].dtype == one.meta["val"].dtype for one in operands)
@@ -162,13 +154,17 @@ def _is_number(node: Node) -> bool:
     return node.target in FILLS
 
 
+def moves(node: Node) -> bool:
+    """Whether a call returns numbers of its operands as they are, in other places."""
+    target = node.target
+    return target is operator.getitem or target in COPIES or (isinstance(target, OpOverload) and target.is_view)
+
+
 def is_random(node: Node) -> bool:
     """Whether an operator draws random numbers; not one that merely might, for a dropout of 0."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
+    return "dropout_p" not in names_of(node.target) or bool(dict(named_arguments(node)).get("dropout_p", 0.0))
 
 
 def widened(dtype: torch.dtype, value: Any) -> Any:

@@ -11,10 +11,10 @@ from lib.traced import B, S, T, dense
 from lib.writes import copied_back, fused
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mla_fx.comparing import in_place
 from mla_fx.debug.report import Report
 from mla_fx.options import Options
 from mla_fx.passes import prove, reinplace
-from mla_fx.proving import memory
 
 aten = torch.ops.aten
 
@@ -172,7 +172,7 @@ def test_a_write_that_cannot_be_checked(careless, monkeypatch):
     def difference(plan):
         raise NotImplementedError("a test")
 
-    monkeypatch.setattr(memory, "difference", difference)
+    monkeypatch.setattr(in_place, "difference", difference)
     report, refusals = written_in_place(copied_back)
     reason = "writing in place by kv_rmsnorm_rope_cache could not be checked: NotImplementedError: a test"
     assert (report.unchecked, dict(refusals)) == ([reason], {})

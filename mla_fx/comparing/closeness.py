@@ -71,6 +71,21 @@ def distance(mine: Any, theirs: Any) -> float:
     return _share(_errors((mine - theirs)[seen])[0], _errors(theirs[seen])[0])
 
 
+def apart(before: Tensor, after: Tensor, close: float) -> str | None:
+    """How two tensors differ by more than `close`, relative to the largest element."""
+    if before.shape != after.shape:
+        return f"its shape would be {list(after.shape)} for {list(before.shape)}"
+    if before.numel() == 0:
+        return None
+    errors = (before.double() - after.double()).abs().flatten()
+    worst = int(errors.argmax())
+    if bool(errors[worst] <= close * before.double().abs().max()):
+        return None
+    place = [int(index) for index in torch.unravel_index(torch.tensor(worst, device="cpu"), before.shape)]
+    one, other = before.flatten()[worst].item(), after.flatten()[worst].item()
+    return f"at {place} it would be {other:.6g} for {one:.6g}"
+
+
 def _is_alike(mine: Tensor, theirs: Tensor) -> bool:
     """Whether both are of the same kind, with equal values wherever they are not finite floating numbers."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:

@@ -15,11 +15,12 @@ from torch.fx import Node
 from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.rewriting.draft import Draft, Drafted, value_of
 
+from .closeness import apart
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors
-from .numbers import Numbers
 from .ranges import Edge, became_infinite, edges
 from .region import Region, UncheckedError
+from .symbols import Numbers
 
 CLOSE = 1e-10  # relative to the largest number of a result
 AT_EDGES = 1e-3  # the same of large numbers, whose softmax knows few digits
@@ -137,7 +138,7 @@ def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference |
     is, more are tried. What a plan names as different may be so for negative factors alone, as the order of two limits
     is."""
     numbers, small, tries = sizes
-    compare = functools.partial(compared, close=OTHER_CODES if plan.differs else CLOSE)
+    compare = functools.partial(apart, close=OTHER_CODES if plan.differs else CLOSE)
     found, agreed, reason = None, list[Interpreter](), ""
     for attempt in range(tries):
         inputs = Inputs(numbers, small, attempt, are_factors_positive=plan.differs)
@@ -164,7 +165,7 @@ def _at_edges(plan: Drafted, edges: Iterable[Edge], run: Interpreter) -> Differe
     numbers, rounding alone may decide which key a softmax picks, so a difference counts if the plan computes something
     infinite."""
     for edge in edges:
-        compare = functools.partial(compared, close=OTHER_CODES if plan.differs or edge.in_own_dtypes else AT_EDGES)
+        compare = functools.partial(apart, close=OTHER_CODES if plan.differs or edge.in_own_dtypes else AT_EDGES)
         with contextlib.suppress(UncheckedError):
             largest, olds = _at_edge(plan, edge, run)
             found = _first_difference(plan, largest, olds, compare)
@@ -225,17 +226,3 @@ def _coarsest(plan: Drafted) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1}
     dtypes |= {value for call in plan.fused for value in call.kwargs.values() if isinstance(value, torch.dtype)}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-
-
-def compared(before: Tensor, after: Tensor, close: float = CLOSE) -> str | None:
-    if before.shape != after.shape:
-        return f"its shape would be {list(after.shape)} for {list(before.shape)}"
-    if before.numel() == 0:
-        return None
-    errors = (before.double() - after.double()).abs().flatten()
-    worst = int(errors.argmax())
-    if bool(errors[worst] <= close * before.double().abs().max()):
-        return None
-    place = [int(index) for index in torch.unravel_index(torch.tensor(worst, device="cpu"), before.shape)]
-    one, other = before.flatten()[worst].item(), after.flatten()[worst].item()
-    return f"at {place} it would be {other:.6g} for {one:.6g}"
