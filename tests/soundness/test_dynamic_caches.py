@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.layers import CLOSE, QUIET, Reporting
-from lib.zoo.caches import BlocksAndOffsets, Slots, SlotsOfTable, Written
+from lib.zoo.caches import BlocksAndOffsets, Slots, SlotsOfTable
 from lib.zoo.entries import DEFAULT, Entry
+from lib.zoo.rows import Written
 from lib.zoo.sizes import Step, converted
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

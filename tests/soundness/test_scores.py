@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lib.layers import CLOSE, QUIET, Layer, Sizes, arguments, check, check_no_further, in_type
-from lib.masked import LeftPadded
+from lib.layers import CLOSE, QUIET, Layer, LeftPadded, Sizes, arguments, check, check_no_further, in_type
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
