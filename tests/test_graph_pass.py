@@ -61,7 +61,7 @@ def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
 
 
 class Whole(cases.Layer):
-    """As PyTorch's own functions write it; torch.export keeps them whole."""
+    """PyTorch's own functions compute it; torch.export keeps them whole."""
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):
         key, value = self.keys(latent, k_rope)

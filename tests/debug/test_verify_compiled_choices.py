@@ -31,7 +31,7 @@ class Verified:
         self.run = torch.compile(layer, backend="mla", options=options)
 
     def is_found(self, change, *given):
-        """Whether verify finds the change. If not, it must have seen one."""
+        """Says if verify finds the change. If not, it must have seen one."""
         self.change = change
         try:
             self.run(*given)

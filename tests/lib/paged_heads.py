@@ -310,7 +310,7 @@ class Slopes(Eager):
 
 
 class Biases(Slopes):
-    """By head and key alone."""
+    """Biases depend on head and key alone."""
 
     def mask(self, key, positions):
         mask = super().mask(key, positions)

@@ -85,7 +85,7 @@ class OfColumns(Coded):
 
 
 class OfGroups(Coded):
-    """Of two columns of a head."""
+    """Two columns of a head share a scale."""
 
     def numbers(self, codes, scale, zero):
         return (codes.unflatten(-1, (-1, 2)).to(scale.dtype) * scale[:, ::2].unsqueeze(-1)).flatten(-2)

@@ -77,7 +77,7 @@ class AttendedAdded(Added, Attended):
 
 @pytest.mark.parametrize("kind", [Attended, AttendedAdded])
 def test_rows_that_see_nothing_are_zeros(kind):
-    """As in scaled_dot_product_attention: eager's NaN in such a row is zeros, and no other row changes."""
+    """scaled_dot_product_attention does that, too: eager's NaN in such a row is zeros, and no other row changes."""
     module, given = kind(-torch.inf), arguments()
     with torch.no_grad():
         expected = module(*arguments())
