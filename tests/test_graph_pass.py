@@ -1,7 +1,5 @@
 """MlaPass: the rewrite in an existing pipeline, and what its uuid depends on."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import subprocess

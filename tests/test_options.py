@@ -1,7 +1,5 @@
 """Options: what is accepted, what is refused and in which words, at every entry; strict, expect and expecting."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Bytes and FLOPs of attention: by hand, and as PyTorch counts them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

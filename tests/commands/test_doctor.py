@@ -1,7 +1,5 @@
 """`python -m mla_fx doctor`: what works here, and what does not and why."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The option verify on compiled layers that quantise tokens or choose keys: what rounding may flip, and what not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.plants import plant_in_runs

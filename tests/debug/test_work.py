@@ -1,7 +1,5 @@
 """FLOPs and bytes of nodes: by hand, and the same sum before and after a rewrite that computes the same."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

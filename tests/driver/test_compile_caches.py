@@ -1,7 +1,5 @@
 """Compiled graphs in PyTorch's caches: a later process finds them, with the report, if nothing changed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,8 +1,6 @@
 """A user's own patterns: registered folders, entry points, a clone that is not installed; and files that cannot be
 used."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

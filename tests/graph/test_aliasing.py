@@ -1,7 +1,5 @@
 """Which values of a graph share memory: views, what may copy, and copies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A try of every private name of torch's own compilers that is needed: what a new release moved fails here by name."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

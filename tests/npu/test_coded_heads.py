@@ -2,8 +2,6 @@
 
 The layers are plain PyTorch, as in lib/coded_heads.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.coded_heads import (

@@ -2,8 +2,6 @@
 
 The layers are plain PyTorch, as in lib/paged_heads.py."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """The interfaces of the vendor's prolog, chosen by option `prolog`, and releases of CANN, by option `cann`: where they
 come, and what they write."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

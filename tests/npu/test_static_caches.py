@@ -1,7 +1,5 @@
 """Plain code with int8 caches and given scales: KvRmsNormRopeCache with the scales, and attention over what is read."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Graphs that are checked after every pass: the order of nodes, their metadata, and writes over what is read later."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

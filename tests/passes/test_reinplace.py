@@ -1,7 +1,5 @@
 """Caches written in place, and left unchanged if something still reads the old content."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

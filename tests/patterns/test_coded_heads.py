@@ -1,7 +1,5 @@
 """Attention over paged keys and values per head that are stored as int8 codes: spellings, precision and near twins."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """Sentences are plain: the give-away words of a translated text are in no message, docstring, comment or page, and a
 docstring opens with its subject or its verb."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

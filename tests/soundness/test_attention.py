@@ -1,7 +1,5 @@
 """Near twins of latent attention: other axes of equal size, a factor, a sign, one more cast. Results stay eager's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import FUSED, QUIET, Absorbed, Complex, Layer, Sizes, arguments, check

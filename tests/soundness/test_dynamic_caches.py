@@ -1,7 +1,5 @@
 """Caches of symbolic sizes: sizes that happen to be equal in one run are not equal in the program."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Near twins of scores that are filled with a number: all of the logits are that number, or nothing fuses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Near twins of rotations: factors on tables and on products, other tables for the key, one table for each sequence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, angles, arguments, check

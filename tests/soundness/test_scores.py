@@ -1,7 +1,5 @@
 """Near twins of masks, softmax, norms and roundings: exactly what the program says enters the scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812

@@ -1,8 +1,6 @@
 """Whatever is less than whole has its sentence: the query and the rows of each fused attention are computed by a fused
 operator, or the report says why not."""
 
-from __future__ import annotations
-
 import re
 from unittest import mock
 
