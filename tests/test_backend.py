@@ -1,7 +1,5 @@
 """The backend as users see it: options and their errors, failures, and what is left unchanged."""
 
-from __future__ import annotations
-
 import copy
 import re
 import threading

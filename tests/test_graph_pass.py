@@ -1,7 +1,5 @@
 """MlaPass: the rewrite in an existing pipeline, and what its uuid depends on."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import subprocess
@@ -61,7 +59,7 @@ def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
 
 
 class Whole(cases.Layer):
-    """As PyTorch's own functions write it; torch.export keeps them whole."""
+    """PyTorch's own functions compute it; torch.export keeps them whole."""
 
     def attend(self, q_nope, q_rope, latent, k_rope, mask):
         key, value = self.keys(latent, k_rope)

@@ -1,7 +1,5 @@
 """Options: what is accepted, what is refused and in which words, at every entry; strict, expect and expecting."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re
@@ -94,7 +92,7 @@ def test_an_unknown_mode_is_refused(mode):
 
 
 def test_a_mode_is_an_option_too():
-    """Of the named target or, without one, of any; keyword options come first."""
+    """A mode is one of the named target or, without one, of any; keyword options come first."""
     mla_fx.get_backend(mode="max-autotune")
     options = checked({"target": "inductor", "mode": "max-autotune", "max_autotune": False})
     assert options.extra == {**torch._inductor.list_mode_options("max-autotune"), "max_autotune": False}

@@ -1,7 +1,5 @@
 """Targets: which one "auto" chooses, what they are asked, and what the report says when a call stays a call."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import itertools

@@ -1,8 +1,8 @@
 """Every private name of torch that the compiler needs, each with the reason why no public one works. Names of torch's
 own compilers are in `torch_compilers`.
 
-A release of torch may move any of them; `tests/graph/test_torch_private.py` then says which. Functions import what is
-heavy, so `import mla_fx` stays fast.
+A release of torch may move any of them; `tests/graph` then says which. Functions import what is heavy, so
+`import mla_fx` stays fast.
 
 A few private attributes are read where they are needed: `_opname` and `_schema` of an OpOverload, `_erased` of a node,
 `_parameters` and `_buffers` of a module. The operators in `ops`, which import only torch, import `OpOverload` and

@@ -1,7 +1,5 @@
 """`python -m mla_fx bisect`: which rewrite it finds, and that runs do not see each other."""
 
-from __future__ import annotations
-
 import json
 import math
 

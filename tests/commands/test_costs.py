@@ -1,7 +1,5 @@
 """Bytes and FLOPs of attention: by hand, and as PyTorch counts them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -53,7 +51,7 @@ def test_a_query_without_a_low_rank():
 @pytest.mark.parametrize("step", STEPS, ids=str)
 @pytest.mark.parametrize("query_rank", [48, None])
 def test_the_expanded_form_as_pytorch_counts_it(step, query_rank):
-    """Of the layer in transformers, in eager mode."""
+    """The layer of transformers, in eager mode."""
     model = tiny_model("deepseek_v3", q_lora_rank=query_rank)
     layer, config = model.model.layers[0].self_attn, model.config
     config._attn_implementation = "eager"  # a fused kernel leaves out what a causal mask hides
@@ -61,7 +59,7 @@ def test_the_expanded_form_as_pytorch_counts_it(step, query_rank):
     tables = model.model.rotary_emb(hidden, torch.arange(step.tokens).unsqueeze(0))
 
     class Cache:
-        """As many latents and rotary keys as a step reads."""
+        """Has as many latents and rotary keys as a step reads."""
 
         def update(self, latent, rope, layer_idx):
             return (torch.randn(step.batch, 1, step.context, part.shape[-1]) for part in (latent, rope))
@@ -73,7 +71,7 @@ def test_the_expanded_form_as_pytorch_counts_it(step, query_rank):
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_the_absorbed_form_as_pytorch_counts_it(step):
-    """Of the formula that the operators follow, written here."""
+    """The formula that the operators follow is written here."""
     rows, keys, heads = step.rows, step.context, SMALL.heads
 
     def attention(hidden, latent, rope):

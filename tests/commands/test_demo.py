@@ -1,7 +1,5 @@
 """The demo at toy size, and the command line."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`python -m mla_fx doctor`: what works here, and what does not and why."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -72,7 +70,7 @@ def test_an_optional_package(monkeypatch):
 
 
 def test_a_package_that_cannot_be_imported_does_not_work(monkeypatch, tmp_path):
-    """As torch_npu without CANN: what it says is the same for the targets that need it."""
+    """torch_npu without CANN is such a package: what it says is the same for the targets that need it."""
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     toolchain.missing.cache_clear()

@@ -1,7 +1,5 @@
 """`python -m mla_fx explain` on published configurations, for one target and for several."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rule that is wrong in one of 61 layers: `verify` names the call, its program shows it, and `bisect` finds it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

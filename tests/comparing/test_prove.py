@@ -231,7 +231,7 @@ def test_what_cannot_be_checked_is_made_unless_that_is_required(monkeypatch, pro
 
 
 def test_sizes_become_small_and_keep_their_sums_and_products():
-    """Those of a decode step of DeepSeek-V3."""
+    """The sizes are those of a decode step of DeepSeek-V3."""
     equations = [
         *of_views((1, 1, 24576), (1, 1, 128, 192)),
         *of_views((512, 32768), (512, 128, 256)),

@@ -2,8 +2,6 @@
 
 The caches are so large that nothing is affordable at its own sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.faults import difference

@@ -2,8 +2,6 @@
 
 Programs and plans are functions of the same inputs, and small changes apart, all agree on numbers of about one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.faults import difference

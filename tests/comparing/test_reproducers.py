@@ -1,7 +1,5 @@
 """Programs that show a difference without the user's model: what they hold, and that they show it."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """The option verify: which faults it finds and how it names them, what it accepts, and that it leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """The option verify and choices that rounding may flip: a flip is right, and whatever is further away is found."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

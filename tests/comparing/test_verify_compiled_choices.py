@@ -1,7 +1,5 @@
 """The option verify on compiled layers that quantise tokens or choose keys: what rounding may flip, and what not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.plants import plant_in_runs
@@ -31,7 +29,7 @@ class Verified:
         self.run = torch.compile(layer, backend="mla", options=options)
 
     def is_found(self, change, *given):
-        """Whether verify finds the change. If not, it must have seen one."""
+        """Says if verify finds the change. If not, it must have seen one."""
         self.change = change
         try:
             self.run(*given)

@@ -42,7 +42,7 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """Of the lines, in order."""
+        """Names the lines, in order."""
         return list(dict.fromkeys(cell.line for cell in self.cells))
 
     def rendered(self, lines: Mapping[str, Results], notes: Notes) -> Iterator[str]:
@@ -102,7 +102,7 @@ def reasons(found: Iterable[Found]) -> list[str]:
 
 
 def in_place(results: Results, notes: Notes) -> str:
-    """Whether the given caches are written in place, by the fused operators of targets that leave this to us."""
+    """Says who writes the given caches in place: fused operators, on targets that leave this to us, or the model."""
     if not any(one.outcome.writes_caches for found in results.values() for one in found):
         return "by the model"
     by_notes: dict[str, list[str]] = {}

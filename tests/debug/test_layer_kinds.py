@@ -1,4 +1,4 @@
-"""Of a model on meta tensors, `explain` traces one layer of each kind, and counts it for all of them."""
+"""`explain` traces one layer of each kind of a model on meta tensors, and counts it for all of them."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What a report says about memory: temporaries, caches read, and copies of weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Reports by layers: equal layers are one row, in text, in tables and in notebooks."""
 
-from __future__ import annotations
-
 import io
 import json
 

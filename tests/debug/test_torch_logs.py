@@ -1,7 +1,5 @@
 """What torch's own tools see of this project: structured traces, TORCH_LOGS, debug folders, provenance, bisection."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """FLOPs and bytes of nodes: by hand, and the same sum before and after a rewrite that computes the same."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -15,7 +13,7 @@ aten = torch.ops.aten
 
 
 def work(function, *inputs, dynamic=False):
-    """Of each node that costs something, by the name of its operator."""
+    """The work of each node that costs something, by the name of its operator."""
     graph = make_fx(function, tracing_mode="symbolic" if dynamic else "fake")(*inputs).graph
     meter = Meter(graph)
     measured = [(str(node.target), meter.of(node)) for node in graph.nodes]
@@ -60,7 +58,7 @@ def test_rows_are_picked_and_expanded_dimensions_stored_once():
 
 @pytest.mark.parametrize("is_functional", [False, True])
 def test_a_cache_that_is_written_in_place_is_not_read(is_functional):
-    """As AOTAutograd writes it, with a copy at the end, and in one operator."""
+    """AOTAutograd writes it with a copy at the end; one operator writes it, too."""
 
     def function(cache, place, row):
         if not is_functional:

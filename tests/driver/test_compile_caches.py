@@ -1,7 +1,5 @@
 """Compiled graphs in PyTorch's caches: a later process finds them, with the report, if nothing changed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -141,7 +139,7 @@ def test_what_failed_is_tried_again(layer, monkeypatch):
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("text", [None, "{", "{}", '{"misses": 1}'])
 def test_without_a_report_a_graph_is_compiled_anew(layer, text):
-    """As after `torch.compiler.load_cache_artifacts`, which knows no reports. The report is then saved again."""
+    """`torch.compiler.load_cache_artifacts` leaves this: it knows no reports. The report is then saved again."""
     anew(layer)
     for saved in (cache_folder() / "mla_fx").iterdir():
         saved.unlink() if text is None else saved.write_text(text)

@@ -1,7 +1,5 @@
 """The driver of a compilation: its fence, its passes and dumps, floats that are recovered, and the pass in Inductor."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

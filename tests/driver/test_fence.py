@@ -1,7 +1,5 @@
 """If a pass fails or refuses, the model runs unfused, with one warning, or an error when strict."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

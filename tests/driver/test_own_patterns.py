@@ -1,8 +1,6 @@
 """A user's own patterns: registered folders, entry points, a clone that is not installed; and files that cannot be
 used."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -265,7 +263,7 @@ def build():
 
 @pytest.mark.slow
 def test_a_clone_that_is_not_installed_compiles(tmp_path):
-    """As with an installed wheel that the clone hides: `-m` looks in the clone's root first. `-S` leaves out what an
+    """The clone hides an installed wheel in the same way: `-m` looks in the clone's root first. `-S` leaves out what an
     editable install adds to the path, so the folders of all dependencies are passed explicitly."""
     script = folder_of(tmp_path, script=BUILD) / "script.py"
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]

@@ -1,7 +1,5 @@
 """`mla_fx.report()`: one report of everything that is compiled in a block."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Threads and processes: models are compiled and called from several at once, with the same results."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import threading

@@ -176,7 +176,7 @@ class Bench:
 
 
 def _is_same_memory_of_its_own(node: Node, old: Any) -> bool:
-    """Whether an operator returned a new tensor of the same kind, and not a view, so that its users need no update."""
+    """Says if an operator returned a new tensor of the same kind, and not a view, so that its users need no update."""
     new = node.meta["val"]
     if not isinstance(new, Tensor) or not isinstance(old, Tensor) or new.is_conj() or old.is_conj():
         return False

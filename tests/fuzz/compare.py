@@ -83,7 +83,7 @@ def farther(exact: Seen, eager: Seen, found: Seen) -> str:
 
 
 def is_near(exact: Seen, found: Seen) -> bool:
-    """Whether results are finite where those in float64 are, and off by a few digits at most."""
+    """Says if results are finite where those in float64 are, and off by a few digits at most."""
     return all(map(_is_near, (*exact.outputs, *exact.left), (*found.outputs, *found.left)))
 
 

@@ -1,7 +1,5 @@
 """Failures that were found once: a base and its failing mutations, as data."""
 
-from __future__ import annotations
-
 from .reduce import Mutant
 
 FOUND = (

@@ -123,7 +123,7 @@ def _check_meaningful(expected: tuple[Any, ...]) -> None:
 
 
 def _difference(left: Tensor, right: Tensor, alpha: float = 1) -> Tensor:
-    """That of scores to their peak, where both are minus infinity: minus infinity."""
+    """Scores and their peak that are both minus infinity differ by minus infinity."""
     result = aten.sub.Tensor(left, right, alpha=alpha)
     if not result.is_floating_point():
         return result
@@ -131,7 +131,7 @@ def _difference(left: Tensor, right: Tensor, alpha: float = 1) -> Tensor:
 
 
 def _quotient(left: Tensor, right: Tensor) -> Tensor:
-    """That of an exponential and its sum, where both are zero: zero."""
+    """An exponential and its sum that are both zero have the quotient zero."""
     result = aten.div.Tensor(left, right)
     return torch.where((left == 0) & (right == 0), 0.0, result)
 

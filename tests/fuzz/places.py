@@ -116,7 +116,7 @@ def rows_in_blocks(bench: Bench, name: str, number: int, size: int) -> None:
 
 
 def _draw_swap(random: Random, graph: torch.fx.Graph) -> tuple[Any, ...] | None:
-    """Of what the graph is given: biases, scales, tables, caches; or of what is computed."""
+    """Swaps what the graph is given (biases, scales, tables, caches) or what is computed."""
     given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     nodes = given if random.random() < 0.7 else calls(graph)
     kinds: dict[Any, list[Node]] = {}

@@ -87,7 +87,7 @@ def observe(program: Program, call: Call, *, may_raise: bool = False) -> Seen:
 
 
 def plainly(program: Program, instead: dict[Any, Any] | None = None) -> Seen:
-    """As the graph says, node by node; other functions `instead` of some operators."""
+    """Runs the graph node by node, with other functions `instead` of some operators."""
     return observe(program, lambda *inputs: run(program.gm, inputs, instead))
 
 

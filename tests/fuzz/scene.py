@@ -24,5 +24,5 @@ def mutation(apply: Callable[..., None]) -> Callable[..., None]:
 
 @mutation
 def run_by(bench: Bench, runner: str, calls: int) -> None:
-    """By another of the runners of runners.py, perhaps several times in a row."""
+    """Runs it by another of the runners of runners.py, perhaps several times in a row."""
     bench.way = replace(bench.way, runner=runner, calls=calls)

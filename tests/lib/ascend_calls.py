@@ -1,7 +1,5 @@
 """Calls of operators with vendor kernels, on fake tensors, and their lowerings."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

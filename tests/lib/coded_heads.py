@@ -1,7 +1,5 @@
 """Layers with keys and values per head as int8 codes in pages, with a scale for each column, given with the model."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

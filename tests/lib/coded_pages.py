@@ -43,7 +43,7 @@ class CodedPages(Absorbed):
         return x.float()
 
     def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
-        """As the operator does it, so that not even the last bit of a float32 differs."""
+        """Follows the operator, so that not even the last bit of a float32 differs."""
         wide = x.float()
         return (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gamma.float()).to(x.dtype)
 

@@ -1,7 +1,5 @@
 """Modules compiled for the reference target, and comparisons of compiled code with eager mode."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

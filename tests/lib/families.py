@@ -121,7 +121,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any
 
 
 def _takes(config: Any, name: str) -> bool:
-    """Whether a configuration class has a field; asking an instance fails if layers differ."""
+    """Says if a configuration class has a field; asking an instance fails if layers differ."""
     return hasattr(type(config), name) or name in config.attribute_map
 
 

@@ -145,6 +145,16 @@ class Absorbed(Layer):
         return self.combine(self.scores(query, key) + mask, latent)
 
 
+class LeftPadded(Layer):
+    """Two of three tokens of the first sequence see nothing at all."""
+
+    def mask(self, position):
+        z = self.sizes
+        later = torch.arange(z.context) > position[:, None]
+        blind = torch.arange(z.batch * z.tokens).view(z.batch, 1, z.tokens, 1) < 2
+        return later | blind
+
+
 def angles(sizes: Sizes) -> Tensor:
     """[S, Dr / 2]."""
     generator = torch.Generator().manual_seed(2)

@@ -1,7 +1,5 @@
 """Attention over pages of latents beside the logarithm of its sum, in many spellings."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,7 +1,5 @@
 """A user's own rules: the example to copy, and caches of what was discovered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mla_fx.driver import discovery

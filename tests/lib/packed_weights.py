@@ -145,7 +145,7 @@ def selected(w: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def with_exponents(w: Stored, dtype: torch.dtype) -> Tensor:
-    """As transformers dequantises MXFP4: both codes of a byte are written where they belong."""
+    """Dequantises MXFP4 like transformers: both codes of a byte are written where they belong."""
     table = torch.tensor(FP4, dtype=dtype)
     weight = torch.empty(len(w.codes), 2 * w.codes.shape[1], dtype=dtype)
     weight[:, 0::2], weight[:, 1::2] = table[(w.codes & 15).long()], table[(w.codes >> 4).long()]

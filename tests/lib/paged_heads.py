@@ -1,4 +1,4 @@
-"""A serving engine's layer with paged keys and values per head, in many spellings, and its comparison with eager mode."""
+"""A serving engine's layer with paged keys and values per head, in many spellings, compared with eager mode."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ class Slopes(Eager):
 
 
 class Biases(Slopes):
-    """By head and key alone."""
+    """Biases depend on head and key alone."""
 
     def mask(self, key, positions):
         mask = super().mask(key, positions)

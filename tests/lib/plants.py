@@ -1,7 +1,5 @@
 """Faults planted in what rules emit, calls of fused operators with other arguments than were read, and in what runs."""
 
-from __future__ import annotations
-
 import torch
 from mla_fx.lowering.reference import Reference
 from torch.fx import Interpreter

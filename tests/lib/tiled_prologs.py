@@ -74,7 +74,7 @@ class Tiled(nn.Module):
         return by_a_true_quotient(x)
 
     def norm(self, x, gamma):
-        """As the vendor's kernel does it, so that not even the last bit of a float32 differs."""
+        """Follows the vendor's kernel, so that not even the last bit of a float32 differs."""
         wide = x.float()
         mean = (wide * wide * (1 / x.shape[-1])).sum(-1, keepdim=True)
         root = (mean + 1e-6).double().sqrt().float()

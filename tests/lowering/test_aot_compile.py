@@ -1,7 +1,5 @@
 """`torch.compile(...).aot_compile`: what Inductor compiled is saved, and runs in another process, fused."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

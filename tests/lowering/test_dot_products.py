@@ -1,8 +1,6 @@
 """A few rows times weights, which Inductor's target computes in its own loops on a CPU: an option, with lines in the
 report."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

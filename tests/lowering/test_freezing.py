@@ -1,7 +1,5 @@
 """Inductor's freezing packs weights before it calls the inner compiler: the graph is fused before that."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

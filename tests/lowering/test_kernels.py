@@ -1,7 +1,5 @@
 """A decode step compiles to half as many kernels and calls as the model under stock Inductor."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Packages of AOTInductor run without mla_fx: their graphs contain none of its operators, and an operator that cannot
 be decomposed is an error when they are made."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import subprocess

@@ -30,7 +30,7 @@ FULL, SMALL = Sizes(7168, 128), Sizes(1024, 4)
 
 @functools.cache
 def weights(quantised=0, z=FULL):
-    """Those of one layer; 1: weight_uq_qr is int8; 2: what meets the tokens too."""
+    """The weights of one layer; 1: weight_uq_qr is int8; 2: what meets the tokens too."""
     draw = Sampler(BF16)
 
     def weight(rows, columns, int8):

@@ -54,7 +54,7 @@ def npu_kv_rmsnorm_rope_cache_v2(*args: Any, **options: Any) -> Results:
 
 
 def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Any, **options: Any) -> Results:
-    """As torch_npu 2.13 runs it: it writes the caches that it is given, and returns copies from before."""
+    """Follows torch_npu 2.13: it writes the caches that it is given, and returns copies from before."""
     arguments = _key_side_arguments(*args, **options)
     copies = [arguments[name].clone() for name in ("k_cache", "ckv_cache")]
     return *mla.KvRmsNormRopeCache(**arguments)[2:], *copies
@@ -82,7 +82,7 @@ def npu_fused_infer_attention_score_v2(query: Tensor, key: Tensor, value: Tensor
 
 
 def attention_call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> dict[str, Any]:
-    """As GE names it."""
+    """Names arguments like GE."""
     given = {GE_NAMES.get(name, name): option for name, option in options.items() if option is not None}
     return {"query": query, "key": [key], "value": [value]} | DEFAULTS | given
 
@@ -147,7 +147,7 @@ def _prolog_arguments(*args: Any, **options: Any) -> dict[str, Any]:
 
 
 def prolog_arguments(operator: Any, kernel: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """By name, with weights as matrices. Raises ValueError for weights that are not in FRACTAL_NZ."""
+    """Names arguments, with weights as matrices. Raises ValueError for weights that are not in FRACTAL_NZ."""
     arguments = named(operator, args, options)
     for name in NEEDS_NZ[kernel]:
         if formats.get_npu_format(arguments[name]) != formats.FRACTAL_NZ:

@@ -8,7 +8,7 @@ from torch import Tensor
 ND, FRACTAL_NZ = 2, 29
 
 _formats: dict[int, tuple[int, torch.UntypedStorage]] = {}
-"""By the address of a storage its format, and the storage itself, so that the address stays its own."""
+"""The format of each storage by its address, and the storage itself, so that the address stays its own."""
 
 
 def npu_format_cast(tensor: Tensor, acl_format: int, *, customize_dtype=None, input_dtype=None) -> Tensor:

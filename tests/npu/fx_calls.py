@@ -21,7 +21,7 @@ KERNELS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
 
 
 def check(graph_module: GraphModule) -> None:
-    """As `ge_releases.check`. Symbolic sizes are those of the current call."""
+    """Does what `ge_releases.check` does. Symbolic sizes are those of the current call."""
     for node in graph_module.graph.nodes:
         name = str(node.target).partition(".")[2].removesuffix(".default")
         if name in KERNELS:

@@ -85,7 +85,7 @@ def _function(kind: str) -> Callable[..., Any]:
 
 
 def _arguments(op: Any, function: Callable[..., Any], values: dict[str, Tensor]) -> dict[str, Any]:
-    """By name; numbered inputs (x0, x1, ...) of a parameter x come as a list."""
+    """Names arguments; numbered inputs (x0, x1, ...) of a parameter x come as a list."""
     parameters = inspect.signature(function).parameters
     arguments: dict[str, Any] = {}
     for name, source in ge_graph.inputs(op):

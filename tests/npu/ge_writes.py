@@ -1,4 +1,4 @@
-"""Whether in-place writes of operators are defined on a device, where only results and control edges give an order."""
+"""Checks that in-place writes are defined on a device, where only results and control edges give an order."""
 
 from __future__ import annotations
 

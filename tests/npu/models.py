@@ -56,7 +56,7 @@ def dense(model: nn.Module) -> nn.Module:
 
 
 def with_epsilons(model: nn.Module) -> nn.Module:
-    """Those of latents are unlike each other, and so large that they show."""
+    """Gives norms of latents epsilons that are unlike each other, and so large that they show."""
     for name, module in model.named_modules():
         if name.endswith(tuple(EPSILONS)):
             module.variance_epsilon = EPSILONS[name.rpartition(".")[2]]

@@ -2,8 +2,6 @@
 
 The layers are plain PyTorch, as in lib/coded_heads.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.coded_heads import (
@@ -68,7 +66,7 @@ def test_heads_and_dtypes(converted, captured, kv_heads, dtype):
 
 @pytest.mark.parametrize("name", ["dequant_scale_key", "dequant_scale_value", "dequant_offset_value"])
 def test_another_number_is_noticed(converted, monkeypatch, name):
-    """That of the next head. (An offset of keys moves all scores of a row alike.)"""
+    """The number is that of the next head. (An offset of keys moves all scores of a row alike.)"""
     change_attention(monkeypatch, **{name: lambda numbers: numbers.roll(1, 1)})
     module = ZeroPoints(sized(1, 32)).to(BF16)
     with pytest.raises(AssertionError):

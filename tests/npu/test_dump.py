@@ -90,7 +90,7 @@ def test_the_users_configuration_stays(tmp_path):
 
 
 def test_a_graph_that_torchair_does_not_convert_is_not_shown(tmp_path):
-    """As its options for debugging ask."""
+    """Its options for debugging ask for that."""
     config = torchair.CompilerConfig()
     config.debug.run_eagerly = True
     compiled("ge", tmp_path, compiler_config=config)

@@ -2,8 +2,6 @@
 
 On a device the examples move their tensors there; here these stay, so that the very calls are made."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

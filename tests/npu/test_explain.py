@@ -1,7 +1,5 @@
 """`python -m mla_fx explain` for NPU targets, on the meta device: what the vendor refuses, without a device."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -2,8 +2,6 @@
 
 The layers are plain PyTorch, as in lib/key_value_caches.py."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

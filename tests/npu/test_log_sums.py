@@ -2,8 +2,6 @@
 
 The layers are plain PyTorch, as in lib/log_sums.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.log_sums import Added, Attention, Base2, Divided, Kept, Merged, Unmasked, arguments, in_parts, nearly_blind

@@ -1,7 +1,5 @@
 """Layers whose pages are in FRACTAL_NZ, written in plain PyTorch: the kernels are given the pages as they are."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 
 The layers are plain PyTorch, as in lib/paged_heads.py."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -137,7 +135,7 @@ def test_caches_whose_size_is_a_symbol_are_copied(converted):
 
 
 def test_a_sequence_without_a_context_gives_zeros(converted):
-    """As the operator itself: rows of a batch that is padded."""
+    """The operator itself does so: rows of a batch that is padded."""
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(2, 3, 4, WIDTH, generator=draw).to(BF16)
     caches = [torch.randn(4, 128, 2, WIDTH, generator=draw).to(BF16) for _ in range(2)]

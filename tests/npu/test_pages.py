@@ -1,7 +1,5 @@
 """Layers over pages that a block table names, written in plain PyTorch: the kernel is given the pages and the table."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

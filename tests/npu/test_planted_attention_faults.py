@@ -1,8 +1,6 @@
 """Faults planted into calls of attention, one at a time: the results differ from those in float64, or the kernel
 refuses. Scores are so large that a hundredth of them shows."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Faults planted into the key side and into writes of caches, one at a time: the results of test_vendor_calls.py
 differ, or the kernel refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

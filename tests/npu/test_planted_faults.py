@@ -22,7 +22,7 @@ def check(family="deepseek_v3", *, batch=1, tokens=1):
 
 
 def caught_by_numbers():
-    """By the comparison itself, whose message is two lists."""
+    """The comparison itself catches it, whose message is two lists."""
     return pytest.raises(AssertionError, match=r"^\(\[")
 
 

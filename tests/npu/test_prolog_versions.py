@@ -1,8 +1,6 @@
 """The interfaces of the vendor's prolog, chosen by option `prolog`, and releases of CANN, by option `cann`: where they
 come, and what they write."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
@@ -92,7 +90,7 @@ def check_step(converted, model, make_cache, tokens, **options):
 
 
 def check_call(converted, tokens, batch=1, **options):
-    """Whether a user's call of so many tokens became one kernel, and wrote what it should."""
+    """Checks that a user's call of so many tokens became one kernel, and wrote what it should."""
     token_x, *_, sin, cos, index, kv_cache, kr_cache = prolog_call("PA_NZ", (batch, tokens))
     layer = Prolog(False)
     given = [token_x, sin, cos, index, kv_cache, kr_cache]

@@ -1,8 +1,6 @@
 """`python -m mla_fx explain` for published configurations at their own sizes: what each release of CANN says, and the
 graphs that torchair makes."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.quantised import Quantised, Stored, by_rows
+from lib.quantised_prologs import ATTENTION, KEY_SIDE, PROLOG, given
 from lib.traced import Traced, agree, dense
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx
-from mla_fx.cases import HCQ, inputs
+from mla_fx.cases import HCQ
 from mla_fx.errors import NoMatch
 from mla_fx.readings.codes.products import quantised_product
 from mla_fx.readings.codes.tokens import quantised_tokens
@@ -25,7 +26,6 @@ cpu_kernels.register()
 npu = torch.ops.npu
 BATCH, STEPS, K, COLUMNS = 2, 3, 16, 8
 ROWS = BATCH * STEPS
-PROLOG, KEY_SIDE, ATTENTION = "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
 INT4 = 285  # torch_npu's number
 
 
@@ -298,11 +298,6 @@ LAYERS = {
     "all, each of its own call": (lambda: Quantised(of_calls, by_rows, *DOWN), 2),
     "all, of one weight": (Joined, 2),
 }
-
-
-def given(dtype=torch.float32):
-    *floats, position = inputs()
-    return [*(value.to(dtype) for value in floats), position]
 
 
 def in_dtype(layer, dtype):

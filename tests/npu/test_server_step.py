@@ -1,7 +1,5 @@
 """The server step of examples/ on NPUs: prompts, drafts and single tokens, of any number, through one GE graph."""
 
-from __future__ import annotations
-
 import copy
 import random
 

@@ -1,7 +1,5 @@
 """Plain code with int8 caches and given scales: KvRmsNormRopeCache with the scales, and attention over what is read."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -144,7 +142,7 @@ def test_the_program_writes_what_the_kernel_would_not(converted, build, because)
 
 
 def swapped(a):
-    """Those of the keys, and of the first latents, for each other."""
+    """Swaps the scales of the keys and those of the first latents."""
     repeated = a.k_rope_scale.repeat(a.c_kv_scale.shape[0] // a.k_rope_scale.shape[0])
     return {"k_rope_scale": a.c_kv_scale[: a.k_rope_scale.shape[0]], "c_kv_scale": repeated}
 

@@ -1,8 +1,6 @@
 """A user's own calls of the operators, functional and in place, compiled whole for the target "ge": outputs and caches
 are those of the operators' bodies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

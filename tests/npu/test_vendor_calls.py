@@ -1,7 +1,5 @@
 """The user's calls, lowered to the vendor's operators: results and written caches are those of `mla_fx`' operators."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

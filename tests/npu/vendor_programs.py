@@ -56,7 +56,7 @@ class Program:
 
 
 class Programs(NamedTuple):
-    """Of a row. Where no rule reads plain code there is none."""
+    """The programs of a row. Where no rule reads plain code there is none."""
 
     plain: list[Callable[[], Program]]
     calls: list[Callable[[], Program]]

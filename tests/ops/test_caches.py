@@ -192,7 +192,7 @@ def test_as_nz_is_a_view_by_the_address_function(dtype, stride):
 
 
 def test_address_functions_on_known_places():
-    """Of [2 pages, 16 rows, 64 columns] of 2 bytes: bands of 16 columns, 512 bytes each."""
+    """A cache of [2 pages, 16 rows, 64 columns] of 2 bytes: bands of 16 columns, 512 bytes each."""
     assert nd_offset(17, 3, 16, 64, 2) == 17 * 128 + 6
     assert nz_offset(0, 15, 16, 64, 2) == 30
     assert nz_offset(0, 16, 16, 64, 2) == 512

@@ -1,4 +1,4 @@
-"""Of every operator and sample: schema, opcheck, fake kernel, in-place twin and host lengths."""
+"""Every operator and sample: schema, opcheck, fake kernel, in-place twin and host lengths."""
 
 import inspect
 import math

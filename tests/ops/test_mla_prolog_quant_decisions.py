@@ -150,7 +150,7 @@ def test_every_bit(dense, smooth, is_symmetry, dtype):
 
 
 def with_int8_tokens(arguments, seed=0):
-    """Those of `integer_arguments` that are not dense: the sums of the norms have one answer still."""
+    """The arguments of `integer_arguments` that are not dense: the sums of the norms have one answer still."""
     draw = np.random.default_rng(seed)
     scales = {f"dequant_scale_{name}": torch.tensor(draw.uniform(0.5, 2, (1, arguments[name].shape[1]))).float()
               for name in ("w_dq", "w_dkv_kr")}  # fmt: skip
@@ -168,7 +168,7 @@ def test_int8_tokens_are_never_set_by_the_source_but_taken(is_symmetry, dtype):
 
 
 def test_tokens_are_made_int8_before_their_products():
-    """Of each token the largest value becomes 127, and what lies below half a step of that is lost."""
+    """The largest value of each token becomes 127, and what lies below half a step of that is lost."""
     arguments = with_int8_tokens(integer_arguments(False))
     arguments["token_x"][:, 0] = 127
     lost = arguments | {"token_x": arguments["token_x"].clone()}

@@ -246,7 +246,7 @@ def test_entries_of_block_tables_behind_the_contexts_are_not_read(cache_mode, en
 
 @pytest.mark.parametrize("heads", [128, 8])
 def test_a_nan_key_that_a_row_does_not_see_does_not_reach_it(heads):
-    """Of three causal rows only the last sees the last key; below 128 heads all three see it."""
+    """Only the last of three causal rows sees the last key; below 128 heads all three see it."""
     a = drawn("krope_ctkv", contexts=(130, 7), heads=heads, steps=(3, 1))
     last = torch.zeros(a["ctkv"].shape[0], 128, dtype=torch.bool)
     last[a["block_tables"][0, 1], 1] = True

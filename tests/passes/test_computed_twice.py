@@ -1,7 +1,5 @@
 """Positions that each write computes anew: equal ones are one, near twins are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import FUSED, QUIET, Layer, arguments, check

@@ -1,7 +1,5 @@
 """Rewrites that are limited or left out from outside, by variables of the environment."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.comparing import ALL, check_same

@@ -160,7 +160,7 @@ def test_a_weight_that_is_another_tensor_is_laid_out_again():
 
 
 def merged(weight):
-    """As PEFT merges an adapter."""
+    """Merges an adapter like PEFT."""
     weight.data += 0.1 * torch.randn_like(weight[:, :1]) @ torch.randn_like(weight[:1])
 
 

@@ -1,7 +1,5 @@
 """A user's own calls of in-place operators: in graphs they become the functional ones, with the same effect."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

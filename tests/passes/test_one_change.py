@@ -1,7 +1,5 @@
 """One way to change a graph: a plan is proved, then applied as a whole; a refusal costs that plan alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.comparing import check_same, with_backend

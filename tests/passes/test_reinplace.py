@@ -1,9 +1,6 @@
 """Caches written in place, and left unchanged if something still reads the old content."""
 
-from __future__ import annotations
-
 import copy
-import operator
 
 import pytest
 import torch
@@ -12,12 +9,8 @@ from torch import nn
 import mla_fx
 from mla_fx import cases
 from mla_fx.cases import DR, HCKV, B, D, Layer, N, S, T
-from mla_fx.graph.aliasing import may_share, owner, readers, surely_shares, written
-from mla_fx.graph.torch_private import make_fx
-from mla_fx.passes.invariants import check, old_readers
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-aten = torch.ops.aten
 
 
 class Functional(Layer):
@@ -367,107 +360,3 @@ def test_inputs_that_share_memory():
     expected = call(copy.deepcopy(module))
     found = call(torch.compile(module, backend=mla_fx.get_backend(target="reference")))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-# --- who shares memory with whom -------------------------------------------------------------------------------------
-
-
-def node_of(function, *shapes):
-    """The graph of a function, and the node that it returns."""
-    graph = make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph
-    return graph, graph.output_node().args[0]
-
-
-VIEWS = {
-    "split": lambda x: x.split(2, 0)[1],
-    "unbind": lambda x: x.unbind(1)[0],
-    "unfold": lambda x: x.unfold(0, 2, 1),
-    "as_strided": lambda x: x.as_strided((2, 2), (1, 2)),
-    "transpose": lambda x: x.transpose(0, 1)[1:],
-    "expand": lambda x: x.unsqueeze(0).expand(3, -1, -1),
-    "detach": lambda x: x.detach(),
-    "_unsafe_view": lambda x: aten._unsafe_view(x, [6, 4]),
-}
-COPIES = {
-    "clone": lambda x: x.clone(),
-    "cat": lambda x: torch.cat((x, x)),
-    "repeat": lambda x: x.repeat(2, 1),
-    "pad": lambda x: nn.functional.pad(x, (1, 1)),
-    "slice_scatter": lambda x: torch.slice_scatter(x, x[:1], 0, 0, 1),
-    "stack": lambda x: torch.stack((x, x)),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_views_are_followed(name):
-    graph, node = node_of(VIEWS[name], (4, 6))
-    (source,) = graph.find_nodes(op="placeholder")
-    assert owner(node) is source
-    assert [reader.op for reader in readers(source)] == ["output"]
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_copies_are_no_views(name):
-    graph, node = node_of(COPIES[name], (4, 6))
-    (source,) = graph.find_nodes(op="placeholder")
-    assert owner(node) is node
-    assert surely_shares(node) is None
-    assert node in set(readers(source))
-
-
-def test_what_may_copy_is_no_sure_view():
-    _, node = node_of(lambda x: aten.reshape.default(x.t(), [24]), (4, 6))
-    assert owner(node).op == "placeholder" or node.target is not aten.reshape.default
-    graph = torch.fx.Graph()
-    source = graph.placeholder("x")
-    source.meta["val"] = torch.empty(4, 6).t()
-    reshaped = graph.call_function(aten.reshape.default, (source, [24]))
-    assert may_share(reshaped) == [source]
-    assert surely_shares(reshaped) is None
-
-
-# --- what is checked after every pass --------------------------------------------------------------------------------
-
-
-def chain():
-    """x, its copy back, a view and a late reader of the view: as a graph, by name."""
-    graph = torch.fx.Graph()
-    nodes = {"x": graph.placeholder("x")}
-    nodes["parts"] = graph.call_function(aten.unbind.int, (nodes["x"],))
-    nodes["part"] = graph.call_function(operator.getitem, (nodes["parts"], 0))
-    nodes["new"] = graph.call_function(aten.add.Tensor, (nodes["x"], 1))
-    nodes["late"] = graph.call_function(aten.exp.default, (nodes["part"],))
-    nodes["copy"] = graph.call_function(aten.copy_.default, (nodes["x"], nodes["new"]))
-    graph.output((nodes["late"],))
-    return graph, nodes
-
-
-def test_a_node_before_its_operand_is_found():
-    graph, nodes = chain()
-    nodes["late"].append(nodes["part"])  # behind what reads it
-    with pytest.raises(RuntimeError, match=f"{nodes['late'].name} comes before its operand {nodes['part'].name}"):
-        check(graph, set(graph.nodes), {})
-
-
-def test_a_node_without_metadata_is_found():
-    graph, nodes = chain()
-    with pytest.raises(RuntimeError, match=f"{nodes['late'].name} was added without metadata"):
-        check(graph, set(graph.nodes) - {nodes["late"]}, {})
-
-
-def test_a_write_over_what_is_read_later_through_views_is_found():
-    graph, nodes = chain()
-    before, originals = old_readers(graph), set(graph.nodes)
-    with graph.inserting_before(nodes["late"]):
-        write = graph.call_function(aten.add_.Tensor, (nodes["x"], 1))
-    write.meta["val"] = None
-    with pytest.raises(RuntimeError, match=f"{write.name} writes x, but {nodes['late'].name} still reads"):
-        check(graph, originals, before)
-    nodes["late"].append(write)
-    check(graph, originals, before)
-
-
-def test_written_is_what_the_schema_says():
-    _, nodes = chain()
-    assert written(nodes["copy"]) == [nodes["x"]]
-    assert written(nodes["new"]) == []

@@ -143,7 +143,7 @@ class OldRotaryKeys(Layer):
 
 
 class TransposedKeys(Layer):
-    """As many tokens as heads: swapped, they look the same."""
+    """There are as many tokens as heads: swapped, they look the same."""
 
     def query(self, x):
         return super().query(x).transpose(1, 2)

@@ -1,8 +1,6 @@
 """Layers that compute the same, but differ in who else reads a value, in its layout, or in what it shares memory with:
 a rewrite that was found in the first is right in the second, too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import QUIET, Layer, Sizes, arguments, check

@@ -1,8 +1,6 @@
 """Rules and readings access a graph in ways that are recorded, so that a replay compares everything that a rule has
 seen."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

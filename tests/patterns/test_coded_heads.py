@@ -1,7 +1,5 @@
 """Attention over paged keys and values per head that are stored as int8 codes: spellings, precision and near twins."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -85,7 +83,7 @@ class OfColumns(Coded):
 
 
 class OfGroups(Coded):
-    """Of two columns of a head."""
+    """Two columns of a head share a scale."""
 
     def numbers(self, codes, scale, zero):
         return (codes.unflatten(-1, (-1, 2)).to(scale.dtype) * scale[:, ::2].unsqueeze(-1)).flatten(-2)

@@ -1,7 +1,5 @@
 """One cache for latents and rotary keys: one write, no copy of the cache, and near twins."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

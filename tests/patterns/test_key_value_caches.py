@@ -2,8 +2,6 @@
 
 Results and caches are compared with eager mode."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -2,8 +2,6 @@
 
 Results are compared with eager mode in float64, and merged ones with attention over the whole context."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

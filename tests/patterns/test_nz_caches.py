@@ -194,7 +194,7 @@ class LanesFirst(Nz):
 
 
 class Swapped(NzTransposed):
-    """As many bands as rows of a page: written as rows, and read in bands."""
+    """There are as many bands as rows of a page: written as rows, and read in bands."""
 
     def put(self, nz, rows, block, offset):
         nz.view(nz.shape[0], nz.shape[2], nz.shape[1], nz.shape[3])[block, offset] = rows

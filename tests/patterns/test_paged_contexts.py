@@ -1,7 +1,5 @@
 """Contexts gathered through a block table: none is copied, and near twins give the program's results."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Attention over paged keys and values per head: spellings, sizes and dtypes, and near twins, compared with eager
 mode."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Projections of every kind: which parts of a layer fuse, and why the rest does not."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -201,7 +201,7 @@ class QueryScaled(Keys):
 
 
 class QueryScaledByToken(Keys):
-    """By a number per token, as the operator's result is multiplied, but only the part without a rotation."""
+    """A number per token multiplies only the part without a rotation, the operator's whole result."""
 
     def attend(self, q_nope, *rest):
         return super().attend(q_nope * torch.linspace(0.5, 1.5, q_nope.shape[2]).unsqueeze(-1), *rest)

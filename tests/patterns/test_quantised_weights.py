@@ -320,7 +320,7 @@ def test_codes_in_float16_may_leave_its_range():
 
 
 def test_a_written_weight_takes_effect():
-    """Of codes, scales and zero points, at the next call."""
+    """Codes, scales and zero points count from the next call on."""
     layer = Quantised(of_groups, by_groups, "kv_b")
     compiled = torch.compile(layer, backend="mla")
     for part in ("codes", "scales", "zeros", "codes"):

@@ -1,7 +1,5 @@
 """The reason why a layer fused less: the cause in its author's words, not the symptom."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import QUIET, Layer, Sizes, arguments, check

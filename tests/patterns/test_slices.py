@@ -1,7 +1,5 @@
 """Caches written from a position that is a Python number: it grows with every step and becomes a symbol."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Prompts that fill whole pages: plain code writes these by their numbers, operators row by row."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Rotary tables of several position axes: rows of a table whose columns are overwritten by those of other rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, arguments, check

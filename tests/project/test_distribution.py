@@ -1,7 +1,5 @@
 """The source distribution holds what a clone holds, has the package's version, and its tests run in it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The documentation is true: snippets run, links and paths exist, tables and output agree with the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

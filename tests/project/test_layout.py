@@ -1,44 +1,21 @@
 """The imports between the folders, the size of files, and what `import mla_fx` imports."""
 
 import ast
-import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from lib.sources import ROOT, imports, is_within, name_of
 
 from mla_fx.driver import discovery
 
-ROOT = Path(__file__).parents[2]
 CORE = sorted((ROOT / "mla_fx").rglob("*.py"))
 PLUGINS = sorted([*(ROOT / "patterns").rglob("*.py"), *(ROOT / "lowering").rglob("*.py")])
 NPU = ROOT / "tests" / "npu"
 KERNELS = sorted([*(NPU / "ge_ops").glob("*.py"), *NPU.glob("ge_*.py"), NPU / "cpu_kernels.py", NPU / "formats.py"])
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 OPERATORS = sorted((ROOT / "mla_fx" / "ops").rglob("*.py"))
 LINES = 400
-# What a rule is described with, and what its own words are made of.
-OFFERED = {"mla_fx.rule.Reads", "mla_fx.rule.Root", "mla_fx.rule.Stage"}
-
-
-def name_of(path):
-    return str(path.relative_to(ROOT))
-
-
-def imports(path):
-    """The modules that a file imports anywhere; relative ones by their full names."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def is_within(module, *packages):
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def test_relative_imports_are_read_as_full_names():
@@ -100,23 +77,6 @@ def test_plugins_import_no_pass_and_nothing_of_the_driver(path):
     assert [module for module in imports(path) if is_within(module, *closed)] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "patterns").rglob("*.py")), ids=name_of)
-def test_all_that_a_rule_needs_comes_through_one_door(path):
-    doors = ("mla_fx.rule", "mla_fx.cases", "mla_fx.ops")
-    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
-    assert [module for module in ours if not is_within(module, *doors)] == []
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "mla_fx" / "rule").glob("*.py")), ids=name_of)
-def test_the_door_exports_what_it_says_and_nothing_that_no_rule_uses(path):
-    module = importlib.import_module(f"mla_fx.rule.{path.stem}".removesuffix(".__init__"))
-    assert [name for name in module.__all__ if not hasattr(module, name)] == []
-    rules = [*(ROOT / "patterns").rglob("*.py"), ROOT / "examples" / "add_a_pattern.py"]
-    used = {name for rule in rules for name in imports(rule)}
-    offered = {f"{module.__name__}.{name}" for name in module.__all__}
-    assert sorted(offered - used - OFFERED) == []
-
-
 @pytest.mark.parametrize("path", PLUGINS, ids=name_of)
 def test_plugins_import_the_core_and_torch(path):
     allowed = ("mla_fx", "torch", "functorch", *sys.stdlib_module_names)
@@ -133,9 +93,23 @@ def test_the_kernels_of_the_npu_tests_share_nothing_with_the_package(path):
     assert "mla_fx" not in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
+@pytest.mark.parametrize("path", [*CORE, *PLUGINS, *TESTS], ids=name_of)
 def test_a_file_can_be_read_in_one_sitting(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+# NPU tests run in processes of their own, one file each; some still share layers with the next file.
+@pytest.mark.parametrize("path", [path for path in TESTS if NPU not in path.parents], ids=name_of)
+def test_no_file_imports_a_test(path):
+    """What several tests share is in tests/lib."""
+    parts = [part for module in imports(path) for part in module.split(".")]
+    assert [part for part in parts if part.startswith("test_")] == []
+
+
+@pytest.mark.parametrize("folder", ["mla_fx", "."], ids=["rooms", "plugins"])
+def test_every_room_has_its_tests(folder):
+    names = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")} - {"mla_fx"}
+    assert [name for name in sorted(names) if not [*(ROOT / "tests" / name).rglob("test_*.py")]] == []
 
 
 @pytest.mark.parametrize("rule", discovery.rules(), ids=lambda rule: rule.name)

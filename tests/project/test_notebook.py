@@ -1,7 +1,5 @@
 """The notebook among the examples runs, and is kept with the report as a table."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Sentences are plain: the give-away words of a translated text are in no message, docstring, comment or page, and a
 docstring opens with its subject or its verb."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -20,7 +18,6 @@ WORDS = re.compile(
 )
 OPENINGS = ("That of ", "Those of ", "Of ", "As ", "By ")
 FILES = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")) if path.name != "test_words.py"]
-PRODUCT = [path for path in FILES if path.relative_to(ROOT).parts[0] != "tests"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -38,7 +35,7 @@ def test_plain_words(path):
     assert [found.group() for text in sentences(path) for found in WORDS.finditer(" ".join(text.split()))] == []
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_open_with_a_subject(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     texts = [node.value.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and is_text(node.value)]

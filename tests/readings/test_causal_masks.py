@@ -1,7 +1,5 @@
 """Masks that are causal by position, in any spelling, become lengths; their near twins stay masks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

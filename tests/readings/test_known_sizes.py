@@ -1,7 +1,5 @@
 """What guards say of sizes is used in proofs: signs of Python's numbers, sums, common factors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

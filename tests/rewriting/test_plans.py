@@ -1,7 +1,5 @@
 """Plans without a graph: what a rule makes of a hand-written match, and what the engine makes of a plan."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mla_fx.patterns.rms_norm import RmsNormAlone

@@ -1,7 +1,5 @@
 """Replacing values: all of a rewrite or none, in an order that runs, and no lost input."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -2,8 +2,6 @@
 
 They may fuse or be refused; the compiler just has to finish with a graph this deep."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

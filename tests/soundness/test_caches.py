@@ -1,7 +1,5 @@
 """Near twins of cache writes: the content of a cache, and what its readers see, is what the program says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import FUSED, QUIET, Layer, Sizes, arguments, check

@@ -1,7 +1,5 @@
 """Causal attention by PyTorch's option: rows and keys are counted as the program counts them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Which numbers are compile-time constants: literals, which nothing can change, as their dtype stores them."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,15 +1,14 @@
 """Caches of symbolic sizes: sizes that happen to be equal in one run are not equal in the program."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from lib.layers import CLOSE, QUIET, Reporting
-from lib.zoo.caches import BlocksAndOffsets, Slots, SlotsOfTable, Written
+from lib.zoo.caches import BlocksAndOffsets, Slots, SlotsOfTable
 from lib.zoo.entries import DEFAULT, Entry
+from lib.zoo.rows import Written
 from lib.zoo.sizes import Step, converted
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

@@ -1,15 +1,12 @@
 """Near twins of scores that are filled with a number: all of the logits are that number, or nothing fuses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from lib.layers import QUIET, arguments, check, check_no_further, in_type
+from lib.layers import QUIET, LeftPadded, arguments, check, check_no_further, in_type
 from lib.log_sums import Attention, compiled
 from lib.log_sums import arguments as paged
-from lib.masked import LeftPadded
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,7 +1,5 @@
 """Near twins of attention sinks, of attention without a rotary part, and of one tensor for latents and rotary keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import QUIET, Absorbed, Layer, Sizes, arguments, check, check_no_further, in_type

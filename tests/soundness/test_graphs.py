@@ -1,7 +1,5 @@
 """Graphs of several layers, caches and kinds of shapes: one odd part keeps nothing else from fusing."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 

@@ -1,7 +1,5 @@
 """Whole models whose caches grow from empty: attention fuses in every graph, and every token is eager's."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

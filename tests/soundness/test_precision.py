@@ -1,7 +1,5 @@
 """Near twins of norms, roundings in the program, and models of several precisions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, arguments, check, check_no_further, in_type

@@ -1,7 +1,5 @@
 """Values at the edge of a dtype's range, seen and hidden: if eager gives numbers, so does the compiled code."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,12 +1,9 @@
 """Near twins of masks, softmax, norms and roundings: exactly what the program says enters the scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lib.layers import CLOSE, QUIET, Layer, Sizes, arguments, check, check_no_further, in_type
-from lib.masked import LeftPadded
+from lib.layers import CLOSE, QUIET, Layer, LeftPadded, Sizes, arguments, check, check_no_further, in_type
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -78,7 +75,7 @@ class AttendedAdded(Added, Attended):
 
 @pytest.mark.parametrize("kind", [Attended, AttendedAdded])
 def test_rows_that_see_nothing_are_zeros(kind):
-    """As in scaled_dot_product_attention: eager's NaN in such a row is zeros, and no other row changes."""
+    """scaled_dot_product_attention does that, too: eager's NaN in such a row is zeros, and no other row changes."""
     module, given = kind(-torch.inf), arguments()
     with torch.no_grad():
         expected = module(*arguments())

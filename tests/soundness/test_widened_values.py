@@ -1,7 +1,5 @@
 """Values that a rewrite widened, and that the program rounds back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

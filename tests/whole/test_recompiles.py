@@ -2,8 +2,6 @@
 
 `error_on_recompile` raises what `TORCH_LOGS=recompiles` would log."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers of servers with symbolic sizes: what fuses, and which symbol is the reason if something does not."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 

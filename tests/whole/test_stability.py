@@ -1,7 +1,5 @@
 """Sizes of one, equal sizes, sizes known only at run time, and other names for one operation: the same fuses."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

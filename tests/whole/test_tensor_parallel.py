@@ -1,7 +1,5 @@
 """Heads on two processes: each fuses like one alone, with its logits and caches, and sums once after attention."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """Whatever is less than whole has its sentence: the query and the rows of each fused attention are computed by a fused
 operator, or the report says why not."""
 
-from __future__ import annotations
-
 import re
 from unittest import mock
 
@@ -59,7 +57,7 @@ def are_left(graph):
 
 
 def is_whole(value):
-    """Whether a fused operator, or no product at all, is behind a value. Products are not looked behind."""
+    """Says if a fused operator, or no product at all, is behind a value. Products are not looked behind."""
     pending, seen, is_product = [value], set(), False
     while pending:
         node = pending.pop()
@@ -288,7 +286,7 @@ REASONS = {
 
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
 def test_the_key_side(kind):
-    """Of attention that stays expanded, so that no prolog is tried."""
+    """Attention stays expanded, so that no prolog is tried."""
     module = kind()
     watch = Watched()
     with watch:

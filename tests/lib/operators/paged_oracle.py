@@ -83,7 +83,7 @@ def nz_row(matrix, row):
 
 
 def free_entry(mask, row, column):
-    """Of one 128 x 128 table repeated along the diagonal, everything visible left of it and nothing right of it."""
+    """Repeats one 128 x 128 table along the diagonal; everything is visible left of it and nothing right of it."""
     if column // 128 < row // 128:
         return 0.0
     if column // 128 > row // 128:
@@ -116,7 +116,7 @@ def attend_int8(a, h, scores, values):
 
 
 def near_tie(exact):
-    """Whether float32 error could change the int8 number: slightly more or less, and it rounds differently."""
+    """Says if float32 error could change the int8 number: slightly more or less, and it rounds differently."""
     low, high = ((exact * (1 + sign * 1e-5)).astype(np.float16).astype(np.float64) for sign in (-1, 1))
     return np.rint(low) != np.rint(high)
 

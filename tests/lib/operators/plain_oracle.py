@@ -51,7 +51,7 @@ def oracle_store(cache, batch, index, row, mode):
 
 
 def table_row(table, b, s):
-    """Of a table [B or 1, S, Dr]; None stays None."""
+    """A row of a table [B or 1, S, Dr]; None stays None."""
     return None if table is None else table[min(b, table.shape[0] - 1), s]
 
 

@@ -1,4 +1,4 @@
-"""By what queries and latents are multiplied on the way to the attention."""
+"""Factors of queries and latents on the way to the attention."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 The operator itself replaces ATB's, under ATB's name and with ATB's arguments."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mla_fx.lowering.ascend.called import multi_latent_attention

@@ -1,7 +1,5 @@
 """The limits of the vendor's paged attention kernels: a sentence for each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lib.ascend_calls import DR, HCKV, B, D, N, T, fakes, index, lower, make, named

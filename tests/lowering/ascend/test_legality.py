@@ -1,7 +1,5 @@
 """The limits of the vendor's kernels: a sentence for each, without torch_npu."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -2,8 +2,6 @@
 
 The interpreter of GE graphs has a second opinion, by code of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -2,8 +2,6 @@
 
 `test_prolog_releases.py` is about the prolog."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -69,7 +69,7 @@ def Round(x: Tensor, decimals: int = 0) -> Tensor:
 
 @_binary
 def RealDiv(x1: Tensor, x2: Tensor) -> Tensor:
-    """Of integers too it is a division of integers."""
+    """Integers are divided as integers."""
     return torch.div(x1, x2, rounding_mode=None if x1.is_floating_point() else "trunc")
 
 

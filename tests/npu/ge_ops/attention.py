@@ -148,7 +148,7 @@ def _dequantised(rows: list[Tensor], name: str, rest: dict[str, Any]) -> list[Te
 
 
 def _scales(rest: dict[str, Any], layout: Layout, lengths: Tensor | None) -> list[Tensor] | None:
-    """Of int8 scores: [N, S, 1] for each sequence."""
+    """The scales of int8 scores: [N, S, 1] for each sequence."""
     scale = rest.get("dequant_scale_query")
     if scale is None:
         return None

@@ -28,7 +28,7 @@ def memory(cache: Tensor) -> Tensor:
 
 
 def in_pages(cache: Tensor, slots: Tensor) -> Tensor:
-    """Of a cache [blocks, size, N, D], whose pages may be apart: [T, N, D]."""
+    """Rows [T, N, D] of a cache [blocks, size, N, D], whose pages may be apart."""
     _, size, heads, width = _checked(cache, slots)
     page, offset = _rows(slots // size), _rows(slots % size)
     head, column = _heads_and_columns(heads, width)
@@ -36,7 +36,7 @@ def in_pages(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def in_nz_pages(cache: Tensor, slots: Tensor) -> Tensor:
-    """Of a cache of the same shape, whose pages have the memory of [N, D/d0, size, d0]: [T, N, D]."""
+    """Rows [T, N, D] of a cache of the same shape, whose pages have the memory of [N, D/d0, size, d0]."""
     _, size, heads, width = _checked(cache, slots)
     _refuse_gaps(cache)
     fractal = BYTES_OF_A_FRACTAL // cache.element_size()
@@ -47,7 +47,7 @@ def in_nz_pages(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def in_sequences(cache: Tensor, positions: Tensor) -> Tensor:
-    """Of a cache [B, N, L, D], for positions [B, S]: [B*S, N, D]."""
+    """Rows [B*S, N, D] of a cache [B, N, L, D], for positions [B, S]."""
     batch, heads, length, width = cache.shape
     _refuse_gaps(cache)
     _refuse_behind(positions, length)
@@ -57,7 +57,7 @@ def in_sequences(cache: Tensor, positions: Tensor) -> Tensor:
 
 
 def in_order(cache: Tensor, tokens: int) -> Tensor:
-    """Of a cache that is the rows of all tokens: [T, 1, D]."""
+    """Rows [T, 1, D] of a cache that is the rows of all tokens."""
     _refuse_gaps(cache)
     width = cache.shape[-1]
     if cache.numel() != tokens * width:

@@ -16,7 +16,7 @@ MODES = (*PLAIN_MODES, "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Of the rows of one cache; int8 if there is a scale."""
+    """How the rows of one cache are quantised: to int8 if there is a scale."""
 
     scale: Tensor | None
     offset: Tensor | None
@@ -55,11 +55,11 @@ class KeySide:
 
     @property
     def has_results(self) -> bool:
-        """Whether k_rope and c_kv are more than undefined memory."""
+        """Says if k_rope and c_kv are more than undefined memory."""
         return self.is_output_kv and (self.cache_mode != "Norm" or (self.v is not None and self.is_quantised))
 
     def quantisation(self, scale: Tensor | None, offset: Tensor | None) -> Quantisation:
-        """Of method 1 kernels leave out the offset."""
+        """Kernels of method 1 leave out the offset."""
         return Quantisation(scale, None if self.v is None else offset)
 
 
@@ -104,7 +104,7 @@ def _write(call: KeySide, cache: Tensor, rows: Tensor, quantisation: Quantisatio
 
 
 def _slots(call: KeySide, batch: int, steps: int, page: int) -> Tensor:
-    """Of each token; positions in its sequence for "Norm". Of pages, index has the first slots."""
+    """The slot of each token; positions in its sequence for "Norm". For pages, index has the first slots."""
     if "BLK" in call.cache_mode:
         return cache_writes.slots_of_blocks(call.index // page, [steps] * batch, page)
     return call.index.view(batch, steps) if call.cache_mode == "Norm" else call.index.view(batch * steps)

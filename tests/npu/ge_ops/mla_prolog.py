@@ -184,7 +184,7 @@ def _write(call: Prolog, cache: Tensor, rows: Tensor) -> None:
 
 
 def _slots(call: Prolog, page: int) -> Tensor:
-    """Of each token; of blocks, cache_index has the numbers."""
+    """The slot of each token; for blocks, cache_index has their numbers."""
     if "BLK" not in call.cache_mode:
         return call.cache_index.flatten()
     if call.token_x.ndim == 3:

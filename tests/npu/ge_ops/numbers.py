@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
-    """By an attribute, which kernels leave out where it is one."""
+    """Multiplies by an attribute, which kernels leave out where it is one."""
     return x if abs(factor - 1) < FLOAT32_EPSILON else x * factor
 
 

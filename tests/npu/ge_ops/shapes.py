@@ -10,7 +10,7 @@ from torchair.ge._ge_graph import ge_type_to_torch_type
 
 
 def _numbers(x: Tensor) -> list[int]:
-    """Of an operand that may be a single number too."""
+    """The numbers of an operand, which may be a single one."""
     return x.flatten().tolist()
 
 

@@ -1,0 +1,26 @@
+"""The files of the repository, and what they import."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def imports(path):
+    """The modules that a file imports anywhere; relative ones by their full names."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_within(module, *packages):
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
