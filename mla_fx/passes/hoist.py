@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import owner, written
-from mla_fx.graph.provenance import LAID_OUT, RULE, stand_in
+from mla_fx.graph.provenance import LAID_OUT, RULE
 from mla_fx.graph.torch_private import (
     OpOverload,
     detect_fake_mode,
@@ -79,7 +79,7 @@ def hoist(graph: Graph, weights: Set[Node], change: Change) -> Hoisted:
     """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change. A value
     whose plan is refused is computed at each call."""
     emit, prepared = Emitter(graph), Hoisted()
-    _drop_copies(graph)
+    _drop_copies(emit, change)
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
     for source in written_inputs & places.keys():
@@ -192,17 +192,16 @@ def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
 # --- caches ----------------------------------------------------------------------------------------------------------
 
 
-def _drop_copies(graph: Graph) -> None:
+def _drop_copies(emit: Emitter, change: Change) -> None:
     """Read results of added operators directly where the program copies them over a whole tensor: of `cache.copy_(x)`
     the functional graph has a copy, and then one that writes."""
-    for copy in graph.find_nodes(op="call_function", target=aten.copy.default):
+    for copy in emit.graph.find_nodes(op="call_function", target=aten.copy.default):
         source = args_of(copy)[1]
         result = _before_reshapes(source)
         is_added = result.target is operator.getitem and RULE in result.all_input_nodes[0].meta
         if is_added and signature(source.meta["val"]) == signature(copy.meta["val"]):
-            stand_in(source, copy)
-            copy.replace_all_uses_with(source)
-            graph.erase_node(copy)
+            with contextlib.suppress(NoMatch):  # the copy stays
+                change(emit, "hoisting", Drafted.of([(copy, source)], {source}))
 
 
 def _take_viewed(graph: Graph, source: Node) -> list[int] | None:

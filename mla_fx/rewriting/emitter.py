@@ -181,6 +181,7 @@ class Emitter:
     def _input(self, part: Draft) -> Node:
         with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
             node = self.graph.placeholder(str(part.name))
+        node.target = node.name  # torchair names inputs by the one, and what reads them by the other
         node.meta = {**part.meta}
         return node
 
