@@ -36,6 +36,7 @@ from mla_fx.readings.views import RESHAPES, shape_of
 from mla_fx.rewriting.draft import Draft, Drafted
 from mla_fx.rewriting.emitter import Change, Emitter
 from mla_fx.rewriting.fake_values import hashable, signature
+from mla_fx.rewriting.inline import drafts_of
 
 from .laid_out import LaidOut
 
@@ -94,7 +95,7 @@ def hoist(graph: Graph, weights: Set[Node], change: Change) -> Hoisted:
     for node, users in _laid_out_values(graph, weights - written_inputs).items():
         key = key_of(node, keys, calls)
         make, sources = function_of(node)
-        value = inputs.get(key) or _input(node, _called(make, sources), f"laid_out_{len(inputs)}")
+        value = inputs.get(key) or _input(node, drafts_of(make, sources), f"laid_out_{len(inputs)}")
         try:
             change(emit, "hoisting", Drafted.of([(node, value)], set(), readers=users))
         except NoMatch:
@@ -161,17 +162,6 @@ def function_of(value: Node) -> tuple[GraphModule, list[Node]]:
             copies[node].meta = node.meta
     graph.output(copies[value])
     return GraphModule({}, graph), sources
-
-
-def _called(make: GraphModule, sources: Sequence[Node]) -> Draft:
-    """What a function computes from values of the graph."""
-    parts: dict[Any, Any] = dict(zip(make.graph.find_nodes(op="placeholder"), sources, strict=True))
-    for node in make.graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = map_aggregate((node.args, node.kwargs), lambda leaf: parts.get(leaf, leaf))
-            parts[node] = Draft(node.target, args, kwargs, node.meta["val"])
-    result: Draft = parts[args_of(make.graph.output_node())[0]]
-    return result
 
 
 def _input(node: Node, value: Draft, name: str) -> Draft:
