@@ -79,8 +79,7 @@ class Match:
     def bind(self, name: str, element: Element, letters: str = "") -> Match:
         before = self.elements.get(name)
         if before is None:
-            named = {**self.letters, name: letters} if letters else self.letters
-            return replace(self, elements={**self.elements, name: element}, letters=named)
+            return replace(self, elements={**self.elements, name: element}, letters=self._named_by(name, letters))
         if not equal_calls(before.origin, element.origin):
             places = f"{label_of(before.origin)} in one place and {label_of(element.origin)} in another"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
@@ -93,11 +92,13 @@ class Match:
         """Keep a reading. If a pattern occurs twice, the first is kept, and the second must agree with it."""
         before = self.readings.get(name)
         if before is None:
-            named = {**self.letters, name: letters} if letters else self.letters
-            return replace(self, readings={**self.readings, name: reading}, letters=named)
+            return replace(self, readings={**self.readings, name: reading}, letters=self._named_by(name, letters))
         if before.constants != reading.constants:
             raise NoMatch(f"{name} is computed in two different ways", reading.node)
         return self
+
+    def _named_by(self, name: str, letters: str) -> Mapping[str, str]:
+        return {**self.letters, name: letters.replace(" ", "")} if letters else self.letters
 
     def choose(self, tag: str, choice: str) -> Match:
         return replace(self, choices={**self.choices, tag: choice})

@@ -158,7 +158,7 @@ def _each(pattern: Pattern, element: Element, before: Iterator[Match], nearest: 
 class Stored(Pattern):
     row: Pattern
     name: str
-    beside: str
+    beside: str = ""
 
     def _bindings(self, element: Element, match: Match, nearest: NearestMiss) -> Iterator[Match]:
         try:

@@ -54,25 +54,11 @@ from mla_fx.readings.rope import rope as read_rope
 from .match import Match, OperandAxes
 from .pattern import Behind, Bound, Codes, Either, Having, Pattern, Reads, Refused, Stored, Var, both_ways
 
-
-def var(name: str, letters: str = "", *, is_parameter: bool = False) -> Pattern:
-    return Var(name, letters.replace(" ", ""), is_parameter)
-
-
-def bound(name: str, pattern: Pattern, letters: str = "") -> Pattern:
-    return Bound(name, pattern, letters.replace(" ", ""))
+var, bound, having, refused, stored, behind = Var, Bound, Having, Refused, Stored, Behind
 
 
 def either(tag: str, **alternatives: Pattern) -> Pattern:
     return Either(tag, alternatives)
-
-
-def having(part: Pattern) -> Pattern:
-    return Having(part)
-
-
-def refused(pattern: Pattern, because: str) -> Pattern:
-    return Refused(pattern, because)
 
 
 def contract(left: Pattern, right: Pattern, name: str = "", over: str = "") -> Pattern:
@@ -115,14 +101,6 @@ def gathered(pages: Pattern, table: Pattern, name: str) -> Pattern:
 
 def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:
     return Reads(name, lambda element, match: read_rope(element, along(match)), {"value": value})
-
-
-def stored(row: Pattern, name: str, beside: str = "") -> Pattern:
-    return Stored(row, name, beside)
-
-
-def behind(pattern: Pattern) -> Pattern:
-    return Behind(pattern)
 
 
 def last_dimension(operand: str) -> Callable[[Match], Axis]:

@@ -27,6 +27,7 @@ from mla_fx.rewriting.emitter import Change, Emitter
 from mla_fx.target import Target
 
 ALWAYS = 2**62
+LIMIT = "max_absorbed_tokens"
 MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
 SURELY_ABSORBED = 8
 UNABSORBED = "the query is not absorbed, and prologs compute absorbed ones only"
@@ -45,8 +46,8 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, change: Chang
     """Rewrites an mla_attention whose S is provably small to latent_attention. Raises NoMatch with the reason if it
     stays as it is; `change` may refuse, too.
 
-    If S is a symbol that may be large, the call gets the limit at which it decides at run time. It stays expanded if
-    the target cannot run the operator.
+    If S is a symbol that may be large, a call with the limit at which it decides at run time takes its place. It stays
+    expanded if the target cannot run the operator.
 
     An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
     call therefore stays an mla_attention, which computes the absorbed query in float32."""
@@ -56,10 +57,10 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, change: Chang
     tokens, context = shape_of(q_nope)[1], shape_of(kv_cache)[1]
     if not _is_absorbed(tokens, context, limit):
         if not isinstance(tokens, int):
-            node.update_kwarg("max_absorbed_tokens", limit if target.runs_operators else 0)
+            _limit(node, emit, limit if target.runs_operators else 0, change)
         raise ByDesign(f"{UNABSORBED}: {_why_not(tokens, context, limit)}", node)
     if value.dtype == torch.float16 and target.runs_operators:
-        node.update_kwarg("max_absorbed_tokens", ALWAYS)
+        _limit(node, emit, ALWAYS, change)
         raise ByDesign(f"{UNABSORBED}: absorbed, it might leave the range of torch.float16", node)
     with emit.at(node, "absorb"):
         expanded = _absorbed(node, emit, *args_of(node))  # contiguous, as the node's value is
@@ -86,13 +87,24 @@ def _why_not(tokens: Size, context: Size, limit: int) -> str:
     return f"{tokens} tokens are more than the {limit} up to which absorbing costs less"
 
 
+def _limit(node: Node, emit: Emitter, limit: int, change: Change) -> None:
+    """Let a call decide by its number of tokens when it runs."""
+    if node.kwargs.get(LIMIT, 0) == limit:
+        return
+    with emit.at(node, "absorb"):
+        call = emit.drafted(node.target, *args_of(node), **{**node.kwargs, LIMIT: limit})
+        change(emit, "absorb", Drafted.of([(node, _replacing(node, call))], {*node.all_input_nodes}))
+
+
+def _replacing(node: Node, call: Draft | Node) -> Draft | Node:
+    call.meta[REPLACED] = node.meta.get(REPLACED, [])
+    return call
+
+
 def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Draft:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
-    options = {name: value for name, value in node.kwargs.items() if name != "max_absorbed_tokens"}
-    query = emit.inlined(absorb_query, q_nope, weight_uk)
-    out = emit.drafted(
-        torch.ops.mla_fx.latent_attention.default, query, q_rope, kv_cache, kr_cache, *masks, **options
-    )
-    out.meta[REPLACED] = node.meta.get(REPLACED, [])
-    expanded: Draft = emit.inlined(expand_output, out, weight_uv)
+    options = {name: value for name, value in node.kwargs.items() if name != LIMIT}
+    query, target = emit.inlined(absorb_query, q_nope, weight_uk), torch.ops.mla_fx.latent_attention.default
+    out = emit.drafted(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
+    expanded: Draft = emit.inlined(expand_output, _replacing(node, out), weight_uv)
     return expanded

@@ -10,7 +10,8 @@ from torch.fx import Graph, Node
 
 from mla_fx.debug.outcomes import WHOLE
 from mla_fx.graph.provenance import fused_name, module_of
-from mla_fx.readings.calls import argument, named_argument
+from mla_fx.readings.calls import argument, named_argument, operands_of
+from mla_fx.readings.element import nearest_first
 from mla_fx.readings.sizes import size_of
 
 from .triage import PRODUCTS, called
@@ -32,13 +33,7 @@ def chosen_keys(graph: Graph) -> Iterator[str]:
 def _choices(mask: Node) -> Iterator[Node]:
     """The calls of topk over as many values as there are keys that a mask is made of. No product is between them: what
     chose the experts of an earlier layer is behind products."""
-    keys, pending, seen = size_of(mask.meta["val"].shape[-1]), [mask], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen or called(node) in PRODUCTS:
-            continue
-        seen.add(node)
-        if node.target is not torch.ops.aten.topk.default:
-            pending += node.all_input_nodes
-        elif size_of(argument(node, 0).meta["val"].shape[argument(node, 2, "dim", -1)]) == keys:
+    keys, topk = size_of(mask.meta["val"].shape[-1]), torch.ops.aten.topk.default
+    for node in nearest_first([mask], operands_of, lambda node: node.target is topk or called(node) in PRODUCTS):
+        if node.target is topk and size_of(argument(node, 0).meta["val"].shape[argument(node, 2, "dim", -1)]) == keys:
             yield node

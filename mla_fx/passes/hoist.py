@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import owner, written
-from mla_fx.graph.provenance import LAID_OUT, RULE, stand_in
+from mla_fx.graph.provenance import LAID_OUT, RULE
 from mla_fx.graph.torch_private import (
     OpOverload,
     detect_fake_mode,
@@ -36,6 +36,7 @@ from mla_fx.readings.views import RESHAPES, shape_of
 from mla_fx.rewriting.draft import Draft, Drafted
 from mla_fx.rewriting.emitter import Change, Emitter
 from mla_fx.rewriting.fake_values import hashable, signature
+from mla_fx.rewriting.inline import drafts_of
 
 from .laid_out import LaidOut
 
@@ -79,7 +80,7 @@ def hoist(graph: Graph, weights: Set[Node], change: Change) -> Hoisted:
     """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change. A value
     whose plan is refused is computed at each call."""
     emit, prepared = Emitter(graph), Hoisted()
-    _drop_copies(graph)
+    _drop_copies(emit, change)
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
     for source in written_inputs & places.keys():
@@ -94,7 +95,7 @@ def hoist(graph: Graph, weights: Set[Node], change: Change) -> Hoisted:
     for node, users in _laid_out_values(graph, weights - written_inputs).items():
         key = key_of(node, keys, calls)
         make, sources = function_of(node)
-        value = inputs.get(key) or _input(node, _called(make, sources), f"laid_out_{len(inputs)}")
+        value = inputs.get(key) or _input(node, drafts_of(make, sources), f"laid_out_{len(inputs)}")
         try:
             change(emit, "hoisting", Drafted.of([(node, value)], set(), readers=users))
         except NoMatch:
@@ -163,17 +164,6 @@ def function_of(value: Node) -> tuple[GraphModule, list[Node]]:
     return GraphModule({}, graph), sources
 
 
-def _called(make: GraphModule, sources: Sequence[Node]) -> Draft:
-    """What a function computes from values of the graph."""
-    parts: dict[Any, Any] = dict(zip(make.graph.find_nodes(op="placeholder"), sources, strict=True))
-    for node in make.graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = map_aggregate((node.args, node.kwargs), lambda leaf: parts.get(leaf, leaf))
-            parts[node] = Draft(node.target, args, kwargs, node.meta["val"])
-    result: Draft = parts[args_of(make.graph.output_node())[0]]
-    return result
-
-
 def _input(node: Node, value: Draft, name: str) -> Draft:
     """What a function computes, as a graph input that the value of a node becomes."""
     fake = node.meta["val"]
@@ -192,17 +182,16 @@ def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
 # --- caches ----------------------------------------------------------------------------------------------------------
 
 
-def _drop_copies(graph: Graph) -> None:
+def _drop_copies(emit: Emitter, change: Change) -> None:
     """Read results of added operators directly where the program copies them over a whole tensor: of `cache.copy_(x)`
     the functional graph has a copy, and then one that writes."""
-    for copy in graph.find_nodes(op="call_function", target=aten.copy.default):
+    for copy in emit.graph.find_nodes(op="call_function", target=aten.copy.default):
         source = args_of(copy)[1]
         result = _before_reshapes(source)
         is_added = result.target is operator.getitem and RULE in result.all_input_nodes[0].meta
         if is_added and signature(source.meta["val"]) == signature(copy.meta["val"]):
-            stand_in(source, copy)
-            copy.replace_all_uses_with(source)
-            graph.erase_node(copy)
+            with contextlib.suppress(NoMatch):  # the copy stays
+                change(emit, "hoisting", Drafted.of([(copy, source)], {source}))
 
 
 def _take_viewed(graph: Graph, source: Node) -> list[int] | None:

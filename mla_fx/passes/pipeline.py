@@ -116,9 +116,10 @@ def lower_plain(run: Run) -> None:
 def hoist_weights(run: Run) -> None:
     if run.fused and run.weights is not None:
         run.keep_original()
-        run.numbers = read_ahead(run.graph, run.target.read_ahead_by)
+        changing = functools.partial(change, run)
+        run.numbers = read_ahead(run.graph, run.target.read_ahead_by, changing)
         seldom_change = run.weights | inputs_of(run.graph, run.target.laid_out_by)
-        run.hoisted = hoist(run.graph, seldom_change, functools.partial(change, run))
+        run.hoisted = hoist(run.graph, seldom_change, changing)
         _erase_orphans(run)
         summaries = (run.hoisted.summary(), run.numbers.summary())
         _note(run.report, {summary: 1 for summary in summaries if summary})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from mla_fx.comparing import in_place
@@ -12,7 +13,8 @@ from mla_fx.comparing.region import UncheckedError
 from mla_fx.comparing.reproducer import of_plan, reproduced
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import fused_name, placed_name
-from mla_fx.rewriting.draft import Draft, Drafted
+from mla_fx.readings.sizes import size_of
+from mla_fx.rewriting.draft import Draft, Drafted, value_of
 from mla_fx.rewriting.emitter import Emitter
 
 from .run import Run
@@ -23,7 +25,8 @@ def change(run: Run, emit: Emitter, what: str, plan: Drafted) -> list[Node]:
 
     Raises NoMatch, and changes nothing, if the plan computes something else than what it replaces, which is a fault of
     the rule or pass; with `prove="required"` also if that cannot be found out. Plans of one kind are compared once."""
-    refusal = None if run.options.prove == "off" or any(map(_runs_elsewhere, plan.calls)) else _known(run, what, plan)
+    is_taken = run.options.prove == "off" or any(map(_runs_elsewhere, plan.calls)) or _says_sizes(plan)
+    refusal = None if is_taken else _known(run, what, plan)
     if refusal is not None:
         raise NoMatch(refusal, plan.olds[0])
     return emit.apply(plan)
@@ -32,6 +35,13 @@ def change(run: Run, emit: Emitter, what: str, plan: Drafted) -> list[Node]:
 def _runs_elsewhere(call: Draft) -> bool:
     """Vendors' operators do not run here, nor do branches of a conditional."""
     return fused_name(call) is None and not may_run(call)
+
+
+def _says_sizes(plan: Drafted) -> bool:
+    """Whether symbolic sizes alone are replaced, by others with the same expressions, which say all about them."""
+    pairs = [(old.meta["val"], value_of(new)) for old, new in plan.replaced]
+    are_sizes = all(isinstance(value, torch.SymInt) for pair in pairs for value in pair)
+    return bool(pairs) and are_sizes and all(size_of(old) == size_of(new) for old, new in pairs)
 
 
 def _known(run: Run, what: str, plan: Drafted) -> str | None:

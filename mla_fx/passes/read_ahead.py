@@ -6,27 +6,36 @@ graph are copied to the host at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, unknown_number
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import size_of
+from mla_fx.rewriting.draft import Draft, Drafted
+from mla_fx.rewriting.emitter import Change, Emitter
 
 from .hoist import function_of, is_fixed, key_of, size_without_asking
 
 
 @dataclass
 class Numbers:
-    """The numbers that are appended to a graph's inputs: the elements of tensors that the inputs at `sources` give."""
+    """The numbers that are appended to a graph's inputs: those at `places` among the elements of all tensors. The
+    inputs at `sources` give each tensor."""
 
     tensors: list[tuple[GraphModule, list[int]]] = field(default_factory=list)
-    count: int = 0
+    places: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
 
     def summary(self) -> str:
         """A summary for the report; empty if there are none."""
@@ -35,41 +44,49 @@ class Numbers:
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         with torch.no_grad():
             rows = [make(*(given[place] for place in sources)) for make, sources in self.tensors]
-        return [*given, *torch.cat(rows).tolist()]
+        numbers = torch.cat(rows).tolist()
+        return [*given, *(numbers[place] for place in self.places)]
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `compiled`, which takes the numbers too, as a function of the original inputs."""
         return (lambda *given: compiled(*self.inputs(given))) if self.tensors else compiled
 
 
-def read_ahead(graph: Graph, operators: Set[str]) -> Numbers:
-    """Make the results of the named operators graph inputs, where the other inputs determine them."""
-    found, inputs = Numbers(), graph.find_nodes(op="placeholder")
+def read_ahead(graph: Graph, operators: Set[str], change: Change) -> Numbers:
+    """Make the results of the named operators graph inputs, where the other inputs determine them. A result whose plan
+    is refused is computed at each call."""
+    emit, found, inputs = Emitter(graph), Numbers(), graph.find_nodes(op="placeholder")
     calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
-    if calls:
-        _read_sizes_from_inputs(graph)
+    for plan in _sizes_of_inputs(graph) if calls else ():
+        with contextlib.suppress(NoMatch):
+            change(emit, "reading ahead", plan)
     keys: dict[Node, int] = {}
     known: dict[Any, int] = {}
-    added: dict[int, list[Node]] = {}
+    starts: dict[int, int] = {}  # of each tensor among all elements
+    elements, added = 0, dict[int, Draft]()
     for call in filter(_is_determined, calls):
         values, position = args_of(call)
         key = key_of(values, keys, known)
-        if key not in added:
+        if key not in starts:
             make, sources = function_of(values)
             found.tensors.append((make, [inputs.index(source) for source in sources]))
-            added[key] = _new_inputs(graph, values)
-            found.count += len(added[key])
-        call.replace_all_uses_with(added[key][position])
-        graph.erase_node(call)
+            starts[key], elements = elements, elements + int(values.meta["val"].shape[0])
+        place = starts[key] + position
+        number = added.get(place) or _input(call)
+        with contextlib.suppress(NoMatch):
+            change(emit, "reading ahead", Drafted.of([(call, number)], {values}))
+            if place not in added:
+                added[place] = number
+                found.places.append(place)
     return found
 
 
-def _read_sizes_from_inputs(graph: Graph) -> None:
-    """Replace sizes of computed values by the inputs that hold them."""
+def _sizes_of_inputs(graph: Graph) -> Iterator[Drafted]:
+    """The inputs that hold sizes of computed values."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         held = size_without_asking(graph, size_of(node.meta["val"]))
-        if held is not None:
-            node.replace_all_uses_with(held)
+        if isinstance(held, Node):
+            yield Drafted.of([(node, held)], {held})
 
 
 def _is_determined(call: Node) -> bool:
@@ -78,13 +95,7 @@ def _is_determined(call: Node) -> bool:
     return all(is_fixed(source) and getattr(source.target, "namespace", "aten") == "aten" for source in computed)
 
 
-def _new_inputs(graph: Graph, values: Node) -> list[Node]:
-    """An input for each element of a tensor. Each has a symbol of its own: equal traces share that of their call."""
-    mode, added = detect_fake_mode([values.meta["val"]]), list[Node]()
-    for _ in range(values.meta["val"].shape[0]):
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            node = graph.placeholder("length")
-        node.target = node.name  # torchair names inputs by the one, and what reads them by the other
-        node.meta["val"] = unknown_number(mode)
-        added.append(node)
-    return added
+def _input(call: Node) -> Draft:
+    """A number as a graph input. Each has a symbol of its own: equal traces share that of their call."""
+    meta = {"val": unknown_number(detect_fake_mode([args_of(call)[0].meta["val"]]))}
+    return Draft(call.target, call.args, call.kwargs, call.meta["val"], "length", meta, is_input=True)

@@ -10,6 +10,7 @@ what the target accepts. The check that no input is lost is repeated only if it 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.readings.constant import constant
-from mla_fx.readings.element import is_parameter
+from mla_fx.readings.element import is_parameter, nearest_first
 from mla_fx.rewriting.draft import Draft, Drafted, is_value
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import FakeValues
@@ -138,18 +139,9 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
 
 def _behind(ends: list[Node], looked_into: Set[Node], fakes: FakeValues) -> dict[Node, _Call] | None:
     """The calls behind the ends that the rule looked into, and their operands; None if there are too many."""
-    calls: dict[Node, _Call] = {}
-    pending = list(ends)
-    while pending:
-        node = pending.pop()
-        if node in calls:
-            continue
-        if len(calls) == MOST_NODES:
-            return None
-        calls[node] = _call(node, fakes)
-        if not _is_input(node, looked_into):
-            pending += node.all_input_nodes
-    return calls
+    found = nearest_first(ends, _operands, lambda node: _is_input(node, looked_into))
+    calls = {node: _call(node, fakes) for node in itertools.islice(found, MOST_NODES + 1)}
+    return calls if len(calls) <= MOST_NODES else None
 
 
 def _is_input(node: Node, looked_into: Set[Node]) -> bool:

@@ -17,7 +17,7 @@ from mla_fx.graph.torch_private import OpOverload
 from .algebra import as_product
 from .cache_update import WRITES, cache_update, is_written_where
 from .calls import args_of, operands_of
-from .element import Element, before_cast, computed_from, element_of, has_8_bits, is_parameter
+from .element import Element, before_cast, computed_from, element_of, has_8_bits, is_parameter, nearest_first
 from .views import shape_of
 
 aten = torch.ops.aten
@@ -177,7 +177,7 @@ def _sources(value: Node) -> list[Node]:
 
 def _behind(value: Node) -> list[Node]:
     """A value and what it is computed from, back to matrix products and fused operators."""
-    return [value] if _is_source(value) else [*computed_from(value, _is_source)]
+    return [*nearest_first([value], operands_of, _is_source)]
 
 
 def _is_source(node: Node) -> bool:

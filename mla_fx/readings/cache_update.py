@@ -109,7 +109,7 @@ def _update(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
         return _overwritten_at_one(node, index)
     if node.target is aten.index_copy.default:
         _, dim, where, rows = args_of(node)
-        return _at_positions(node, index, dim % len(index), where, rows)
+        return _at_positions(node, index, (dim % len(index),), (where,), rows)
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
         return _index_put(node, index)
     if node.target is aten.scatter.src:
@@ -171,51 +171,34 @@ def _index_put(node: Node, index: tuple[Index, ...]) -> CacheUpdate:
     used = [dim for dim, where in enumerate(places) if where is not None]
     if any(places[dim].meta["val"].dtype not in INTEGERS for dim in used):
         raise NoMatch(WHERE, node)
-    if len(used) == 1:
-        return _at_positions(node, index, used[0], places[used[0]], rows)
     if used == [0, 1] and _counts_sequences(places[0], old):
         return _per_sequence(node, index, old, places, rows)
-    if len(used) != 2:
+    if len(used) not in (1, 2):
         raise NoMatch("the cache is written at positions along several dimensions", node)
-    block, row = used
-    found = _in_blocks(node, index, (block, row), (places[block], places[row]), rows)
-    return found if row == block + 1 else in_fractals(found, block, row)
+    found = _at_positions(node, index, used, [places[dim] for dim in used], rows)
+    return found if used[-1] - used[0] < len(used) else in_fractals(found, *used)
 
 
-def _at_positions(node: Node, index: tuple[Index, ...], dim: int, where: Node, rows: Node) -> CacheUpdate:
-    """`cache[:, :, positions] = rows`; the rows may lack leading dimensions of one."""
-    old = args_of(node)[0]
-    sizes = shape_of(old)
-    lead = _rows_at(node, rows, sizes[:dim], shape_of(where), sizes[dim + 1 :])
-    row = (*index[:dim], *lead, *index[dim + 1 :])
-    place = broadcast(rows, row)
-    at = At(resolve(where, lead), wraps=node.target is not aten.index_copy.default)
-    return CacheUpdate(node, index, dim, old, rows, place, resolve(rows, place), _counted(lead), at)
-
-
-def _counted(lead: tuple[Index, ...]) -> Index:
-    """Several dimensions of rows, counted as one."""
-    return composite([axis for part in lead for axis in axes_of(part) or ()])
-
-
-def _in_blocks(
-    node: Node, index: tuple[Index, ...], dims: tuple[int, int], places: tuple[Node, Node], rows: Node
+def _at_positions(
+    node: Node, index: tuple[Index, ...], dims: Sequence[int], places: Sequence[Node], rows: Node
 ) -> CacheUpdate:
-    """`cache[blocks, offsets] = rows`. The rows come first in the written values if the two dimensions are not
-    adjacent."""
-    old, (dim, inner) = args_of(node)[0], dims
-    wide, other = sorted(map(shape_of, places), key=len, reverse=True)
-    aligned = (*[1] * (len(wide) - len(other)), *other)
-    written = tuple(size if size != 1 else beside for size, beside in zip(wide, aligned, strict=True))
+    """`cache[:, :, positions] = rows`, or `cache[blocks, offsets] = rows`; the rows may lack leading dimensions of one.
+    They come first in the written values if the two dimensions are not adjacent."""
+    old, first = args_of(node)[0], dims[0]
+    wide, *narrow = sorted(map(shape_of, places), key=len, reverse=True)
+    for other in narrow:
+        aligned = (*[1] * (len(wide) - len(other)), *other)
+        wide = tuple(size if size != 1 else beside for size, beside in zip(wide, aligned, strict=True))
     sizes, others = shape_of(old), [each for each in range(len(index)) if each not in dims]
-    before, behind = (others[:dim], others[dim:]) if inner == dim + 1 else ([], others)
-    lead = _rows_at(node, rows, [sizes[each] for each in before], written, [sizes[each] for each in behind])
+    is_adjacent = dims[-1] - first < len(dims)
+    before, behind = (others[:first], others[first:]) if is_adjacent else ([], others)
+    lead = _rows_at(node, rows, [sizes[each] for each in before], wide, [sizes[each] for each in behind])
     place = broadcast(rows, (*(index[each] for each in before), *lead, *(index[each] for each in behind)))
-    block, offset = (operand(place, lead) for place in places)
-    slot = _slot(block, offset, sizes[inner])
-    at = InBlocks(block, offset) if slot is None else At(slot, wraps=True)
-    row, token = resolve(rows, place), _counted(lead)
-    return CacheUpdate(node, index, dim, old, rows, place, row, token, at, across=2)
+    numbers = [operand(where, lead) for where in places]
+    slot = numbers[0] if len(numbers) == 1 else _slot(numbers[0], numbers[1], sizes[dims[1]])
+    at = InBlocks(*numbers) if slot is None else At(slot, wraps=node.target is not aten.index_copy.default)
+    token = composite([axis for part in lead for axis in axes_of(part) or ()])  # several dimensions of rows as one
+    return CacheUpdate(node, index, first, old, rows, place, resolve(rows, place), token, at, across=len(dims))
 
 
 def _slot(block: Element, offset: Element, size: Size) -> Element | None:

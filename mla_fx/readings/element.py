@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -25,6 +25,7 @@ from .views import Place, broadcast, fresh_index, move
 aten = torch.ops.aten
 
 Step = tuple[Place, float]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -317,33 +318,31 @@ def has_8_bits(node: Node) -> bool:
     return dtype.itemsize == 1 and dtype is not torch.bool
 
 
+def nearest_first(
+    first: Iterable[Value], further: Callable[[Value], Iterable[Value]], is_end: Callable[[Value], bool]
+) -> Iterator[Value]:
+    """Some values and all that `further` leads to: ends are among them, but nothing behind an end."""
+    pending, seen = deque(first), set[Value]()
+    while pending:
+        value = pending.popleft()
+        if value not in seen:
+            seen.add(value)
+            yield value
+            pending += () if is_end(value) else further(value)
+
+
 def computed_from(value: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
-    """A value and all that it is computed from, nearest first: ends are among them, but nothing that an end is computed
-    from. The value itself is no end."""
-    yield value
-    yield from _nearest_first(operands_of(value), operands_of, is_end)
+    """A value and all that it is computed from, nearest first, as far as ends. The value itself is none."""
+    return nearest_first((value,), operands_of, lambda node: node is not value and is_end(node))
 
 
 def computed_with(values: Iterable[Node], is_end: Callable[[Node], bool]) -> Iterator[Node]:
-    """All that is computed from some values, nearest first: ends are among them, but nothing that is computed from an
-    end."""
-    return _nearest_first(_users(values), lambda node: _users([node]), is_end)
+    """All that is computed from some values, nearest first, as far as ends."""
+    return nearest_first(_users(values), lambda node: _users([node]), is_end)
 
 
 def _users(values: Iterable[Node]) -> Iterator[Node]:
     return (user for value in values for user in value.users)
-
-
-def _nearest_first(
-    first: Iterable[Node], further: Callable[[Node], Iterable[Node]], is_end: Callable[[Node], bool]
-) -> Iterator[Node]:
-    pending, seen = deque(first), set[Node]()
-    while pending:
-        node = pending.popleft()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            pending += () if is_end(node) else further(node)
 
 
 def computed_between(value: Node, stops: Set[Node]) -> Iterator[Node]:

@@ -17,7 +17,7 @@ from .axes import Axis, Index, extent
 from .calls import CASTS, args_of
 from .element import Element, computed_from, computed_with, resolve
 from .reading import Reading, renamed
-from .softmax import LOGARITHMS, exponential, log_of_sum
+from .softmax import LOGARITHMS, LogOfSum, exponential, log_of_sum
 from .views import MOVERS, fresh_index
 
 aten = torch.ops.aten
@@ -31,15 +31,6 @@ class LogSumExp(Reading):
     """`log(sum over keys of exp(logits))`, read at `index` of `node`, at the axes of an attention."""
 
     index: tuple[Index, ...]
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """The logarithm at `index` of a value, of the sum over `keys` of the exponentials of `logits`."""
-
-    index: tuple[Index, ...]
-    logits: Element
-    keys: Axis
 
 
 def beside(anchor: Node) -> list[Node]:
@@ -70,35 +61,32 @@ def log_sum_exp(node: Node, attention: Attention) -> LogSumExp:
     """Read a value as the logarithm of the sum that an attention divides by. Raises NoMatch if it is not that one."""
     if attention.logits is None:
         raise NoMatch("the scores of the attention are no values of the graph", attention.node)
-    found = _read(node)
+    index = fresh_index(node)
+    total = as_sum(resolve(node, index))
+    found = log_of_sum(total.terms, node)
+    if found.others or total.constant:
+        raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
     if found.logits.origin is not attention.logits.origin:
         one, other = name_of(found.logits.origin), name_of(attention.logits.origin)
         raise NoMatch(f"{OTHER_SCORES}: it is of {one}, expected {other}", node)
-    names = _names(found, attention, attention.logits)
+    names = _names(found, index, attention, attention.logits)
     logits = renamed(found.logits, names)
     if logits.factor != attention.logits.factor:
         factors = f"{logits.factor:.6g} times the scores, the softmax of {attention.logits.factor:.6g} times these"
         raise NoMatch(f"the logarithm is of the sum for {factors}", node)
     if logits != attention.logits:
         raise NoMatch(OTHER_SCORES, node)
-    return LogSumExp(node, renamed(found.index, names))
+    return LogSumExp(node, renamed(index, names))
 
 
-def _read(node: Node) -> _Sum:
-    index = fresh_index(node)
-    total = as_sum(resolve(node, index))
-    found = log_of_sum(total.terms, node)
-    if found.others or total.constant:
-        raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
-    return _Sum(index, found.logits, found.keys)
-
-
-def _names(found: _Sum, attention: Attention, logits: Element) -> dict[Axis, Index]:
-    """The attention's names for the axes of the logarithm, whose scores lie along the same dimensions."""
+def _names(
+    found: LogOfSum, index: tuple[Index, ...], attention: Attention, logits: Element
+) -> dict[Axis, Index]:
+    """The attention's names for the axes of the logarithm at `index`, whose scores lie along the same dimensions."""
     mine, theirs = found.logits.index, logits.index
     pairs = zip(mine, theirs, strict=False)
     names = {part.axis: other for part, other in pairs if part.axis is not None and extent(other) == part.axis.size}
-    axes = {axis for part in (*found.index, *mine) for axis in part.axes}
+    axes = {axis for part in (*index, *mine) for axis in part.axes}
     if len(mine) != len(theirs) or not axes <= names.keys() or names[found.keys] != attention.keys:
         raise NoMatch("the logarithms are of scores in another shape than those of the softmax", found.logits.origin)
     return names

@@ -19,6 +19,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.dead_code import erase_unread
 from mla_fx.graph.provenance import RULE, fused_name, inherit_sources, stand_in
 from mla_fx.graph.torch_private import share_storage
+from mla_fx.readings.element import nearest_first
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
@@ -181,6 +182,7 @@ class Emitter:
     def _input(self, part: Draft) -> Node:
         with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
             node = self.graph.placeholder(str(part.name))
+        node.target = node.name  # torchair names inputs by the one, and what reads them by the other
         node.meta = {**part.meta}
         return node
 
@@ -226,18 +228,17 @@ class Emitter:
 
 def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[Node]:
     """The direct and indirect operands that come after `first`, in order."""
-    pending, drafts, found = list(news), set[Draft](), set[Node]()
-    while pending:
-        part = pending.pop()
-        if isinstance(part, Draft):
-            if part not in drafts:
-                drafts.add(part)
-                pending += part.operands
-        elif part not in found and not part < first:
-            if part in olds:
-                raise NoMatch("the operator would need a value that it computes itself", part)
-            found.add(part)
-            pending += part.all_input_nodes
+
+    def is_before(part: Draft | Node) -> bool:
+        return isinstance(part, Node) and part < first
+
+    def operands(part: Draft | Node) -> list[Draft | Node]:
+        return part.operands if isinstance(part, Draft) else [*part.all_input_nodes]
+
+    parts = nearest_first(news, operands, is_before)
+    found = [part for part in parts if isinstance(part, Node) and not is_before(part)]
+    if (own := next((node for node in found if node in olds), None)) is not None:
+        raise NoMatch("the operator would need a value that it computes itself", own)
     return sorted(found)
 
 

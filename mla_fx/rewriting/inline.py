@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Traces:
 
             with self.fakes.faking():
                 self._traced[key] = _trace(positional, values, decompositions)
-        return _drafts(self._traced[key], given)
+        return drafts_of(self._traced[key], given, unturned)
 
 
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
@@ -60,22 +60,24 @@ def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any)
     return traced
 
 
-def _drafts(traced: GraphModule, given: list[Any]) -> Any:
-    """The results of a traced graph as drafts, with `given` in place of its inputs."""
-    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+def drafts_of(
+    function: GraphModule, given: Sequence[Node | Draft], finish: Callable[[Draft], Any] = lambda draft: draft
+) -> Any:
+    """The results of a function's graph as drafts, each as `finish` has it, with `given` in place of its inputs."""
+    inputs = function.graph.find_nodes(op="placeholder")
     drafts: dict[Node, Any] = dict(zip(inputs, given, strict=True))
-    for node in traced.graph.nodes:
+    for node in function.graph.nodes:
         if node.op == "output":
             return torch.fx.map_arg(node.args[0], drafts.__getitem__)
         if node.op == "placeholder":
             continue
         if node.op == "get_attr":  # a branch of a conditional
-            drafts[node] = Draft(getattr(traced, str(node.target)), (), {}, None)
+            drafts[node] = Draft(getattr(function, str(node.target)), (), {}, None)
             continue
         assert node.op == "call_function", f"cannot inline a {node.op} node"
         args, kwargs = (_with(drafts, value) for value in (node.args, node.kwargs))
-        drafts[node] = unturned(Draft(node.target, args, kwargs, node.meta.get("val"), node.name, node.meta))
-    raise AssertionError("a traced graph ends with its output")
+        drafts[node] = finish(Draft(node.target, args, kwargs, node.meta.get("val"), node.name, node.meta))
+    raise AssertionError("a graph ends with its output")
 
 
 def _with(drafts: Mapping[Node, Any], value: Any) -> Any:

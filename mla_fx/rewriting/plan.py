@@ -7,7 +7,7 @@ the target, and only then adds its calls."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from mla_fx.readings.axes import Index, composite
 from mla_fx.readings.sizes import Size, product
 
 
+@dataclass(frozen=True, eq=False)
 class Expression:
     """A value that a plan computes or reads from the graph."""
 
     @property
     def parts(self) -> Iterator[Any]:
-        """The arguments of the expression, among them other expressions."""
-        yield from ()
+        """What the expression is made of, among it other expressions."""
+        return (getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +64,6 @@ class Cast(Expression):
     value: Expression
     dtype: torch.dtype
 
-    @property
-    def parts(self) -> Iterator[Any]:
-        yield self.value
-
 
 @dataclass(frozen=True, eq=False)
 class Inlined(Expression):
@@ -74,10 +71,6 @@ class Inlined(Expression):
 
     function: Callable[..., Any]
     args: tuple[Expression, ...]
-
-    @property
-    def parts(self) -> Iterator[Any]:
-        yield from self.args
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +80,6 @@ class ByTarget(Expression):
     refusing: Expression
     skipping: Expression
 
-    @property
-    def parts(self) -> Iterator[Any]:
-        yield self.refusing
-        yield self.skipping
-
 
 @dataclass(frozen=True, eq=False)
 class ByHoisting(Expression):
@@ -99,11 +87,6 @@ class ByHoisting(Expression):
 
     once: Expression
     each_step: Expression
-
-    @property
-    def parts(self) -> Iterator[Any]:
-        yield self.once
-        yield self.each_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +108,6 @@ class Representative(Expression):
 
     value: Expression
     alike: tuple[Node, ...]
-
-    @property
-    def parts(self) -> Iterator[Any]:
-        yield self.value
-        yield from self.alike
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,14 @@ from mla_fx.passes.run import Pass
 from mla_fx.rewriting.emitter import Emitter
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-OPS = torch.ops.mla_fx
+OPS, F16 = torch.ops.mla_fx, torch.float16
+
+
+class Layer(cases.Layer):
+    """A layer in any dtype."""
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        return super().attend(q_nope, q_rope, latent, k_rope, mask.to(latent.dtype))
 
 
 class Three(nn.Module):
@@ -24,12 +31,16 @@ class Three(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(cases.Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, x, *rest):
         for layer in self.layers:
             x = x + layer(x, *rest)
         return x
+
+
+def of_dtype(dtype):
+    return [value.to(dtype) if value.is_floating_point() else value for value in cases.inputs()]
 
 
 def refusing(patch, name, is_refused):
@@ -64,6 +75,23 @@ def test_a_refused_absorption_leaves_the_other_layers_absorbed(monkeypatch):
     assert report.modules["latent_attention"] == ["layers.0", "layers.2"]
     assert report.modules["mla_attention"] == ["layers.1"]
     assert [miss.reason for miss in report.misses] == ["absorb would change a test"]
+
+
+@pytest.mark.refutes
+def test_a_limit_that_is_refused_is_missing_from_that_call_alone(monkeypatch):
+    """Absorbed, a query in float16 may overflow: the call itself decides, in float32."""
+    refusing(monkeypatch, "absorb", in_the_second_layer)
+    graphs = []
+
+    def compiler(gm, inputs):
+        Compilation.prepare(inputs, {"target": "reference"}).rewrite(gm)
+        graphs.append(gm.graph)
+        return gm.forward
+
+    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
+    torch.compile(Three().eval().half(), backend=backend)(*of_dtype(F16))
+    calls = graphs[0].find_nodes(op="call_function", target=OPS.mla_attention.default)
+    assert [call.kwargs.get("max_absorbed_tokens") for call in calls] == [2**62, None, 2**62]
 
 
 @pytest.mark.refutes
@@ -119,9 +147,16 @@ class Watch:
         return Pass(step.name, run_pass, step.is_optional)
 
 
-@pytest.mark.parametrize("target, last", [("reference", "reinplace"), ("inductor", "lower")])
-def test_every_pass_proves_before_it_changes(monkeypatch, target, last):
-    watch, module = Watch(monkeypatch), Three().eval()
+WAYS = [
+    ("reference", {"recognise prolog", "reinplace"}, torch.float32),
+    ("inductor", {"recognise prolog", "lower"}, torch.float32),
+    ("reference", {"reinplace"}, F16),  # expanded
+]
+
+
+@pytest.mark.parametrize("target, changing, dtype", WAYS)
+def test_every_pass_proves_before_it_changes(monkeypatch, target, changing, dtype):
+    watch, module = Watch(monkeypatch), Three().eval().to(dtype)
     compilations = []
 
     def compiler(gm, inputs):
@@ -132,7 +167,7 @@ def test_every_pass_proves_before_it_changes(monkeypatch, target, last):
         return gm.forward
 
     backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
-    torch.compile(module, backend=backend)(*cases.inputs())
+    torch.compile(module, backend=backend)(*of_dtype(dtype))
     [compilation] = compilations
     assert compilation.report.fused, compilation.report
-    assert watch.passes >= {"recognise attention", "choose absorbed or expanded", "recognise prolog", last}
+    assert watch.passes >= {"recognise attention", "choose absorbed or expanded"} | changing

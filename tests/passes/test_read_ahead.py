@@ -6,7 +6,8 @@ from mla_fx.lowering.ascend.host_numbers import READ, on_host
 from mla_fx.lowering.ascend.surface import Surface
 
 from mla_fx.graph.torch_private import make_fx
-from mla_fx.passes.read_ahead import read_ahead
+from mla_fx.passes import read_ahead as ahead
+from mla_fx.rewriting.emitter import Emitter
 
 aten, own = torch.ops.aten, torch.ops.mla_fx_ascend
 HOST = Surface("Ascend910B3", "aclgraph", hoists=True, cann="8.5.0", reads_ahead=True)
@@ -14,6 +15,10 @@ HOST = Surface("Ascend910B3", "aclgraph", hoists=True, cann="8.5.0", reads_ahead
 
 def traced(function, *given):
     return make_fx(function, tracing_mode="symbolic")(*(value.clone() for value in given))
+
+
+def read_ahead(graph, operators):
+    return ahead.read_ahead(graph, operators, lambda emit, _, plan: Emitter.apply(emit, plan))
 
 
 def run(module, numbers, *given):
