@@ -6,7 +6,6 @@ operator itself is any function of its operands: that its two forms compute the 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fx.graph.aliasing import may_share
+from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.rewriting.draft import Draft, Drafted, value_of
@@ -89,7 +90,7 @@ class _Around:
         pending = [*sources, call]
         while pending:
             for user in pending.pop().users.keys() - self.run:
-                if user not in between and not _shares_memory(user):
+                if user not in between and not may_share(user):
                     self.readers.add(user)
                     continue
                 self.run.add(user)
@@ -154,9 +155,7 @@ class _Run(Interpreter):
         if part is not self.call:
             return super()._result(part)
         schema = part.target._schema  # type: ignore[union-attr]  # an operator
-        names = [argument.name for argument in schema.arguments]
-        operands = {**dict(zip(names, part.args, strict=False)), **part.kwargs}
-        given = {name: self._operand(value) for name, value in operands.items()}
+        given = {name: self._operand(value) for name, value in named_arguments(part)}
         read = sum(float(value.double().sum()) for value in given.values() if isinstance(value, Tensor))
         results = {
             name: _made(given.get(name.removesuffix("_out")), fresh, read) for name, fresh in self.fresh.items()
@@ -198,9 +197,3 @@ def _reads_no_numbers(node: Node) -> bool:
     """Whether a call reads the size and the dtype of its first operand alone."""
     name = node.target._opname if isinstance(node.target, OpOverload) else ""
     return name == "copy" or name.endswith("_like") or name.startswith("new_")
-
-
-def _shares_memory(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
-    return any(result.alias_info is not None for result in node.target._schema.returns)
