@@ -6,6 +6,7 @@ operator itself is any function of its operands: that its two forms compute the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.aliasing import may_share
 from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
@@ -90,7 +90,7 @@ class _Around:
         pending = [*sources, call]
         while pending:
             for user in pending.pop().users.keys() - self.run:
-                if user not in between and not may_share(user):
+                if user not in between and not _shares_memory(user):
                     self.readers.add(user)
                     continue
                 self.run.add(user)
@@ -197,3 +197,10 @@ def _reads_no_numbers(node: Node) -> bool:
     """Whether a call reads the size and the dtype of its first operand alone."""
     name = node.target._opname if isinstance(node.target, OpOverload) else ""
     return name == "copy" or name.endswith("_like") or name.startswith("new_")
+
+
+def _shares_memory(node: Node) -> bool:
+    """The pass that writes in place asks the same of `graph.aliasing`; the check shares no code with it."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    return any(result.alias_info is not None for result in node.target._schema.returns)
