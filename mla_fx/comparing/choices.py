@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 
 from .exact import BYTES, FLOATS, Wide, is_random, widened
-from .whole_numbers import named_arguments
 
 DRAWS = 64  # with 16, verify refused 10 of 750 right results with 2 to 16 open choices in a row; with 64, none
 TIMES = 4  # the error of what a choice sees, in a draw: another run was off by at most 3.3 times, in 750 draws

@@ -15,9 +15,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from mla_fx.graph.aliasing import owner, written
+from mla_fx.graph.arguments import named_arguments, names_of
 from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
-
-from .whole_numbers import named_arguments, names_of
 
 aten = torch.ops.aten
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.rewriting.draft import Draft, Drafted, value_of
@@ -154,9 +155,7 @@ class _Run(Interpreter):
         if part is not self.call:
             return super()._result(part)
         schema = part.target._schema  # type: ignore[union-attr]  # an operator
-        names = [argument.name for argument in schema.arguments]
-        operands = {**dict(zip(names, part.args, strict=False)), **part.kwargs}
-        given = {name: self._operand(value) for name, value in operands.items()}
+        given = {name: self._operand(value) for name, value in named_arguments(part)}
         read = sum(float(value.double().sum()) for value in given.values() if isinstance(value, Tensor))
         results = {
             name: _made(given.get(name.removesuffix("_out")), fresh, read) for name, fresh in self.fresh.items()
@@ -201,6 +200,7 @@ def _reads_no_numbers(node: Node) -> bool:
 
 
 def _shares_memory(node: Node) -> bool:
+    """The pass that writes in place asks the same of `graph.aliasing`; the check shares no code with it."""
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
     return any(result.alias_info is not None for result in node.target._schema.returns)

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
+from mla_fx.graph.arguments import names_of
 from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_dispatcher_off, unset_fake_temporarily
 from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
 from .region import UncheckedError
 from .symbols import Numbers
-from .whole_numbers import Part, names_of, never_sizes
+from .whole_numbers import Part, never_sizes
 
 aten = torch.ops.aten
 

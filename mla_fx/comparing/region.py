@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.rewriting.draft import Draft, Drafted, fake_of, value_of
 
@@ -18,7 +19,7 @@ from .equations import EQUATIONS, Equation, Shape, of_bytes
 from .inputs import CODES
 from .small_sizes import SMALL, small_sizes
 from .symbols import Numbers
-from .whole_numbers import KERNEL, named_arguments, numbers_of
+from .whole_numbers import KERNEL, numbers_of
 
 aten = torch.ops.aten
 

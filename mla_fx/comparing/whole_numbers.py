@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.rewriting.draft import Draft, fake_of
 
@@ -40,19 +41,6 @@ def never_sizes(call: Part) -> frozenset[str]:
         return frozenset()
     has_numbers = int in {*map(type, call.args), *map(type, call.kwargs.values())}
     return NO_SIZES | _values(call.target) if has_numbers and _computes_values(call) else NO_SIZES
-
-
-def named_arguments(call: Part) -> Iterator[tuple[str, Any]]:
-    """The names that the schema gives."""
-    target: Any = call.target
-    names = names_of(target) if isinstance(target, OpOverload) else ("",) * len(call.args)
-    yield from zip(names, call.args, strict=False)
-    yield from call.kwargs.items()
-
-
-@functools.cache
-def names_of(target: OpOverload) -> tuple[str, ...]:
-    return tuple(argument.name for argument in target._schema.arguments)
 
 
 @functools.cache

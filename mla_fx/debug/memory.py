@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.graph.aliasing import owners_in, readers
+from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -154,9 +155,7 @@ def sizes_of_caches(call: Node) -> Iterator[tuple[Any, Any]]:
     operator = call.target
     if not isinstance(operator, OpOverload) or operator.namespace != "mla_fx" or operator._opname not in ATTENTION:
         return
-    names = [argument.name for argument in operator._schema.arguments]
-    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    values = {name: node.meta["val"] for name, node in given.items() if isinstance(node, Node)}
+    values = {name: node.meta["val"] for name, node in named_arguments(call) if isinstance(node, Node)}
     pages = next((values[name].numel() for name in TABLES & values.keys()), None)
     for name in CACHES & values.keys():
         cache = values[name]

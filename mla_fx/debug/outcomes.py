@@ -7,14 +7,42 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .report import Miss, Report
-
+_NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
 _LAYER = re.compile(r".*\.\d+(?=\.[A-Za-z_])|\d+(?=\.[A-Za-z_])")
 WHOLE = "the model itself"  # what is in no module, or in a model without layers
 _RANGE = 3  # consecutive numbers from which on a range is shorter
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The deepest point at which a pattern failed at one place.
+
+    `by_design` says that nothing in the program is to blame, so that more cannot fuse for this target."""
+
+    pattern: str
+    reason: str
+    node: str
+    source: str
+    module: str
+    depth: int
+    looks_like_mla: bool = False
+    by_design: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: {self.sentence}"
+
+    @property
+    def sentence(self) -> str:
+        """The reason and the place."""
+        where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)
+        return self.reason + (f" ({where})" if where else "")
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What equal layers have in common: pattern, line, and the reason without numbers of layers and nodes."""
+        return self.pattern, _NUMBERED.sub("#", self.reason), self.source
 
 
 @dataclass(frozen=True)
@@ -52,7 +80,20 @@ class Row:
     outcomes: Sequence[Outcome]
 
 
-def outcomes_of(report: Report) -> dict[str, list[Outcome]]:
+class Fused(Protocol):
+    """What fused in a graph, in which modules, and what did not; in several graphs, if it has parts."""
+
+    @property
+    def modules(self) -> Mapping[str, Sequence[str]]: ...
+
+    @property
+    def misses(self) -> Sequence[Miss]: ...
+
+    @property
+    def parts(self) -> Sequence[Fused]: ...
+
+
+def outcomes_of(report: Fused) -> dict[str, list[Outcome]]:
     """Return the outcomes of each layer by its path. Graphs in which a layer has the same outcome share it."""
     found: dict[str, list[Outcome]] = {}
     for number, graph in enumerate(report.parts or [report]):
@@ -81,7 +122,7 @@ def layer_of(path: str) -> str:
     return found[0] if found else path
 
 
-def _in_graph(report: Report, number: int) -> Iterator[tuple[str, Outcome]]:
+def _in_graph(report: Fused, number: int) -> Iterator[tuple[str, Outcome]]:
     fused: dict[str, Counter[str]] = {}
     misses: dict[str, list[Miss]] = {}
     for name, paths in report.modules.items():

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .memory import Memory
-from .outcomes import Outcome, outcomes_of, rows_of
+from .outcomes import Miss, Outcome, outcomes_of, rows_of
+from .report_table import cells, html_table, rich_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
-
-
-@dataclass(frozen=True)
-class Miss:
-    """The deepest point at which a pattern failed at one place.
-
-    `by_design` says that nothing in the program is to blame, so that more cannot fuse for this target."""
-
-    pattern: str
-    reason: str
-    node: str
-    source: str
-    module: str
-    depth: int
-    looks_like_mla: bool = False
-    by_design: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.pattern}: {self.sentence}"
-
-    @property
-    def sentence(self) -> str:
-        """The reason and the place."""
-        where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)
-        return self.reason + (f" ({where})" if where else "")
-
-    @property
-    def kind(self) -> tuple[str, str, str]:
-        """What equal layers have in common: pattern, line, and the reason without numbers of layers and nodes."""
-        return self.pattern, _NUMBERED.sub("#", self.reason), self.source
+__all__ = ["Miss", "PassRecord", "Report"]
 
 
 @dataclass
@@ -159,17 +129,13 @@ class Report:
 
     def table(self) -> Table:
         """The layers as a table of rich. Raises ModuleNotFoundError if rich is not installed."""
-        from .report_table import rich_table
-
-        return rich_table(self)
+        return rich_table(self.headline, cells(self.layers, of_several=bool(self.parts)))
 
     __rich__ = table
 
     def _repr_html_(self) -> str:
         """The layers and the notes, for notebooks."""
-        from .report_table import html_table
-
-        return html_table(self)
+        return html_table(self.headline, cells(self.layers, of_several=bool(self.parts)), self.remarks())
 
     def __repr__(self) -> str:
         graphs = f" in {len(self.parts)} graphs" if self.parts else ""

@@ -3,50 +3,51 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .optional import require
-from .outcomes import rows_of
+from .outcomes import Layers, rows_of
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from .report import Report
 
 HEADINGS = ("layers", "fused", "why not more")
 # In each cell: notebooks have a rule of their own for cells, by which they align to the right.
 CELL = 'style="text-align: left; padding: 0.3em 0.6em; border: 1px solid"'
 
 
-def rich_table(report: Report) -> Table:
+Cells = Iterable[tuple[str, str, str]]
+
+
+def rich_table(title: str, rows: Cells) -> Table:
     """A table of rich. Raises ModuleNotFoundError if rich is not installed."""
     require("rich")
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*HEADINGS, box=SIMPLE_HEAD, title=report.headline, title_justify="left")
-    for row in _cells(report):
+    table = Table(*HEADINGS, box=SIMPLE_HEAD, title=title, title_justify="left")
+    for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
 
 
-def html_table(report: Report) -> str:
+def html_table(title: str, rows: Cells, remarks: Iterable[str]) -> str:
     """A table of HTML, with the notes below it."""
     head = _html_row("th", HEADINGS)
-    body = "".join(_html_row("td", row) for row in _cells(report))
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.remarks())
+    body = "".join(_html_row("td", row) for row in rows)
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in remarks)
     listed = f"<ul>{notes}</ul>" if notes else ""
-    caption = f'<caption style="text-align: left">{html.escape(report.headline)}</caption>'
+    caption = f'<caption style="text-align: left">{html.escape(title)}</caption>'
     return f'<table style="border-collapse: collapse">{caption}{head}{body}</table>{listed}'
 
 
-def _cells(report: Report) -> Iterator[tuple[str, str, str]]:
-    for row in rows_of(report.layers):
+def cells(layers: Layers, *, of_several: bool) -> Iterator[tuple[str, str, str]]:
+    for row in rows_of(layers):
         for number, outcome in enumerate(row.outcomes):
             missed = str(outcome.missed) if outcome.missed else ""
-            yield "" if number else row.layers, outcome.told(of_several=bool(report.parts)), missed
+            yield "" if number else row.layers, outcome.told(of_several=of_several), missed
 
 
 def _html_row(tag: str, cells: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.node import map_aggregate
+
+from mla_fx.comparing import exact
 
 from .capture import copies, copy_of, run
 
-WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+in_float64 = functools.partial(exact.widened, torch.float64)
 
 ROUNDED = 8  # times
 
@@ -111,15 +113,9 @@ def widened(program: Program) -> Program:
     """The same program in float64."""
     graph = copy.deepcopy(program.gm.graph)
     for node in graph.nodes:
-        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _wide)
-    held = {name: _wide(value) for name, value in program.held().items()}
-    return replace(program, gm=_LazyGraphModule(held, graph), inputs=tuple(map(_wide, program.inputs)))
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return WIDE.get(value, value)
-    return value.to(WIDE[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDE else value
+        node.args, node.kwargs = in_float64((node.args, node.kwargs))
+    held = {name: in_float64(value) for name, value in program.held().items()}
+    return replace(program, gm=_LazyGraphModule(held, graph), inputs=in_float64(program.inputs))
 
 
 def rounded_once(exact: Program, like: Seen) -> Iterator[Seen]:
@@ -137,7 +133,7 @@ def rounded_otherwise(program: Program, exact: Program, seen: Seen) -> Iterator[
     it is from them for inputs that move by up to half a digit."""
     for inputs in _moved(program.inputs, program.inputs):
         near = plainly(replace(program, inputs=inputs))
-        there = plainly(replace(exact, inputs=tuple(map(_wide, inputs))))
+        there = plainly(replace(exact, inputs=in_float64(inputs)))
         if near.error or there.error:
             continue
         held = {name: _shifted(seen.held[name], near.held[name], there.held[name]) for name in seen.held}
