@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 B, S, T, N = 2, 3, 16, 4  # batch, query tokens, context, heads
 HE, HCQ, HCKV, D, DR, DV = 32, 24, 20, 8, 6, 10  # hidden, query rank, latent rank, nope, rope and value widths
+# Of attention without latents: query heads, key heads, their widths, those of values, rows of a page, pages
+HEADS, KV_HEADS, WIDTH, COLUMNS, BLOCK, PAGES = 4, 2, 8, 6, 4, 16
 
 Build = Callable[[], nn.Module]
 
@@ -116,6 +118,30 @@ class Appended(Layer):
     def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         old = self.kv_cache[:, :, : T - S], self.kr_cache[:, :, : T - S]
         return torch.cat((old[0], latent), dim=2), torch.cat((old[1], k_rope), dim=2)
+
+
+class Heads(nn.Module):
+    """A layer of a serving engine, without latents: keys and values of each head lie in pages."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        widths = HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * COLUMNS
+        self.qkv = nn.ParameterList(torch.randn(HE, width, generator=generator) * HE**-0.5 for width in widths)
+        for name, width in (("key_cache", WIDTH), ("value_cache", COLUMNS)):
+            self.register_buffer(name, torch.randn(PAGES, BLOCK, KV_HEADS, width, generator=generator))
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Query, keys and values, [B, S, heads, columns]."""
+        heads = HEADS, KV_HEADS, KV_HEADS
+        return tuple((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
+
+    def write(self, slots: Tensor, *rows: Tensor) -> None:
+        for cache, row in zip((self.key_cache, self.value_cache), rows, strict=True):
+            cache.flatten(0, 1)[slots] = row.to(cache.dtype)
 
 
 def inputs(tokens: int = S) -> tuple[Tensor, Tensor, Tensor, Tensor]:

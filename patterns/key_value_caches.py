@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HE, B, Case, S, T
+from mla_fx.cases import KV_HEADS, WIDTH, B, Case, Heads, S, T
 from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
 from mla_fx.rule.caches import (
     POSITIONED,
@@ -27,43 +27,32 @@ from mla_fx.rule.caches import (
     cache_roles,
     cache_updates,
     check_same_write,
-    positions,
+    slots_by_target,
 )
 from mla_fx.rule.indices import Axes, Axis, Size, axes, of_axis, product, resolve, shifted
-from mla_fx.rule.operands import ByTarget, Call, Expression, Replaced, joined, replaced, result, tables, tensor
+from mla_fx.rule.operands import Call, Expression, Replaced, joined, replaced, result, tables, tensor
 from mla_fx.rule.readings import Element, RmsNorm, Rope, element_of, rms_norm, rope, seams, shape_of
 
 aten = torch.ops.aten
-HEADS, KV_HEADS, WIDTH, ROTARY, COLUMNS, BLOCK = 4, 2, 12, 4, 6, 4
+ROTARY = 4
 NEARBY = (1, -1, 2, -2)  # where values are written, counted in writes from that of the keys
 
 
-class _Keys(nn.Module):
+class _Keys(Heads):
     """Keys are normalised per head; their first columns are rotated by halves."""
-
-    k_cache: Tensor
-    v_cache: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        widths = HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * COLUMNS
-        self.qkv = nn.ParameterList(torch.randn(HE, width, generator=generator) * HE**-0.5 for width in widths)
-        self.gamma = nn.Parameter(1 + 0.3 * torch.randn(WIDTH, generator=generator))
-        for name, width in (("k_cache", WIDTH), ("v_cache", COLUMNS)):
-            self.register_buffer(name, torch.randn(B * T // BLOCK, BLOCK, KV_HEADS, width, generator=generator))
+        self.gamma = nn.Parameter(torch.linspace(0.7, 1.3, WIDTH))
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        heads = HEADS, KV_HEADS, KV_HEADS
-        query, key, value = ((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
+        query, key, value = self.projected(x)
         angle = torch.arange(S).unsqueeze(-1) * 0.3 + torch.arange(ROTARY // 2)
         key = self.rotated(self.norm(key), angle.cos().unsqueeze(1), angle.sin().unsqueeze(1))
-        slots = torch.arange(B).unsqueeze(-1) * T + torch.arange(S)
-        for cache, rows in ((self.k_cache, key), (self.v_cache, value)):
-            cache.flatten(0, 1)[slots] = rows
-        keys, values = (cache.view(B, T, KV_HEADS, -1).transpose(1, 2) for cache in (self.k_cache, self.v_cache))
-        parts = query.transpose(1, 2), keys, values
-        return nn.functional.scaled_dot_product_attention(*parts, enable_gqa=True)
+        self.write(torch.arange(B).unsqueeze(-1) * T + torch.arange(S), key, value)
+        caches = (cache.flatten(0, 1)[: B * T].view(B, T, KV_HEADS, -1) for cache in (self.key_cache, self.value_cache))
+        query, keys, values = (part.transpose(1, 2) for part in (query, *caches))
+        return nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
     def norm(self, key: Tensor) -> Tensor:
         return key * torch.rsqrt(key.square().mean(-1, keepdim=True) + 1e-5) * self.gamma
@@ -109,8 +98,7 @@ class KeyValueCaches(Rule):
         kv = tensor(read.norm.value, ((), heads, token, read.columns), dtype=dtype, expand=True)
         v = tensor(values.update.row, ((), heads, token, values.width), dtype=dtype, expand=True)
         cos, sin = tables(read.rotation, ("cos", "sin"), ((), (), token), expand=True)
-        where = ByTarget(*(positions(keys, values, is_skipped=is_skipped) for is_skipped in (False, True)))
-        index = Call(aten.reshape.default, where, [-1])
+        index = Call(aten.reshape.default, slots_by_target(keys, values), [-1])
         options = {
             "v": v,
             "epsilon": read.norm.epsilon,

@@ -54,11 +54,10 @@ from mla_fx.rule.caches import (
     new_cache,
     positions_and_caches,
     replaced_cache,
-    replaced_rows,
 )
 from mla_fx.rule.codes import StaticCodes, computed_otherwise
 from mla_fx.rule.indices import Axes, Size, axes, product
-from mla_fx.rule.operands import ATTENTION, Call, Expression, Replaced, joined, result, tables, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Expression, joined, tables, tensor
 from mla_fx.rule.readings import Element, RmsNorm, Rope, computed_from, element_of, named_argument, rounded, shape_of
 
 aten = torch.ops.aten
@@ -80,9 +79,8 @@ def _cached(row: Pattern, cache: str, beside: str = "") -> Pattern:
 
 # b and t: batch and context of the caches, c latent and r rotary columns
 KV_CACHE = Operand("btc", _cached(LATENT, "kv_cache"))
-KR_CACHE = Operand("btr", _cached(KEY, "kr_cache", beside="kv_cache.write"))
+KR_CACHE = Operand("btr", _cached(KEY, "kr_cache", beside="kv_cache.write"), is_optional=True)
 PATTERN = CallPattern({"kv_cache": KV_CACHE, "kr_cache": KR_CACHE})
-WITHOUT_ROTARY_PART = CallPattern({"kv_cache": KV_CACHE})
 
 
 class _TwoProjections(WeightedQuery):
@@ -129,8 +127,7 @@ class KvRmsnormRopeCache(Rule):
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         check_int8_cache(element_of(named_argument(anchor, "kv_cache")))
-        has_rotary_part = named_argument(anchor, "kr_cache") is not None
-        return (PATTERN if has_rotary_part else WITHOUT_ROTARY_PART).at(anchor, nearest)
+        return super().bindings(anchor, nearest)
 
     def rewrite(self, match: Match) -> Plan:
         """Latent and rotary key are written to the same positions of two caches."""
@@ -167,12 +164,11 @@ def _plan(
     if quantisation.rounds_first:
         options["rounds_first"] = True
     if latent.update.is_appended:
-        index, replaced_by = None, _replaced_rows
+        index = None
         ckv_cache, k_cache = _new_cache(latent), _new_cache(latent if keys is None else keys)
         options["cache_mode"] = "BNSD"
     else:
         index, ckv_cache, k_cache = positions_and_caches(latent, keys)
-        replaced_by = replaced_cache
         if latent.mode == "NZ":
             index, options["cache_mode"] = Call(aten.squeeze.dim, index, 0), "NZ"
     if keys is None:
@@ -183,7 +179,7 @@ def _plan(
     target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
     out = Call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, *quantisation.scales, **options)
     written = ((cache, Call(operator.getitem, out, place)) for place, cache in ((0, keys), (1, latent)) if cache)
-    replaced = (replaced_by(cache, new) for cache, new in written)
+    replaced = (replaced_cache(cache, new) for cache, new in written)
     return Plan(*replaced, differences=quantisation.differences, exact=quantisation.whole, instead=instead)
 
 
@@ -202,10 +198,6 @@ def _without_columns(latent: CacheRoles, dtype: torch.dtype) -> Expression:
 def _lead(roles: tuple[Axes, Axes]) -> tuple[Size, int, Size]:
     batch, tokens = (product(axis.size for axis in role) for role in roles)
     return batch, 1, tokens
-
-
-def _replaced_rows(cache: CacheRoles, out: Expression) -> Replaced:
-    return replaced_rows(cache, result(out, (cache.batch, (), cache.token, cache.width)))
 
 
 def _rows(match: Match, latent: CacheRoles, keys: CacheRoles | None, dtype: torch.dtype) -> Expression:

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from mla_fx.cases import B, Case, Layer, T
 from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.caches import GATHERS, block_table, check_memory, paged
-from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes, axes_of, cuts, renamed
+from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes_of, cuts, renamed
 from mla_fx.rule.operands import ATTENTION, Call, Expression, Replaced, tensor
 from mla_fx.rule.readings import Paged, Reading, args_of, element_of, named_argument, options_of
 
@@ -95,10 +95,9 @@ def _leaves(axis: Axis, parted: Mapping[Axis, Index]) -> Axes:
 
 def _dims(found: Paged, row: Axes, columns: Axes, *, is_nz: bool) -> Dims:
     """The dimensions of pages: [Blocks, BlockSize, Columns], or in FRACTAL_NZ [Blocks, Columns/n0, BlockSize, n0]."""
-    block = axes(found.block, "the blocks", found.node)
     if not is_nz:
-        return block, row, columns
-    dims = block, columns[:-1], row, columns[-1:]
+        return found.axes, row, columns
+    dims = found.axes, columns[:-1], row, columns[-1:]
     check_memory(found.pages, dims)
     return dims
 

@@ -7,7 +7,7 @@ the hidden mutation too, and is refused."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,65 +16,47 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 
-from . import limits
+from . import limits, prolog_form
 from .converters import copied
+from .mla_prolog_v3_rules import Sizes
 from .surface import A2, A3, Surface
 from .weights import in_fractals
 
-HIDDEN, QUERY_RANKS, RANK, NOPE, ROPE = (7168,), (1536,), (512,), (128,), (64,)
+DENSE = ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
 TOKENS = 16  # S of token_x [B, S, He], at most
-PAGES = (16, 128)
-CACHE_MODES = ("PA_BSND", "PA_NZ")
 SCALES = ("qc_qr_scale", "kc_scale")
 OWN = ("rope_layout", "gamma_after_cast", *SCALES)  # arguments that only `mla_fx.mla_prolog` has
 
-
-@dataclass(frozen=True)
-class Version:
-    kernel: str
-    heads: tuple[int, ...]
-
-
-VERSIONS = {
-    "v1": Version("MlaProlog", (32, 64, 128)),
-    "v2": Version("MlaPrologV2", (1, 2, 4, 8, 16, 32, 64, 128)),
-}
+V2 = Sizes(hidden=(7168,), query_ranks=(1536,), nope=(128,), pages=(16, 128), cache_modes=("PA_BSND", "PA_NZ"))
+VERSIONS = {"v1": ("MlaProlog", replace(V2, heads=(32, 64, 128))), "v2": ("MlaPrologV2", V2)}
 
 
 def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     """Raises NoMatch unless the kernel takes this call."""
-    version = VERSIONS[surface.prolog]
-    kernel = version.kernel
+    kernel, allowed = VERSIONS[surface.prolog]
     limits.chip(surface, kernel, (A2, A3))
     if surface.mode == "aclgraph":
         writes = f"{kernel} writes caches that its schema marks as read-only"
         raise NoMatch(f"{writes}; a captured graph does not order such writes")
-    limits.choice("cache_mode", a.cache_mode, kernel, CACHE_MODES)
+    limits.choice("cache_mode", a.cache_mode, kernel, allowed.cache_modes)
     if a.token_x.ndim == 3:
         limits.between("token_x has S", a.token_x.shape[1], kernel, 1, TOKENS)
     for name in SCALES:
         if (scale := getattr(a, name)) != 1.0:
             raise NoMatch(f"{name} is {scale:.6g}; {kernel} has no such factor, MlaPrologV3 does")
-    assert a.weight_dq is not None, "a query of full rank was refused"
-    heads, nope, rank = a.weight_uk.shape
-    limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, HIDDEN)
-    limits.size("weight_dq has Hcq", a.weight_dq.shape[1], kernel, QUERY_RANKS)
-    limits.size("weight_uk has N", heads, kernel, version.heads)
-    limits.size("weight_uk has D", nope, kernel, NOPE)
-    limits.size("weight_uk has Hckv", rank, kernel, RANK)
-    limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, kernel, ROPE)
-    for name in ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
+    prolog_form.refuse_sizes(a, allowed, kernel, kernel)
+    for name in DENSE:
         limits.dtype(name, getattr(a, name), kernel, (torch.bfloat16,))
     for name in ("kv_cache", "kr_cache"):
         cache: Tensor = getattr(a, name)
         limits.dense(name, cache, kernel)
-        limits.page_size(name, cache.shape[1], kernel, PAGES)
+        limits.page_size(name, cache.shape[1], kernel, allowed.pages)
 
 
 def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
     """Return query, query_rope, kv_cache and kr_cache."""
     call: dict[str, Any] = {name: value for name, value in vars(a).items() if name not in OWN}
-    for name in ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
+    for name in DENSE:
         call[name] = call[name].contiguous()
     for name in ("weight_dq", "weight_uq_qr", "weight_dkv_kr"):
         call[name] = in_fractals(surface, call[name])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.cache import of_pages, page_shape
 from mla_fx.ops.emitted.mla_prolog import check
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
-from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
 from mla_fx.target import Compiled
 
 from . import first_prologs, limits, mla_prolog_v3, prolog_form
@@ -40,14 +36,14 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
     else:
         paged = prolog_form.paged(a, prolog_form.page_shapes)
     if surface.prolog == "v3":
-        mla_prolog_v3.refuse_unsupported(surface, as_v3(paged))
+        mla_prolog_v3.refuse_unsupported(surface, check.as_v3(paged))
     else:
         first_prologs.refuse_unsupported(surface, paged)
     return prolog
 
 
 def kernel(surface: Surface) -> str:
-    return KERNEL if surface.prolog == "v3" else first_prologs.VERSIONS[surface.prolog].kernel
+    return KERNEL if surface.prolog == "v3" else first_prologs.VERSIONS[surface.prolog][0]
 
 
 def refuse_left_out(surface: Surface, a: Arguments) -> None:
@@ -61,18 +57,12 @@ def refuse_left_out(surface: Surface, a: Arguments) -> None:
 
 
 def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
-    """The results of `mla_fx.mla_prolog`."""
+    """The results of `mla_fx.mla_prolog`.
+
+    Kernels multiply by gamma before they round, regardless of `gamma_after_cast`. This is one rounding less."""
     call = prolog_form.formed(of_pages(a, *CACHES) if a.cache_mode == "NZ" else a)
     if surface.prolog == "v3":
-        query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.vendor_call(surface, as_v3(call))
+        query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.vendor_call(surface, check.as_v3(call))
     else:
         query, query_rope, kv_cache, kr_cache = first_prologs.prolog(surface, call)
     return query, query_rope, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)
-
-
-def as_v3(a: Arguments) -> v3.Arguments:
-    """The same call for the newest interface.
-
-    It multiplies by gamma before it rounds, regardless of `gamma_after_cast`. This is one rounding less."""
-    call = check.as_v3(a)
-    return call if a.weight_uq_qr.dtype == torch.int8 else replace(call, weight_quant_mode=0)

@@ -14,7 +14,7 @@ from mla_fx.target import Compiled
 
 from . import limits, prolog_form
 from .lengths import as_tensor
-from .mla_prolog_v3_rules import HEADS, RANK, ROPE, RULES, Rules
+from .mla_prolog_v3_rules import RULES, Rules
 from .surface import Surface
 from .weights import in_fractals
 
@@ -44,22 +44,11 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     """Raises NoMatch unless the kernel takes this call. The operator has already checked how its arguments combine."""
     rules = limits.rules(surface, KERNEL, RULES)
     kernel = limits.of_release(surface, KERNEL)
-    refuse_sizes(a, kernel, rules)
+    prolog_form.refuse_sizes(a, rules, KERNEL, kernel)
     refuse_modes(a, kernel, rules)
     for name in ("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"):
         limits.dtype(name, getattr(a, name), KERNEL, (torch.bfloat16,))
     refuse_caches(a, kernel, rules)
-
-
-def refuse_sizes(a: Arguments, kernel: str, rules: Rules) -> None:
-    """Check the sizes of the weights, which are numbers even where those of activations are symbols."""
-    limits.size("weight_dq has He", a.weight_dq.shape[0], kernel, rules.hidden)
-    limits.size("weight_dq has Hcq", a.weight_dq.shape[1], kernel, rules.query_ranks)
-    heads, nope, rank = a.weight_uk.shape
-    limits.size("weight_uk has N", heads, KERNEL, HEADS)
-    limits.size("weight_uk has D", nope, kernel, rules.nope)
-    limits.size("weight_uk has Hckv", rank, KERNEL, RANK)
-    limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, KERNEL, ROPE)
 
 
 def refuse_modes(a: Arguments, kernel: str, rules: Rules) -> None:

@@ -16,15 +16,22 @@ HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 RANK, ROPE = (512,), (64,)
 
 
-@dataclass(frozen=True)
-class Rules:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a prolog takes of any interface."""
+
     hidden: tuple[int, ...]
     query_ranks: tuple[int, ...]
     nope: tuple[int, ...]
-    tokens: int | None
-    """The largest S of token_x [B, S, He], or None. [T, He] has no such limit; longer calls are passed so."""
+    heads: tuple[int, ...] = HEADS
     pages: tuple[int, ...] | range
     cache_modes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(Sizes):
+    tokens: int | None
+    """The largest S of token_x [B, S, He], or None. [T, He] has no such limit; longer calls are passed so."""
     weight_quant_modes: tuple[int, ...]
     cache_quant_modes: tuple[int, ...]
     query_norm_flags: tuple[bool, ...]

@@ -17,11 +17,24 @@ from mla_fx.ops.emitted.mla_prolog import arguments as emitted
 from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
 
 from . import limits
+from .mla_prolog_v3_rules import RANK, ROPE, Sizes
 from .surface import Surface
 from .weights import halves_interleaved
 
 PAGE_SIZES = (128, 16)  # attention takes these too; the better one first
 A = TypeVar("A", emitted.Arguments, v3.Arguments)
+
+
+def refuse_sizes(a: emitted.Arguments | v3.Arguments, allowed: Sizes, kernel: str, of_release: str) -> None:
+    """Check the sizes of the weights, which are numbers even where those of activations are symbols."""
+    assert a.weight_dq is not None, "a query of full rank was refused"
+    limits.size("weight_dq has He", a.weight_dq.shape[0], of_release, allowed.hidden)
+    limits.size("weight_dq has Hcq", a.weight_dq.shape[1], of_release, allowed.query_ranks)
+    heads, nope, rank = a.weight_uk.shape
+    limits.size("weight_uk has N", heads, kernel, allowed.heads)
+    limits.size("weight_uk has D", nope, of_release, allowed.nope)
+    limits.size("weight_uk has Hckv", rank, kernel, RANK)
+    limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, kernel, ROPE)
 
 
 def refuse_rotations(surface: Surface, a: emitted.Arguments | v3.Arguments, kernel: str) -> None:

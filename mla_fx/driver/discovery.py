@@ -135,12 +135,14 @@ def _found(packages: Sequence[str], base: type) -> Found:
     for name, place, load in (file for package in packages for file in _files(package)):
         try:
             made = [kind() for kind in _own_classes(load(), base)]
-            if made and values.get(name):
-                raise NameError(f"another file is called {name!r}; names must be unique")
+            taken = sorted({value.name for value in made} & values.keys())
+            if taken:
+                raise NameError(f"another rule is called {taken[0]!r}; names must be unique")
         except Exception as error:
             faults.append(Fault(name, place, error))
         else:
-            values.setdefault(name, []).extend(made)
+            for value in made:
+                values.setdefault(value.name, []).append(value)
     return Found(tuple(value for name in sorted(values) for value in values[name]), tuple(faults))
 
 

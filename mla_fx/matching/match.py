@@ -28,6 +28,7 @@ from mla_fx.readings.axes import (
 )
 from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element
+from mla_fx.readings.paged import Paged
 from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.same_value import equal_calls
 from mla_fx.readings.sizes import product
@@ -55,8 +56,8 @@ class Match:
     another, for example the two that two products are summed over, but no `fixed` axis equals another. `same` maps each
     axis to what it equals.
 
-    `letters` names the axes of elements, and what products are summed over, as their patterns do: a letter is the same
-    axes everywhere."""
+    `letters` names the axes of elements, and what products are summed over or blocks counted by, as their patterns do:
+    a letter is the same axes everywhere."""
 
     elements: Mapping[str, Element] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
@@ -147,8 +148,8 @@ class Match:
     def axes(self, letters: str) -> Axes:
         """The axes that letters name, in order; "1" names none.
 
-        A letter is a dimension of a root, or what a product is summed over. Any other is what is left of the first
-        operand with all other letters known. Raises NoMatch if there is no such operand."""
+        A letter is a dimension of a root, or what a product is summed over or blocks are counted by. Any other is what
+        is left of the first operand with all other letters known. Raises NoMatch if there is no such operand."""
         return tuple(axis for letter in letters if letter != "1" for axis in self._named(letter))
 
     def dims(self, letters: str) -> tuple[Axes, ...]:
@@ -199,8 +200,8 @@ class Match:
         known = {"1": frozenset[Axis](), **{letter: part.axes for letter, (part, *_) in self._roots.items()}}
         found: dict[str, Axes] = {}
         for name, letter in self.letters.items():
-            if isinstance(summed := self.readings.get(name), Contraction) and letter not in known:
-                known[letter], found[letter] = frozenset(summed.axes), summed.axes
+            if isinstance(over := self.readings.get(name), (Contraction, Paged)) and letter not in known:
+                known[letter], found[letter] = frozenset(over.axes), over.axes
         operands = self._operands
         outer = tuple(operands[0][2]) if "attention" in self.readings else ()
         while True:

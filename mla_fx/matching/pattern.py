@@ -237,10 +237,11 @@ def _each_score(
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of an operator call: a letter per dimension, and what it must be computed from."""
+    """An operand of an operator call: a letter per dimension, and what it must be computed from, if it is given."""
 
     letters: str
     pattern: Pattern
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,14 +256,15 @@ class CallPattern:
     def at(self, call: Node, nearest: NearestMiss) -> Iterator[Match]:
         """Yield every way in which the operands of a call, by their names in its schema, satisfy their patterns."""
         arguments = {name: value for name in self.operands if isinstance(value := named_argument(call, name), Node)}
-        if len(arguments) < len(self.operands):
-            missing = next(name for name in self.operands if name not in arguments)
-            return nearest.fail(Match(), NoMatch(f"{name_of(call)} is called without {missing}", call))
+        for name, operand in self.operands.items():
+            if name not in arguments and not operand.is_optional:
+                return nearest.fail(Match(), NoMatch(f"{name_of(call)} is called without {name}", call))
         yield from self.bindings(call, arguments, nearest)
 
     def bindings(self, node: Node, arguments: Mapping[str, Node], nearest: NearestMiss) -> Iterator[Match]:
         letters: dict[str, Index] = {}
-        for name, operand in self.operands.items():
+        operands = {name: operand for name, operand in self.operands.items() if name in arguments}
+        for name, operand in operands.items():
             for letter, size in zip(operand.letters, sizes_of_rows(arguments[name], len(operand.letters)), strict=True):
                 found = extent(letters.setdefault(letter, fresh(size)))
                 if found != size:  # the same number, but a proof for one is not a proof for the other
@@ -271,7 +273,7 @@ class CallPattern:
                     nearest.fail(Match(), miss, is_certain=True)
         fixed = frozenset(axis for letter in self.fixed for axis in letters[letter].axes)
         partial: Iterator[Match] = iter((Match(fixed=fixed),))
-        for name, operand in self.operands.items():
+        for name, operand in operands.items():
             dims = tuple(letters[letter] for letter in operand.letters)
             partial = _each_read(f"{name}.axes", OperandAxes(arguments[name], dims, operand.letters), partial)
             partial = _each(operand.pattern, element_of_rows(arguments[name], dims), partial, nearest)

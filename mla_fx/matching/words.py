@@ -14,7 +14,8 @@ tokens(value, name="cq.codes")   the codes of a value that the program quantises
 coded(value, name="codes")       the codes of a value in int8, with a scale that is given
 rms_norm(value, gamma, name=..)  a weighted RMSNorm
 scaled(value, scale, name=..)    a value multiplied by a smaller tensor
-gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one, or dequantised
+gathered(pages, table, name=..)  rows of pages in a table, in the dtype of the pages or a wider one, or dequantised. A
+                                 letter may name what counts pages: `over="p"`
 rope(value, name=.., along=..)   a rotation along the axis that `along` finds in the match
 stored(row, name=..)             rows that enter a cache, or rows that are used directly; with `beside`, the same rows
                                  as those of another cache, token for token
@@ -95,8 +96,8 @@ def scaled(value: Pattern, scale: Pattern, name: str) -> Pattern:
     return Reads(name, lambda element, _: (scaling(element),), {"value": value, "scale": scale})
 
 
-def gathered(pages: Pattern, table: Pattern, name: str) -> Pattern:
-    return Reads(name, lambda element, _: (paged_numbers(element),), {"pages": pages, "table": table})
+def gathered(pages: Pattern, table: Pattern, name: str, over: str = "") -> Pattern:
+    return Reads(name, lambda element, _: (paged_numbers(element),), {"pages": pages, "table": table}, over=over)
 
 
 def rope(value: Pattern, name: str, along: Callable[[Match], Axis]) -> Pattern:

@@ -13,7 +13,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import INTEGERS, IntegerSum, integer_sum
 
-from .axes import Axis, Index, combine, of_axis, whole
+from .axes import Axes, Axis, Index, axes, combine, of_axis, whole
 from .calls import args_of
 from .codes.dequantised import Dequantised, codes_behind, dequantised
 from .element import Element, operand, resolve
@@ -38,6 +38,11 @@ class Paged(Reading):
     table: Element
     wraps: bool
     numbers: Dequantised | None = None
+
+    @property
+    def axes(self) -> Axes:
+        """Those that count blocks."""
+        return axes(self.block, "the blocks", self.node)
 
     @property
     def dtype(self) -> torch.dtype:

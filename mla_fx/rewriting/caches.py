@@ -19,7 +19,7 @@ from mla_fx.readings.sizes import Size, product
 from .bounds import count, counted_from_start, is_below, is_from_start, or_else, proved
 from .fractals import check_memory, in_nz
 from .materialize import tensor
-from .plan import ByTarget, Call, Expression, Part, Replaced, Representative, result
+from .plan import ByTarget, Call, Expression, Replaced, Representative, result
 from .replacement import replaced
 
 aten = torch.ops.aten
@@ -113,12 +113,10 @@ def new_cache(like: Node, dtype: torch.dtype, *sizes: Size) -> Expression:
     return Call(aten.empty.memory_format, list(sizes), dtype=dtype, device=like.meta["val"].device)
 
 
-def positions_and_caches(
-    latent: CacheRoles, keys: CacheRoles | None
-) -> tuple[Expression, Expression, Expression]:
+def positions_and_caches(latent: CacheRoles, keys: CacheRoles | None) -> tuple[Expression, Expression, Expression]:
     """Positions, and the caches of latents and rotary keys before the write. Without keys, theirs has no columns."""
     others = () if keys is None else (keys,)
-    found = ByTarget(*(positions(latent, *others, is_skipped=is_skipped) for is_skipped in (False, True)))
+    found = slots_by_target(latent, *others)
     if keys is not None:
         return found, old_cache(latent), old_cache(keys)
     old, sizes = latent.update.old, [_size(latent.batch), 1, _size(latent.slot), 0]
@@ -130,6 +128,11 @@ def positions_and_caches(
 
 def _size(axes: Sequence[Axis]) -> Size:
     return product(axis.size for axis in axes)
+
+
+def slots_by_target(cache: CacheRoles, *others: CacheRoles) -> Expression:
+    """`positions` for a target that refuses those outside the cache, or for one that skips them."""
+    return ByTarget(*(positions(cache, *others, is_skipped=is_skipped) for is_skipped in (False, True)))
 
 
 def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) -> Expression:
@@ -238,15 +241,14 @@ def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expressi
     return ByTarget(refusing=refusing, skipping=given)
 
 
-def replaced_cache(cache: CacheRoles, out: Expression) -> Replaced:
-    """Replace the written cache by the one that an operator returns, in the shape of `old_cache`."""
-    node, fractals = cache.update.node, cache.update.fractals
-    if fractals is not None:
-        element, dims = in_nz(node, fractals)
-        return replaced(node, element.index, result(out, dims))
-    return replaced(cache.update.node, cache.update.index, result(out, (cache.batch, (), cache.slot, cache.width)))
-
-
-def replaced_rows(cache: CacheRoles, rows: Part) -> Replaced:
-    """Replace the new rows by the rows that an operator returns."""
-    return replaced(cache.update.rows, cache.update.place, rows)
+def replaced_cache(cache: CacheRoles, out: Expression, heads_at: int = 1) -> Replaced:
+    """Replace the written cache, or the rows appended to it, by what an operator returns. Its one head is in dimension
+    `heads_at`."""
+    update = cache.update
+    if update.fractals is not None:
+        element, in_fractals = in_nz(update.node, update.fractals)
+        return replaced(update.node, element.index, result(out, in_fractals))
+    dims = [cache.batch, cache.token if update.is_appended else cache.slot, cache.width]
+    dims.insert(heads_at, ())
+    old = (update.rows, update.place) if update.is_appended else (update.node, update.index)
+    return replaced(*old, result(out, dims))

@@ -91,6 +91,7 @@ class Rule:
 
     @property
     def name(self) -> str:
+        """The file's, unless a class names itself: a folder may hold several rules."""
         return type(self).__module__.rsplit(".", 1)[-1]
 
     def anchors(self, graph: Graph) -> Iterator[Node]:

@@ -5,7 +5,6 @@ from mla_fx.rewriting.masks import check_is_causal, counts_from_first, known_cau
 from mla_fx.rewriting.materialize import tensor
 from mla_fx.rewriting.plan import (
     ByHoisting,
-    ByTarget,
     Call,
     Cast,
     Expression,
@@ -20,7 +19,7 @@ from mla_fx.rewriting.replacement import ATTENTION, LATENT_ATTENTION, replaced
 from mla_fx.rewriting.tables import tables
 
 __all__ = [
-    "ATTENTION", "LATENT_ATTENTION", "ByHoisting", "ByTarget", "Call", "Cast", "Expression", "Inlined", "Replaced",
+    "ATTENTION", "LATENT_ATTENTION", "ByHoisting", "Call", "Cast", "Expression", "Inlined", "Replaced",
     "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined", "joined_parts", "known_causal",
     "lengths", "mask_operands", "replaced", "result", "tables", "tensor", "times",
 ]  # fmt: skip

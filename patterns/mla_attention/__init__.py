@@ -70,12 +70,14 @@ from mla_fx.rule.operands import (
     times,
 )
 from mla_fx.rule.readings import (
+    LOGARITHMS,
     Attention,
     Element,
     LogSumExp,
     anchors,
     args_of,
     attention,
+    beside,
     computed_between,
     down_projection,
     element_of,
@@ -91,6 +93,7 @@ from mla_fx.rule.readings import (
 
 from . import cases
 from .factors import attention_factors
+from .sums import log_sum_exps
 
 aten = torch.ops.aten
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache", "b t c"), var("weight_uk", "n e c"), var("weight_uv", "n v c")
@@ -236,8 +239,36 @@ class MlaAttention(Rule):
         return any(seems_low_rank(element_of(node)) or quantised_up_projection(node) is not None for node in nodes)
 
 
+class MlaAttentionLse(MlaAttention):
+    """The same beside the logarithm of the sum that the softmax divides by: see sums.py."""
+
+    name = "mla_attention_lse"
+    after: ClassVar[Sequence[str]] = ()
+    yields_to_target = True
+    accepts = (Case("logsumexp", cases.Chunk, ONE_EACH), Case("largest score and a logarithm", cases.ByHand, ONE_EACH))
+    rejects = (
+        Case("of other scores", cases.OfHalf, because="is of the sum for 0.5 times the scores"),
+        Case("expanded keys", cases.ExpandedKeys, because="only attention over latents has logarithms of sums"),
+    )
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        if not any(graph.find_nodes(op="call_function", target=target) for target in LOGARITHMS):
+            return iter(())
+        return (anchor for anchor in super().anchors(graph) if beside(anchor))
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        log_sum_exps(attention(anchor))
+        yield from super().bindings(anchor, nearest)
+
+    def rewrite(self, match: Match) -> Plan:
+        return self.plan(match, log_sum_exps(match.reading(Attention, "attention")))
+
+    def looks_like_mla(self, anchor: Node) -> bool:
+        return False
+
+
 def _forms(match: Match) -> tuple[str, str]:
-    """"expanded" if keys and values are expanded from the latents, "absorbed" if they are the latents."""
+    """ "expanded" if keys and values are expanded from the latents, "absorbed" if they are the latents."""
     return match.choices.get("keys", "absorbed"), match.choices.get("values", "absorbed")
 
 

@@ -102,3 +102,38 @@ class OneKey(Layer):
         key = torch.zeros(B, 1, T, HCKV + DR).index_copy(2, torch.arange(T), key)
         out = (query @ key.transpose(-1, -2) + mask).softmax(-1) @ key[..., :HCKV]
         return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
+
+
+class Chunk(Absorbed):
+    """A part of a context, merged with what others gave: here with a row of zeros and a logarithm of zero."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        weight = self.kv_b.view(N, -1, HCKV)
+        query = torch.einsum("bnsd,ndc->bnsc", q_nope, weight[:, :D])
+        scores = torch.einsum("bnsc,btc->bnst", query, latent[:, 0])
+        scores = (scores + torch.einsum("bnsr,btr->bnst", q_rope, k_rope[:, 0])) * (D + DR) ** -0.5 + mask
+        out = torch.einsum("bnst,btc->bnsc", scores.softmax(-1), latent[:, 0])
+        out = out * self.lse(scores).sigmoid().unsqueeze(-1)
+        return torch.einsum("bnsc,nvc->bnsv", out, weight[:, D:])
+
+    def lse(self, scores: Tensor) -> Tensor:
+        return scores.logsumexp(-1)
+
+
+class ByHand(Chunk):
+    def lse(self, scores: Tensor) -> Tensor:
+        largest = scores.amax(-1, keepdim=True)
+        return ((scores - largest).exp().sum(-1, keepdim=True).log() + largest).squeeze(-1)
+
+
+class OfHalf(Chunk):
+    def lse(self, scores: Tensor) -> Tensor:
+        return (scores * 0.5).logsumexp(-1)
+
+
+class ExpandedKeys(Layer):
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
+        out: Tensor = scores.softmax(-1) @ value * scores.logsumexp(-1).sigmoid().unsqueeze(-1)
+        return out

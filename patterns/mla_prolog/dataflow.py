@@ -60,7 +60,7 @@ QUERY = Operand(
     "bsnc",
     contract(
         either("query.scale", one=Q_NOPE, each=_scaled(Q_NOPE, "query"), normed=normed("q_nope", "mla_prolog")),
-        var("weight_uk"),
+        var("weight_uk", "n d c"),
         name="uk",
         over="d",
     ),
@@ -73,6 +73,7 @@ QUERY_ROPE = Operand(
         after=_scaled(_rotated(Q_ROPE, "query_rope"), "query_rope"),
         before=_rotated(_scaled(Q_ROPE, "query_rope"), "query_rope"),
     ),
+    is_optional=True,
 )
 KR_ROW = _rotated(K_ROPE, "kr_cache")
-KR_CACHE = Operand("atl", stored(KR_ROW, name="kr_cache.write", beside="kv_cache.write"))
+KR_CACHE = Operand("atl", stored(KR_ROW, name="kr_cache.write", beside="kv_cache.write"), is_optional=True)

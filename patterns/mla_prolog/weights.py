@@ -15,65 +15,55 @@ from mla_fx.rule.operands import Expression, joined_parts, tensor
 from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, computed_from, has_8_bits, is_parameter
 
 PARTS = ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr")
+PROJECTIONS = tuple(name for name in PARTS if name != "weight_uk")  # attention takes that as it is computed, too
+UQ_QR, DKV_KR = ("weight_uq", "weight_qr"), ("weight_dkv", "weight_kr")
 Caches = Mapping[str, CacheRoles | None]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """`columns` has the axes of each part, of the heads, and of the hidden states. There is no `dq` if the query is
-    projected from the hidden states."""
+    """`columns` has the axes of each part that shares its matrix; two parts and their columns are joined in `uq_qr` and
+    `dkv_kr`."""
 
-    dq: Element | None
-    uq_qr: tuple[Element, Axes]
-    uk: Element
-    dkv_kr: tuple[Element, Axes]
-    gamma_cq: Element | None
-    gamma_ckv: Element
+    match: Match
     columns: Mapping[str, Axes]
+    uq_qr: tuple[Element, Axes]
+    dkv_kr: tuple[Element, Axes]
 
-    def operands(self, dtype: torch.dtype) -> list[Expression | None]:
-        """weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr and both gammas. Codes stay codes."""
-        names = ("he", "hcq", "heads", "weight_uq", "hckv", "weight_dkv")
-        he, hcq, n, d, hckv, width = (self.columns[name] for name in names)
-
-        def weight(element: Element, *dims: Axes) -> Expression:
-            codes = replace(element, scales=None)
-            return tensor(codes, dims, dtype=torch.int8 if is_int8(element) else dtype)
-
-        return [
-            None if self.dq is None else weight(self.dq, he, hcq),
-            weight(self.uq_qr[0], hcq, (*n, *self.uq_qr[1])),
-            tensor(self.uk, (n, d, hckv), dtype=dtype),
-            weight(self.dkv_kr[0], he, self.dkv_kr[1]),
-            None if self.gamma_cq is None else tensor(self.gamma_cq.stored, (hcq,)),
-            tensor(self.gamma_ckv.stored, (width,)),
-        ]
-
-
-def is_int8(weight: Element) -> bool:
-    return bool(weight.origin.meta["val"].dtype == torch.int8)
-
-
-def weights(match: Match, caches: Caches) -> Weights:
-    """Raises NoMatch if a weight is not a parameter, or parts of one weight are not adjacent."""
-    _check_products(match)
-    n, hckv, d, he = match.dims("n c d h")
-    norm = query_norm(match)
-    hcq, width = he, row_width(match, "kv_cache", caches)
-    if norm is not None:
-        hcq = match.axes("q")
-        norm.check_rows(hcq)
-    columns = {"heads": n, "he": he, "hcq": hcq, "hckv": hckv, "weight_dq": hcq, "weight_uq": d, "weight_dkv": width}
-    uq_qr, dkv_kr = (match["weight_uq"], d), (match["weight_dkv"], width)
-    if "query_rope.axes" in match.readings:
+    @classmethod
+    def of(cls, match: Match, caches: Caches) -> Weights:
+        """Raises NoMatch if a weight is not a parameter, or parts of one weight are not adjacent."""
+        _check_projections(match)
+        if (norm := query_norm(match)) is not None:
+            norm.check_rows(match.axes("q"))
+        columns = {"weight_uq": match.axes("d"), "weight_dkv": row_width(match, "kv_cache", caches)}
+        if "query_rope.axes" not in match.readings:
+            uq_qr, dkv_kr = ((match[name], columns[name]) for name in columns)
+            return cls(match, columns, uq_qr, dkv_kr)
         columns["weight_qr"] = _rotary(match, "query_rope", match.axes("r"))
         columns["weight_kr"] = _rotary(match, "kr_cache", row_width(match, "kr_cache", caches))
-        parts = (("weight_uq", "weight_qr", "q_nope and q_rope"), ("weight_dkv", "weight_kr", "latent and rotary key"))
-        uq_qr, dkv_kr = (
-            _joined(match, (one, columns[one]), (other, columns[other]), what) for one, other, what in parts
-        )
-    dq, gamma_cq = (None, None) if norm is None else (match["weight_dq"], match["gamma_cq"])
-    return Weights(dq, uq_qr, match["weight_uk"], dkv_kr, gamma_cq, match["gamma_ckv"], columns)
+        uq_qr = _joined(match, UQ_QR, columns, "q_nope and q_rope")
+        return cls(match, columns, uq_qr, _joined(match, DKV_KR, columns, "latent and rotary key"))
+
+    def operands(self, dtype: torch.dtype) -> list[Expression | None]:
+        """weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr and both gammas; without a low-rank query, there is neither
+        weight_dq nor its gamma. Codes stay codes."""
+        match, (uq_qr, columns), (dkv_kr, width) = self.match, self.uq_qr, self.dkv_kr
+        is_low = query_norm(match) is not None
+        h, q, n = match.dims("h q n") if is_low else match.dims("h h n")
+
+        def weight(element: Element, *dims: Axes) -> Expression:
+            is_int8 = element.origin.meta["val"].dtype == torch.int8
+            return tensor(replace(element, scales=None), dims, dtype=torch.int8 if is_int8 else dtype)
+
+        return [
+            weight(match["weight_dq"], h, q) if is_low else None,
+            weight(uq_qr, q, (*n, *columns)),
+            match.tensor("weight_uk", "n d c", dtype=dtype),
+            weight(dkv_kr, h, width),
+            tensor(match["gamma_cq"].stored, (q,)) if is_low else None,
+            tensor(match["gamma_ckv"].stored, (self.columns["weight_dkv"],)),
+        ]
 
 
 def query_norm(match: Match) -> RmsNorm | None:
@@ -96,22 +86,22 @@ def _rotary(match: Match, operand: str, unrotated: Axes) -> Axes:
     return axes(rotation.along, "the rotary dimension", rotation.node) if rotation else unrotated
 
 
-def _joined(match: Match, first: tuple[str, Axes], second: tuple[str, Axes], what: str) -> tuple[Element, Axes]:
-    """Two weights, given by name, as one, without scales, and the columns of both. Raises NoMatch if they are not
-    adjacent."""
-    for name, columns in (first, second):
-        if len(columns) > 1:
+def _joined(match: Match, names: tuple[str, str], columns: Mapping[str, Axes], what: str) -> tuple[Element, Axes]:
+    """Two weights as one, without scales, and the columns of both. Raises NoMatch if they are not adjacent."""
+    for name in names:
+        if len(columns[name]) > 1:
             raise NoMatch(f"the columns of {name} are not one dimension", match[name].origin)
-    return joined_parts(match[first[0]], first[1], match[second[0]], second[1], f"the weights of {what}")
+    one, other = names
+    return joined_parts(match[one], columns[one], match[other], columns[other], f"the weights of {what}")
 
 
-def _check_products(match: Match) -> None:
+def _check_projections(match: Match) -> None:
     for name in ("dq", "dkv", "kr"):
         found = match.get(Contraction, name)
         if found is not None and found.factor != 1.0:
             raise NoMatch(f"a projection of the prolog is multiplied by {found.factor:.6g}", found.node)
-    for name in PARTS:
-        if name in match.elements and name != "weight_uk":  # attention takes that as it is computed, too
+    for name in PROJECTIONS:
+        if name in match.elements:
             _check_weight(match[name], name)
 
 

@@ -17,7 +17,8 @@ a query of the caches' dtype, if it is exact in it.
 Caches may hold codes in int8, `(codes + offset) * scale`: scale and offset are the same for all tokens, and for the
 query heads of a key head. A scale of the query or of the result stays where it is.
 
-Axes: b batch, s query tokens, h key heads, g query heads of each, t context tokens, d key columns, v value columns.
+Axes: b batch, s query tokens, h key heads, g query heads of each, t context tokens, d key columns, v value columns, k
+and p pages of keys and values.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from mla_fx.rule.readings import Attention, Contraction, Paged, anchors, attenti
 from . import cases
 from .codes import channels, rounding
 
-KEYS = gathered(var("key_cache"), var("block_table"), name="keys")
-VALUES = gathered(var("value_cache"), var("block_table"), name="values")
-OVER_PAGES = AttentionPattern(scores=(contract(var("query"), KEYS, name="scores"),), value=VALUES)
+KEYS = gathered(var("key_cache", "k t h d"), var("block_table", "b t"), name="keys", over="k")
+VALUES = gathered(var("value_cache", "p t h v"), var("block_table"), name="values", over="p")
+OVER_PAGES = AttentionPattern(scores=(contract(var("query"), KEYS, name="scores", over="d"),), value=VALUES)
 
 ONE = {"paged_attention": 1}
 
@@ -102,13 +103,9 @@ class PagedAttention(Rule):
         keys, values = match.reading(Paged, "keys"), match.reading(Paged, "values")
         if found.sink is not None:
             raise NoMatch("paged_attention has no operand for an attention sink", found.node)
-        t, d = axes(found.keys, "the context", found.node), scores.axes
+        b, t, h, d, v = match.dims("b t h d v")
         (page, row), _ = (paged.blocks_and_rows(t) for paged in (keys, values))
         outer = tuple(axis for part in found.index for axis in axes(part, "the attention's output", found.node))
-        b = ordered(keys.table.axes - {*t}, outer)
-        own = {*keys.block.axes, *values.block.axes, *row}
-        h = ordered(keys.pages.axes - own - {*d}, outer)
-        v = ordered(values.pages.axes - own - {*h}, outer)
         if not set(h) <= values.pages.axes or not {*h, *v} <= set(outer):
             raise NoMatch("keys and values do not have the same heads", values.node)
         rows = match["query"].axes - {*b, *h, *d}
@@ -122,7 +119,7 @@ class PagedAttention(Rule):
         def plan(dtype: torch.dtype, instead: Plan | None = None) -> Plan:
             query = tensor(match["query"], (b, s, n, d), dtype=dtype, expand=True)
             caches = [
-                _pages(paged, (axes(paged.block, "the blocks", paged.node), row, h, columns), dtype)
+                _pages(paged, (paged.axes, row, h, columns), dtype)
                 for paged, columns in ((keys, d), (values, v))
             ]
             mask, lens, fill = _masks(found, (b, n, s, (*page, *row)), dtype)

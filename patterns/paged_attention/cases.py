@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mla_fx.cases import HE, B, S, T
-
-HEADS, KV_HEADS, WIDTH, COLUMNS, BLOCK = 4, 2, 8, 6, 4
+from mla_fx.cases import BLOCK, COLUMNS, HEADS, KV_HEADS, PAGES, WIDTH, B, Heads, S, T
 
 
-class Serving(nn.Module):
-    """A layer of a serving engine: rows are written by slot, and contexts gathered through a table."""
+class Serving(Heads):
+    """Rows are written by slot, and contexts gathered through a table."""
 
-    key_cache: Tensor
-    value_cache: Tensor
     table: Tensor
     starts: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        widths = HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * COLUMNS
-        self.qkv = nn.ParameterList(torch.randn(HE, width, generator=generator) * HE**-0.5 for width in widths)
-        blocks = 2 * B * T // BLOCK
-        for name, width in (("key_cache", WIDTH), ("value_cache", COLUMNS)):
-            self.register_buffer(name, torch.randn(blocks, BLOCK, KV_HEADS, width, generator=generator))
-        self.register_buffer("table", torch.randperm(blocks, generator=generator)[: B * T // BLOCK].view(B, -1))
+        pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1))
+        self.register_buffer("table", pages[: B * T // BLOCK].view(B, -1))
         self.register_buffer("starts", torch.tensor([T - S, 5]))
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        heads = HEADS, KV_HEADS, KV_HEADS
-        query, *rows = ((x @ weight).unflatten(-1, (n, -1)) for weight, n in zip(self.qkv, heads, strict=True))
+        query, *rows = self.projected(x)
         positions = self.starts[:, None] + torch.arange(S)
-        slots = self.table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+        self.write(self.table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK, *rows)
         caches = self.key_cache, self.value_cache
-        for cache, row in zip(caches, rows, strict=True):
-            cache.flatten(0, 1)[slots] = row.to(cache.dtype)
         key, value = (self.context(cache, table) for cache, table in zip(caches, self.tables(), strict=True))
         seen = self.seen(torch.arange(T), positions.unsqueeze(-1))
         return self.attend(query, key, value, seen.unsqueeze(1))

@@ -44,7 +44,7 @@ def test_failing_pass_is_an_error_when_strict(decode):
         compiled(module, strict=True)(*arguments)
 
 
-@pytest.mark.parametrize("step", ["calls.replaced_cache", "_cache_operands"])
+@pytest.mark.parametrize("step", ["prolog.replaced_cache", "plain.positions_and_caches"])
 def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, step):
     def fail(*_):
         raise ZeroDivisionError("a bug")
@@ -60,7 +60,7 @@ def test_refusal_in_the_midst_of_a_rewrite_adds_nothing(decode, monkeypatch):
         raise mla_fx.NoMatch("not like this")
 
     module, arguments = decode
-    monkeypatch.setattr("mla_fx.patterns.mla_prolog._cache_operands", refuse)
+    monkeypatch.setattr("mla_fx.patterns.mla_prolog.plain.positions_and_caches", refuse)
     check_same(module, arguments, compiled(module))
     report = mla_fx.last_report()
     assert report.fused == {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}

@@ -132,8 +132,19 @@ def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
 def test_two_rules_may_not_have_one_name(tmp_path):
     mla_fx.register_patterns(folder_of(tmp_path / "mine", stages="STAGE = 'cache'", rope=RULE))
     told, report = told_while(fused)
-    assert "rope.py cannot be used and is skipped: NameError: another file is called 'rope'" in told
+    assert "rope.py cannot be used and is skipped: NameError: another rule is called 'rope'" in told
     assert report.fused == ALL
+
+
+def test_a_rule_may_name_itself(tmp_path):
+    """Then its file holds several, and its name is as much in use as that of a file."""
+    two = f"{RULE}\nclass Other(Own):\n    name = 'own_other'\n"
+    mla_fx.register_patterns(folder_of(tmp_path / "mine", stages="STAGE = 'cache'", own_rule=two))
+    assert {"own_rule", "own_other"} <= {*names()}
+    mla_fx.get_backend(disable="own_other")
+    mla_fx.register_patterns(folder_of(tmp_path / "others", stages="STAGE = 'cache'", own_other=RULE))
+    (fault,) = discovery.found_rules().faults
+    assert fault.name == "own_other" and "another rule is called 'own_other'" in str(fault)
 
 
 # --- an entry point ---------------------------------------------------------------------------------------------------

@@ -30,13 +30,11 @@ def test_operators_import_torch_and_nothing_else_of_ours_but_errors(path):
 
 @pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
 def test_nothing_imports_a_pattern_or_a_target_by_name(path):
-    """A large pattern has its own folder. Targets may share one, and so may prologs, and attentions."""
+    """A large pattern has its own folder. Targets may share one."""
     plugged = ("mla_fx.patterns", "mla_fx.lowering", "patterns", "lowering")
     folder = ".".join(path.relative_to(ROOT).parts[:2])
     shared = [f"lowering.{found.name}" for found in (ROOT / "lowering").iterdir() if found.is_dir()]
     shared = shared if path.parent == ROOT / "lowering" else [folder]
-    kinds = [kind for kind in ("mla_prolog", "mla_attention") if path.stem.startswith(f"{kind}_")]
-    shared = [f"patterns.{kinds[0]}"] if kinds and "patterns" in path.parts else shared
     found = [module for module in imports(path) if is_within(module, *plugged)]
     assert [module for module in found if not is_within(module, *shared)] == []
 
@@ -122,10 +120,13 @@ def test_a_rule_brings_its_cases(rule):
 
 
 def test_every_file_in_patterns_holds_one_rule():
-    """Or a folder, where a pattern is large."""
+    """Or a folder, where a pattern is large; other rules in it have names of their own that begin with the folder's."""
     files = {path.stem for path in (ROOT / "patterns").glob("*.py")} - {"__init__"}
     folders = {path.parent.name for path in (ROOT / "patterns").glob("*/__init__.py")}
-    assert {rule.name for rule in discovery.rules()} == files | folders
+    homes = {rule.name: type(rule).__module__.rpartition(".")[2] for rule in discovery.rules()}
+    assert set(homes.values()) == files | folders
+    assert all(name == home if home in files else name.startswith(home) for name, home in homes.items())
+    assert folders <= homes.keys()
 
 
 def test_every_file_in_lowering_holds_one_target():

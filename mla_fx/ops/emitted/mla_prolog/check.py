@@ -1,7 +1,6 @@
 """The checks of mla_prolog's arguments."""
 
 import warnings
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -13,7 +12,6 @@ from mla_fx.ops.common.check import (
     check_fractals,
     check_letters,
     check_optional,
-    check_shape,
     check_tensors,
 )
 from mla_fx.ops.common.math import check_rope
@@ -22,14 +20,7 @@ from mla_fx.ops.emitted.mla_prolog_v3 import check as check_v3
 
 from .arguments import Arguments
 
-# Per cache mode: the axes of token_x, and those of the caches except the last.
-CACHE_MODES = {
-    "PA_BSND": check_v3.PAGES,
-    "PA_NZ": check_v3.PAGES,
-    "Norm": ("B, S, He", "B, 1, T"),
-    "BSND": ("B, S, He", "B, S, 1"),
-    "TND": ("T, He", "T, 1"),
-}
+CACHE_MODES = {mode: check_v3.CACHE_MODES[mode] for mode in ("PA_BSND", "PA_NZ", "Norm", "BSND", "TND")}
 QUANTIZED_MODES = ("PA_BSND", "PA_NZ", "BSND", "TND")
 
 # Scales that the page of npu_mla_prolog calls reserved: those that its kernel reads nevertheless, and the others.
@@ -63,11 +54,9 @@ def check_quantized(a: Arguments) -> None:
 
 
 def as_v3(a: Arguments) -> v3.Arguments:
-    """The same arguments for mla_prolog_v3, if weight_uq_qr is int8."""
-    own = ("rope_layout", "gamma_after_cast")
-    shared: dict[str, Any] = {name: value for name, value in vars(a).items() if name not in own}
-    per_channel = a.kv_cache.dtype == torch.int8
-    return v3.Arguments(**shared, weight_quant_mode=1, kv_cache_quant_mode=2 if per_channel else 0)
+    """The same arguments for mla_prolog_v3. Its check takes them if weight_uq_qr is int8, its body always."""
+    has_codes, is_int8 = (tensor.dtype == torch.int8 for tensor in (a.kv_cache, a.weight_uq_qr))
+    return v3.Arguments(**vars(a), weight_quant_mode=int(is_int8), kv_cache_quant_mode=2 * has_codes)
 
 
 def check_unquantized(a: Arguments) -> None:
@@ -93,18 +82,9 @@ def check_unquantized(a: Arguments) -> None:
         sizes["Hcq"] = sizes["He"]
     sizes["N*(D+Dr)"] = sizes["N"] * (sizes["D"] + width)
     check_letters(a, sizes, weight_dq="He, Hcq", rmsnorm_gamma_cq="Hcq", weight_uq_qr="Hcq, N*(D+Dr)")
-    check_caches(a, sizes)
-    indexed = a.cache_mode in ("PA_BSND", "PA_NZ", "Norm")
-    check_optional("cache_index", a.cache_index, indexed, f"cache_mode {a.cache_mode!r}")
-    if a.cache_index is not None:
-        norm = a.cache_mode == "Norm"
-        check_shape("cache_index", a.cache_index, letters, tokens, broadcast=norm)
-        check_v3.check_slots(a.cache_index, sizes["T"] if norm else sizes["BlockNum"] * sizes["BlockSize"])
-
-
-def check_caches(a: Arguments, sizes: Sizes) -> None:
     letters = CACHE_MODES[a.cache_mode][1]
     check_letters(a, sizes, kv_cache=f"{letters}, Hckv", kr_cache=f"{letters}, Dr")
     if a.cache_mode == "PA_NZ":
         check_v3.check_layout("kv_cache", a.kv_cache, a.cache_mode)
         check_v3.check_layout("kr_cache", a.kr_cache, a.cache_mode)
+    check_v3.check_position(as_v3(a))

@@ -14,16 +14,18 @@ def stored_key(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Prolog:
+    """What both prologs compute from: mla_prolog also serves models without a low-rank query, or without rotation."""
+
     token_x: Tensor
-    weight_dq: Tensor
+    weight_dq: Tensor | None
     weight_uq_qr: Tensor
     weight_uk: Tensor
     weight_dkv_kr: Tensor
-    rmsnorm_gamma_cq: Tensor
+    rmsnorm_gamma_cq: Tensor | None
     rmsnorm_gamma_ckv: Tensor
-    rope_sin: Tensor
-    rope_cos: Tensor
+    rope_sin: Tensor | None
+    rope_cos: Tensor | None
     kv_cache: Tensor
     kr_cache: Tensor
     cache_index: Tensor | None = None
@@ -51,3 +53,11 @@ class Arguments:
     kc_scale: float = 1.0
     rope_layout: str = "interleave_half"
     gamma_after_cast: bool = False
+
+
+@dataclass(frozen=True)
+class Arguments(Prolog):
+    weight_dq: Tensor
+    rmsnorm_gamma_cq: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor

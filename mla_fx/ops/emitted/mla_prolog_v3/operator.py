@@ -13,12 +13,12 @@ from mla_fx.ops.common.math import (
     accumulation_dtype,
     rescaled,
     rms_norm,
+    rope,
     to_accumulation_dtype,
     wide_rms_norm,
-    wide_rope,
 )
 
-from .arguments import TILE, Arguments, stored_key
+from .arguments import TILE, Arguments, Prolog, stored_key
 from .check import check
 from .samples import samples
 
@@ -28,7 +28,7 @@ Queries = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def body(a: Arguments) -> Results:
+def body(a: Prolog) -> Results:
     """The absorbed query of MLA and the caches with this step's latents, with the int8 modes of A2 and A3 chips::
 
         n          = RMSNorm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq) * qc_qr_scale
@@ -115,7 +115,7 @@ def body(a: Arguments) -> Results:
     return *queries(a), kv_cache, kr_cache
 
 
-def body_(a: Arguments) -> Queries:
+def body_(a: Prolog) -> Queries:
     results, slots = queries(a), token_slots(a)
     kv_rows, kr_rows = key_rows(a)
     store(a.kv_cache, slots, kv_rows, a.cache_mode, in_place=True)
@@ -124,32 +124,47 @@ def body_(a: Arguments) -> Queries:
     return results
 
 
-def queries(a: Arguments) -> Queries:
+def queries(a: Prolog) -> Queries:
     """The five results that are not caches."""
     *tokens, _ = a.token_x.shape
     heads, nope, rank = a.weight_uk.shape
     dtype = a.weight_uk.dtype
-    cos, sin = (table.flatten(0, -2).unsqueeze(1) for table in (a.rope_cos, a.rope_sin))
+    cos, sin = (None if table is None else table.unsqueeze(1) for table in tables(a))
     query_norm, norm_scale = normed_query(a)
     up = product(query_norm, a.weight_uq_qr, norm_scale, a.dequant_scale_w_uq_qr, dtype)
     up = up.view(up.shape[0], heads, a.weight_uq_qr.shape[1] // heads)
     query = torch.bmm(up[..., :nope].to(dtype).transpose(0, 1), a.weight_uk).transpose(0, 1).contiguous()
-    query_rope = wide_rope(up[..., nope:], cos, sin, a.rope_layout).to(dtype)
+    query_rope = rope(up[..., nope:], cos, sin, a.rope_layout).to(dtype)
     query_scale = None
     if a.query_quant_mode == 1 and a.quant_scale_ckv is not None:
         query, query_rope, query_scale = quantized_query(query, query_rope, a.quant_scale_ckv)
     return (
         query.view(*tokens, heads, rank),
-        query_rope.view(*tokens, heads, a.rope_sin.shape[-1]),
+        as_rows(query_rope.view(*tokens, heads, query_rope.shape[-1])),
         as_result(query_scale, query),
         query_norm.view(*tokens, query_norm.shape[1]) if a.query_norm_flag else query_norm.new_empty(0),
         as_result(norm_scale if a.query_norm_flag else None, query),
     )
 
 
-def normed_query(a: Arguments) -> tuple[Tensor, Tensor | None]:
+def as_rows(x: Tensor) -> Tensor:
+    """Contiguous; without columns, any strides are."""
+    return x.contiguous() if x.shape[-1] else x.new_empty(x.shape)
+
+
+def tables(a: Prolog) -> tuple[Tensor | None, Tensor | None]:
+    """cos and sin of each token, [B*S or T, Dr]."""
+    *tokens, _ = a.token_x.shape
+    given = (a.rope_cos, a.rope_sin)
+    cos, sin = (None if table is None else table.expand(*tokens, -1).flatten(0, -2) for table in given)
+    return cos, sin
+
+
+def normed_query(a: Prolog) -> tuple[Tensor, Tensor | None]:
     """query_norm [B*S or T, Hcq]; in int8 with a scale per row if weight_uq_qr is int8."""
     x, dtype = a.token_x.flatten(0, -2), a.weight_uk.dtype
+    if a.weight_dq is None or a.rmsnorm_gamma_cq is None:
+        return rescaled(x, a.qc_qr_scale), None
     compressed = product(x, a.weight_dq, a.dequant_scale_x, a.dequant_scale_w_dq, dtype)
     normed = rescaled(unscaled_norm(a, compressed, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq), a.qc_qr_scale)
     if a.weight_uq_qr.dtype != torch.int8:
@@ -158,14 +173,13 @@ def normed_query(a: Arguments) -> tuple[Tensor, Tensor | None]:
     return quantize_rows(smoothed, inverse_first=False)
 
 
-def key_rows(a: Arguments) -> tuple[Tensor, Tensor | None]:
+def key_rows(a: Prolog) -> tuple[Tensor, Tensor | None]:
     """The rows of kv_cache and kr_cache per token, [B, S, *] or [T, *]; packed rows leave nothing for kr_cache."""
     *tokens, _ = a.token_x.shape
     rank, dtype = a.weight_uk.shape[2], a.weight_uk.dtype
-    x, cos, sin = (tensor.flatten(0, -2) for tensor in (a.token_x, a.rope_cos, a.rope_sin))
-    keys = product(x, a.weight_dkv_kr, a.dequant_scale_x, a.dequant_scale_w_dkv_kr, dtype)
+    keys = product(a.token_x.flatten(0, -2), a.weight_dkv_kr, a.dequant_scale_x, a.dequant_scale_w_dkv_kr, dtype)
     latent = rescaled(unscaled_norm(a, keys[:, :rank], a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv), a.kc_scale)
-    key_rope = wide_rope(keys[:, rank:], cos, sin, a.rope_layout).to(dtype)
+    key_rope = rope(keys[:, rank:], *tables(a), a.rope_layout).to(dtype)
     if a.k_nope_clip_alpha is not None:
         packed = packed_rows(latent, key_rope, a.k_nope_clip_alpha)
         return packed.view(*tokens, packed.shape[1]), None
@@ -175,7 +189,7 @@ def key_rows(a: Arguments) -> tuple[Tensor, Tensor | None]:
     return kv_rows.view(*tokens, rank), key_rope.view(*tokens, key_rope.shape[1])
 
 
-def unscaled_norm(a: Arguments, x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+def unscaled_norm(a: Prolog, x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     """The RMSNorm in the accumulation dtype; rounded twice on the way with gamma_after_cast."""
     if not a.gamma_after_cast:
         return wide_rms_norm(x, gamma, epsilon)
@@ -209,7 +223,7 @@ def packed_rows(latent: Tensor, key_rope: Tensor, clip_alpha: Tensor) -> Tensor:
     return torch.cat((integers, key, scale.squeeze(-1).float().view(torch.int8)), -1)
 
 
-def token_slots(a: Arguments) -> Tensor | None:
+def token_slots(a: Prolog) -> Tensor | None:
     """The slot of each token; None if the new rows are the new cache."""
     if a.cache_index is None or "BLK" not in a.cache_mode:
         return a.cache_index
@@ -226,7 +240,7 @@ def as_result(scale: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32) if scale is None else scale.float()
 
 
-def fake(a: Arguments) -> Results:
+def fake(a: Prolog) -> Results:
     *tokens, _ = a.token_x.shape
     heads, _, rank = a.weight_uk.shape
     count = math.prod(tokens)
@@ -234,9 +248,9 @@ def fake(a: Arguments) -> Results:
     new, scales = a.token_x.new_empty, functools.partial(a.token_x.new_empty, dtype=torch.float32)
     return (
         new(*tokens, heads, rank, dtype=torch.int8 if a.query_quant_mode == 1 else dtype),
-        new(*tokens, heads, a.rope_sin.shape[-1], dtype=dtype),
+        new(*tokens, heads, a.weight_dkv_kr.shape[1] - rank, dtype=dtype),
         scales(count, heads, 1) if a.query_quant_mode == 1 else scales(0),
-        new(*((*tokens, a.weight_dq.shape[1]) if a.query_norm_flag else (0,)), dtype=a.weight_uq_qr.dtype),
+        new(*((*tokens, a.weight_uq_qr.shape[0]) if a.query_norm_flag else (0,)), dtype=a.weight_uq_qr.dtype),
         scales(count, 1) if a.query_norm_flag and a.weight_quant_mode else scales(0),
         like_store(a.kv_cache, a.cache_index),
         torch.empty_like(a.kr_cache) if a.k_nope_clip_alpha is not None else like_store(a.kr_cache, a.cache_index),

@@ -1,0 +1,146 @@
+"""The engine of all prologs: one layer as it was matched, and the plan that replaces its query and its caches."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from mla_fx.rule import Match, NoMatch, Plan, Rule
+from mla_fx.rule.caches import CacheRoles, replaced_cache
+from mla_fx.rule.codes import QuantisedTiles, QuantisedTokens
+from mla_fx.rule.indices import Axes
+from mla_fx.rule.operands import LATENT_ATTENTION, Call, Cast, Expression, Replaced, result, tables, tensor
+from mla_fx.rule.readings import Element, OperandAxes, RmsNorm, Rope
+
+from .factors import query_scale
+from .weights import Caches, Weights
+
+aten = torch.ops.aten
+OPERANDS = ("kv_cache", "query", "query_rope", "kr_cache")
+QUERIES = ("query", "query_rope")
+RESULTS = {  # of each operator, by number
+    torch.ops.mla_fx.mla_prolog.default: {"query": 0, "query_rope": 1, "kv_cache": 2, "kr_cache": 3},
+    torch.ops.mla_fx.mla_prolog_v3.default: {"query": 0, "query_rope": 1, "kv_cache": 5, "kr_cache": 6},
+    torch.ops.mla_fx.mla_prolog_quant.default: {
+        "query": 2,
+        "query_rope": 3,
+        "kv_cache": 4,
+        "kr_cache": 5,
+        "k_scale_cache": 6,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`rows` are batch and tokens, or tokens alone, in the operator's form; `dtype` is that of what is not quantised;
+    `scale` multiplies the query."""
+
+    match: Match
+    mode: int
+    dtype: torch.dtype
+    caches: Caches
+    rows: tuple[Axes, ...]
+    weights: Weights
+    scale: Element | None
+
+    @classmethod
+    def of(cls, match: Match, mode: int, dtype: torch.dtype, caches: Caches, *, is_batched: bool = True) -> Layer:
+        """Weights are parts of one matrix each; query and key come from the same tokens, and are rotated and written
+        alike."""
+        rows = _rows(match, caches)
+        weights = Weights.of(match, caches)
+        match.reading(RmsNorm, "ckv").check_rows(weights.columns["weight_dkv"])
+        b, s, n = match.dims("b s n")
+        scale = query_scale(match, {*b, *s, *n})
+        return cls(match, mode, dtype, caches, rows if is_batched else rows[1:], weights, scale)
+
+    def tokens(self) -> Expression:
+        """token_x; codes stay codes."""
+        dtype = torch.int8 if self.mode == 2 else self.dtype
+        return tensor(replace(self.match["token_x"], scales=None), (*self.rows, self.match.axes("h")), dtype=dtype)
+
+    def rotation(self, operator: str) -> Rope:
+        found = self.match.get(Rope, "kr_cache.rope")
+        if found is None:
+            raise NoMatch(f"query and key are not rotated; {operator} always rotates", self.match["token_x"].origin)
+        return found
+
+    def tables(self, rotation: Rope | None, *names: str, expand: bool = True) -> list[Expression | None]:
+        """The rotary tables of the key, which are those of the query, too."""
+        return tables(rotation, names, self.rows, equal=self.match.get(Rope, "query_rope.rope"), expand=expand)
+
+
+class Prolog(Rule):
+    """A form of caches: what it reads, and the operator that writes it."""
+
+    stage = "prolog"
+    targets = LATENT_ATTENTION
+    yields_to_target = True
+
+    def rewrite(self, match: Match) -> Plan:
+        layer = self.layer(match)
+        out = self.call(layer)
+        new = {name: Call(operator.getitem, out, place) for name, place in RESULTS[out.target].items()}
+        tokens, tiles = match.get(QuantisedTokens, "cq.codes"), match.get(QuantisedTiles, "tiles")
+        codes = [found for found in (tokens, tiles) if found is not None]
+        differences = dict.fromkeys(difference for found in codes for difference in found.differences)
+        differences |= dict.fromkeys(self.differences(layer))
+        changed = (part for name, value in new.items() for part in self.replaced(layer, name, value))
+        return Plan(*changed, differences=[*differences], exact=(call for found in codes for call in found.whole))
+
+    def layer(self, match: Match) -> Layer:
+        raise NotImplementedError
+
+    def call(self, layer: Layer) -> Call:
+        """Raises NoMatch unless the operator computes what the program does."""
+        raise NotImplementedError
+
+    def differences(self, layer: Layer) -> Iterator[str]:
+        """Where the program's codes and scales may differ from the operator's, besides those of the readings."""
+        return iter(())
+
+    def replaced(self, layer: Layer, name: str, new: Expression) -> Iterator[Replaced]:
+        """A part of the query, a cache, or the rows that are used directly."""
+        old, cache = given(layer.match).get(name), layer.caches.get(name)
+        if cache is not None:
+            yield replaced_cache(cache, new, self.heads_at(layer, cache))
+        elif old is not None and name in QUERIES:
+            yield _replaced_query(layer, name, old, new)
+        elif old is not None:
+            yield Replaced(old, Call(aten.squeeze.dim, new, self.heads_at(layer)))
+
+    def heads_at(self, layer: Layer, cache: CacheRoles | None = None) -> int:
+        """The dimension of the one head in the operator's cache, or in its rows that are used directly."""
+        return 1
+
+
+def _replaced_query(layer: Layer, name: str, old: Node, new: Expression) -> Replaced:
+    dims, n = layer.match.roles(name), layer.match.axes("n")
+    if layer.scale is not None:
+        new = Call(aten.mul.Tensor, new, tensor(layer.scale, (*layer.rows, n, ())))
+    part = tensor(result(new, (*layer.rows, n, dims[-1])), dims)
+    return Replaced(old, Cast(part, old.meta["val"].dtype))
+
+
+def given(match: Match) -> dict[str, Node]:
+    """The operands of attention, by name; those of a rotary part may be missing."""
+    found = {name: match.get(OperandAxes, f"{name}.axes") for name in OPERANDS}
+    return {name: axes.node for name, axes in found.items() if axes is not None}
+
+
+def _rows(match: Match, caches: Caches) -> tuple[Axes, Axes]:
+    """Batch and tokens in the operator's form: a cache without a batch is written by all tokens as one sequence.
+
+    Raises NoMatch unless query and rows are computed from the same hidden states, token by token."""
+    b, s = match.dims("b s")
+    latent = caches["kv_cache"]
+    tokens = ((), (*b, *s)) if latent is not None and not latent.batch else (b, s)
+    made = ((name, cache) for name, cache in caches.items() if name in given(match))
+    if any((cache.row if cache else match.dims("a t")) != tokens for name, cache in made):
+        raise NoMatch("query and cached rows are not computed from the same tokens", match["token_x"].origin)
+    return tokens
