@@ -17,10 +17,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
-from npu import environment
+from mla_fx.lowering.ascend.stub import environment
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
+
+from mla_fx.errors import OptionError
 
 from .npu import NPU
 from .quantised import QUANTISED
@@ -62,7 +64,7 @@ def _on_npus(given: argparse.Namespace) -> int:
     """The tables of NPUs, in a process that can import torch_npu."""
     try:
         variables = environment.variables()
-    except environment.UnavailableError as reason:
+    except OptionError as reason:
         Console().print(f"The tables of NPUs stay as they are: {reason}.")
         return 0
     options = ["--npu", "--only", given.only, "--processes", str(given.processes)]

@@ -1,6 +1,4 @@
-"""`python -m tests.npu`, with pytest's arguments: the NPU tests, each file in a process that can import torch_npu.
-
-What torchair and its two modes register stays in a process, so that files would not be told apart in one."""
+"""`python -m tests.npu`, with pytest's arguments: the NPU tests, each file in a process that can import torch_npu."""
 
 import sys
 from pathlib import Path
@@ -16,7 +14,8 @@ NO_TESTS = 5  # what pytest returns where an option like -k leaves none
 options = [argument for argument in sys.argv[1:] if not argument.startswith("tests/npu/")]
 chosen = [argument for argument in sys.argv[1:] if argument.startswith("tests/npu/")]
 try:
-    codes = [environment.pytest([file, *options]).returncode for file in chosen or FILES]
+    with environment.pytests() as run:
+        codes = [run([file, *options]) for file in chosen or FILES]
 except OptionError as reason:
     sys.exit(str(reason))
 sys.exit(max(code for code in codes if code != NO_TESTS) if set(codes) != {NO_TESTS} else NO_TESTS)
