@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced import Traced, dense
+from lib.traced import Traced, dense
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.codes.largest import largest
