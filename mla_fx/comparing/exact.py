@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.arguments import named_arguments, names_of
-from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
+from mla_fx.graph.torch_private import OpOverload, memory_of, tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -156,7 +156,7 @@ class Wide(Dry):
         operands = [one for one in node.all_input_nodes if isinstance(self.env[one], Tensor)]
         dtypes = {one.meta["val"].dtype for one in operands if one.meta["val"].is_floating_point()}
         is_own = all(self.env[one].dtype == one.meta["val"].dtype for one in operands)
-        return is_own and dtypes <= {node.meta["val"].dtype}
+        return is_own and dtypes <= {value.dtype for value in tree_leaves(node.meta["val"])}
 
 
 def _is_number(node: Node) -> bool:
