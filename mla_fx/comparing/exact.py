@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.arguments import named_arguments, names_of
-from mla_fx.graph.torch_private import OpOverload, memory_of, tree_map
+from mla_fx.graph.torch_private import OpOverload, memory_of, tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Operators that read raw memory: wider numbers have other bytes.
 BYTES = frozenset({aten.view.dtype})
-COPIES = frozenset(
+MOVES = frozenset(
     {
         aten.clone.default, aten.contiguous.default, aten.copy.default, aten.lift_fresh_copy.default,
         aten._unsafe_view.default, aten.reshape.default, aten.repeat.default, aten.cat.default, aten.stack.default,
@@ -54,32 +54,46 @@ class Dry(Interpreter):
 
     def __init__(self, gm: GraphModule, wanted: Collection[str] = ()) -> None:
         super().__init__(gm)
-        self.wanted, self.values = frozenset(wanted), dict[str, Any]()
+        self.wanted, self.values, self.written = frozenset(wanted), dict[str, Any](), frozenset[int]()
 
     def results(self, inputs: Sequence[Any]) -> Results:
-        owners = {owner(target) for node in self.graph.nodes for target in written(node)}
-        places = [place for place, node in enumerate(self.graph.find_nodes(op="placeholder")) if node in owners]
+        places = writes(self.graph)
         given = in_copies(inputs, [inputs[place] for place in places], self.as_compared)
+        self.written = frozenset(memory_of(given[place]) for place in places)
+        theirs = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
         with torch.no_grad():
-            outputs = [self.as_compared(value) for value in self.run(*given)]
-        memories = {memory_of(value) for value in inputs if isinstance(value, Tensor)}
-        for place, value in enumerate(outputs):
-            if isinstance(value, Tensor) and memory_of(value) in memories:
-                outputs[place] = value.clone()  # what runs next may write this input
+            outputs = [self._kept(value, theirs) for value in self.run(*given)]
         return Results(outputs, {place: self.as_compared(given[place]) for place in places}, self.values)
 
     def as_compared(self, value: Any) -> Any:
         """A value in the form in which it is compared."""
         return value
 
+    def _kept(self, value: Any, writable: Collection[int]) -> Any:
+        """The same, in memory that is not written afterwards."""
+        value = self.as_compared(value)
+        return value.clone() if isinstance(value, Tensor) and memory_of(value) in writable else value
+
     def run_node(self, n: Node) -> Any:
         value = self._of(n)
         if n.name in self.wanted:
-            self.values[n.name] = self.as_compared(value)
+            self.values[n.name] = self._kept(value, self.written)
         return value
 
     def _of(self, node: Node) -> Any:
         return super().run_node(node)
+
+
+def writes(graph: Graph) -> dict[int, Node]:
+    """The value that a graph writes last to each input, by the input's place."""
+    places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    found = {
+        places[one]: node.all_input_nodes[-1] if node.target is aten.copy_.default and target is one else node
+        for node in graph.nodes
+        for target in written(node)
+        if (one := owner(target)) in places
+    }
+    return dict(sorted(found.items()))
 
 
 def in_copies(
@@ -142,7 +156,7 @@ class Wide(Dry):
         operands = [one for one in node.all_input_nodes if isinstance(self.env[one], Tensor)]
         dtypes = {one.meta["val"].dtype for one in operands if one.meta["val"].is_floating_point()}
         is_own = all(self.env[one].dtype == one.meta["val"].dtype for one in operands)
-        return is_own and dtypes <= {node.meta["val"].dtype}
+        return is_own and dtypes <= {value.dtype for value in tree_leaves(node.meta["val"])}
 
 
 def _is_number(node: Node) -> bool:
@@ -156,7 +170,7 @@ def _is_number(node: Node) -> bool:
 def moves(node: Node) -> bool:
     """Whether a call returns numbers of its operands as they are, in other places."""
     target = node.target
-    return target is operator.getitem or target in COPIES or (isinstance(target, OpOverload) and target.is_view)
+    return target is operator.getitem or target in MOVES or (isinstance(target, OpOverload) and target.is_view)
 
 
 def is_random(node: Node) -> bool:

@@ -16,7 +16,7 @@ from .closeness import SAME, distance, wide_dtype
 from .exact import Wide
 from .samples import Like
 
-__all__ = ["Like", "difference", "drawn", "reproduce", "reproduce_compiled"]
+__all__ = ["Like", "distances", "drawn", "reproduce", "reproduce_compiled"]
 
 Function = Callable[[Mapping[str, Any]], Any]
 AGREE = "With random inputs nothing differs; the difference needs numbers like those of the model."
@@ -26,7 +26,7 @@ def reproduce(unfused: Function, fused: Function, inputs: Mapping[str, Any], nam
     """Run both, print what differs, and return the exit status: 1 if something does. `names` are those of the
     results."""
     values = drawn(inputs)
-    errors = difference(unfused, fused, values)
+    errors = distances(unfused, fused, values)
     name = str(_dtype(values)).removeprefix("torch.")
     for what, error in zip(names, errors, strict=True):
         print(f"{what}: fused and unfused are {error:.3g} apart in {name}, relative to the largest element")
@@ -56,7 +56,7 @@ def drawn(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.draw(generator) if isinstance(value, Like) else value for name, value in inputs.items()}
 
 
-def difference(unfused: Function, fused: Function, values: Mapping[str, Any]) -> list[float]:
+def distances(unfused: Function, fused: Function, values: Mapping[str, Any]) -> list[float]:
     """The distance of each result of two functions in a dtype that hardly rounds."""
     dtype, found = _dtype(values), []
     for function in (unfused, fused):

@@ -23,7 +23,7 @@ from .cutout import Cutout
 from .exact import Dry
 from .interpreter import Interpreter
 from .plans import Difference
-from .reproduce import difference, drawn
+from .reproduce import distances, drawn
 from .samples import Like, like
 from .whole_numbers import Part
 
@@ -119,7 +119,7 @@ def _of_two(
     names: Sequence[str],
 ) -> Reproducer:
     given = drawn(inputs)
-    errors = difference(unfused, fused, given)
+    errors = distances(unfused, fused, given)
     shows = not all(error <= SAME[wide_dtype(given.values())] for error in errors)
     call = f"reproduce.reproduce(unfused, fused, INPUTS, {names!r})"
     return Reproducer(title, {"unfused": unfused, "fused": fused}, inputs, labels, call, shows)

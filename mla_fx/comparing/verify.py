@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from mla_fx.errors import VerificationError
-from mla_fx.graph.aliasing import owner, written
+from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_compilers import as_boxed, is_boxed
 
@@ -33,10 +33,8 @@ from .closeness import SAME, Closeness, blind, closeness, distance, wide_dtype
 from .culprit import Culprit, find, listed
 from .cutout import Cutout, whole
 from .envelope import Envelope
-from .exact import Dry, Results, Wide, in_copies
+from .exact import Dry, Results, Wide, in_copies, writes
 from .reproducer import of_lowering, of_rule, reproduced
-
-aten = torch.ops.aten
 
 
 class _Result(NamedTuple):
@@ -213,25 +211,11 @@ class Verification:
 
     def _results(self) -> list[_Result]:
         """Outputs and written inputs, in the order of `Results.all`."""
-        both = [_outputs_and_writes(gm.graph) for gm in (self.unfused, self.fused)]
-        outputs, writes = zip(*both, strict=True)
+        unfused, fused = self.unfused.graph, self.fused.graph
+        outputs: list[Any] = [graph.output_node().args[0] for graph in (unfused, fused)]
         found = [_Result("output", str(place), *nodes) for place, nodes in enumerate(zip(*outputs, strict=True))]
-        names = [label_of(node) for node in self.unfused.graph.find_nodes(op="placeholder")]
-        return found + [_Result("input", names[place], new, writes[1][place]) for place, new in writes[0].items()]
-
-
-def _outputs_and_writes(graph: Graph) -> tuple[Sequence[Any], dict[int, Node]]:
-    """What a graph returns, and the value that it writes last to each input, by the input's place."""
-    places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
-    outputs = graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple)), "an operator graph returns several values"
-    writes = {
-        places[one]: node.all_input_nodes[-1] if node.target is aten.copy_.default and target is one else node
-        for node in graph.nodes
-        for target in written(node)
-        if (one := owner(target)) in places
-    }
-    return outputs, dict(sorted(writes.items()))
+        names, new = [label_of(node) for node in unfused.find_nodes(op="placeholder")], writes(fused)
+        return found + [_Result("input", names[place], old, new[place]) for place, old in writes(unfused).items()]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.graph.node_text import described, value_of
+from mla_fx.graph.node_text import consecutive, described, value_of
 from mla_fx.graph.provenance import module_of
 from mla_fx.graph.source import INPUTS, Source, quoted
 from mla_fx.graph.torch_private import hint_of
@@ -170,13 +170,8 @@ def _given(node: Node) -> Any:
 
 def _range(numbers: Iterable[str]) -> str:
     """`0-2,5` for 0, 1, 2 and 5."""
-    parts: list[list[int]] = []
-    for number in sorted(map(int, numbers)):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    parts = consecutive(sorted(map(int, numbers)))
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in parts)
 
 
 def ranges(paths: Sequence[str]) -> str:

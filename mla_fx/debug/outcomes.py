@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
+from mla_fx.graph.node_text import consecutive
+
 _NUMBERED = re.compile(r"(?<=[A-Za-z_])\d+|(?<=\.)\d+(?=\.[A-Za-z_])")
 _LAYER = re.compile(r".*\.\d+(?=\.[A-Za-z_])|\d+(?=\.[A-Za-z_])")
 WHOLE = "the model itself"  # what is in no module, or in a model without layers
@@ -160,13 +162,7 @@ def _named_together(paths: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    for run in runs:
+    for run in consecutive(numbers):
         yield f"{run[0]} … {run[-1]}" if len(run) >= _RANGE else ", ".join(map(str, run))
 
 

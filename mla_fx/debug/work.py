@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
 
 from mla_fx.graph.aliasing import COPIES, UNDECLARED, owners_in, surely_shares, written
+from mla_fx.graph.arguments import names_of
 from mla_fx.graph.node_text import call_text, described, value_of
 from mla_fx.graph.torch_private import OpOverload, hint_of, tree_leaves, tree_map
 from mla_fx.ops import catalogue
@@ -102,10 +103,9 @@ def _flops(node: Node) -> int | None:
 def _body(target: OpOverload) -> Callable[..., Any]:
     """The body of a fused operator, without what its form in place has besides."""
     body = catalogue()[str(target._opname).rstrip("_")].body
-    names = [argument.name for argument in target._schema.arguments]
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names_of(target), args, strict=False)), **kwargs}
         return body(**{name: given[name] for name in inspect.signature(body).parameters if name in given})
 
     return compute

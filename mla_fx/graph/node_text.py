@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,17 @@ def one_line(text: str) -> str:
 
 def tally(counts: Mapping[str, int]) -> str:
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counts.items())
+
+
+def consecutive(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers in runs without gaps."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def value_of(node: Node) -> Any:

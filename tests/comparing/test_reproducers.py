@@ -149,7 +149,7 @@ def test_parts_of_right_graphs_agree_on_random_inputs(monkeypatch, place):
             found = culprit.Culprit(self.unfused, self.fused, new, old, 0.0, dict(agreeing))
             made = reproducer.of_rule("", [(*found.parts(), ["value"])], verify._values(inputs))
             unfused, fused = made.functions.values()
-            errors.extend(reproduce.difference(unfused, fused, reproduce.drawn(made.inputs)))
+            errors.extend(reproduce.distances(unfused, fused, reproduce.drawn(made.inputs)))
             agreeing[new] = old
         return check_rules(self, inputs)
 
