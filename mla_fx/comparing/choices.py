@@ -23,6 +23,7 @@ from .exact import BYTES, FLOATS, Wide, is_random, widened
 DRAWS = 64  # with 16, verify refused 10 of 750 right results with 2 to 16 open choices in a row; with 64, none
 TIMES = 4  # the error of what a choice sees, in a draw: another run was off by at most 3.3 times, in 750 draws
 ULPS = 64  # of the largest number: the error of a value in a wide dtype
+CODES = (torch.int8, torch.uint8)  # numbers; wider whole numbers are names, as those of experts
 STEPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "floor_divide", "remainder", "fmod"})
 
 
@@ -93,7 +94,8 @@ class Choosing(Wide):
 
 class Nearby(Wide):
     """Runs a graph in a wide dtype, with choices among values that are moved at random within their errors, which are
-    given by the names of the values. A number that is rounded moves by a step at most, and zeros do not move."""
+    given by the names of the values. A number that is rounded moves by a step at most, a code stays in its range, and
+    zeros do not move."""
 
     def __init__(
         self, gm: GraphModule, dtype: torch.dtype, errors: Mapping[str, float], generator: torch.Generator
@@ -106,7 +108,8 @@ class Nearby(Wide):
             return super()._of(node)
         most = math.inf if isinstance(node.meta["val"], (tuple, list)) else 1.0
         own = {one: self.env[one] for one in node.all_input_nodes}
-        self.env.update({one: self._moved(value, self.errors.get(one.name, 0.0), most) for one, value in own.items()})
+        moved = {one: self._moved(value, self.errors.get(one.name, 0.0), most) for one, value in own.items()}
+        self.env.update({one: _in_range(node, value) for one, value in moved.items()})
         value = super()._of(node)
         self.env.update(own)
         return _picked(node, self.env, value)
@@ -116,6 +119,15 @@ class Nearby(Wide):
             return value
         signs = torch.randint(0, 2, value.shape, generator=self.generator).to(value) * 2 - 1
         return value + min(TIMES * error, most) * signs * (value != 0)
+
+
+def _in_range(node: Node, value: Any) -> Any:
+    """What a cast gets: beyond the range of its codes, numbers would wrap around."""
+    result = node.meta["val"]
+    if not isinstance(result, Tensor) or result.dtype not in CODES or not torch.is_floating_point(value):
+        return value
+    bounds = torch.iinfo(result.dtype)
+    return value.clamp(bounds.min, bounds.max)
 
 
 def _picked(node: Node, env: Mapping[Node, Any], chosen: Any) -> Any:

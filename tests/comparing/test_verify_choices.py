@@ -84,6 +84,26 @@ def test_two_steps_of_a_code_are_found(seed):
     assert model.is_found(model.still, 1 if seed % 2 else -2)
 
 
+class Unclamped(Quantised):
+    """In bfloat16 all codes are open. Nothing keeps them in their range, whose end is the largest."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.x = self.x.bfloat16()
+
+    def codes(self, x, place=0, by=0):
+        whole = self.whole(x)
+        whole[0, place] += by
+        return whole.to(torch.int8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_largest_code_does_not_wrap_around(seed):
+    """Else a draw with 128 in place of 127 would excuse any other code."""
+    model = Unclamped(seed)
+    assert model.is_found(model.still, -60 if model.whole(model.x)[0, model.still] > 0 else 60)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_number_beside_a_code_that_may_flip_is_found(seed):
     """It is off by half of what the code may change there: no choice makes this row."""

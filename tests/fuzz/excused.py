@@ -17,6 +17,7 @@ from .program import Program, Seen, plainly, widened
 aten = torch.ops.aten
 
 ROOM = 16.0  # this far below the largest number of a dtype, no order of additions leaves its range
+SHORT = (torch.bfloat16, torch.float16)
 EDGE = "at the edge of the range the order of additions decides"
 
 OWN_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -28,6 +29,8 @@ MAY_BLIND = frozenset({aten._softmax.default, aten._safe_softmax.default, aten.s
 def excuse(captured: Captured, mutations: list[Mutation]) -> str:
     """Why a difference says nothing about the rewrite; empty if it does."""
     program = mutate(captured, mutations)
+    if program.way.flaw and any(node.kwargs.get("dtype") in SHORT for node in program.gm.graph.nodes):
+        return "in few digits many codes are open, and so are two steps of one"
     if program.way.has_garbage:
         return "" if _is_hidden(captured, mutations, program) else "the garbage is not hidden"
     exact = widened(program) if program.is_rounded else program

@@ -104,4 +104,9 @@ FOUND = (
     Mutant("blind row (decomposed)", (("rows_from_the_end", "index_put_1", 1, 8),)),
     # fills within fills
     Mutant("plain", (("nested", "_softmax", 0, 24, 0.01, "where"),)),
+    # twenty steps of a code, where all codes are open and the largest would wrap around
+    Mutant(
+        "quantised tokens",
+        (("narrow", "split_with_sizes_1", 0, "bfloat16"), ("flawed", "aten.round.default", 558, -20)),
+    ),
 )
