@@ -9,11 +9,11 @@ from datetime import datetime
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from lib.comparing import ALL, EXACT, check_same, compiled, mla_warnings
+from lib.comparing import ALL, EXACT, check_same, compiled, gradients, mla_warnings
 from lib.families import Recorder
 from lib.zoo.entries import DEFAULT, Entry, TwoGraphs
 from lib.zoo.negatives import expanded_cache
-from lib.zoo.sizes import DECODE, PREFILL
+from lib.zoo.sizes import DECODE
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -260,12 +260,6 @@ def test_unmet_expectation(decode, expect):
 
 
 # --- what is left alone ----------------------------------------------------------------------------------------------
-
-
-def gradients(module, run):
-    out, *_ = run(*Entry(DEFAULT).arguments(PREFILL))
-    out.square().sum().backward()
-    return [weight.grad for weight in module.parameters()]
 
 
 def test_training_graph_is_left_alone():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lib.traced import B, S, T, dense
-from lib.writes import copied_back, fused
+from lib.writes import copied_back, fused, scaled
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.comparing import in_place
@@ -67,12 +67,6 @@ def old_view_is_read(*given):
     return late, *rest
 
 
-def twice(*given):
-    k_cache, ckv_cache = fused(*given)[:2]
-    given[-2].copy_(k_cache * 2)
-    given[-1].copy_(ckv_cache)
-
-
 def elsewhere(*given):
     k_cache, ckv_cache = fused(*given[:-2], given[-2][:, :, : T - 1], given[-1][:, :, : T - 1])[:2]
     given[-2].copy_(aten.slice_scatter(given[-2], k_cache, 2, 1, T))
@@ -113,7 +107,7 @@ def returned(*given):
 
 RIGHT = copied_back, read_afterwards, read_before, written_in_part, turned_around
 WRONG = (
-    old_is_read, old_view_is_read, twice, elsewhere, first_rows_alone, from_behind, sequences_swapped,
+    old_is_read, old_view_is_read, scaled, elsewhere, first_rows_alone, from_behind, sequences_swapped,
     in_each_others_place, returned,
 )  # fmt: skip
 

@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 import torch
-from lib.comparing import ALL, EXACT, check_same, mla_warnings, with_backend
+from lib.comparing import ALL, EXACT, check_same, gradients, mla_warnings, with_backend
 from lib.zoo.entries import DEFAULT, Entry
-from lib.zoo.sizes import PREFILL
 from torch import nn
 
 import mla_fx
@@ -310,12 +309,6 @@ def test_the_report_is_that_of_the_users_own_pass(decode):
     check_same(module, arguments, with_pass(module, graph_pass))
     assert graph_pass.report.fused == ALL
     assert mla_fx.last_report() is graph_pass.report
-
-
-def gradients(module, run):
-    out, *_ = run(*Entry(DEFAULT).arguments(PREFILL))
-    out.square().sum().backward()
-    return [weight.grad for weight in module.parameters()]
 
 
 @pytest.mark.slow

@@ -12,9 +12,6 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 aten = torch.ops.aten
 
 
-# --- who shares memory with whom -------------------------------------------------------------------------------------
-
-
 def node_of(function, *shapes):
     """The graph of a function, and the node that it returns."""
     graph = make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph

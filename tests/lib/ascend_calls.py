@@ -21,6 +21,10 @@ def fakes():
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def of(release, **others):
+    return dataclasses.replace(A2, cann=release, **others)
+
+
 def make(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype)
 

@@ -69,9 +69,6 @@ def given(module, dtype=torch.float64):
     return in_codes(arguments(module.sizes, dtype))
 
 
-# --- spellings -------------------------------------------------------------------------------------------------------
-
-
 class InFloat32(Coded):
     """Dequantised in float32 at least and rounded once."""
 

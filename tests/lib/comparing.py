@@ -5,6 +5,8 @@ import copy
 import torch
 
 import mla_fx
+from lib.zoo.entries import DEFAULT, Entry
+from lib.zoo.sizes import PREFILL
 
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 ALL = {"mla_prolog": 1, "latent_attention": 1}
@@ -37,3 +39,9 @@ def check_runs_unfused(module, arguments, run):
 
 def mla_warnings(caught):
     return [str(warning.message) for warning in caught if issubclass(warning.category, mla_fx.MlaWarning)]
+
+
+def gradients(module, run):
+    out, *_ = run(*Entry(DEFAULT).arguments(PREFILL))
+    out.square().sum().backward()
+    return [weight.grad for weight in module.parameters()]

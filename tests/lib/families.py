@@ -204,3 +204,10 @@ class Recorder(TorchDispatchMode):
     @property
     def fused(self) -> dict[str, int]:
         return self.report.fused
+
+
+EXACT = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def check_same_caches(ours, theirs):
+    torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)

@@ -15,8 +15,6 @@ from mla_fx.rewriting.draft import Draft, Drafted, value_of
 aten = torch.ops.aten
 
 
-# --- planted faults --------------------------------------------------------------------------------------------------
-
 Fault = Callable[[dict[str, Any]], dict[str, Any]]
 
 

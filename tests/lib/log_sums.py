@@ -134,9 +134,6 @@ def compiled(module, given, target="reference", **options):
     return found, mla_fx.last_report()
 
 
-# --- parts of a context that are merged ------------------------------------------------------------------------------
-
-
 class Merged(nn.Module):
     """Attention over two parts of each context, merged by their logarithms, as servers and ring attention do it."""
 
@@ -161,3 +158,6 @@ def in_parts(*given):
 class Unmasked(Attention):
     def lse(self, masked, scores):
         return scores.logsumexp(-1)
+
+
+SPELLINGS = [Attention, Kept, Added, Maximum, Divided, OverRows, LessLogarithm, Base2, Offset, Twice]

@@ -145,9 +145,6 @@ def reasons(report):
     return [miss.reason for miss in report.misses if miss.pattern == RULE]
 
 
-# --- layers that fuse ------------------------------------------------------------------------------------------------
-
-
 class AllInt8(Packed):
     """q_a and kv_a are int8, too; latents stay in float32 until they are quantised."""
 

@@ -142,9 +142,6 @@ def check(module, *, close=CLOSE, given=None, **options):
     return mla_fx.last_report()
 
 
-# --- spellings -------------------------------------------------------------------------------------------------------
-
-
 class Eager(Engine):
     fill = -torch.inf
 
@@ -340,3 +337,8 @@ def fixed(module):
         return module(x, table, starts, *caches)
 
     return run
+
+
+SPELLINGS = [Engine, Eager, Filled, Expanded, Turned, Grouped, Gqa, BlocksSelected, BlocksEmbedded, Slots]
+SPELLINGS += [BlocksAndOffsets, SlotOfEachToken, HeadsFirst, Padded, Scaled, ByLength, OneFurther, Window, Slopes]
+SPELLINGS += [Biases, Unmasked, Upcast, LogarithmOfLength]

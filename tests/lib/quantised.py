@@ -5,7 +5,9 @@ A spelling is `multiply(x [.., K], weight)`: the product with a weight [Out, K] 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ from torch._higher_order_ops.out_dtype import out_dtype
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  # registers quantized_decomposed
 from torch.nn.functional import linear
 
-from mla_fx.cases import DR, DV, HCKV, B, D, Layer, N, T
+import mla_fx
+from lib.comparing import EXACT, compiled
+from mla_fx.cases import DR, DV, HCKV, B, D, Layer, N, T, inputs
 
 GROUP = 4  # columns with one scale and zero point
 
@@ -292,3 +296,12 @@ class Quantised(Layer):
         expanded = self.project(latent, "kv_b").view(B, T, N, D + DV).transpose(1, 2)
         k_nope, value = torch.split(expanded, [D, DV], dim=-1)
         return torch.cat((k_nope, k_rope.expand(-1, N, -1, -1)), dim=-1), value
+
+
+def report_of(layer: Layer, *given: Any, **options: Any) -> mla_fx.Report:
+    """The report of a compiled layer, after its output and caches were compared with eager mode."""
+    given, theirs = given or inputs(), copy.deepcopy(layer)
+    torch.testing.assert_close(compiled(layer, **options)(*given), theirs(*given), **EXACT)
+    caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
+    torch.testing.assert_close(*caches, **EXACT)
+    return mla_fx.last_report()

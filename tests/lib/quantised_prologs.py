@@ -1,12 +1,9 @@
 """Layers whose projections are multiplied by int8 codes, with tokens quantised as tests say."""
 
-import copy
-
 import torch
 from mla_fx.lowering.reference import Reference
 from torch.nn.functional import linear
 
-import mla_fx
 from lib.quantised import Quantised, by_rows
 from mla_fx.cases import HCQ, inputs
 from mla_fx.debug.report import Report
@@ -15,9 +12,6 @@ from mla_fx.options import Options
 
 PROLOG, KEY_SIDE, ATTENTION = "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
 DOWN = ("q_a", "q_b", "kv_a")
-
-
-# --- how tokens are quantised ----------------------------------------------------------------------------------------
 
 
 def divided(x):
@@ -45,16 +39,6 @@ def layer_of(quantise, *names, dtype=torch.float32, kind=Quantised):
 def given(dtype=torch.float32):
     *floats, position = inputs()
     return [*(value.to(dtype) for value in floats), position]
-
-
-def report_of(layer, **options):
-    """The report of a compiled layer, after its output and caches were compared with eager mode."""
-    theirs = copy.deepcopy(layer)
-    compiled = torch.compile(layer, backend="mla", options={"target": "reference", **options})
-    torch.testing.assert_close(compiled(*given()), theirs(*given()), rtol=1e-4, atol=1e-5)
-    caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
-    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-5)
-    return mla_fx.last_report()
 
 
 class Hoisting(Reference):

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.quantised import Quantised, Stored, by_rows
+from lib.comparing import compiled
+from lib.quantised import Quantised, Stored, by_rows, report_of
 from lib.quantised_prologs import ATTENTION, KEY_SIDE, PROLOG, given
 from lib.traced import Traced, agree, dense
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -305,19 +306,6 @@ def in_dtype(layer, dtype):
     for value in (*layer.parameters(), *layer.buffers()):
         value.data = value.data.to(dtype) if value.is_floating_point() else value.data
     return layer
-
-
-def compiled(layer, **options):
-    return torch.compile(layer, backend="mla", options={"target": "reference", **options})
-
-
-def report_of(layer, **options):
-    """The report of a compiled layer, after its output and caches were compared with eager mode."""
-    theirs = copy.deepcopy(layer)
-    torch.testing.assert_close(compiled(layer, **options)(*given()), theirs(*given()), rtol=1e-4, atol=1e-5)
-    caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
-    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-5)
-    return mla_fx.last_report()
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lib.operators.harness import by_name, cases, compiles_once, twin_call
+from lib.operators.harness import bfloat16, by_name, cases, compiles_once, to_int8, twin_call
 from lib.operators.kv_oracle import FORMS, MODES, OPERATOR, build, byte_offset, matches_oracle
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -95,16 +95,6 @@ def test_body_writes_each_cache_by_one_index_put(mode, heads, quantize):
 # Rounding, to the bit: numpy in float32, one operation at a time. Sums of squares of small integers are exact.
 
 
-def bfloat16(x):
-    """float32 rounded to bfloat16, ties to even, by its bits."""
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-
-
-def int8(x):
-    return np.clip(np.rint(x), -128, 127).astype(np.int8)
-
-
 def integers(**options):
     """A bfloat16 case whose kv holds integers, and its arguments in float32 by name."""
     args, kwargs = build("PA_NZ", dtype=torch.bfloat16, batch=4, steps=40, **options)
@@ -156,8 +146,8 @@ def test_int8_is_taken_from_unrounded_float32_values():
     rows = (key, a["k_rope_scale"]), (normed * a["gamma"], a["c_kv_scale"])
     for result, (row, scale) in zip(results, rows, strict=False):
         actual = rows_of(result, args)
-        assert np.array_equal(actual, int8(row * scale))
-        assert not np.array_equal(actual, int8(bfloat16(row) * scale))
+        assert np.array_equal(actual, to_int8(row * scale))
+        assert not np.array_equal(actual, to_int8(bfloat16(row) * scale))
 
 
 def test_int8_of_rows_that_are_rounded_first():
@@ -167,7 +157,7 @@ def test_int8_of_rows_that_are_rounded_first():
     key, normed = emulated_rows(a)
     rows = (key, a["k_rope_scale"]), (normed * a["gamma"], a["c_kv_scale"])
     for result, other, (row, scale) in zip(results, unrounded, rows, strict=False):
-        assert np.array_equal(rows_of(result, args), int8(bfloat16(row) * scale))
+        assert np.array_equal(rows_of(result, args), to_int8(bfloat16(row) * scale))
         assert not torch.equal(result, other)
     assert all(map(torch.equal, results[2:], unrounded[2:]))
 
@@ -185,9 +175,9 @@ def test_int8_with_v_is_taken_from_unrounded_float32_values(offset):
     for result, row, name in zip(results, emulated_rows_with_v(a), ("k_rope", "c_kv"), strict=False):
         scale, shift = a[f"{name}_scale"][:, None], a[f"{name}_offset"][:, None] if offset else np.float32(0)
         actual = rows_of(result, args)
-        assert np.array_equal(actual, int8(row * scale + shift))
+        assert np.array_equal(actual, to_int8(row * scale + shift))
         if name == "k_rope":
-            assert not np.array_equal(actual, int8(bfloat16(row) * scale + shift))
+            assert not np.array_equal(actual, to_int8(bfloat16(row) * scale + shift))
 
 
 def test_rows_are_rounded_once_to_bfloat16_ties_to_even():
@@ -206,7 +196,7 @@ def test_gamma_after_cast_rounds_before_and_after_gamma_and_quantises_that():
     _, ckv_cache, _, c_kv = OPERATOR.overload(*args, **kwargs, gamma_after_cast=True)
     assert np.array_equal(c_kv.float().numpy(), wanted)
     actual = rows_of(ckv_cache, args)
-    assert np.array_equal(actual, int8(wanted * a["c_kv_scale"]))
+    assert np.array_equal(actual, to_int8(wanted * a["c_kv_scale"]))
 
 
 def test_int8_ties_go_to_even_and_large_values_saturate():

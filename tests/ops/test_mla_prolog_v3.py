@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lib.operators.harness import by_name, cases, fake_with_free_sizes, hints, same_tensors
+from lib.operators.harness import bfloat16, by_name, cases, fake_with_free_sizes, hints, same_tensors, to_int8
 from lib.operators.prolog_oracle import MODES, V3, call, expect, results
 
 from mla_fx.ops.common import cast as _cast
@@ -53,16 +53,6 @@ def test_any_size_against_oracle(mode, batch, steps, blocks, data):
 # The kernel's roundings, emulated in numpy float32. Sums are exact: integers times powers of two, widths powers of two.
 
 LIMIT = np.float32(127)
-
-
-def bfloat16(x):
-    """To the nearest, ties to even, by the bits."""
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-
-
-def to_int8(x):
-    return np.clip(np.rint(x), -128, 127).astype(np.int8)
 
 
 def half_away(x):

@@ -13,9 +13,6 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 aten = torch.ops.aten
 
 
-# --- what is checked after every pass --------------------------------------------------------------------------------
-
-
 def chain():
     """x, its copy back, a view and a late reader of the view: as a graph, by name."""
     graph = torch.fx.Graph()

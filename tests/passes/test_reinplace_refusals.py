@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 from lib.traced import B, S, T, dense
-from lib.writes import copied_back, fused
+from lib.writes import copied_back, fused, scaled
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.graph.aliasing import may_share, surely_shares
@@ -27,12 +27,6 @@ def written_twice(*given):
 def written_by_columns(*given):
     k_cache, ckv_cache = fused(*given)[:2]
     given[-2].view(-1).copy_(k_cache.view(-1))
-    given[-1].copy_(ckv_cache)
-
-
-def scaled(*given):
-    k_cache, ckv_cache = fused(*given)[:2]
-    given[-2].copy_(k_cache * 2)
     given[-1].copy_(ckv_cache)
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lib import paged_heads as plain
 from lib.coded_heads import (
     Coded,
     InFloat32,
@@ -22,21 +23,11 @@ from lib.paged_heads import (
     FLOAT32,
     GATHERS,
     HEADS,
-    BlocksEmbedded,
-    BlocksSelected,
     Eager,
-    Expanded,
     Grouped,
-    HeadsFirst,
-    Padded,
     PagesOfHeads,
-    Scaled,
     Sizes,
-    SlotOfEachToken,
-    Slots,
-    Turned,
     Upcast,
-    Window,
     arguments,
     check,
     compared,
@@ -142,8 +133,8 @@ class ZerosAlone(ZeroPoints):
 
 KINDS = [Coded, Uncast, InOneDimension, OfHeads, OfColumns, OfGroups, OneNumber, Reciprocal, Constant, AfterRepeat]
 KINDS += [ZeroPoints, AddedZeros, UncastZeros, ZerosOfKeys, ZerosAlone, ScaledQuery]
-LAYERS = [Eager, Expanded, Turned, Grouped, BlocksSelected, BlocksEmbedded, Slots, SlotOfEachToken, HeadsFirst, Padded]
-LAYERS += [Scaled, Window]
+LAYERS = [Eager, plain.Expanded, plain.Turned, Grouped, plain.BlocksSelected, plain.BlocksEmbedded, plain.Slots]
+LAYERS += [plain.SlotOfEachToken, plain.HeadsFirst, plain.Padded, plain.Scaled, plain.Window]
 QUICK = (Coded, OfGroups, AfterRepeat, AddedZeros)
 
 

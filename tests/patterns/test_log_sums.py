@@ -9,21 +9,15 @@ import torch
 from lib.layers import QUIET
 from lib.log_sums import (
     SCALE,
+    SPELLINGS,
     Added,
     Attention,
     B,
-    Base2,
     Divided,
-    Kept,
-    LessLogarithm,
-    Maximum,
     Merged,
     N,
-    Offset,
-    OverRows,
     S,
     T,
-    Twice,
     Unmasked,
     Widened,
     arguments,
@@ -38,9 +32,6 @@ import mla_fx
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 BOTH, ALONE = "mla_fx.latent_attention.with_lse(", "mla_fx.latent_attention("
-
-
-SPELLINGS = [Attention, Kept, Added, Maximum, Divided, OverRows, LessLogarithm, Base2, Offset, Twice]
 
 
 def lowered(module, given):

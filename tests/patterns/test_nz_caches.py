@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lib import comparing
+from lib.comparing import compiled
 from lib.layers import in_type
 from lib.zoo import oracle
 from lib.zoo.caches import CACHES, Nz, NzTransposed
@@ -24,10 +25,6 @@ LANES = 8  # of float32 in 32 bytes
 
 def entry_of(name, **spelling):
     return Entry(replace(DEFAULT, **{"cache": name, "sizes": WHOLE_FRACTALS, **spelling}))
-
-
-def compiled(module, **options):
-    return torch.compile(module, backend=mla_fx.mla_backend, options={"target": "reference", **options})
 
 
 def same(entry, step, **options):

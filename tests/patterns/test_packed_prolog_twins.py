@@ -37,9 +37,6 @@ def test_layers_that_are_nearly_alike():
     assert reasons(report) == [TWINS[ScalesFirst]]
 
 
-# --- near twins ------------------------------------------------------------------------------------------------------
-
-
 class ScalesFirst(Packed):
     """FlashMLA's order."""
 

@@ -13,10 +13,7 @@ from lib.paged_heads import (
     FLOAT32,
     GATHERS,
     HEADS,
-    Biases,
-    BlocksAndOffsets,
-    BlocksEmbedded,
-    BlocksSelected,
+    SPELLINGS,
     ByLength,
     Eager,
     Engine,
@@ -24,20 +21,14 @@ from lib.paged_heads import (
     Filled,
     Gqa,
     Grouped,
-    HeadsFirst,
-    LogarithmOfLength,
     OneFurther,
-    Padded,
     PagesOfHeads,
     RowsOfHeads,
-    Scaled,
     Sizes,
     Slopes,
-    SlotOfEachToken,
     Slots,
     TableOfEachHead,
     Turned,
-    Unmasked,
     Upcast,
     Window,
     arguments,
@@ -63,11 +54,6 @@ def fused(module, **options):
 
 def reasons(report):
     return [miss.reason for miss in report.misses if miss.pattern == "paged_attention"]
-
-
-SPELLINGS = [Engine, Eager, Filled, Expanded, Turned, Grouped, Gqa, BlocksSelected, BlocksEmbedded, Slots]
-SPELLINGS += [BlocksAndOffsets, SlotOfEachToken, HeadsFirst, Padded, Scaled, ByLength, OneFurther, Window, Slopes]
-SPELLINGS += [Biases, Unmasked, Upcast, LogarithmOfLength]
 
 
 @pytest.mark.slow

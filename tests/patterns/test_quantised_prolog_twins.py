@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from lib.quantised import Quantised
-from lib.quantised_prologs import ATTENTION, DOWN, KEY_SIDE, SmoothedScales, divided, in_floats, layer_of, report_of
+from lib.quantised import Quantised, report_of
+from lib.quantised_prologs import ATTENTION, DOWN, KEY_SIDE, SmoothedScales, divided, in_floats, layer_of
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
-
-# --- near twins ------------------------------------------------------------------------------------------------------
 
 
 def truncated(x):

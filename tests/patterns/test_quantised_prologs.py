@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from lib.quantised import Quantised, by_rows, of_sums_cast_back
-from lib.quantised_prologs import ATTENTION, DOWN, KEY_SIDE, PROLOG, divided, given, in_floats, layer_of, report_of
+from lib.quantised import Quantised, by_rows, of_sums_cast_back, report_of
+from lib.quantised_prologs import ATTENTION, DOWN, KEY_SIDE, PROLOG, divided, given, in_floats, layer_of
 from torch.nn.functional import linear
 
 import mla_fx

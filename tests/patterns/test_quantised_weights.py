@@ -20,6 +20,7 @@ from lib.quantised import (
     of_groups,
     of_integers,
     of_tokens,
+    report_of,
     scaled_behind,
     tokens,
 )
@@ -37,16 +38,6 @@ pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarning
 
 PROLOG, INT8_PROLOG, KEY_SIDE, ATTENTION = "mla_prolog", "mla_prolog_v3", "kv_rmsnorm_rope_cache", "latent_attention"
 SCALES = "a matrix product is multiplied by a parameter, as by the scales of a quantised weight"
-
-
-def report_of(layer, given=None):
-    """The report of a compiled layer, after its output and caches were compared with eager mode."""
-    given, theirs = given or inputs(), copy.deepcopy(layer)
-    compiled = torch.compile(layer, backend="mla", options={"target": "reference"})
-    torch.testing.assert_close(compiled(*given), theirs(*given), rtol=1e-4, atol=1e-5)
-    caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
-    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-5)
-    return mla_fx.last_report()
 
 
 # --- spellings -------------------------------------------------------------------------------------------------------

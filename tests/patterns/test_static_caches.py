@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lib.comparing import compiled
 from torch import nn
 
 import mla_fx
@@ -170,10 +171,6 @@ def steps(dtype, number=2):
     x, cos, sin, position = inputs()
     for step in range(number):
         yield x.roll(step, -1).to(dtype), cos.to(dtype), sin.to(dtype), position - step
-
-
-def compiled(layer, **options):
-    return torch.compile(layer, backend="mla", options={"target": "reference", **options})
 
 
 def caches_of(layer):

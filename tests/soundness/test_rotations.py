@@ -6,8 +6,6 @@ from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, angles, arguments, c
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
-# --- rotations -------------------------------------------------------------------------------------------------------
-
 
 class Times(Complex):
     def __init__(self, turned):

@@ -7,13 +7,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from lib.families import COUNTS_FLAGS, FAMILIES, Recorder, cache_tensors, empty_cache, tiny_model, tokens
+from lib.families import (
+    COUNTS_FLAGS,
+    EXACT,
+    FAMILIES,
+    Recorder,
+    check_same_caches,
+    empty_cache,
+    tiny_model,
+    tokens,
+)
 
 import mla_fx
 
 QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
 QUICKEST = ("youtu", "minicpm3")
-EXACT = {"rtol": 1e-4, "atol": 1e-5}
 PROMPT = 12
 
 
@@ -70,10 +78,6 @@ def prefilled(model, kind):
     cache = empty_cache(model, kind)
     model(tokens(2, PROMPT), past_key_values=cache)
     return cache
-
-
-def check_same_caches(ours, theirs):
-    torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from lib.families import Recorder, cache_tensors, empty_cache, randomise, tiny_model, tokens
+from lib.families import Recorder, cache_tensors, check_same_caches, empty_cache, randomise, tiny_model, tokens
 from torch._inductor.utils import run_and_get_code
 from transformers import CompileConfig
 
@@ -49,10 +49,6 @@ def prefilled(model, kind="static", batch=2, prompt=PROMPT, length=LENGTH):
 
 def logits(model, ids, held=None, **kwargs):
     return model(ids, past_key_values=held, use_cache=held is not None, **kwargs).logits
-
-
-def check_same_caches(ours, theirs):
-    torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)
 
 
 def check_step(model, compiled, ids, theirs, ours, **kwargs):

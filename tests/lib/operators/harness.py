@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -183,3 +184,13 @@ def element_at(cache, offset):
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def bfloat16(x):
+    """float32 rounded to bfloat16, ties to even, by its bits."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def to_int8(x):
+    return np.clip(np.rint(x), -128, 127).astype(np.int8)

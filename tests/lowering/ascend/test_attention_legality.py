@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from lib.ascend_calls import DR, HCKV, B, D, N, T, fakes, index, lower, make, named
+from lib.ascend_calls import DR, HCKV, B, D, N, T, index, lower, make, named
 from mla_fx.lowering.ascend.surface import Surface
 
-
-@pytest.fixture(autouse=True)
-def mode():
-    with fakes() as fake_mode:
-        yield fake_mode
+pytestmark = pytest.mark.usefixtures("mode")
 
 
 NO_CONVERTER = "torch.ops.atb has no converter to GE, and FusedInferAttentionScore, which has one, takes"

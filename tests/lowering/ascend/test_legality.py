@@ -13,7 +13,6 @@ from lib.ascend_calls import (
     S,
     T,
     caches,
-    fakes,
     index,
     lower,
     make,
@@ -27,6 +26,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import unset_fake_temporarily
 
+pytestmark = pytest.mark.usefixtures("mode")
+
 # The chips with each kernel.
 CHIPS = {
     "mla_prolog": "MlaPrologV3 of CANN 8.5.0 exists on Ascend910B or Ascend910_93",
@@ -37,12 +38,6 @@ CHIPS = {
     "multi_latent_attention": "FusedInferAttentionScore exists on Ascend910B or Ascend910_93",
     "paged_attention": "FusedInferAttentionScore exists on Ascend910B or Ascend910_93",
 }
-
-
-@pytest.fixture(autouse=True)
-def mode():
-    with fakes() as fake_mode:
-        yield fake_mode
 
 
 @pytest.mark.parametrize("graph", ["ge", "aclgraph"])

@@ -2,27 +2,18 @@
 
 The interpreter of GE graphs has a second opinion, by code of its own."""
 
-import dataclasses
 import random
 
 import pytest
 import torch
-from lib.ascend_calls import A2, DR, HE, B, S, caches, calls, fakes, index, lower, make, prolog_weights
+from lib.ascend_calls import DR, HE, B, S, caches, calls, index, lower, make, of, prolog_weights
 from mla_fx.lowering.ascend.surface import RELEASES
 from npu.ge_ops import prolog_rules
 
+pytestmark = pytest.mark.usefixtures("mode")
+
 FIRST, PAGED, NINE, WIDE = RELEASES
 A5 = "Ascend950PR"
-
-
-@pytest.fixture(autouse=True)
-def mode():
-    with fakes() as fake_mode:
-        yield fake_mode
-
-
-def of(release, **others):
-    return dataclasses.replace(A2, cann=release, **others)
 
 
 def of_tokens(*lead):

@@ -2,11 +2,10 @@
 
 `test_prolog_releases.py` is about the prolog."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
-from lib.ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, fakes, index, lower, make
+from lib.ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, index, lower, make, of
 from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, toolchain
 from mla_fx.lowering.ascend.called import multi_latent_attention
 from mla_fx.lowering.ascend.fused_infer_attention_score_rules import RULES
@@ -14,15 +13,7 @@ from mla_fx.lowering.ascend.surface import RELEASES
 from npu import ge_releases, refused
 from npu.ge_ops import attention_rules, key_side_rules
 
-
-@pytest.fixture(autouse=True)
-def mode():
-    with fakes() as fake_mode:
-        yield fake_mode
-
-
-def of(release, **others):
-    return dataclasses.replace(A2, cann=release, **others)
+pytestmark = pytest.mark.usefixtures("mode")
 
 
 def test_the_oldest_release_counts_where_torch_npu_is_missing():
