@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mla_fx.rule import (
+    CallPattern,
     Operand,
     Pattern,
     bound,
@@ -77,3 +78,9 @@ QUERY_ROPE = Operand(
 )
 KR_ROW = _rotated(K_ROPE, "kr_cache")
 KR_CACHE = Operand("atl", stored(KR_ROW, name="kr_cache.write", beside="kv_cache.write"), is_optional=True)
+
+
+def over(latents: Pattern, keys: Operand = KR_CACHE) -> CallPattern:
+    """Attention whose cached latents satisfy a pattern; k are their columns."""
+    operands = {"kv_cache": Operand("atk", latents), "query": QUERY, "query_rope": QUERY_ROPE, "kr_cache": keys}
+    return CallPattern(operands, fixed="bsn")

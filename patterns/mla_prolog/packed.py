@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Pattern
+from mla_fx.rule import Match, NearestMiss, NoMatch, Operand, Pattern
 from mla_fx.rule.caches import (
     CacheRoles,
     CacheUpdate,
@@ -45,7 +45,7 @@ from mla_fx.rule.readings import (
 )
 
 from .calls import CacheOperands, call
-from .dataflow import KR_ROW, KV_LATENT, QUERY, QUERY_ROPE
+from .dataflow import KR_ROW, KV_LATENT, over
 from .prolog import QUERIES, Layer, Prolog
 from .scales import V3, check_products, factors_of, weight_mode
 
@@ -92,19 +92,8 @@ class _Key(Pattern):
         yield from self.key.bindings(match.reading(CacheUpdate, "kr_cache.write").row, match, nearest)
 
 
-PATTERN = CallPattern(
-    {
-        "kv_cache": Operand("atk", _Packed(KV_LATENT)),
-        "query": QUERY,
-        "query_rope": QUERY_ROPE,
-        "kr_cache": Operand("atl", _Key(KR_ROW)),
-    },
-    fixed="bsn",
-)
-
-
 class Packed(Prolog):
-    pattern = PATTERN
+    pattern = over(_Packed(KV_LATENT), Operand("atl", _Key(KR_ROW)))
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if _is_packed(node))

@@ -9,30 +9,25 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.rule import CallPattern, Match, NoMatch, Operand, behind, either, stored
+from mla_fx.rule import Match, NoMatch, behind, either, stored
 from mla_fx.rule.caches import CacheRoles, CacheUpdate, cache_roles, check_same_write, new_cache, positions_and_caches
 from mla_fx.rule.indices import product
 from mla_fx.rule.operands import Call
 from mla_fx.rule.readings import element_of, named_argument, shape_of
 
 from .calls import CacheOperands, call
-from .dataflow import KR_CACHE, KV_LATENT, QUERY, QUERY_ROPE
+from .dataflow import KV_LATENT, over
 from .prolog import Layer, Prolog, given
 from .scales import weight_mode
 from .weights import Caches
 
 aten = torch.ops.aten
 
-# a and t: rows of the caches, k latent columns
 WRITTEN = stored(KV_LATENT, name="kv_cache.write")
-KV_CACHE = Operand("atk", either("kv_cache.read", plain=WRITTEN, quantised=behind(WRITTEN)))
-PATTERN = CallPattern(
-    {"kv_cache": KV_CACHE, "query": QUERY, "query_rope": QUERY_ROPE, "kr_cache": KR_CACHE}, fixed="bsn"
-)
 
 
 class Plain(Prolog):
-    pattern = PATTERN
+    pattern = over(either("kv_cache.read", plain=WRITTEN, quantised=behind(WRITTEN)))
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if not _is_fused(node))

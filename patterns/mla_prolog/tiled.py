@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Pattern
+from mla_fx.rule import Match, NearestMiss, NoMatch, Pattern
 from mla_fx.rule.caches import (
     CacheRoles,
     CacheUpdate,
@@ -33,7 +33,7 @@ from mla_fx.rule.indices import Axis, product
 from mla_fx.rule.operands import Call, Expression, tensor
 from mla_fx.rule.readings import Element, RmsNorm, element_of, is_coarser, named_argument
 
-from .dataflow import KR_CACHE, KV_LATENT, QUERY, QUERY_ROPE
+from .dataflow import KV_LATENT, over
 from .factors import query_factor
 from .prolog import Layer, Prolog
 from .scales import check_products, check_query, factors_of, scales_of_query
@@ -78,14 +78,8 @@ def _last(update: CacheUpdate) -> Axis:
     return axis
 
 
-PATTERN = CallPattern(
-    {"kv_cache": Operand("atk", _Tiled(KV_LATENT)), "query": QUERY, "query_rope": QUERY_ROPE, "kr_cache": KR_CACHE},
-    fixed="bsn",
-)
-
-
 class Tiled(Prolog):
-    pattern = PATTERN
+    pattern = over(_Tiled(KV_LATENT))
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if _is_tiled(node))

@@ -108,20 +108,22 @@ def body(a: Prolog) -> Results:
     Raises ValueError for arguments that do not fit; values of indices and lengths are checked on the CPU only, unless
     within `check_values`. Inference only.
     """
-    slots = token_slots(a)
-    kv_rows, kr_rows = key_rows(a)
-    kv_cache = store(a.kv_cache, slots, kv_rows, a.cache_mode)
-    kr_cache = a.kr_cache.clone() if kr_rows is None else store(a.kr_cache, slots, kr_rows, a.cache_mode)
-    return *queries(a), kv_cache, kr_cache
+    return *queries(a), *stored(a)
 
 
 def body_(a: Prolog) -> Queries:
-    results, slots = queries(a), token_slots(a)
-    kv_rows, kr_rows = key_rows(a)
-    store(a.kv_cache, slots, kv_rows, a.cache_mode, in_place=True)
-    if kr_rows is not None:
-        store(a.kr_cache, slots, kr_rows, a.cache_mode, in_place=True)
+    results = queries(a)
+    stored(a, in_place=True)
     return results
+
+
+def stored(a: Prolog, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """Both caches with the new rows."""
+    slots, (kv_rows, kr_rows) = token_slots(a), key_rows(a)
+    kv_cache = store(a.kv_cache, slots, kv_rows, a.cache_mode, in_place=in_place)
+    if kr_rows is None:
+        return kv_cache, a.kr_cache if in_place else a.kr_cache.clone()
+    return kv_cache, store(a.kr_cache, slots, kr_rows, a.cache_mode, in_place=in_place)
 
 
 def queries(a: Prolog) -> Queries:
