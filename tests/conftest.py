@@ -1,5 +1,6 @@
 """Setup of every test: one thread, nothing compiled before, its own caches; slower tiers on request."""
 
+import gc
 import os
 import tempfile
 
@@ -39,6 +40,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker(tier):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the tests and what they import stay: a million objects that each full collection would visit
 
 
 @pytest.fixture(scope="session", autouse=True)

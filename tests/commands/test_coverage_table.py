@@ -1,13 +1,13 @@
-"""The tables of docs/coverage.md are what the code gives: one line always, three in CI, all with --campaign."""
+"""The tables of docs/coverage.md are what the code gives: two lines in CI, all with --campaign."""
 
 import pytest
 from coverage_table.command import committed, made
 from coverage_table.quantised import QUANTISED
 from coverage_table.tables import PLAIN
 
-MARKS = {"tables": (), "youtu": pytest.mark.slow, "int8 weights": pytest.mark.slow}
+IN_CI = ("tables", "int8 weights")
 LINES = [
-    pytest.param(tables, name, marks=MARKS.get(name, pytest.mark.campaign), id=name)
+    pytest.param(tables, name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.campaign, id=name)
     for tables in (PLAIN, QUANTISED)
     for name in tables.names
 ]

@@ -102,6 +102,7 @@ def test_options_that_decide_are_part_of_the_key(layer):
     assert mla_fx.last_report().fused == ALL
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_who_watches_sees_it_compiled(layer, tmp_path):
     """Only the passes can write a dump, or the texts of `explain`."""
@@ -113,6 +114,7 @@ def test_who_watches_sees_it_compiled(layer, tmp_path):
     assert report.fused == ALL and "captured" in report.graphs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_what_is_verified_is_fused_anew(layer):
     """Both graphs are needed for the comparison; Inductor's own cache still has the fused one."""
@@ -136,6 +138,7 @@ def test_what_failed_is_tried_again(layer, monkeypatch):
     assert anew(layer) == HIT
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("text", [None, "{", "{}", '{"misses": 1}'])
 def test_without_a_report_a_graph_is_compiled_anew(layer, text):
@@ -150,6 +153,7 @@ def test_without_a_report_a_graph_is_compiled_anew(layer, text):
     assert report_cache.FROM_CACHE in mla_fx.last_report().notes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_a_folder_that_cannot_be_written_costs_time_alone(layer, monkeypatch):
     def refuse(self, text):

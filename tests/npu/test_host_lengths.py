@@ -39,7 +39,7 @@ def sinking():
     return config
 
 
-@pytest.mark.parametrize("tokens, batch", [(1, 1), (1, 3), (3, 2), (20, 2)])
+@pytest.mark.parametrize("tokens, batch", [(1, 1), (3, 2), (20, 2)])
 def test_the_host_reads_them(converted, tokens, batch):
     model = models.model(layers=2)
     prompts = [models.prompt(tokens, batch, seed) for seed in range(3)]

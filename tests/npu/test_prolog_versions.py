@@ -10,7 +10,7 @@ from mla_fx.lowering.ascend.surface import RELEASES
 
 import mla_fx
 from npu import ge_releases, models
-from npu.calls import prolog_call
+from npu.calls import Sizes, prolog_call, weights
 from npu.converted import types
 
 HEADS = 32  # the fewest that version 1 takes
@@ -26,9 +26,8 @@ class Prolog(torch.nn.Module):
 
     def __init__(self, reads_old):
         super().__init__()
-        weights = prolog_call("PA_BSND")[1:7]
-        weights[1:3] = weights[1][:, : HEADS * 192].contiguous(), weights[2][:HEADS]
-        self.weights = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in weights])
+        drawn = weights(z=Sizes(7168, HEADS))
+        self.weights = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in drawn])
         self.reads_old = reads_old
 
     def forward(self, token_x, sin, cos, index, kv_cache, kr_cache):

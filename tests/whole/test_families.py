@@ -21,7 +21,7 @@ from lib.families import (
 import mla_fx
 
 QUICK = ("youtu", "glm4_moe_lite", "axk1", "minicpm3")
-QUICKEST = ("youtu", "minicpm3")
+QUICKEST = ("youtu",)
 PROMPT = 12
 
 

@@ -1,6 +1,7 @@
 """DeepSeek-V3 of transformers, quantised by torchao: attention fuses, and results and caches stay the same."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -98,9 +99,17 @@ def test_decode_under_inductor(name):
     assert report_of_step(model, prefilled(model)).fused == fused(model)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed sizes", "symbols"])
+def each_once(*axes):
+    """All values of the other axes with the first value of the first one, which has its other values with their last
+    ones; every combination in the campaign."""
+    (first, *_), *others = axes
+    last = tuple(values[-1] for values in others)
+    for case in itertools.product(*axes):
+        marks = () if case[0] == first or case[1:] == last else pytest.mark.campaign
+        yield pytest.param(*case, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "kind", "dynamic"), list(each_once([*CONFIGS], ["static", "dynamic"], [False, True])))
 def test_few_tokens(name, kind, dynamic):
     model = quantised(name)
     report = report_of_step(model, prefilled(model, kind), count=3, dynamic=dynamic, **options_of(name))
@@ -108,8 +117,7 @@ def test_few_tokens(name, kind, dynamic):
     assert attention == model.config.num_hidden_layers, str(report)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize(("name", "kind"), list(each_once([*CONFIGS], ["dynamic", "static"])))
 def test_prompt(name, kind):
     model = quantised(name)
     report = report_of_step(model, empty_cache(model, kind, LENGTH), count=PROMPT, **options_of(name))

@@ -1,105 +1,16 @@
 """Whatever is less than whole has its sentence: the query and the rows of each fused attention are computed by a fused
-operator, or the report says why not."""
+operator, or the report says why not. tests/whole/test_zoo.py asks that of its layers."""
 
 import re
-from unittest import mock
 
 import pytest
 import torch
 from lib.families import COUNTS_FLAGS, FAMILIES, Recorder, empty_cache, tiny_model, tokens
 from lib.layers import FUSED, QUIET, Layer, Reporting, Sizes, arguments, arguments_of, check
-from lib.zoo.entries import ENTRIES
-from lib.zoo.negatives import NEGATIVES
-from lib.zoo.sizes import unequal
+from lib.whole import Watched
 from torch.utils._pytree import tree_map_only
 
-from mla_fx.debug import recorder
-from mla_fx.debug.outcomes import layer_of
-from mla_fx.driver import discovery
-from mla_fx.graph.provenance import module_of
-from mla_fx.rule import Stage
-
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-RECOGNISED = "recognise cache"  # after it, no rule for a whole operator is tried
-OPERANDS = {
-    "mla_attention": {"query": 0, "rows": 2},
-    "latent_attention": {"query": 0, "rows": 2},
-    "paged_attention": {},
-}
-PROLOGS, CACHES = (
-    {rule.name for rule in discovery.rules() if rule.stage in stages}
-    for stages in ((Stage.PROLOG,), (Stage.PROLOG, Stage.CACHE))
-)
-TELL = {"query": PROLOGS | {"absorb"}, "rows": CACHES}
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "_int_mm"}
-
-
-def name_of(node):
-    return getattr(node.target, "_opname", "")
-
-
-def layer(path):
-    """Empty in a model without layers."""
-    found = layer_of(path)
-    return found if found[-1:].isdigit() else ""
-
-
-def is_fused(node):
-    return getattr(node.target, "namespace", "") == "mla_fx"
-
-
-def are_left(graph):
-    """The layer and role of each operand of attention that plain operators compute by a product."""
-    for node in graph.nodes:
-        for role, place in OPERANDS[name_of(node)].items() if is_fused(node) and name_of(node) in OPERANDS else ():
-            if not is_whole(node.args[place]):
-                yield layer(module_of(node)), role
-
-
-def is_whole(value):
-    """Says if a fused operator, or no product at all, is behind a value. Products are not looked behind."""
-    pending, seen, is_product = [value], set(), False
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_fused(node):
-            return True
-        if name_of(node) in PRODUCTS:
-            is_product = True
-        else:
-            pending += node.all_input_nodes
-    return not is_product
-
-
-class Watched:
-    """The roles that are left in each graph that is compiled while it is entered, and their reports."""
-
-    def __init__(self):
-        self.left = []
-        self.patch = mock.patch.object(recorder.Recorder, "stage", self._stage())
-
-    def _stage(self):
-        def stage(_, name, graph):
-            if name == RECOGNISED:
-                self.left += are_left(graph)
-
-        return stage
-
-    def __enter__(self):
-        self.patch.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.patch.__exit__(*error)
-
-    def check(self, report):
-        """Returns how many roles are left."""
-        told = {(layer(miss.module), miss.pattern) for miss in report.misses}
-        silent = [(at, role) for at, role in self.left if not any((at, name) in told for name in TELL[role])]
-        assert not silent, str(report)
-        return len(self.left)
 
 
 def watched(module, args, kwargs=None, *, dynamic=None, backend=None):
@@ -115,7 +26,7 @@ def check_told(module, args, kwargs=None, *, dynamic=None, backend=None):
     return report, seen.check(report)
 
 
-# --- families and the zoo --------------------------------------------------------------------------------------------
+# --- families --------------------------------------------------------------------------------------------------------
 
 QUICK = ("youtu",)
 STEPS = {  # the kind of cache, tokens before, tokens, and whether sizes are symbols
@@ -167,27 +78,6 @@ def test_drafts_of_dynamic_size():
     assert {miss.pattern for miss in report.misses} == {"absorb"}
     for miss in report.misses:
         assert re.fullmatch(UNABSORBED + r"the number of its tokens, s\d+, is known at run time only", miss.reason)
-
-
-def at_every_step():
-    entries = [(entry, step) for entry in (*ENTRIES, *NEGATIVES) for step in entry.steps]
-    return [
-        pytest.param(entry, step, id=f"{entry.name}-{step.name}", marks=[] if place < 3 else [pytest.mark.slow])
-        for place, (entry, step) in enumerate(entries)
-    ]
-
-
-@pytest.mark.parametrize(("entry", "step"), at_every_step())
-def test_zoo(entry, step):
-    """And where nothing is left, nothing in the program is blamed."""
-    report, left = check_told(entry.build(), entry.arguments(step))
-    assert left or not report.fused or all(miss.by_design for miss in report.misses), str(report)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_zoo_of_dynamic_sizes(entry):
-    check_told(entry.build(), entry.arguments(unequal(entry.steps[-1])), dynamic=True)
 
 
 # --- each reason -----------------------------------------------------------------------------------------------------
