@@ -29,7 +29,7 @@ REFUSING = (
     "mla_fx/passes/repeat.py", "mla_fx/graph/aliasing.py",
 )  # fmt: skip
 TESTS = (
-    "matching", "readings", "patterns/test_rules.py", "rewriting", "passes/test_replay.py", "project/test_layout.py",
+    "matching", "readings", "patterns/test_rules.py", "rewriting", "passes/test_repeat.py", "project/test_layout.py",
     "passes/test_reinplace_refusals.py", "passes/test_reinplace.py",
     "soundness", "patterns/test_pieces.py", "patterns/test_projections.py", "patterns/test_combined_caches.py",
     "patterns/test_paged_contexts.py", "patterns/test_paged_heads.py", "patterns/test_coded_heads.py",
