@@ -112,7 +112,7 @@ class NoRotaryPart(Layer):
         return nn.functional.scaled_dot_product_attention(q_nope, key[..., :D], value, attn_mask=mask)
 
 
-class Appended(Layer):
+class GrowingCache(Layer):
     """A cache that grows by cat."""
 
     def store(self, latent: Tensor, k_rope: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

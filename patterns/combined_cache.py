@@ -29,7 +29,7 @@ from mla_fx.rule.caches import (
     positions,
 )
 from mla_fx.rule.indices import Index, Size, composite, extent, fresh, fresh_index, of_axis, renamed, resolve, shifted
-from mla_fx.rule.operands import ATTENTION, Call, Expression, first_node, joined, replaced, result, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Expression, first_node, joined, replacing, result, tensor
 from mla_fx.rule.readings import Reading, args_of, element_of, shape_of, written_slice
 
 aten = torch.ops.aten
@@ -97,14 +97,14 @@ class CombinedCache(Rule):
         ]
         cache, joined_rows = tensor(old.element, dims), Call(aten.cat.default, rows, -1)
         written = result(Call(aten.index_put.default, cache, _indices(first), joined_rows), dims)
-        replacing = [replaced(node, (*index[:-1], of_axis(old.axis)), written)]
+        replacements = [replacing(node, (*index[:-1], of_axis(old.axis)), written)]
         start: Size = 0
         for part in (first, second):
             columns = shifted(composite(part.width), start)
             own = replace(written, index=(composite(part.batch), composite(part.slot), columns))
-            replacing.insert(-1, replaced(part.update.node, part.update.index, own))
+            replacements.insert(-1, replacing(part.update.node, part.update.index, own))
             start += extent(columns)
-        return Plan(*replacing)
+        return Plan(*replacements)
 
 
 def _puts_columns(node: Node) -> bool:

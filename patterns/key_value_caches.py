@@ -30,7 +30,7 @@ from mla_fx.rule.caches import (
     slots_by_target,
 )
 from mla_fx.rule.indices import Axes, Axis, Size, axes, of_axis, product, resolve, shifted
-from mla_fx.rule.operands import Call, Expression, Replaced, joined, replaced, result, tables, tensor
+from mla_fx.rule.operands import Call, Expression, Replacement, joined, replacing, result, tables, tensor
 from mla_fx.rule.readings import Element, RmsNorm, Rope, element_of, rms_norm, rope, seams, shape_of
 
 aten = torch.ops.aten
@@ -178,7 +178,7 @@ def _blocks(cache: CacheRoles, slots: Size) -> tuple[Size, Size]:
     return (stored[0], stored[1]) if len(stored) > 2 and stored[0] * stored[1] == slots else (1, slots)
 
 
-def _replaced(cache: CacheRoles, out: Expression) -> Replaced:
+def _replaced(cache: CacheRoles, out: Expression) -> Replacement:
     sizes = [product(axis.size for axis in role) for role in (cache.slot, cache.batch, cache.width)]
     rows = Call(aten.reshape.default, out, sizes)
-    return replaced(cache.update.node, cache.update.index, result(rows, (cache.slot, cache.batch, cache.width)))
+    return replacing(cache.update.node, cache.update.index, result(rows, (cache.slot, cache.batch, cache.width)))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import HCKV, Appended, Case, NoRotaryPart, WeightedQuery
+from mla_fx.cases import HCKV, Case, GrowingCache, NoRotaryPart, WeightedQuery
 from mla_fx.rule import (
     ByDesign,
     CallPattern,
@@ -53,7 +53,7 @@ from mla_fx.rule.caches import (
     is_new,
     new_cache,
     positions_and_caches,
-    replaced_cache,
+    replacing_cache,
 )
 from mla_fx.rule.codes import StaticCodes, computed_otherwise
 from mla_fx.rule.indices import Axes, Size, axes, product
@@ -96,7 +96,7 @@ class _TwoPositions(WeightedQuery):
         return self.kv_cache, self.kr_cache
 
 
-class _Appended(WeightedQuery, Appended):
+class _GrowingCache(WeightedQuery, GrowingCache):
     """A cache that grows by cat."""
 
 
@@ -104,7 +104,7 @@ class _NoRotaryPart(WeightedQuery, NoRotaryPart):
     """Keys have no rotary part."""
 
 
-class _NoRotaryPartAppended(_NoRotaryPart, Appended):
+class _NoRotaryPartAppended(_NoRotaryPart, GrowingCache):
     """The same with a cache that grows by cat."""
 
 
@@ -116,7 +116,7 @@ class KvRmsnormRopeCache(Rule):
     accepts = (
         Case("query computed elsewhere", WeightedQuery, ONE_EACH),
         Case("latent and key projected separately", _TwoProjections, ONE_EACH),
-        Case("rows appended", _Appended, ONE_EACH),
+        Case("rows appended", _GrowingCache, ONE_EACH),
         Case("no rotary part", _NoRotaryPart, ONE_EACH),
         Case("no rotary part, rows appended", _NoRotaryPartAppended, ONE_EACH),
     )
@@ -179,8 +179,8 @@ def _plan(
     target = torch.ops.mla_fx.kv_rmsnorm_rope_cache.default
     out = Call(target, kv, gamma, cos, sin, index, k_cache, ckv_cache, *quantisation.scales, **options)
     written = ((cache, Call(operator.getitem, out, place)) for place, cache in ((0, keys), (1, latent)) if cache)
-    replaced = (replaced_cache(cache, new) for cache, new in written)
-    return Plan(*replaced, differences=quantisation.differences, exact=quantisation.whole, instead=instead)
+    replacements = (replacing_cache(cache, new) for cache, new in written)
+    return Plan(*replacements, differences=quantisation.differences, exact=quantisation.whole, instead=instead)
 
 
 def _new_cache(cache: CacheRoles) -> Expression:

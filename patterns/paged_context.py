@@ -17,8 +17,8 @@ from torch.fx import Graph, Node
 from mla_fx.cases import B, Case, Layer, T
 from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.caches import GATHERS, block_table, check_memory, paged
-from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes_of, cuts, renamed
-from mla_fx.rule.operands import ATTENTION, Call, Expression, Replaced, tensor
+from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes_of, renamed, without_digits
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import Paged, Reading, args_of, element_of, named_argument, options_of
 
 # b and t: batch and context, c latent and r rotary columns
@@ -74,7 +74,7 @@ class PagedContext(Rule):
         latent, keys = (paged(match[name]) for name in CACHES)
         if latent.table != keys.table:
             raise NoMatch("latent and rotary key are looked up by different tables", keys.table.origin)
-        parted = cuts(part for found in (latent, keys) for part in found.indices)
+        parted = without_digits(part for found in (latent, keys) for part in found.indices)
         if parted is None:
             raise NoMatch("latent and rotary key are gathered in incompatible blocks", keys.node)
         latent, keys = (renamed(found, parted) for found in (latent, keys))
@@ -86,7 +86,7 @@ class PagedContext(Rule):
             for name, found, columns in zip(CACHES, (latent, keys), (c, r), strict=True)
         }
         old = match.reading(Reading, "attention").node
-        return Plan(Replaced(old, _with_pages(old, pages, block_table(b, page, latent, keys))))
+        return Plan(Replacement(old, _with_pages(old, pages, block_table(b, page, latent, keys))))
 
 
 def _leaves(axis: Axis, parted: Mapping[Axis, Index]) -> Axes:

@@ -68,7 +68,7 @@ class RmsNormAlone(Rule):
         gamma = tensor(match["gamma"], dims[-1:], dtype=dtype)
         options = {"epsilon": norm.epsilon, "gamma_after_cast": norm.gamma_after_cast}
         out = Call(torch.ops.mla_fx.rms_norm.default, x, gamma, **options)
-        return Plan(match.replaced(out, letters))
+        return Plan(match.replacing(out, letters))
 
 
 def _before_casts(value: Element) -> Element:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import DR, Appended, Case, WeightedQuery
+from mla_fx.cases import DR, Case, GrowingCache, WeightedQuery
 from mla_fx.rule import Match, NoMatch, Plan, Rule, ValuePattern, last_dimension, rope, var
 from mla_fx.rule.caches import cache_update
 from mla_fx.rule.indices import axes
@@ -36,7 +36,7 @@ class _Interleaved(WeightedQuery):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class _Appended(WeightedQuery, Appended):
+class _GrowingCache(WeightedQuery, GrowingCache):
     """A cache that grows by cat: its new rows are rotated, too, if no key side fuses."""
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class RopeAlone(Rule):
     accepts = (
         Case("halves", WeightedQuery, FUSED, pieces=True),
         Case("interleaved columns written as halves", _Interleaved, FUSED, pieces=True),
-        Case("rows appended", _Appended, {"rms_norm": 2, "rope": 2, "latent_attention": 1}, pieces=True),
+        Case("rows appended", _GrowingCache, {"rms_norm": 2, "rope": 2, "latent_attention": 1}, pieces=True),
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
@@ -79,4 +79,4 @@ class RopeAlone(Rule):
         cos_and_sin = tables(rotation, ("cos", "sin"), (b, s))
         x = tensor(match["x"], (b, s, n, r))
         out = Call(torch.ops.mla_fx.rope.default, x, *cos_and_sin, rope_layout=rotation.layout)
-        return Plan(match.replaced(out, order))
+        return Plan(match.replacing(out, order))

@@ -18,7 +18,7 @@ from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 
 from . import limits, prolog_form
 from .converters import copied
-from .mla_prolog_v3_rules import Sizes
+from .mla_prolog_v3_rules import CommonRules
 from .surface import A2, A3, Surface
 from .weights import in_fractals
 
@@ -27,7 +27,7 @@ TOKENS = 16  # S of token_x [B, S, He], at most
 SCALES = ("qc_qr_scale", "kc_scale")
 OWN = ("rope_layout", "gamma_after_cast", *SCALES)  # arguments that only `mla_fx.mla_prolog` has
 
-V2 = Sizes(hidden=(7168,), query_ranks=(1536,), nope=(128,), pages=(16, 128), cache_modes=("PA_BSND", "PA_NZ"))
+V2 = CommonRules(hidden=(7168,), query_ranks=(1536,), nope=(128,), pages=(16, 128), cache_modes=("PA_BSND", "PA_NZ"))
 VERSIONS = {"v1": ("MlaProlog", replace(V2, heads=(32, 64, 128))), "v2": ("MlaPrologV2", V2)}
 
 

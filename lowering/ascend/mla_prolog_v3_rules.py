@@ -17,7 +17,7 @@ RANK, ROPE = (512,), (64,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class CommonRules:
     """What a prolog takes of any interface."""
 
     hidden: tuple[int, ...]
@@ -29,7 +29,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules(Sizes):
+class Rules(CommonRules):
     tokens: int | None
     """The largest S of token_x [B, S, He], or None. [T, He] has no such limit; longer calls are passed so."""
     weight_quant_modes: tuple[int, ...]

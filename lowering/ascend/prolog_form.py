@@ -17,7 +17,7 @@ from mla_fx.ops.emitted.mla_prolog import arguments as emitted
 from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
 
 from . import limits
-from .mla_prolog_v3_rules import RANK, ROPE, Sizes
+from .mla_prolog_v3_rules import RANK, ROPE, CommonRules
 from .surface import Surface
 from .weights import halves_interleaved
 
@@ -25,7 +25,7 @@ PAGE_SIZES = (128, 16)  # attention takes these too; the better one first
 A = TypeVar("A", emitted.Arguments, v3.Arguments)
 
 
-def refuse_sizes(a: emitted.Arguments | v3.Arguments, allowed: Sizes, kernel: str, of_release: str) -> None:
+def refuse_sizes(a: emitted.Arguments | v3.Arguments, allowed: CommonRules, kernel: str, of_release: str) -> None:
     """Check the sizes of the weights, which are numbers even where those of activations are symbols."""
     assert a.weight_dq is not None, "a query of full rank was refused"
     limits.size("weight_dq has He", a.weight_dq.shape[0], of_release, allowed.hidden)

@@ -75,7 +75,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """The sizes of one layer of attention; `query_rank` is 0 without a low rank."""
 
     hidden: int
@@ -89,7 +89,7 @@ class Sizes:
     """Keys that an indexer chooses per query, 0 without one."""
 
     @classmethod
-    def of(cls, config: Any) -> Sizes:
+    def of(cls, config: Any) -> LayerSizes:
         names = {**NAMES, "chosen": "index_topk"}
         return cls(**{name: getattr(config, theirs, None) or 0 for name, theirs in names.items()})
 
@@ -129,7 +129,7 @@ class Sizes:
         return self.weights + self.caches_read(step) + step.rows * self.cache_per_token
 
 
-def to_dict(sizes: Sizes, layers: int, step: Step, machine: Machine) -> dict[str, Any]:
+def to_dict(sizes: LayerSizes, layers: int, step: Step, machine: Machine) -> dict[str, Any]:
     """The costs of a layer as JSON values; bytes, FLOPs, and seconds."""
     forms: Mapping[str, Cost] = {"absorbed": sizes.absorbed(step), "expanded": sizes.expanded(step)}
     return {
@@ -144,7 +144,7 @@ def to_dict(sizes: Sizes, layers: int, step: Step, machine: Machine) -> dict[str
     }
 
 
-def told(sizes: Sizes, layers: int, step: Step, machine: Machine) -> str:
+def told(sizes: LayerSizes, layers: int, step: Step, machine: Machine) -> str:
     """The costs as text."""
     lines = [
         f"attention of {layers} layers, new tokens {step.batch} x {step.tokens}, {step.context} tokens in the cache",

@@ -26,7 +26,7 @@ from mla_fx.rule.operands import ATTENTION
 
 from . import costs, releases
 from .configs import attention_layers, is_config, read_config, with_layers
-from .costs import Machine, Sizes, Step
+from .costs import LayerSizes, Machine, Step
 from .demo import Announce, progress
 from .errors import CommandError
 from .models import Call, config_class, full_call, script_call, tiny_call
@@ -67,7 +67,7 @@ def run_explain(asked: Asked) -> int:
         usable, absent = _usable(asked.targets)
         config, call = _model(asked, usable)
         reports = dict(_reports(asked, call, usable, announce))
-    sizes = None if config is None else (Sizes.of(config), attention_layers(config), asked.step, asked.machine)
+    sizes = None if config is None else (LayerSizes.of(config), attention_layers(config), asked.step, asked.machine)
     if asked.as_json:
         told = releases.to_dict(reports)
         print(json.dumps({"targets": told, "absent": absent, "costs": sizes and costs.to_dict(*sizes)}, indent=2))

@@ -17,7 +17,7 @@ from torch.fx import Node
 from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
-from mla_fx.rewriting.draft import Draft, Drafted, value_of
+from mla_fx.rewriting.draft import Change, Draft, value_of
 
 from .behind import FEW, few_behind
 from .closeness import apart
@@ -25,18 +25,18 @@ from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors
 from .region import Region, UncheckedError
 from .symbols import Numbers
-from .whole_numbers import Part
+from .whole_numbers import Value
 
 Seen = Mapping[tuple[str, str], Tensor]
 
 
-def difference(plan: Drafted) -> str | None:
+def difference(plan: Change) -> str | None:
     """How what is seen of the written graph inputs would change. Raises UncheckedError if that cannot be found out."""
     memory = _Memory(plan)
     with on_real_tensors():
         attempt, before = memory.first_seen()
         try:
-            after = memory.seen(attempt, dict(plan.replaced), {*plan.dropped})
+            after = memory.seen(attempt, dict(plan.replacements), {*plan.dropped})
         except Exception as error:
             raise UncheckedError(f"the graph does not run: {error}") from error
         for place, seen in before.items():
@@ -49,7 +49,7 @@ def difference(plan: Drafted) -> str | None:
 class _Memory:
     """What is seen of some graph inputs around a call whose results are copied to them."""
 
-    def __init__(self, plan: Drafted) -> None:
+    def __init__(self, plan: Change) -> None:
         call = plan.olds[0]
         sources = [copy.all_input_nodes[0] for copy in plan.dropped]
         between = {node for copy in plan.dropped for node in _between(copy, {call, *sources})}
@@ -70,13 +70,13 @@ class _Memory:
                 reason = str(error)
         raise UncheckedError(f"the program does not run: {reason}")
 
-    def seen(self, attempt: int, replaced: Mapping[Node, Node | Draft], dropped: Set[Node]) -> Seen:
+    def seen(self, attempt: int, new_of: Mapping[Node, Node | Draft], dropped: Set[Node]) -> Seen:
         inputs = Inputs(self.numbers, self.small, attempt)
         fresh = {name: inputs.like(value) for name, value in self.results.items()}
-        values: dict[Part, Any] = {leaf: inputs.drawn(leaf) for leaf in self.region.leaves}
+        values: dict[Value, Any] = {leaf: inputs.drawn(leaf) for leaf in self.region.leaves}
         call = self.around.call
-        run = _Run(self.numbers, self.small, values, replaced.get(call, call), fresh)
-        seen = self.around.seen(run, replaced, dropped)
+        run = _Run(self.numbers, self.small, values, new_of.get(call, call), fresh)
+        seen = self.around.seen(run, new_of, dropped)
         return {place: value.nan_to_num() for place, value in seen}  # any bytes may be read as numbers
 
 
@@ -116,13 +116,13 @@ class _Around:
         return Region(tuple(leaves), tuple(sorted(calls)))
 
     def seen(
-        self, run: Interpreter, replaced: Mapping[Node, Part], dropped: Set[Node]
+        self, run: Interpreter, new_of: Mapping[Node, Value], dropped: Set[Node]
     ) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """What each reader reads, while the calls run one after another, and what the inputs hold in the end."""
         shown = self.run.union(self.sources)
         for node in sorted((self.run | self.readers) - dropped):
             if node in self.run:
-                run.values[node] = run.run(replaced.get(node, node))
+                run.values[node] = run.run(new_of.get(node, node))
                 continue
             for place, operand in enumerate(tree_leaves([node.args, node.kwargs])):
                 is_read = place > 0 or not _reads_no_numbers(node)
@@ -146,12 +146,17 @@ class _Run(Interpreter):
     any_strides: Mapping[Any, Any] = {}
 
     def __init__(
-        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], call: Part, fresh: dict[str, Tensor]
+        self,
+        numbers: Numbers,
+        small: Mapping[int, int],
+        values: dict[Value, Any],
+        call: Value,
+        fresh: dict[str, Tensor],
     ) -> None:
         super().__init__(numbers, small, values, torch.bfloat16)
         self.call, self.fresh = call, fresh
 
-    def _result(self, part: Part) -> Any:
+    def _result(self, part: Value) -> Any:
         if part is not self.call:
             return super()._result(part)
         schema = part.target._schema  # type: ignore[union-attr]  # an operator

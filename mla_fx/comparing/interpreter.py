@@ -18,7 +18,7 @@ from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
 from .region import UncheckedError
 from .symbols import Numbers
-from .whole_numbers import Part, never_sizes
+from .whole_numbers import Value, never_sizes
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ PLACES = ("_base_index", "_dim")  # of its arguments, those that say which base 
 COMPUTED = frozenset({"query", "normalized_shape"})
 
 
-def may_run(part: Part) -> bool:
+def may_run(part: Value) -> bool:
     """Branches of `torch.cond` do not: their sizes are their own. Nor do vendors' modes for caches in FRACTAL_NZ: how
     many columns these have depends on the dtype."""
     target: Any = part.args[0] if part.target is WRAPPER else part.target
@@ -61,17 +61,17 @@ class Interpreter:
     any_strides: Mapping[Any, Any] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
 
     def __init__(
-        self, numbers: Numbers, small: Mapping[int, int], values: dict[Part, Any], coarsest: torch.dtype | None
+        self, numbers: Numbers, small: Mapping[int, int], values: dict[Value, Any], coarsest: torch.dtype | None
     ) -> None:
         self.numbers, self.small, self.values, self.coarsest = numbers, small, values, coarsest
         self.leaves = tuple(values)
 
-    def run(self, part: Part) -> Any:
+    def run(self, part: Value) -> Any:
         if part not in self.values:
             self.values[part] = self._result(part)
         return self.values[part]
 
-    def _result(self, part: Part) -> Any:
+    def _result(self, part: Value) -> Any:
         target: Any = part.target
         if isinstance(target, GraphModule):
             return target
@@ -173,7 +173,7 @@ READ_BACK: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 """Operators that write rows in no particular order give what is in these rows, and what was written."""
 
 
-def _is_read_as_it_lies(part: Part) -> bool:
+def _is_read_as_it_lies(part: Value) -> bool:
     """Whether a read by strides, which are others here, is a view of all elements in their order."""
     value, *sizes = part.args
     given = fake_of(value)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.rewriting.draft import Drafted, fake_of, is_value
+from mla_fx.rewriting.draft import Change, fake_of, is_value
 
 from .inputs import constant_of
 from .region import Region
 
 
-def kind_of(plan: Drafted) -> Hashable:
+def kind_of(plan: Change) -> Hashable:
     """Raises UncheckedError if it has too many calls."""
     region = Region.of_any_numbers(plan)
     names = {part: f"%{number}" for number, part in enumerate((*region.leaves, *region.calls))}
@@ -30,7 +30,7 @@ def kind_of(plan: Drafted) -> Hashable:
     calls = tuple(
         (call.target, named(call.args), tuple(call.kwargs), named([*call.kwargs.values()])) for call in region.calls
     )
-    return leaves, calls, named(plan.replaced), plan.differs
+    return leaves, calls, named(plan.replacements), plan.differs
 
 
 def _described(value: Any) -> str:

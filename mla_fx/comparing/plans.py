@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.graph.torch_private import tree_leaves
-from mla_fx.rewriting.draft import Draft, Drafted, value_of
+from mla_fx.rewriting.draft import Change, Draft, value_of
 
 from .closeness import apart
 from .inputs import TRIES, Inputs
@@ -30,7 +30,7 @@ ENOUGH = 3  # draws that agree, if their places coincide
 FIRST, SECOND = 5, 7  # the smallest sizes that are chosen, of two draws
 
 
-class Sizes(NamedTuple):
+class SmallSizes(NamedTuple):
     """A number for each size, and how often values may be drawn for them."""
 
     numbers: Numbers
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
     run: Interpreter
 
 
-def difference(plan: Drafted) -> Difference | None:
+def difference(plan: Change) -> Difference | None:
     """The first value that the plan changes, or None. Raises UncheckedError if that cannot be found out."""
     with on_real_tensors():
         if _agrees_on_any_numbers(plan):
@@ -60,7 +60,7 @@ def difference(plan: Drafted) -> Difference | None:
         return found
 
 
-def _agrees_on_any_numbers(plan: Drafted) -> bool:
+def _agrees_on_any_numbers(plan: Change) -> bool:
     """Most plans are right whatever they read, which takes the fewest calls to find out."""
     try:
         return _at_some_sizes(plan, Region.of_any_numbers(plan), _small, _small_but_for_numbers) is None
@@ -68,7 +68,9 @@ def _agrees_on_any_numbers(plan: Drafted) -> bool:
         return False
 
 
-def _at_some_sizes(plan: Drafted, region: Region, *choices: Callable[[Region], Iterator[Sizes]]) -> Difference | None:
+def _at_some_sizes(
+    plan: Change, region: Region, *choices: Callable[[Region], Iterator[SmallSizes]]
+) -> Difference | None:
     """A difference at small sizes may come from a number that is a size, such as the 1536 of a mean. So only one at the
     last choice counts, in which such sizes are what they are. Other calls compute the same of fewer columns as of more
     whose rest is zero."""
@@ -90,20 +92,20 @@ def _at_some_sizes(plan: Drafted, region: Region, *choices: Callable[[Region], I
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def _small(region: Region) -> Iterator[Sizes]:
+def _small(region: Region) -> Iterator[SmallSizes]:
     """Two draws if there are symbols."""
     numbers = Numbers(region.values, apart=True)
     for first in (FIRST, SECOND) if numbers.symbols else (FIRST,):
         yield from _affordable(region, numbers, region.small(numbers, first=first))
 
 
-def _small_but_for_numbers(region: Region) -> Iterator[Sizes]:
+def _small_but_for_numbers(region: Region) -> Iterator[SmallSizes]:
     numbers = Numbers(region.values, apart=False)
     kept = region.sizes_in_numbers(region.sizes(numbers))
     return _affordable(region, numbers, region.small(numbers, kept))
 
 
-def _own(region: Region) -> Iterator[Sizes]:
+def _own(region: Region) -> Iterator[SmallSizes]:
     """All, or all but a few that would make tensors too large to be drawn again. A size that is divided by is kept."""
     numbers = Numbers(region.values, apart=False)
     averaged, others = region.averaged(numbers), region.undetermined(numbers)
@@ -116,11 +118,11 @@ def _own(region: Region) -> Iterator[Sizes]:
     return _affordable(region, numbers, small)
 
 
-def _affordable(region: Region, numbers: Numbers, small: Mapping[int, int]) -> Iterator[Sizes]:
+def _affordable(region: Region, numbers: Numbers, small: Mapping[int, int]) -> Iterator[SmallSizes]:
     count = _count(region, numbers, small)
     if count > LARGEST:
         raise UncheckedError("its tensors are too large to be computed")
-    yield Sizes(numbers, small, min(TRIES, LARGEST // max(count, 1)))
+    yield SmallSizes(numbers, small, min(TRIES, LARGEST // max(count, 1)))
 
 
 def _count(region: Region, numbers: Numbers, small: Mapping[int, int]) -> int:
@@ -132,7 +134,7 @@ def _count(region: Region, numbers: Numbers, small: Mapping[int, int]) -> int:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference | None) -> Difference | None:
+def _difference(plan: Change, region: Region, sizes: SmallSizes, doubt: Difference | None) -> Difference | None:
     """Compare for the first numbers for which the program runs with finite results; for all if there is a doubt, and
     for some if places coincide. If a difference may come from values that are NaN, as the root of a negative epsilon
     is, more are tried. What a plan names as different may be so for negative factors alone, as the order of two limits
@@ -160,7 +162,7 @@ def _difference(plan: Drafted, region: Region, sizes: Sizes, doubt: Difference |
     return found
 
 
-def _at_edges(plan: Drafted, edges: Iterable[Edge], run: Interpreter) -> Difference | None:
+def _at_edges(plan: Change, edges: Iterable[Edge], run: Interpreter) -> Difference | None:
     """Where codes saturate, and where the program computes nothing infinite yet, as far as it runs there. On such
     numbers, rounding alone may decide which key a softmax picks, so a difference counts if the plan computes something
     infinite."""
@@ -174,7 +176,7 @@ def _at_edges(plan: Drafted, edges: Iterable[Edge], run: Interpreter) -> Differe
     return None
 
 
-def _at_edge(plan: Drafted, edge: Edge, run: Interpreter) -> tuple[Interpreter, list[list[Tensor]]]:
+def _at_edge(plan: Change, edge: Edge, run: Interpreter) -> tuple[Interpreter, list[list[Tensor]]]:
     """The run on the largest numbers for which the program computes nothing infinite, and its results."""
     least, most, found = edge.least, edge.most, None
     while least <= most:
@@ -191,7 +193,7 @@ def _at_edge(plan: Drafted, edge: Edge, run: Interpreter) -> tuple[Interpreter, 
     return found
 
 
-def _finite_results(plan: Drafted, run: Interpreter) -> list[list[Tensor]]:
+def _finite_results(plan: Change, run: Interpreter) -> list[list[Tensor]]:
     """Return the results of each value that the plan replaces. Raises UncheckedError if one is not finite."""
     try:
         olds = [tree_leaves(run.run(old)) for old in plan.olds]
@@ -203,9 +205,9 @@ def _finite_results(plan: Drafted, run: Interpreter) -> list[list[Tensor]]:
 
 
 def _first_difference(
-    plan: Drafted, run: Interpreter, olds: list[list[Tensor]], compare: Callable[[Tensor, Tensor], str | None]
+    plan: Change, run: Interpreter, olds: list[list[Tensor]], compare: Callable[[Tensor, Tensor], str | None]
 ) -> Difference | None:
-    for (old, new), before in zip(plan.replaced, olds, strict=True):
+    for (old, new), before in zip(plan.replacements, olds, strict=True):
         try:
             after = tree_leaves(run.run(new))
         except Exception as error:  # an operator may refuse other sizes with any error
@@ -219,7 +221,7 @@ def _has_nan(value: Any) -> bool:
     return isinstance(value, Tensor) and bool(value.isnan().any())
 
 
-def _coarsest(plan: Drafted) -> torch.dtype:
+def _coarsest(plan: Change) -> torch.dtype:
     """The dtype that the operators' contract lets everything be rounded to; never one of 8 bits."""
     results: list[Node | Draft] = [*plan.olds, *plan.fused]
     tensors = [value for value in tree_leaves(list(map(value_of, results))) if isinstance(value, Tensor)]

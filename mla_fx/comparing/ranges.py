@@ -21,7 +21,7 @@ from mla_fx.rewriting.draft import Draft, fake_of, value_of
 from .inputs import constant_of
 from .interpreter import Interpreter
 from .region import Region
-from .whole_numbers import Part
+from .whole_numbers import Value
 
 aten = torch.ops.aten
 
@@ -41,10 +41,10 @@ class Edge:
 
     def run(self, run: Interpreter, power: int) -> Interpreter:
         """What is to run on these numbers in place of those of another run."""
-        values: dict[Part, Any] = {leaf: self._large(leaf, run.values[leaf], power) for leaf in run.leaves}
+        values: dict[Value, Any] = {leaf: self._large(leaf, run.values[leaf], power) for leaf in run.leaves}
         return Interpreter(run.numbers, run.small, values, None if self.in_own_dtypes else run.coarsest)
 
-    def _large(self, leaf: Part, value: Any, power: int) -> Any:
+    def _large(self, leaf: Value, value: Any, power: int) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         value = value * 2.0**power if leaf in self.leaves else value
@@ -82,13 +82,13 @@ def _rounded_to_codes(region: Region) -> set[Node]:
     return behind.intersection(region.leaves)
 
 
-def _numerators(call: Part) -> list[Node]:
+def _numerators(call: Value) -> list[Node]:
     if isinstance(call, Draft) or call.target is aten.reciprocal.default:
         return []
     return call.all_input_nodes[: 1 if call.target in DIVISIONS else None]
 
 
-def _holds(part: Part, are_such: Callable[[torch.dtype], bool]) -> bool:
+def _holds(part: Value, are_such: Callable[[torch.dtype], bool]) -> bool:
     value = fake_of(part)
     return isinstance(value, Tensor) and are_such(value.dtype)
 

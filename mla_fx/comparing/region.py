@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import tree_leaves
-from mla_fx.rewriting.draft import Draft, Drafted, fake_of, value_of
+from mla_fx.rewriting.draft import Change, Draft, fake_of, value_of
 
 from .behind import FEW, few_behind
 from .equations import EQUATIONS, Equation, Shape, of_bytes
@@ -45,12 +45,12 @@ class Region:
     calls: tuple[Node | Draft, ...]
 
     @classmethod
-    def of_any_numbers(cls, plan: Drafted) -> Region:
+    def of_any_numbers(cls, plan: Change) -> Region:
         """All numbers that a plan reads are drawn."""
         return cls._behind(plan, {origin for source in plan.sources for origin in _origins(source)})
 
     @classmethod
-    def of(cls, plan: Drafted, *, from_common: bool = False) -> Region:
+    def of(cls, plan: Change, *, from_common: bool = False) -> Region:
         """Numbers that a plan reads are drawn, but not those that depend on other drawn ones, as scales depend on their
         tokens, or on the graph's inputs, as rotary tables that are looked up twice. With `from_common`, a value behind
         two others, as tokens that are reshaped twice, is drawn in place of these. Raises UncheckedError if too many
@@ -68,7 +68,7 @@ class Region:
             sources -= dependent
 
     @classmethod
-    def _behind(cls, plan: Drafted, sources: Set[Node]) -> Region:
+    def _behind(cls, plan: Change, sources: Set[Node]) -> Region:
         leaves: list[Node] = []
         calls: dict[Node | Draft, None] = {}
         seen: set[Node | Draft] = set()
@@ -87,7 +87,7 @@ class Region:
             if len(calls) > MOST:
                 raise UncheckedError(f"more than {MOST} calls are behind what it reads")
 
-        for pair in plan.replaced:
+        for pair in plan.replacements:
             for part in pair:
                 visit(part)
         return cls(tuple(leaves), tuple(calls))

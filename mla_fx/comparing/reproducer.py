@@ -25,7 +25,7 @@ from .interpreter import Interpreter
 from .plans import Difference
 from .reproduce import distances, drawn
 from .samples import Like, like
-from .whole_numbers import Part
+from .whole_numbers import Value
 
 FILE = "reproduce.py"
 IMPORTS = ("import sys", "from mla_fx.comparing import reproduce")
@@ -99,10 +99,10 @@ class _Writer(Interpreter):
 
     def __init__(self, run: Interpreter) -> None:
         self.graph = Graph()
-        inputs: dict[Part, Any] = {leaf: self.graph.placeholder(str(leaf.name)) for leaf in run.leaves}
+        inputs: dict[Value, Any] = {leaf: self.graph.placeholder(str(leaf.name)) for leaf in run.leaves}
         super().__init__(run.numbers, run.small, inputs, run.coarsest and torch.float64)
 
-    def program(self, part: Part) -> GraphModule:
+    def program(self, part: Value) -> GraphModule:
         self.graph.output([self.run(part)])
         return GraphModule({}, self.graph)
 

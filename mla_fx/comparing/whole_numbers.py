@@ -17,7 +17,7 @@ from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.rewriting.draft import Draft, fake_of
 
-Part = Node | Draft
+Value = Node | Draft
 
 DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 KERNEL = frozenset({"tile_size"})  # a number that an operator's kernel knows
@@ -26,7 +26,7 @@ VALUES = ("Tensor", "number", "Optional[Tensor]", "Optional[number]")  # types i
 PLACES = (torch.int64, torch.int32, torch.bool)
 
 
-def numbers_of(call: Part) -> Iterator[float]:
+def numbers_of(call: Value) -> Iterator[float]:
     """The numbers of the program that a call takes."""
     kept = never_sizes(call) - DIMENSIONS
     for name, argument in named_arguments(call):
@@ -35,7 +35,7 @@ def numbers_of(call: Part) -> Iterator[float]:
                 yield leaf
 
 
-def never_sizes(call: Part) -> frozenset[str]:
+def never_sizes(call: Value) -> frozenset[str]:
     """The arguments of a call in which a whole number is no size."""
     if not isinstance(call.target, OpOverload):
         return frozenset()
@@ -51,7 +51,7 @@ def _values(target: OpOverload) -> frozenset[str]:
     return frozenset(each.name for each in target._schema.arguments if str(each.real_type) in VALUES)
 
 
-def _computes_values(call: Part) -> bool:
+def _computes_values(call: Value) -> bool:
     """Whether a call computes with other than places: its operands, or its result if it has none."""
     operands, results = tree_leaves(fake_of([call.args, [*call.kwargs.values()]])), tree_leaves(fake_of(call))
     tensors = _tensors(operands) or _tensors(results)

@@ -16,9 +16,9 @@ from mla_fx.graph.provenance import count_fused
 from mla_fx.target import Shown
 
 from .graph_text import symbols
-from .layers import Layer, layers_of
+from .layers import LayerText, layers_of
 from .page import Side, data_of, page
-from .recorded import Stage
+from .recorded import RecordedStage
 from .report import PassRecord, Report
 
 
@@ -27,12 +27,12 @@ class Dump:
 
     def __init__(self, folder: str, *, fuses_loops: bool = False) -> None:
         self.folder = _next_free(Path(folder))
-        self._stages: list[Stage] = []
-        self._layers: dict[Side, Mapping[str, Layer]] = {"before": {}, "after": {}}
+        self._stages: list[RecordedStage] = []
+        self._layers: dict[Side, Mapping[str, LayerText]] = {"before": {}, "after": {}}
         self._sizes: Mapping[str, int] = {}
         self._fuses_loops = fuses_loops
 
-    def stage(self, stage: Stage, shown: Shown) -> None:
+    def stage(self, stage: RecordedStage, shown: Shown) -> None:
         """Write a stage, unless nothing changed in it."""
         self._stages.append(stage)
         if stage.is_new:
@@ -80,11 +80,11 @@ def _writing(folder: Path) -> Iterator[None]:
         raise OSError(f"The dump folder {str(folder)!r} cannot be written: {error.strerror or error}.") from error
 
 
-def _count_fused(layers: Mapping[str, Layer]) -> int:
+def _count_fused(layers: Mapping[str, LayerText]) -> int:
     return sum(node["fused"] is not None for layer in layers.values() for node in layer.nodes)
 
 
-def _index(report: Report, stages: Sequence[Stage]) -> str:
+def _index(report: Report, stages: Sequence[RecordedStage]) -> str:
     records = {record.name: record for record in report.passes}
     rows = [_row(records.pop(stage.name, PassRecord(stage.name)), stage) for stage in stages]
     rows += [_row(record) for record in records.values()]
@@ -103,7 +103,7 @@ def _index(report: Report, stages: Sequence[Stage]) -> str:
     )
 
 
-def _row(record: PassRecord, stage: Stage | None = None) -> str:
+def _row(record: PassRecord, stage: RecordedStage | None = None) -> str:
     took, nodes = f"{record.milliseconds:.1f}", f"{record.nodes_before} -> {record.nodes_after}"
     if stage is not None and not record.nodes_before:
         took, nodes = "", str(stage.nodes)  # no pass made it

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from mla_fx.graph.node_text import call_text, described, short_source, target_name, value_of
-from mla_fx.graph.provenance import REPLACED, RULE, fused_name, module_of, source_of
+from mla_fx.graph.provenance import ORIGINS, RULE, fused_name, module_of, source_of
 
 from .graph_text import Writer, borders, ranges
 from .memory import Lives
@@ -21,7 +21,7 @@ REST = "outside the layers"
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerText:
     """The nodes of a layer as JSON values, and a text that is equal for equal layers."""
 
     text: str
@@ -29,7 +29,7 @@ class Layer:
     temporaries: int | None = 0
 
 
-def layers_of(graph: Graph, *, is_fused: bool = False) -> dict[str, Layer]:
+def layers_of(graph: Graph, *, is_fused: bool = False) -> dict[str, LayerText]:
     """The layers by path; what is in none is one more, under the path `REST`. `is_fused` as for `Lives`."""
     writer, meter, lives = Writer(graph), Meter(graph), Lives(graph, is_fused=is_fused)
     parts: dict[str, list[Section]] = {}
@@ -37,7 +37,7 @@ def layers_of(graph: Graph, *, is_fused: bool = False) -> dict[str, Layer]:
         is_layer = isinstance(item, Section) and item.layer is not None
         section = item if isinstance(item, Section) else Section((), (item,))
         parts.setdefault(".".join(section.path) if is_layer else REST, []).append(section)
-    layers: dict[str, Layer] = {}
+    layers: dict[str, LayerText] = {}
     works: dict[str, list[Work]] = {}  # of equal layers once
     for path, sections in parts.items():
         texts = [writer.as_any_layer(section, *borders(section)) for section in sections]
@@ -45,7 +45,7 @@ def layers_of(graph: Graph, *, is_fused: bool = False) -> dict[str, Layer]:
         text = "\n".join(texts)
         works[text] = works.get(text) or [meter.of(node) for node in nodes]
         values = [{**_values(writer, node), **vars(work)} for node, work in zip(nodes, works[text], strict=True)]
-        layers[path] = Layer(text, values, lives.peak(nodes))
+        layers[path] = LayerText(text, values, lives.peak(nodes))
     return layers
 
 
@@ -63,14 +63,14 @@ def _values(writer: Writer, node: Node) -> dict[str, Any]:
         "inputs": [writer.inputs[operand] for operand in operands if operand in writer.inputs],
         "fused": fused_name(node),
         "rule": node.meta.get(RULE, ""),
-        "replaced": [name for name, *_ in node.meta.get(REPLACED, ())],
+        "replaced": [name for name, *_ in node.meta.get(ORIGINS, ())],
     }
 
 
-def kinds(before: Mapping[str, Layer], after: Mapping[str, Layer]) -> Iterator[dict[str, Any]]:
+def kinds(before: Mapping[str, LayerText], after: Mapping[str, LayerText]) -> Iterator[dict[str, Any]]:
     """The kinds of layers: those with equal nodes before and after. Each is shown by its first layer; a model
     without layers is one, and is named as such."""
-    nothing = Layer("", ())
+    nothing = LayerText("", ())
     every = dict.fromkeys([*before, *after])
     alike: dict[tuple[str, str], list[str]] = {}
     for path in every:
@@ -87,7 +87,7 @@ def kinds(before: Mapping[str, Layer], after: Mapping[str, Layer]) -> Iterator[d
         }
 
 
-def _work(layer: Layer) -> dict[str, Any]:
+def _work(layer: LayerText) -> dict[str, Any]:
     """The sums of a layer's FLOPs and bytes; `uncounted` counts the operators whose FLOPs are unknown."""
     return {
         "flops": sum(node["flops"] or 0 for node in layer.nodes),

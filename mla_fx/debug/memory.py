@@ -26,7 +26,7 @@ ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention"})
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes of one graph; None if a size is a symbol.
 
     Temporaries are estimated: the values that the graph computes, each for as long as it is read, in the order of the

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from mla_fx.graph.node_text import one_line, tally
 
-from .layers import Layer, kinds
-from .memory import Memory, readable_size
-from .recorded import Stage
+from .layers import LayerText, kinds
+from .memory import MemoryUse, readable_size
+from .recorded import RecordedStage
 from .report import PassRecord, Report
 from .work import amount
 
@@ -23,7 +23,10 @@ SIDES: Sequence[Side] = ("before", "after")
 
 
 def data_of(
-    report: Report, stages: Sequence[Stage], layers: Mapping[Side, Mapping[str, Layer]], sizes: Mapping[str, int]
+    report: Report,
+    stages: Sequence[RecordedStage],
+    layers: Mapping[Side, Mapping[str, LayerText]],
+    sizes: Mapping[str, int],
 ) -> dict[str, Any]:
     """What a page shows, as JSON values. `sizes` are those of symbols in this example."""
     passes = {record.name: record for record in report.passes}
@@ -41,7 +44,7 @@ def data_of(
     }
 
 
-def _stage(stage: Stage, record: PassRecord) -> dict[str, Any]:
+def _stage(stage: RecordedStage, record: PassRecord) -> dict[str, Any]:
     return {
         "name": stage.name,
         "file": stage.file,
@@ -54,7 +57,7 @@ def _stage(stage: Stage, record: PassRecord) -> dict[str, Any]:
 # --- costs: rows of what, before and after ---------------------------------------------------------------------------
 
 
-def _nodes(stages: Sequence[Stage], passes: Sequence[PassRecord]) -> Iterator[Row]:
+def _nodes(stages: Sequence[RecordedStage], passes: Sequence[PassRecord]) -> Iterator[Row]:
     if stages:
         after = passes[-1].nodes_after if passes else stages[-1].nodes
         yield "nodes", str(stages[0].nodes), str(after)
@@ -78,7 +81,7 @@ def _temporaries(before: int | None, after: int | None) -> Iterator[Row]:
         yield "temporaries", readable_size(before), readable_size(after)
 
 
-def _memory(memory: Sequence[Memory]) -> Iterator[Row]:
+def _memory(memory: Sequence[MemoryUse]) -> Iterator[Row]:
     for entry in memory:
         yield from _temporaries(entry.unfused, entry.temporaries)
         yield "copies of weights", readable_size(0), readable_size(entry.weights)

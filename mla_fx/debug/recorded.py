@@ -14,7 +14,7 @@ from .graph_text import A_GRAPH, graph_text
 
 
 @dataclass(frozen=True)
-class Stage:
+class RecordedStage:
     """The graph after a pass, or what a compiler made of it. `title` has its number and its name, for files; `file` is
     that of the last stage that changed the graph. Equal graphs have equal texts."""
 
@@ -31,15 +31,15 @@ class Stage:
         return f"# {one_line(self.name)}{self.text.removeprefix(A_GRAPH)}"
 
 
-def recorded(number: int, name: str, shown: Shown, before: Stage | None) -> Stage:
+def recorded(number: int, name: str, shown: Shown, before: RecordedStage | None) -> RecordedStage:
     if isinstance(shown, Graph):
         text, nodes, suffix = graph_text(shown), len(shown.nodes), "py"
     else:
         text, nodes, suffix = "\n".join([f"{A_GRAPH}: {len(shown)} nodes.", *shown, ""]), len(shown), "txt"
     title = f"{number:02d}_{_slug(name)}"
     if before is not None and before.text == text:
-        return Stage(name, title, before.text, nodes, before.file, is_new=False)
-    return Stage(name, title, text, nodes, f"{title}.{suffix}", is_new=True)
+        return RecordedStage(name, title, before.text, nodes, before.file, is_new=False)
+    return RecordedStage(name, title, text, nodes, f"{title}.{suffix}", is_new=True)
 
 
 def _slug(name: str) -> str:

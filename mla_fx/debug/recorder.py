@@ -12,7 +12,7 @@ from mla_fx.graph.torch_private import is_traced
 from mla_fx.target import Shown
 
 from .dump import Dump
-from .recorded import Stage, recorded
+from .recorded import RecordedStage, recorded
 from .report import Report
 from .torch_logs import StageTrace
 
@@ -24,9 +24,9 @@ class Recorder:
 
     def __init__(self, report: Report, folder: str | None, *, keep_text: bool, fuses_loops: bool = False) -> None:
         self._report = report
-        self._readers: list[Callable[[Stage, Shown], None]] = []
+        self._readers: list[Callable[[RecordedStage, Shown], None]] = []
         self._dump: Dump | None = None
-        self._last: Stage | None = None
+        self._last: RecordedStage | None = None
         self._count = 0
         self._fenced(lambda: self._open(folder, keep_text, fuses_loops))
 
@@ -57,7 +57,7 @@ class Recorder:
         for read in self._readers:
             read(self._last, shown)
 
-    def _keep(self, stage: Stage, shown: Shown) -> None:
+    def _keep(self, stage: RecordedStage, shown: Shown) -> None:
         self._report.graphs[stage.name] = stage.text
 
     def _add(self, name: str, shown: Shown | None) -> None:

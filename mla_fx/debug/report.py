@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .memory import Memory
+from .memory import MemoryUse
 from .outcomes import Miss, Outcome, outcomes_of, rows_of
 from .report_table import cells, html_table, rich_table
 
@@ -51,7 +51,7 @@ class Report:
     hindrances: list[str] = field(default_factory=list)
     has_attention: bool = False
     is_training: bool = False
-    memory: list[Memory] = field(default_factory=list)
+    memory: list[MemoryUse] = field(default_factory=list)
     modules: dict[str, list[str]] = field(default_factory=dict)
     parts: list[Report] = field(default_factory=list)
     verified: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ import logging
 from mla_fx.graph.torch_private import trace_artifact
 from mla_fx.target import Shown
 
-from .recorded import Stage
+from .recorded import RecordedStage
 from .report import PassRecord, Report
 
 log = logging.getLogger("mla_fx")
@@ -17,10 +17,10 @@ class StageTrace:
     """Emits the graph after each pass that changed it and, with the first of these, the captured graph."""
 
     def __init__(self) -> None:
-        self._held: list[Stage] = []
+        self._held: list[RecordedStage] = []
         self._is_changed = False
 
-    def stage(self, stage: Stage, shown: Shown) -> None:
+    def stage(self, stage: RecordedStage, shown: Shown) -> None:
         if not stage.is_new:
             return
         self._held.append(stage)
@@ -30,7 +30,7 @@ class StageTrace:
             self._held, self._is_changed = [], True
 
 
-def _emit(stage: Stage) -> None:
+def _emit(stage: RecordedStage) -> None:
     trace_artifact(f"mla_fx_{stage.title}", "string", lambda: stage.titled)
 
 

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from mla_fx.debug.memory import Memory
+from mla_fx.debug.memory import MemoryUse
 from mla_fx.debug.report import Miss, PassRecord, Report
 from mla_fx.graph.torch_compilers import cache_folder
 
@@ -49,7 +49,7 @@ def from_text(text: str) -> Report:
     parts = json.loads(text)
     parts["misses"] = [Miss(**miss) for miss in parts["misses"]]
     parts["passes"] = [PassRecord(**{**record, "fired": Counter(record["fired"])}) for record in parts["passes"]]
-    parts["memory"] = [Memory(**memory) for memory in parts["memory"]]
+    parts["memory"] = [MemoryUse(**memory) for memory in parts["memory"]]
     parts["notes"] = [FROM_CACHE, *parts["notes"]]
     del parts["layers"]  # follow from the others
     return Report(**parts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .provenance import REPLACED, RULE, fused_name
+from .provenance import ORIGINS, RULE, fused_name
 from .torch_private import OpOverload, dtype_abbrs, has_symbolic_sizes
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -127,14 +127,14 @@ def origin(node: Node) -> list[str]:
     """What a fused operator replaced: the names of nodes, by the line of code and the module that made them."""
     if fused_name(node) is None:
         return []
-    rule, replaced = node.meta.get(RULE), node.meta.get(REPLACED, ())
+    rule, origins = node.meta.get(RULE), node.meta.get(ORIGINS, ())
     places: dict[str, list[str]] = {}
-    for name, source, module in replaced:
+    for name, source, module in origins:
         place = ", ".join(part for part in (short_source(source), module) if part)
         places.setdefault(place or "unknown source", []).append(name)
     title = [target_name(node.target)]
     title += [f"by rule {rule}"] if rule else []
-    title += [f"replaces {len(replaced)} nodes"] if replaced else []
+    title += [f"replaces {len(origins)} nodes"] if origins else []
     return [one_line(", ".join(title)), *(f"  {one_line(place)}: {' '.join(names)}" for place, names in places.items())]
 
 

@@ -23,7 +23,7 @@ LAID_OUT = "mla_fx_laid_out"  # of an added graph input: a weight in another lay
 RULE = "mla_fx_rule"  # of a new node: the rule or pass that made it
 STANDS_FOR = "mla_fx_stands_for"  # of a node that replaces another: the other's name in the original graph
 SOURCES = "from_node"  # torch's: the nodes of earlier graphs that a node comes from
-REPLACED = "mla_fx_replaced"  # of a fused operator: names, source lines and modules of what it replaced
+ORIGINS = "mla_fx_replaced"  # of a fused operator: names, source lines and modules of what it replaced
 
 
 def count_fused(graph: Graph) -> dict[str, int]:
@@ -114,13 +114,13 @@ def stand_in(new: Node, old: Node) -> None:
     new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.name))
 
 
-def note_sources(new: Iterable[Node], replaced: Sequence[Node], rule: str) -> None:
+def note_sources(new: Iterable[Node], olds: Sequence[Node], rule: str) -> None:
     """Record for torch that each new node comes from whatever the replaced nodes come from."""
-    found = {(source.graph_id, source.name): source for node in replaced for source in node.meta.get(SOURCES, ())}
+    found = {(source.graph_id, source.name): source for node in olds for source in node.meta.get(SOURCES, ())}
     if not found:
         return
     whole = NodeSource(None, f"mla_fx: {rule}", [NodeSourceAction.REPLACE, NodeSourceAction.CREATE])
-    last = replaced[-1]  # given to NodeSource, it would be copied with everything it comes from
+    last = olds[-1]  # given to NodeSource, it would be copied with everything it comes from
     whole.node_info = NodeSource.NodeInfo(last.name, str(last.target), id(last.graph))
     whole.from_node = list(found.values())
     for node in new:

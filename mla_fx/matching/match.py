@@ -19,12 +19,12 @@ from mla_fx.readings.axes import (
     Index,
     axes,
     axes_of,
-    cuts,
     digits_of,
     of_axis,
     ordered,
     slowest_first,
     substitute,
+    without_digits,
 )
 from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element
@@ -33,8 +33,8 @@ from mla_fx.readings.reading import Reading, renamed
 from mla_fx.readings.same_value import equal_calls
 from mla_fx.readings.sizes import product
 from mla_fx.rewriting.materialize import tensor
-from mla_fx.rewriting.plan import Call, Expression, Plan, Replaced, result
-from mla_fx.rewriting.replacement import replaced
+from mla_fx.rewriting.plan import Call, Expression, Plan, Replacement, result
+from mla_fx.rewriting.replacement import replacing
 
 Same = Mapping[Axis, Index]
 Kind = TypeVar("Kind", bound=Reading)
@@ -131,7 +131,7 @@ class Match:
         elements = (index for element in self.elements.values() for index in element.indices)
         readings = (index for reading in self.readings.values() for index in reading.indices)
         read = dict.fromkeys((*elements, *readings))  # most indices occur more than once
-        parted = cuts(index for index in (substitute(part, self.same) for part in read) if index)
+        parted = without_digits(index for index in (substitute(part, self.same) for part in read) if index)
         if parted is None:
             raise NoMatch("two readings split one dimension in incompatible ways")
         names = {**parted, **{axis: substitute(place, parted) or place for axis, place in self.same.items()}}
@@ -160,16 +160,16 @@ class Match:
         """An element as an operand with these dimensions. The options are those of `tensor`."""
         return tensor(self[name], self.dims(letters), **options)
 
-    def replaced(self, new: Expression, letters: str) -> Replaced:
+    def replacing(self, new: Expression, letters: str) -> Replacement:
         """Replace the value that a ValuePattern matched by one with these dimensions."""
         value = self.reading(OperandAxes, "value.axes")
-        return replaced(value.node, value.dims, result(new, self.dims(letters)))
+        return replacing(value.node, value.dims, result(new, self.dims(letters)))
 
     def plan(self, target: OpOverload, letters: str, **operands: str) -> Plan:
         """Replace that value by the result of a call. Its arguments are the operands in order, each with its
         dimensions."""
         arguments = (self.tensor(name, dims) for name, dims in operands.items())
-        return Plan(self.replaced(Call(target, *arguments), letters))
+        return Plan(self.replacing(Call(target, *arguments), letters))
 
     def _named(self, letter: str) -> Axes:
         if letter in self._roots:
@@ -254,7 +254,7 @@ class Match:
     def _parted(self, one: Element, other: Element) -> Same | None:
         """`same`, with every axis that may equal another split where either element reads only part of it."""
         indices = [substitute(part, self.same) for part in (*one.index, *other.index)]
-        found = cuts(index for index in indices if index is not None)
+        found = without_digits(index for index in indices if index is not None)
         if found is None:
             return None
         same = self.same

@@ -17,13 +17,13 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import ByDesign
-from mla_fx.graph.provenance import REPLACED
+from mla_fx.graph.provenance import ORIGINS
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
-from mla_fx.rewriting.draft import Draft, Drafted
-from mla_fx.rewriting.emitter import Change, Emitter
+from mla_fx.rewriting.draft import Change, Draft
+from mla_fx.rewriting.emitter import Apply, Emitter
 from mla_fx.target import Target
 
 ALWAYS = 2**62
@@ -42,9 +42,9 @@ def max_absorbed_tokens(policy: str, device: str, given: int | None = None) -> i
     return MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"]) if given is None else given
 
 
-def absorb(node: Node, emit: Emitter, policy: str, target: Target, change: Change) -> None:
+def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply) -> None:
     """Rewrites an mla_attention whose S is provably small to latent_attention. Raises NoMatch with the reason if it
-    stays as it is; `change` may refuse, too.
+    stays as it is; `apply` may refuse, too.
 
     If S is a symbol that may be large, a call with the limit at which it decides at run time takes its place. It stays
     expanded if the target cannot run the operator.
@@ -57,14 +57,14 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, change: Chang
     tokens, context = shape_of(q_nope)[1], shape_of(kv_cache)[1]
     if not _is_absorbed(tokens, context, limit):
         if not isinstance(tokens, int):
-            _limit(node, emit, limit if target.runs_operators else 0, change)
+            _limit(node, emit, limit if target.runs_operators else 0, apply)
         raise ByDesign(f"{UNABSORBED}: {_why_not(tokens, context, limit)}", node)
     if value.dtype == torch.float16 and target.runs_operators:
-        _limit(node, emit, ALWAYS, change)
+        _limit(node, emit, ALWAYS, apply)
         raise ByDesign(f"{UNABSORBED}: absorbed, it might leave the range of torch.float16", node)
     with emit.at(node, "absorb"):
         expanded = _absorbed(node, emit, *args_of(node))  # contiguous, as the node's value is
-        change(emit, "absorb", Drafted.of([(node, expanded)], {*node.all_input_nodes}))
+        apply(emit, "absorb", Change.of([(node, expanded)], {*node.all_input_nodes}))
 
 
 def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
@@ -87,17 +87,17 @@ def _why_not(tokens: Size, context: Size, limit: int) -> str:
     return f"{tokens} tokens are more than the {limit} up to which absorbing costs less"
 
 
-def _limit(node: Node, emit: Emitter, limit: int, change: Change) -> None:
+def _limit(node: Node, emit: Emitter, limit: int, apply: Apply) -> None:
     """Let a call decide by its number of tokens when it runs."""
     if node.kwargs.get(LIMIT, 0) == limit:
         return
     with emit.at(node, "absorb"):
-        call = emit.drafted(node.target, *args_of(node), **{**node.kwargs, LIMIT: limit})
-        change(emit, "absorb", Drafted.of([(node, _replacing(node, call))], {*node.all_input_nodes}))
+        call = emit.call(node.target, *args_of(node), **{**node.kwargs, LIMIT: limit})
+        apply(emit, "absorb", Change.of([(node, _replacing(node, call))], {*node.all_input_nodes}))
 
 
 def _replacing(node: Node, call: Draft | Node) -> Draft | Node:
-    call.meta[REPLACED] = node.meta.get(REPLACED, [])
+    call.meta[ORIGINS] = node.meta.get(ORIGINS, [])
     return call
 
 
@@ -105,6 +105,6 @@ def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Draft:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
     options = {name: value for name, value in node.kwargs.items() if name != LIMIT}
     query, target = emit.inlined(absorb_query, q_nope, weight_uk), torch.ops.mla_fx.latent_attention.default
-    out = emit.drafted(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
+    out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
     expanded: Draft = emit.inlined(expand_output, _replacing(node, out), weight_uv)
     return expanded

@@ -12,17 +12,17 @@ from torch.fx import Node
 
 from mla_fx.debug.report import Miss
 from mla_fx.errors import ByDesign, NoMatch
-from mla_fx.graph.provenance import REPLACED, fused_name, module_of, note_sources, source_of
+from mla_fx.graph.provenance import ORIGINS, fused_name, module_of, note_sources, source_of
 from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.readings.calls import noting
-from mla_fx.rewriting.draft import Draft, Drafted, fake_of
+from mla_fx.rewriting.draft import Change, Draft, fake_of
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.plan import Plan
-from mla_fx.rewriting.replacement import check_nothing_is_lost, drafted, fitted
+from mla_fx.rewriting.replacement import change_of, check_nothing_is_lost, fitted
 from mla_fx.rule import Rule
 
-from .prove import change
+from .prove import apply
 from .repeat import Recipe, recipe, replay
 from .run import Run
 
@@ -122,9 +122,9 @@ def _rewrite(
     return True
 
 
-def _taken(run: Run, rule: Rule, planned: Plan) -> tuple[Plan, Drafted]:
+def _taken(run: Run, rule: Rule, planned: Plan) -> tuple[Plan, Change]:
     """The plan, or the one to try instead, that the target takes. Raises NoMatch if it takes neither."""
-    plan = drafted(run.emit, planned)
+    plan = change_of(run.emit, planned)
     try:
         _ask_target(run, rule, plan)
     except NoMatch:
@@ -139,11 +139,11 @@ def _check_quantisation(run: Run, plan: Plan) -> None:
         raise NoMatch(f"{'; '.join(plan.differences)}; quant='vendor' takes the operator's codes")
 
 
-def _apply(run: Run, rule: Rule, anchor: Node, plan: Drafted) -> None:
+def _apply(run: Run, rule: Rule, anchor: Node, plan: Change) -> None:
     """Raises NoMatch if the plan is refuted, or if torch's bisector leaves this rewrite out."""
     if is_bisected_out(lambda: f"mla_fx: {rule.name} at {', '.join(filter(None, _place(anchor)))}"):
         raise NoMatch("torch's bisector leaves this rewrite out")
-    erased = change(run, run.emit, rule.name, fitted(run.emit, plan))
+    erased = apply(run, run.emit, rule.name, fitted(run.emit, plan))
     _note_origins(run.emit, erased)
     note_sources(run.emit.added, erased, rule.name)
 
@@ -153,10 +153,10 @@ def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
     origins = [(node.name, source_of(node), module_of(node)) for node in erased]
     for node in emit.added:
         if fused_name(node) is not None:
-            node.meta[REPLACED] = origins
+            node.meta[ORIGINS] = origins
 
 
-def _check_loss(plan: Drafted) -> set[Node]:
+def _check_loss(plan: Change) -> set[Node]:
     """Refuse a rewrite that loses an input; return the nodes that the check looked at."""
     checked: set[Node] = set()
     for call in plan.fused:
@@ -164,7 +164,7 @@ def _check_loss(plan: Drafted) -> set[Node]:
     return checked
 
 
-def _ask_target(run: Run, rule: Rule, plan: Drafted) -> None:
+def _ask_target(run: Run, rule: Rule, plan: Change) -> None:
     """Raises NoMatch if the target refuses a call of a rule that yields to it."""
     for call in plan.fused if rule.yields_to_target else ():
         _ask_about(run, call)

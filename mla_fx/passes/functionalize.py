@@ -21,8 +21,8 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.readings.calls import args_of
-from mla_fx.rewriting.draft import Draft, Drafted
-from mla_fx.rewriting.emitter import Change, Emitter
+from mla_fx.rewriting.draft import Change, Draft
+from mla_fx.rewriting.emitter import Apply, Emitter
 
 aten = torch.ops.aten
 WRAPPER = torch.ops.higher_order.auto_functionalized_v2
@@ -43,10 +43,10 @@ class Written:
     parts: tuple[Any, ...]
 
     def read(self, emit: Emitter, base: Node | Draft) -> Node | Draft:
-        return base if self.view is None else emit.drafted(self.view[0], base, *self.parts)
+        return base if self.view is None else emit.call(self.view[0], base, *self.parts)
 
     def write(self, emit: Emitter, base: Node | Draft, value: Node | Draft) -> Node | Draft:
-        return value if self.view is None else emit.drafted(self.view[1], base, value, *self.parts)
+        return value if self.view is None else emit.call(self.view[1], base, value, *self.parts)
 
 
 def calls_in_place_forms(graph: Graph) -> bool:
@@ -54,7 +54,7 @@ def calls_in_place_forms(graph: Graph) -> bool:
     return any(args_of(node)[0] in _functional() for node in graph.find_nodes(op="call_function", target=WRAPPER))
 
 
-def functionalize(graph: Graph, change: Change) -> Counter[str]:
+def functionalize(graph: Graph, apply: Apply) -> Counter[str]:
     """Replace all calls of in-place forms whose writes are results of the functional operator; return why others stay,
     with counts."""
     emit, functional, refusals = Emitter(graph), _functional(), Counter[str]()
@@ -64,7 +64,7 @@ def functionalize(graph: Graph, change: Change) -> Counter[str]:
     for node, plain in calls:
         try:
             with emit.at(node, "functionalize"):
-                change(emit, "functionalizing", Drafted.of(_replaced(emit, node, plain), {*node.all_input_nodes}))
+                apply(emit, "functionalizing", Change.of(_replaced(emit, node, plain), {*node.all_input_nodes}))
         except NoMatch as refusal:
             refusals[f"{plain._opname} stays a call that writes in place: {refusal.reason}"] += 1
     return refusals
@@ -144,7 +144,7 @@ def _results(emit: Emitter, plain: OpOverload, values: dict[str, Any]) -> dict[s
     arguments, names = plain._schema.arguments, [result.name for result in plain._schema.returns]
     positional = [values[entry.name] for entry in arguments if not entry.kwarg_only]
     options = {entry.name: values[entry.name] for entry in arguments if entry.kwarg_only}
-    call = emit.drafted(plain, *positional, **options)
+    call = emit.call(plain, *positional, **options)
     if len(names) == 1:
         return {names[0]: call}
-    return {name: emit.drafted(operator.getitem, call, place) for place, name in enumerate(names)}
+    return {name: emit.call(operator.getitem, call, place) for place, name in enumerate(names)}

@@ -33,8 +33,8 @@ from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import RESHAPES, shape_of
-from mla_fx.rewriting.draft import Draft, Drafted
-from mla_fx.rewriting.emitter import Change, Emitter
+from mla_fx.rewriting.draft import Change, Draft
+from mla_fx.rewriting.emitter import Apply, Emitter
 from mla_fx.rewriting.fake_values import hashable, signature
 from mla_fx.rewriting.inline import drafts_of
 
@@ -76,11 +76,11 @@ class Hoisted:
         return lambda *given: compiled(*self.inputs(given))
 
 
-def hoist(graph: Graph, weights: Set[Node], change: Change) -> Hoisted:
+def hoist(graph: Graph, weights: Set[Node], apply: Apply) -> Hoisted:
     """Move what can be done before a call out of the graph. `weights` are graph inputs that seldom change. A value
     whose plan is refused is computed at each call."""
     emit, prepared = Emitter(graph), Hoisted()
-    _drop_copies(emit, change)
+    _drop_copies(emit, apply)
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
     for source in written_inputs & places.keys():
@@ -97,7 +97,7 @@ def hoist(graph: Graph, weights: Set[Node], change: Change) -> Hoisted:
         make, sources = function_of(node)
         value = inputs.get(key) or _input(node, drafts_of(make, sources), f"laid_out_{len(inputs)}")
         try:
-            change(emit, "hoisting", Drafted.of([(node, value)], set(), readers=users))
+            apply(emit, "hoisting", Change.of([(node, value)], set(), readers=users))
         except NoMatch:
             continue
         if key not in inputs:
@@ -182,7 +182,7 @@ def key_of(value: Node, keys: dict[Node, int], calls: dict[Any, int]) -> int:
 # --- caches ----------------------------------------------------------------------------------------------------------
 
 
-def _drop_copies(emit: Emitter, change: Change) -> None:
+def _drop_copies(emit: Emitter, apply: Apply) -> None:
     """Read results of added operators directly where the program copies them over a whole tensor: of `cache.copy_(x)`
     the functional graph has a copy, and then one that writes."""
     for copy in emit.graph.find_nodes(op="call_function", target=aten.copy.default):
@@ -191,7 +191,7 @@ def _drop_copies(emit: Emitter, change: Change) -> None:
         is_added = result.target is operator.getitem and RULE in result.all_input_nodes[0].meta
         if is_added and signature(source.meta["val"]) == signature(copy.meta["val"]):
             with contextlib.suppress(NoMatch):  # the copy stays
-                change(emit, "hoisting", Drafted.of([(copy, source)], {source}))
+                apply(emit, "hoisting", Change.of([(copy, source)], {source}))
 
 
 def _take_viewed(graph: Graph, source: Node) -> list[int] | None:

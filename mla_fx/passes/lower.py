@@ -14,8 +14,8 @@ from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.ops import catalogue
 from mla_fx.readings.calls import CASTS, args_of
 from mla_fx.readings.views import RESHAPES
-from mla_fx.rewriting.draft import Draft, Drafted, fake_of, is_value
-from mla_fx.rewriting.emitter import Change, Emitter
+from mla_fx.rewriting.draft import Change, Draft, fake_of, is_value
+from mla_fx.rewriting.emitter import Apply, Emitter
 from mla_fx.target import Compiled, Lowering
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def lower(
     graph: Graph,
     lowerings: Mapping[OpOverload, Lowering],
     decompositions: Any,
-    change: Change,
+    apply: Apply,
     bodies: Mapping[OpOverload, Lowering],
 ) -> Counter[str]:
     """Replace calls by plain functions: those of `lowerings`, or of `bodies` where these refuse. A call whose plan is
@@ -51,8 +51,8 @@ def lower(
                 with emit.at(node, "lower"):
                     results = emit.inlined(function, *operands, decompositions=decompositions, **node.kwargs)
                     read = {value for operand in tree_leaves(operands) if isinstance(value := _read(operand), Node)}
-                    plan = Drafted.of(_pairs(node, results), read)
-                    change(emit, f"the lowering of {operator._opname}", plan)
+                    plan = Change.of(_pairs(node, results), read)
+                    apply(emit, f"the lowering of {operator._opname}", plan)
             except NoMatch as refuted:
                 notes[f"{operator._opname} stays a call: {refuted.reason}"] += 1
                 continue
@@ -83,7 +83,7 @@ def _stored(emit: Emitter, operand: Any) -> Any:
         return source if source.meta["val"].dtype in CODES else operand
     if operand.target not in VIEWS or (codes := _stored(emit, source)) is source:
         return operand
-    return emit.drafted(operand.target, codes, *args_of(operand)[1:])
+    return emit.call(operand.target, codes, *args_of(operand)[1:])
 
 
 def _asked(node: Node, lowering: Lowering, operands: Sequence[Any]) -> tuple[Compiled | None, NoMatch | None]:

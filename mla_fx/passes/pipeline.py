@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from mla_fx.debug.memory import Memory, bytes_of_caches, peak_of_temporaries
+from mla_fx.debug.memory import MemoryUse, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
@@ -33,7 +33,7 @@ from .chosen_keys import chosen_keys
 from .hoist import inputs_of
 from .invariants import check, old_readers
 from .lower import lower
-from .prove import change
+from .prove import apply
 from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run
@@ -43,7 +43,7 @@ def take_back_in_place_forms(run: Run) -> None:
     """Make the user's own calls functional if the target cannot run them as they are."""
     if not run.target.runs_operators and calls_in_place_forms(run.graph):
         run.keep_original()
-        _note(run.report, functionalize(run.graph, functools.partial(change, run)))
+        _note(run.report, functionalize(run.graph, functools.partial(apply, run)))
 
 
 def look_around(run: Run) -> None:
@@ -62,7 +62,7 @@ def choose_absorbed(run: Run) -> None:
         return
     for node in run.graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
         try:
-            absorb(node, run.emit, run.options.absorb, run.target, functools.partial(change, run))
+            absorb(node, run.emit, run.options.absorb, run.target, functools.partial(apply, run))
         except NoMatch as miss:
             tell_miss(run, "absorb", node, miss)
 
@@ -78,7 +78,7 @@ def clean_up(run: Run) -> None:
     if run.is_changed:
         for plan in (one for find in (round_trips, empty_parts, turns) for one in find(run.emit)):
             with contextlib.suppress(NoMatch):  # the call stays
-                change(run, run.emit, "cleaning up", plan)
+                apply(run, run.emit, "cleaning up", plan)
     _erase_orphans(run)
     rules = {rule.name for rule in run.rules if rule.stage == Stage.PIECE}
     for node in run.graph.nodes:
@@ -97,7 +97,7 @@ def clean_up(run: Run) -> None:
 def reinplace_caches(run: Run) -> None:
     if run.fused and run.target.writes_in_place:
         run.keep_original()
-        _note(run.report, reinplace(run.graph, functools.partial(change, run)))
+        _note(run.report, reinplace(run.graph, functools.partial(apply, run)))
 
 
 def lower_fused(run: Run) -> None:
@@ -116,7 +116,7 @@ def lower_plain(run: Run) -> None:
 def hoist_weights(run: Run) -> None:
     if run.fused and run.weights is not None:
         run.keep_original()
-        changing = functools.partial(change, run)
+        changing = functools.partial(apply, run)
         run.numbers = read_ahead(run.graph, run.target.read_ahead_by, changing)
         seldom_change = run.weights | inputs_of(run.graph, run.target.laid_out_by)
         run.hoisted = hoist(run.graph, seldom_change, changing)
@@ -183,16 +183,16 @@ def _run_pass(run: Run, step: Pass) -> None:
 def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], bodies: Mapping[OpOverload, Lowering]) -> None:
     if lowerings:
         run.keep_original()
-        decompositions, changing = run.target.decompositions(), functools.partial(change, run)
+        decompositions, changing = run.target.decompositions(), functools.partial(apply, run)
         _note(run.report, lower(run.graph, lowerings, decompositions, changing, bodies))
         _erase_orphans(run)
 
 
-def _memory(run: Run) -> Memory:
+def _memory(run: Run) -> MemoryUse:
     weights = sum(value.bytes for value in run.hoisted.laid_out if value.sources)
     calls = sum(count_fused(run.graph).values())
     peak = peak_of_temporaries(run.graph, is_fused=run.target.fuses_loops)
-    return Memory(max(map(len, run.fused.values())), run.caches, weights, peak, run.unfused, calls)
+    return MemoryUse(max(map(len, run.fused.values())), run.caches, weights, peak, run.unfused, calls)
 
 
 def _erase_orphans(run: Run) -> None:

@@ -14,13 +14,13 @@ from mla_fx.comparing.reproducer import of_plan, reproduced
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import fused_name, placed_name
 from mla_fx.readings.sizes import size_of
-from mla_fx.rewriting.draft import Draft, Drafted, value_of
+from mla_fx.rewriting.draft import Change, Draft, value_of
 from mla_fx.rewriting.emitter import Emitter
 
 from .run import Run
 
 
-def change(run: Run, emit: Emitter, what: str, plan: Drafted) -> list[Node]:
+def apply(run: Run, emit: Emitter, what: str, plan: Change) -> list[Node]:
     """Apply a plan as a whole; return the erased nodes.
 
     Raises NoMatch, and changes nothing, if the plan computes something else than what it replaces, which is a fault of
@@ -37,14 +37,14 @@ def _runs_elsewhere(call: Draft) -> bool:
     return fused_name(call) is None and not may_run(call)
 
 
-def _says_sizes(plan: Drafted) -> bool:
+def _says_sizes(plan: Change) -> bool:
     """Whether symbolic sizes alone are replaced, by others with the same expressions, which say all about them."""
-    pairs = [(old.meta["val"], value_of(new)) for old, new in plan.replaced]
+    pairs = [(old.meta["val"], value_of(new)) for old, new in plan.replacements]
     are_sizes = all(isinstance(value, torch.SymInt) for pair in pairs for value in pair)
     return bool(pairs) and are_sizes and all(size_of(old) == size_of(new) for old, new in pairs)
 
 
-def _known(run: Run, what: str, plan: Drafted) -> str | None:
+def _known(run: Run, what: str, plan: Change) -> str | None:
     """Why a plan is refused. Who shares memory is not part of a kind."""
     if plan.dropped:
         return _refusal(run, what, plan)
@@ -58,7 +58,7 @@ def _known(run: Run, what: str, plan: Drafted) -> str | None:
     return run.proved[kind]
 
 
-def _refusal(run: Run, what: str, plan: Drafted) -> str | None:
+def _refusal(run: Run, what: str, plan: Change) -> str | None:
     try:
         found = in_place.difference(plan) if plan.dropped else difference(plan)
     except Exception as error:

@@ -19,14 +19,14 @@ from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, unknown_num
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import size_of
-from mla_fx.rewriting.draft import Draft, Drafted
-from mla_fx.rewriting.emitter import Change, Emitter
+from mla_fx.rewriting.draft import Change, Draft
+from mla_fx.rewriting.emitter import Apply, Emitter
 
 from .hoist import function_of, is_fixed, key_of, size_without_asking
 
 
 @dataclass
-class Numbers:
+class HostNumbers:
     """The numbers that are appended to a graph's inputs: those at `places` among the elements of all tensors. The
     inputs at `sources` give each tensor."""
 
@@ -52,14 +52,14 @@ class Numbers:
         return (lambda *given: compiled(*self.inputs(given))) if self.tensors else compiled
 
 
-def read_ahead(graph: Graph, operators: Set[str], change: Change) -> Numbers:
+def read_ahead(graph: Graph, operators: Set[str], apply: Apply) -> HostNumbers:
     """Make the results of the named operators graph inputs, where the other inputs determine them. A result whose plan
     is refused is computed at each call."""
-    emit, found, inputs = Emitter(graph), Numbers(), graph.find_nodes(op="placeholder")
+    emit, found, inputs = Emitter(graph), HostNumbers(), graph.find_nodes(op="placeholder")
     calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
     for plan in _sizes_of_inputs(graph) if calls else ():
         with contextlib.suppress(NoMatch):
-            change(emit, "reading ahead", plan)
+            apply(emit, "reading ahead", plan)
     keys: dict[Node, int] = {}
     known: dict[Any, int] = {}
     starts: dict[int, int] = {}  # of each tensor among all elements
@@ -74,19 +74,19 @@ def read_ahead(graph: Graph, operators: Set[str], change: Change) -> Numbers:
         place = starts[key] + position
         number = added.get(place) or _input(call)
         with contextlib.suppress(NoMatch):
-            change(emit, "reading ahead", Drafted.of([(call, number)], {values}))
+            apply(emit, "reading ahead", Change.of([(call, number)], {values}))
             if place not in added:
                 added[place] = number
                 found.places.append(place)
     return found
 
 
-def _sizes_of_inputs(graph: Graph) -> Iterator[Drafted]:
+def _sizes_of_inputs(graph: Graph) -> Iterator[Change]:
     """The inputs that hold sizes of computed values."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         held = size_without_asking(graph, size_of(node.meta["val"]))
         if isinstance(held, Node):
-            yield Drafted.of([(node, held)], {held})
+            yield Change.of([(node, held)], {held})
 
 
 def _is_determined(call: Node) -> bool:

@@ -23,8 +23,8 @@ from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.sizes import product, size_of
 from mla_fx.readings.views import fresh_index, shape_of, written_slice
-from mla_fx.rewriting.draft import Draft, Drafted, value_of
-from mla_fx.rewriting.emitter import Change, Emitter
+from mla_fx.rewriting.draft import Change, Draft, value_of
+from mla_fx.rewriting.emitter import Apply, Emitter
 from mla_fx.rewriting.materialize import fill_memory_alike
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Update:
         return [*((result, self.given) for result in self.results), (self.value, self.source)]
 
 
-def reinplace(graph: Graph, change: Change) -> Counter[str]:
+def reinplace(graph: Graph, apply: Apply) -> Counter[str]:
     """Turn fused operators that update caches into their in-place forms; return why others stay, with counts.
 
     An operator qualifies if each of its caches is a view of a graph input, the updated cache is copied back to exactly
@@ -64,7 +64,7 @@ def reinplace(graph: Graph, change: Change) -> Counter[str]:
     for node in [node for node in graph.nodes if node.target in writing]:
         form = writing[node.target]
         try:
-            change(emit, f"writing in place by {placed_name(node)}", _in_place(emit, node, form, _updates(node, form)))
+            apply(emit, f"writing in place by {placed_name(node)}", _in_place(emit, node, form, _updates(node, form)))
         except NoMatch as refusal:
             refusals[f"{form.name} does not write its caches in place: {refusal.reason}"] += 1
     return refusals
@@ -193,19 +193,19 @@ def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part
 # --- do it -----------------------------------------------------------------------------------------------------------
 
 
-def _in_place(emit: Emitter, node: Node, form: Operator, updates: list[Update]) -> Drafted:
+def _in_place(emit: Emitter, node: Node, form: Operator, updates: list[Update]) -> Change:
     """The in-place form instead of a call, and the caches themselves instead of its results and of what is copied."""
     updated, value = _written_results(form), node.meta["val"]
     kept = [position for position in range(len(form.overload._schema.returns)) if position not in updated]
     call = Draft(form.inplace, node.args, node.kwargs, tuple(value[position] for position in kept), meta=node.meta)
-    replaced: dict[Node, Draft | Node] = {node: call}
+    new_of: dict[Node, Draft | Node] = {node: call}
     for place, position in enumerate(kept):
         for old in _results(node, position):
-            replaced[old] = Draft(operator.getitem, (call, place), {}, old.meta["val"], meta=old.meta)
+            new_of[old] = Draft(operator.getitem, (call, place), {}, old.meta["val"], meta=old.meta)
     pairs = [pair for update in updates for pair in update.instead]
     for old, new in (*pairs, *(view for pair in pairs for view in _in_its_layout(emit, *pair))):
-        replaced.setdefault(old, new)
-    return Drafted.of(replaced.items(), set(), dropped=[update.copy_back for update in updates])
+        new_of.setdefault(old, new)
+    return Change.of(new_of.items(), set(), dropped=[update.copy_back for update in updates])
 
 
 def _in_its_layout(emit: Emitter, old: Node, new: Draft | Node) -> Iterator[tuple[Node, Draft | Node]]:
@@ -216,7 +216,7 @@ def _in_its_layout(emit: Emitter, old: Node, new: Draft | Node) -> Iterator[tupl
         if old in may_share(user):
             target = aten.reshape.default if user.target is aten.view.default else user.target
             args, options = map_aggregate((user.args, user.kwargs), lambda leaf: given.get(leaf, leaf))
-            view = emit.drafted(target, *args, **options)
+            view = emit.call(target, *args, **options)
             behind = list(_in_its_layout(emit, user, view))
             yield from [(user, view), *behind] if behind or target is not user.target else []
 

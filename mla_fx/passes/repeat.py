@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 
 from mla_fx.readings.constant import constant
 from mla_fx.readings.element import is_parameter, nearest_first
-from mla_fx.rewriting.draft import Draft, Drafted, is_value
+from mla_fx.rewriting.draft import Change, Draft, is_value
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import FakeValues
 
@@ -70,7 +70,7 @@ class Recipe:
     inputs: Set[Node]
     sources: Set[Node]
     added: tuple[tuple[Node | Draft, Draft], ...]
-    replaced: tuple[tuple[Node, Draft | Node], ...]
+    replacements: tuple[tuple[Node, Draft | Node], ...]
     is_closed: bool
     differs: bool
 
@@ -106,7 +106,7 @@ def _may_stand_for(one: Node, other: Node) -> bool:
 
 
 def recipe(
-    emit: Emitter, anchor: Node, looked_into: Set[Node], plan: Drafted, checked: Set[Node]
+    emit: Emitter, anchor: Node, looked_into: Set[Node], plan: Change, checked: Set[Node]
 ) -> Recipe | None:
     """The recipe of the rewrite found at `anchor`, taken before it is applied; None if it cannot be repeated elsewhere.
 
@@ -120,10 +120,10 @@ def recipe(
     if added is None:
         return None
     sources, is_closed = plan.sources & calls.keys(), checked <= calls.keys() - inputs
-    return Recipe(tuple(ends), calls, inputs, sources, added, plan.replaced, is_closed, plan.differs)
+    return Recipe(tuple(ends), calls, inputs, sources, added, plan.replacements, is_closed, plan.differs)
 
 
-def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
+def replay(emit: Emitter, found: Recipe, images: Images) -> Change:
     """Draft the calls of a recipe with the images of their operands, to replace the images of the old values."""
     there: dict[Any, Any] = dict(images)
 
@@ -132,9 +132,9 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> Drafted:
 
     for part, call in found.added:
         args, kwargs = map_aggregate((call.args, call.kwargs), image)
-        there[part] = emit.drafted(call.target, *args, **kwargs)
+        there[part] = emit.call(call.target, *args, **kwargs)
     sources = {images[source] for source in found.sources}
-    return Drafted.of([(images[old], image(new)) for old, new in found.replaced], sources, differs=found.differs)
+    return Change.of([(images[old], image(new)) for old, new in found.replacements], sources, differs=found.differs)
 
 
 def _behind(ends: list[Node], looked_into: Set[Node], fakes: FakeValues) -> dict[Node, _Call] | None:
@@ -153,7 +153,7 @@ def _call(node: Node, fakes: FakeValues) -> _Call:
 
 
 def _added(
-    emit: Emitter, plan: Drafted, calls: Mapping[Node, _Call]
+    emit: Emitter, plan: Change, calls: Mapping[Node, _Call]
 ) -> tuple[tuple[Node | Draft, Draft], ...] | None:
     """The calls of a plan and the earlier added calls that it reuses, operands first.
 
@@ -169,7 +169,7 @@ def _added(
         ordered[part] = draft
         return True
 
-    return tuple(ordered.items()) if all(visit(new) for _, new in plan.replaced) else None
+    return tuple(ordered.items()) if all(visit(new) for _, new in plan.replacements) else None
 
 
 def _is_size(node: Node) -> bool:

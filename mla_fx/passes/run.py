@@ -16,7 +16,7 @@ from mla_fx.debug.report import Report
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.options import Options
 from mla_fx.passes.hoist import Hoisted
-from mla_fx.passes.read_ahead import Numbers
+from mla_fx.passes.read_ahead import HostNumbers
 from mla_fx.rewriting.cleanup import Snapshot
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rule import Rule
@@ -43,7 +43,7 @@ class Run:
     weights: Set[Node] | None = None
     fuel: Fuel = field(default_factory=Fuel)
     hoisted: Hoisted = field(default_factory=Hoisted)
-    numbers: Numbers = field(default_factory=Numbers)
+    numbers: HostNumbers = field(default_factory=HostNumbers)
     step: str = "triage"
     is_done: bool = False
     until_done: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -100,7 +100,7 @@ class Run:
         if self.original is not None:
             self.graph = gm.graph = self.original.restore()
             self.original = self.rewritten = self._emit = None
-            self.hoisted, self.numbers = Hoisted(), Numbers()
+            self.hoisted, self.numbers = Hoisted(), HostNumbers()
             gm.recompile()
 
 

@@ -201,7 +201,7 @@ def ordered(found: Set[Axis], outer: Axes) -> Axes:
     return tuple(sorted(found, key=lambda axis: (outer.index(axis) if axis in outer else len(outer), axis.serial)))
 
 
-def difference(left: Index, right: Index) -> Index | None:
+def subtract(left: Index, right: Index) -> Index | None:
     """`left - right`, in whatever digits they are written; None if they have no common digits."""
     cut_at = _where_cut((left, right))
     if cut_at is None:
@@ -265,7 +265,7 @@ def digit_of(index: Index, digit: Digit) -> Index | None:
     return None if parts is None else parts[1]
 
 
-def cuts(indices: Iterable[Index]) -> dict[Axis, Index] | None:
+def without_digits(indices: Iterable[Index]) -> dict[Axis, Index] | None:
     """Replace every axis with digits by a composite of new axes, so that no index reads a digit of one.
 
     None if two indices cut an axis at two positions and neither divides the other."""

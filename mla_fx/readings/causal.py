@@ -21,7 +21,7 @@ from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 
 from .algebra import complemented
 from .attention import MASKED_FILL, Attention, Mask
-from .axes import Axis, Index, composite, difference, shifted
+from .axes import Axis, Index, composite, shifted, subtract
 from .calls import CASTS, args_of, argument
 from .constant import FILLED, FILLS, constant, rounded
 from .element import Element, operand
@@ -79,7 +79,7 @@ def _position(condition: IntegerSum, keys: Index, rows: tuple[Axis, ...], node: 
     """`p` of the condition `key - row - p <= 0`, and how many more keys the last row sees."""
     steps = product(axis.size for axis in rows)
     keys_behind_rows = IntegerSum(keys).plus(IntegerSum(composite(rows)), -1)
-    rest = difference(condition.index, keys_behind_rows.index)
+    rest = subtract(condition.index, keys_behind_rows.index)
     if rest is None or rest.terms:
         raise NoMatch("the mask compares something else than a key's position with a row's", node)
     if not condition.elements:

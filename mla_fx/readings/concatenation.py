@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Piece:
     """One of the joined values: where it begins in the whole, its index along it, and what it was cut from."""
 
     start: Size
@@ -44,7 +44,7 @@ def rejoined(node: Node, index: tuple[Index, ...]) -> Place | None:
     return parts[0].source, (*parts[0].index[:at], whole, *parts[0].index[at + 1 :])
 
 
-def _parts(node: Node, index: tuple[Index, ...]) -> tuple[int, list[_Part]]:
+def _parts(node: Node, index: tuple[Index, ...]) -> tuple[int, list[_Piece]]:
     if node.target is aten.cat.default:
         dim = cat_dim(node)
         found = [(piece, start, fresh(plain(stop - start))) for piece, start, stop in pieces(node)]
@@ -56,21 +56,21 @@ def _parts(node: Node, index: tuple[Index, ...]) -> tuple[int, list[_Part]]:
     return 0, []
 
 
-def _part(piece: Node, start: Size, run: Index, index: tuple[Index, ...]) -> _Part:
+def _part(piece: Node, start: Size, run: Index, index: tuple[Index, ...]) -> _Piece:
     place: Place | None = (piece, index)
     while place is not None:
         piece, index = place
         place = move(piece, index)
-    return _Part(start, run, piece, index)
+    return _Piece(start, run, piece, index)
 
 
-def _without_run(part: _Part, at: int) -> Index:
+def _without_run(part: _Piece, at: int) -> Index:
     """Where the part begins in the dimension that was cut."""
     rest = [term for term in part.index[at].terms if term[0] not in part.run.digits]
     return Index(part.index[at].offset, tuple(rest))
 
 
-def _expected(part: _Part, first: _Part, at: int, begin: Index, step: Size) -> tuple[Index, ...]:
+def _expected(part: _Piece, first: _Piece, at: int, begin: Index, step: Size) -> tuple[Index, ...]:
     """The index of a part that continues where the ones before it end."""
     return (*first.index[:at], _moved(begin, part.run, step, part.start - first.start), *first.index[at + 1 :])
 

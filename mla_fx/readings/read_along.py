@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .axes import Axis, Index, combine, difference, digits_of, extent
+from .axes import Axis, Index, combine, digits_of, extent, subtract
 from .element import Element
 from .sizes import ratio
 
@@ -32,7 +32,7 @@ def _solved(mine: Index, theirs: Index, axis: Axis) -> Index | None:
     """The part of `mine` at the place of `axis` in `theirs`, if it counts in the same way; else None."""
     terms = [(digit, stride) for digit, stride in theirs.terms if digit.axis is axis]
     rest = combine(theirs.offset, [term for term in theirs.terms if term not in terms])
-    left = difference(mine, rest)
+    left = subtract(mine, rest)
     if left is None or len(terms) != 1 or not terms[0][0].is_whole:
         return None
     strides = [ratio(stride, terms[0][1]) for _, stride in left.terms]

@@ -19,8 +19,8 @@ from mla_fx.readings.sizes import Size, product
 from .bounds import count, counted_from_start, is_below, is_from_start, or_else, proved
 from .fractals import check_memory, in_nz
 from .materialize import tensor
-from .plan import ByTarget, Call, Expression, Replaced, Representative, result
-from .replacement import replaced
+from .plan import ByTarget, Call, Expression, Replacement, Representative, result
+from .replacement import replacing
 
 aten = torch.ops.aten
 
@@ -241,14 +241,14 @@ def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expressi
     return ByTarget(refusing=refusing, skipping=given)
 
 
-def replaced_cache(cache: CacheRoles, out: Expression, heads_at: int = 1) -> Replaced:
+def replacing_cache(cache: CacheRoles, out: Expression, heads_at: int = 1) -> Replacement:
     """Replace the written cache, or the rows appended to it, by what an operator returns. Its one head is in dimension
     `heads_at`."""
     update = cache.update
     if update.fractals is not None:
         element, in_fractals = in_nz(update.node, update.fractals)
-        return replaced(update.node, element.index, result(out, in_fractals))
+        return replacing(update.node, element.index, result(out, in_fractals))
     dims = [cache.batch, cache.token if update.is_appended else cache.slot, cache.width]
     dims.insert(heads_at, ())
     old = (update.rows, update.place) if update.is_appended else (update.node, update.index)
-    return replaced(*old, result(out, dims))
+    return replacing(*old, result(out, dims))

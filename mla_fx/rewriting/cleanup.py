@@ -16,7 +16,7 @@ from mla_fx.readings.element import is_coarser
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
-from .draft import Draft, Drafted, value_of
+from .draft import Change, Draft, value_of
 from .emitter import Emitter
 from .fake_values import signature
 from .inline import unturned
@@ -61,7 +61,7 @@ def erase_orphans(graph: Graph, before: Snapshot) -> None:
             graph.erase_node(node)
 
 
-def empty_parts(emit: Emitter) -> Iterator[Drafted]:
+def empty_parts(emit: Emitter) -> Iterator[Change]:
     """New empty tensors instead of empty slices and results, so that their sources are not computed for them alone."""
     for target in (operator.getitem, aten.slice.Tensor):
         for node in emit.graph.find_nodes(op="call_function", target=target):
@@ -70,11 +70,11 @@ def empty_parts(emit: Emitter) -> Iterator[Drafted]:
                 continue
             with emit.before(node):
                 sizes = list(map(emit.size, shape_of(node)))
-            empty = emit.drafted(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
-            yield Drafted.of([(node, empty)], {*node.all_input_nodes})
+            empty = emit.call(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+            yield Change.of([(node, empty)], {*node.all_input_nodes})
 
 
-def round_trips(emit: Emitter) -> Iterator[Drafted]:
+def round_trips(emit: Emitter) -> Iterator[Change]:
     """The narrow value where a rewrite widens it, it is only moved, and the program rounds it back."""
     for wide in emit.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
         if wide._erased:
@@ -82,7 +82,7 @@ def round_trips(emit: Emitter) -> Iterator[Drafted]:
         narrow = wide.args[0]
         is_lossless = is_coarser(_dtype(narrow), _dtype(wide)) and _strides(narrow) == _strides(wide)
         if RULE in wide.meta and is_lossless:
-            yield from (Drafted.of([pair], {narrow}) for pair in _round_trips(emit, wide, narrow))
+            yield from (Change.of([pair], {narrow}) for pair in _round_trips(emit, wide, narrow))
 
 
 def _round_trips(emit: Emitter, wide: Node, narrow: Node | Draft) -> Iterator[tuple[Node, Node | Draft]]:
@@ -90,15 +90,15 @@ def _round_trips(emit: Emitter, wide: Node, narrow: Node | Draft) -> Iterator[tu
         if user.target in CASTS and signature(user.meta["val"]) == signature(value_of(narrow)):
             yield user, narrow
         elif user.target in MOVES and user.all_input_nodes == [wide]:
-            yield from _round_trips(emit, user, emit.drafted(user.target, narrow, *user.args[1:], **user.kwargs))
+            yield from _round_trips(emit, user, emit.call(user.target, narrow, *user.args[1:], **user.kwargs))
 
 
-def turns(emit: Emitter) -> Iterator[Drafted]:
+def turns(emit: Emitter) -> Iterator[Change]:
     """A value where a permutation undoes the one that the value went through."""
     for node in list(emit.graph.nodes):
         value = node if node._erased else unturned(node)
         if value is not node and isinstance(value, Node):
-            yield Drafted.of([(node, value)], {value})
+            yield Change.of([(node, value)], {value})
 
 
 def _strides(node: Node) -> list[Size]:

@@ -68,11 +68,11 @@ def in_order(ends: Iterable[Node | Draft]) -> list[Draft]:
 
 
 @dataclass(frozen=True)
-class Drafted:
+class Change:
     """A plan whose calls are all drafted, operands first, but not yet in the graph. If it `differs`, it rounds some
     codes otherwise. If copies are `dropped`, the first replaced value is that of a call, which then writes itself."""
 
-    replaced: tuple[tuple[Node, Draft | Node], ...]
+    replacements: tuple[tuple[Node, Draft | Node], ...]
     sources: Set[Node]
     calls: tuple[Draft, ...]
     exact: Set[Node] = frozenset()
@@ -84,20 +84,20 @@ class Drafted:
     @classmethod
     def of(
         cls,
-        replaced: Iterable[tuple[Node, Draft | Node]],
+        replacements: Iterable[tuple[Node, Draft | Node]],
         sources: Set[Node],
         exact: Set[Node] = frozenset(),
         *,
         differs: bool = False,
         dropped: Iterable[Node] = (),
         readers: Iterable[Node] | None = None,
-    ) -> Drafted:
-        news, only = tuple(replaced), None if readers is None else {*readers}
+    ) -> Change:
+        news, only = tuple(replacements), None if readers is None else {*readers}
         return cls(news, sources, tuple(in_order(new for _, new in news)), exact, differs, tuple(dropped), only)
 
     @property
     def olds(self) -> list[Node]:
-        return [old for old, _ in self.replaced]
+        return [old for old, _ in self.replacements]
 
     @property
     def fused(self) -> list[Draft]:

@@ -23,7 +23,7 @@ from mla_fx.readings.element import nearest_first
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
-from .draft import Draft, Drafted, is_value, value_of
+from .draft import Change, Draft, is_value, value_of
 from .fake_values import FakeValues, hashable
 from .inline import Traces
 from .plan import ByHoisting, ByTarget, Call, Cast, Expression, Inlined, Representative, Value, ViewOf
@@ -74,19 +74,19 @@ class Emitter:
 
     # --- drafts --------------------------------------------------------------------------------------------------
 
-    def draft(self, part: Any) -> Any:
+    def evaluate(self, part: Any) -> Any:
         """An expression as a draft or node, or a size as a number or as the value that computes it.
 
         Raises NoMatch if an operator refuses its operands."""
         if isinstance(part, Expression):
             if part not in self._drafts:
-                self._drafts[part] = _DRAFTED[type(part)](self, part)
+                self._drafts[part] = _EVALUATED[type(part)](self, part)
             return self._drafts[part]
         if isinstance(part, (list, tuple)):
-            return type(part)(map(self.draft, part))
+            return type(part)(map(self.evaluate, part))
         return self.size(part) if isinstance(part, sympy.Expr) else part
 
-    def drafted(self, target: Any, *args: Any, **options: Any) -> Draft | Node:
+    def call(self, target: Any, *args: Any, **options: Any) -> Draft | Node:
         """A call on nodes and drafts, or the node of an equal call that was added before.
 
         A fused operator is always a draft, because each one is checked for lost inputs."""
@@ -109,36 +109,36 @@ class Emitter:
 
     def inlined(self, function: Callable[..., Any], *args: Any, decompositions: Any = None, **options: Any) -> Any:
         """The results of a function of tensors, as drafts of the calls it makes."""
-        return self.traces.drafted(function, args, options, decompositions)
+        return self.traces.inlined(function, args, options, decompositions)
 
     def _call(self, part: Call) -> Draft | Node:
-        return self.drafted(part.target, *map(self.draft, part.args), **_mapped(self.draft, part.options))
+        return self.call(part.target, *map(self.evaluate, part.args), **_mapped(self.evaluate, part.options))
 
     def _cast(self, part: Cast) -> Draft | Node:
-        value: Draft | Node = self.draft(part.value)
+        value: Draft | Node = self.evaluate(part.value)
         if value_of(value).dtype == part.dtype:
             return value
-        return self.drafted(torch.ops.prims.convert_element_type.default, value, part.dtype)
+        return self.call(torch.ops.prims.convert_element_type.default, value, part.dtype)
 
     def _view(self, part: ViewOf) -> Draft | Node:
-        value: Draft | Node = self.draft(part.value)
+        value: Draft | Node = self.evaluate(part.value)
         if not share_storage(value_of(value), part.base.meta["val"]):
             raise NoMatch(part.because, part.base)
         return value
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
-    def apply(self, plan: Drafted) -> list[Node]:
+    def apply(self, plan: Change) -> list[Node]:
         """Add the calls, replace every old value by its new one, and erase dead code; return the erased nodes in order.
 
         Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one."""
-        if not plan.replaced:  # of a call that nothing reads
+        if not plan.replacements:  # of a call that nothing reads
             return []
         first = min(plan.olds)
-        for node in _needed([new for _, new in plan.replaced], set(plan.olds), first):
+        for node in _needed([new for _, new in plan.replacements], set(plan.olds), first):
             first.prepend(node)
         with self.before(first):
-            news = [(old, self._node(new)) for old, new in plan.replaced]
+            news = [(old, self._node(new)) for old, new in plan.replacements]
         for dropped in plan.dropped:
             self.graph.erase_node(dropped)
         for old, new in news:
@@ -213,12 +213,12 @@ class Emitter:
         for node in itertools.takewhile(self._is_usable, self.graph.nodes):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and size in (sizes := list(shape_of(node))):
-                return self.drafted(aten.sym_size.int, node, sizes.index(size))
+                return self.call(aten.sym_size.int, node, sizes.index(size))
         if not isinstance(size, (sympy.Mul, sympy.Add)):
             raise NoMatch(f"the size {size} is not known to the graph")
         combine = operator.mul if isinstance(size, sympy.Mul) else operator.add
         parts = map(self._argument, size.args)
-        whole: Draft | Node = functools.reduce(lambda *both: self.drafted(combine, *both), parts)
+        whole: Draft | Node = functools.reduce(lambda *both: self.call(combine, *both), parts)
         assert is_value(whole), "a symbolic size is computed"
         return whole
 
@@ -251,14 +251,14 @@ def _sizes_of(graph: Graph) -> dict[Size, Node]:
     return sizes
 
 
-_DRAFTED: dict[type[Expression], Callable[[Emitter, Any], Any]] = {
+_EVALUATED: dict[type[Expression], Callable[[Emitter, Any], Any]] = {
     Value: lambda emit, part: part.node,
     Call: Emitter._call,
     Cast: Emitter._cast,
-    Inlined: lambda emit, part: emit.inlined(part.function, *map(emit.draft, part.args)),
-    ByTarget: lambda emit, part: emit.draft(part.refusing if emit.refuses_positions else part.skipping),
-    ByHoisting: lambda emit, part: emit.draft(part.once if emit.hoists else part.each_step),
-    Representative: lambda emit, part: emit.draft(part.value),
+    Inlined: lambda emit, part: emit.inlined(part.function, *map(emit.evaluate, part.args)),
+    ByTarget: lambda emit, part: emit.evaluate(part.refusing if emit.refuses_positions else part.skipping),
+    ByHoisting: lambda emit, part: emit.evaluate(part.once if emit.hoists else part.each_step),
+    Representative: lambda emit, part: emit.evaluate(part.value),
     ViewOf: Emitter._view,
 }
 
@@ -267,6 +267,6 @@ def _mapped(function: Callable[[Any], Any], values: dict[str, Any]) -> dict[str,
     return {name: function(value) for name, value in values.items()}
 
 
-Change = Callable[[Emitter, str, Drafted], list[Node]]
+Apply = Callable[[Emitter, str, Change], list[Node]]
 """Proves the plan of a rule or a pass, which is named, and applies it. Raises NoMatch, and changes nothing, if the plan
 changes a value."""

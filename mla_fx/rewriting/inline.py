@@ -25,7 +25,7 @@ class Traces:
         self.fakes = fakes
         self._traced: dict[Any, GraphModule] = {}
 
-    def drafted(
+    def inlined(
         self, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], decompositions: Any
     ) -> Any:
         """The results of `function` on nodes and drafts, as drafts of the calls in its functional graph."""

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import Axes, Axis, Dims, Index, axes_of, cuts, slowest_first, substitute
+from mla_fx.readings.axes import Axes, Axis, Dims, Index, axes_of, slowest_first, substitute, without_digits
 from mla_fx.readings.element import Element, Scales
 from mla_fx.readings.sizes import Size, at_most, common, product, ratio, size_of
 from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
@@ -20,13 +20,13 @@ from mla_fx.readings.views import shape_of
 
 from .draft import Draft, value_of
 from .emitter import Emitter
-from .plan import Call, Cast, Expression, Part, Value, first_node, times
+from .plan import Call, Cast, Computed, Expression, Value, first_node, times
 
 aten = torch.ops.aten
 
 
 def tensor(
-    element: Element | Part,
+    element: Element | Computed,
     dims: Dims,
     *,
     dtype: torch.dtype | None = None,
@@ -79,10 +79,10 @@ class _Sized(NamedTuple):
 
 
 def _base(
-    element: Element | Part, dtype: torch.dtype | None, read_by: Node | None
+    element: Element | Computed, dtype: torch.dtype | None, read_by: Node | None
 ) -> tuple[_Sized, tuple[Index, ...], float]:
     """The tensor that an element is read from, the index, and the factor."""
-    if isinstance(element, Part):
+    if isinstance(element, Computed):
         return _Sized(element.value, element.sizes), element.index, 1.0
     if dtype is not None and not element.is_exact_in(dtype):
         raise NoMatch(f"a value in {element.dtype} would be rounded to {dtype} by the operator", element.origin)
@@ -100,7 +100,7 @@ def _parted(base: _Sized, index: tuple[Index, ...], dims: Dims) -> tuple[tuple[I
     named = [axis for dim in dims for axis in dim]
     if len(set(named)) < len(named):
         raise NoMatch("two dimensions of an operand run over one axis", base.node)
-    replacements = cuts(index)
+    replacements = without_digits(index)
     if replacements is None:
         raise NoMatch("a dimension is read in incompatible parts", base.node)
     wanted = [_leaves(dim, replacements) for dim in dims]
@@ -240,10 +240,10 @@ def laid_out_as(emit: Emitter, old: Node, new: Node | Draft) -> Node | Draft:
         return new
     order = _slowest_first(strides)
     if order == list(range(len(order))):
-        return emit.drafted(aten.clone.default, new, memory_format=torch.contiguous_format)
-    ordered = emit.drafted(aten.permute.default, new, order)
-    dense = emit.drafted(aten.clone.default, ordered, memory_format=torch.contiguous_format)
-    return emit.drafted(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
+        return emit.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+    ordered = emit.call(aten.permute.default, new, order)
+    dense = emit.call(aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return emit.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
 
 def fill_memory_alike(one: Node, other: Node | Draft) -> bool:

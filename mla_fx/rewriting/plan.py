@@ -111,7 +111,7 @@ class Representative(Expression):
 
 
 @dataclass(frozen=True)
-class Part:
+class Computed:
     """An element of a value of shape `sizes` that a plan computes; the counterpart of `Element` for graph values."""
 
     value: Expression
@@ -123,14 +123,14 @@ def times(value: Expression, factor: float) -> Expression:
     return value if factor == 1.0 else Call(torch.ops.aten.mul.Tensor, value, factor)
 
 
-def result(value: Expression, roles: Sequence[Sequence[Any]]) -> Part:
+def result(value: Expression, roles: Sequence[Sequence[Any]]) -> Computed:
     """A computed value whose dimensions run over the axes in `roles`, as an element at these axes."""
     sizes = tuple(product(axis.size for axis in role) for role in roles)
-    return Part(value, sizes, tuple(map(composite, roles)))
+    return Computed(value, sizes, tuple(map(composite, roles)))
 
 
 @dataclass(frozen=True)
-class Replaced:
+class Replacement:
     """`new` is used wherever `old` was. It has the same values, in any layout.
 
     Applying the plan decides about the layout from the readers of each old value, so no rule has to look at readers."""
@@ -147,7 +147,7 @@ class Plan:
     applied only if the user takes the vendor's quantisation. `instead` is tried where the target refuses this plan,
     because its kernel lacks an option of the operator."""
 
-    replaced: tuple[Replaced, ...]
+    replacements: tuple[Replacement, ...]
     differences: tuple[str, ...]
     exact: frozenset[Node]
     """Calls of the program that round nothing, because they get whole numbers."""
@@ -157,16 +157,16 @@ class Plan:
 
     def __init__(
         self,
-        *replaced: Replaced,
+        *replacements: Replacement,
         differences: Sequence[str] = (),
         exact: Iterable[Node] = (),
         instead: Plan | None = None,
     ) -> None:
-        object.__setattr__(self, "replaced", replaced)
+        object.__setattr__(self, "replacements", replacements)
         object.__setattr__(self, "differences", tuple(differences))
         object.__setattr__(self, "exact", frozenset(exact))
         object.__setattr__(self, "instead", instead)
-        object.__setattr__(self, "sources", frozenset(_sources([one.new for one in replaced])))
+        object.__setattr__(self, "sources", frozenset(_sources([one.new for one in replacements])))
 
 
 def _sources(pending: list[Any]) -> Iterator[Node]:

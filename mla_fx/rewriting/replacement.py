@@ -19,10 +19,10 @@ from mla_fx.readings.element import is_coarser, is_parameter
 from mla_fx.readings.same_value import equal_calls
 from mla_fx.readings.views import MOVERS, Place, fresh_index, move
 
-from .draft import Draft, Drafted
+from .draft import Change, Draft
 from .emitter import Emitter
 from .materialize import fill_memory_alike, laid_out_as, tensor
-from .plan import Call, Cast, Expression, Part, Plan, Replaced
+from .plan import Call, Cast, Computed, Expression, Plan, Replacement
 
 aten = torch.ops.aten
 
@@ -44,26 +44,26 @@ LIKE = frozenset(
 OVERWRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
 
 
-def drafted(emit: Emitter, plan: Plan) -> Drafted:
+def change_of(emit: Emitter, plan: Plan) -> Change:
     """Draft a plan. Raises NoMatch if an operator refuses its operands."""
-    replaced = [(one.old, emit.draft(one.new)) for one in plan.replaced]
-    return Drafted.of(replaced, plan.sources, plan.exact, differs=bool(plan.differences))
+    replacements = [(one.old, emit.evaluate(one.new)) for one in plan.replacements]
+    return Change.of(replacements, plan.sources, plan.exact, differs=bool(plan.differences))
 
 
-def replaced(old: Node, index: Sequence[Index], part: Part, *, padding: int = 0) -> Replaced:
+def replacing(old: Node, index: Sequence[Index], part: Computed, *, padding: int = 0) -> Replacement:
     """Replace `old`, read at `index`, by `part`, followed by `padding` zeros in the last dimension."""
     dims = [axes(place, f"a dimension of {old.name}", old) for place in index]
     new: Expression = Cast(tensor(part, dims, expand=True), old.meta["val"].dtype)
-    return Replaced(old, Call(aten.constant_pad_nd.default, new, [0, padding]) if padding else new)
+    return Replacement(old, Call(aten.constant_pad_nd.default, new, [0, padding]) if padding else new)
 
 
-def fitted(emit: Emitter, plan: Drafted) -> Drafted:
+def fitted(emit: Emitter, plan: Change) -> Change:
     """The plan with new values in layouts that suit all readers of the old ones.
 
     Raises NoMatch if an old value is read by its strides and the new one would give other elements."""
     unread = unread_without(plan.olds)
-    news = [(old, _fitting(emit, old, new, unread)) for old, new in plan.replaced]
-    return Drafted.of(news, plan.sources, plan.exact, differs=plan.differs)
+    news = [(old, _fitting(emit, old, new, unread)) for old, new in plan.replacements]
+    return Change.of(news, plan.sources, plan.exact, differs=plan.differs)
 
 
 def _fitting(emit: Emitter, old: Node, new: Draft | Node, unread: Set[Node]) -> Draft | Node:

@@ -15,7 +15,7 @@ from mla_fx.rewriting.caches import (
     old_cache,
     positions,
     positions_and_caches,
-    replaced_cache,
+    replacing_cache,
     slots_by_target,
 )
 from mla_fx.rewriting.fractals import check_memory
@@ -24,5 +24,5 @@ __all__ = [
     "GATHERS", "POSITIONED", "WRITES", "At", "CacheRoles", "CacheUpdate", "InBlocks", "batch_of_positions",
     "block_table", "cache_roles", "cache_update", "cache_updates", "caches_behind", "check_int8_cache",
     "check_memory", "check_same_write", "has_new_rows", "is_new", "new_cache", "old_cache", "packed_cache",
-    "packed_rows", "paged", "positions", "positions_and_caches", "replaced_cache", "slots_by_target",
+    "packed_rows", "paged", "positions", "positions_and_caches", "replacing_cache", "slots_by_target",
 ]  # fmt: skip

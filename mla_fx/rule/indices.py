@@ -8,12 +8,12 @@ from mla_fx.readings.axes import (
     axes,
     axes_of,
     composite,
-    cuts,
     extent,
     fresh,
     of_axis,
     ordered,
     shifted,
+    without_digits,
 )
 from mla_fx.readings.element import resolve
 from mla_fx.readings.reading import renamed
@@ -21,6 +21,23 @@ from mla_fx.readings.sizes import Size, at_most, product
 from mla_fx.readings.views import fresh_index
 
 __all__ = [
-    "Axes", "Axis", "Dims", "Index", "Size", "at_most", "axes", "axes_of", "composite", "cuts", "extent", "fresh",
-    "fresh_index", "of_axis", "ordered", "product", "renamed", "resolve", "shifted",
+    "Axes",
+    "Axis",
+    "Dims",
+    "Index",
+    "Size",
+    "at_most",
+    "axes",
+    "axes_of",
+    "composite",
+    "extent",
+    "fresh",
+    "fresh_index",
+    "of_axis",
+    "ordered",
+    "product",
+    "renamed",
+    "resolve",
+    "shifted",
+    "without_digits",
 ]  # fmt: skip

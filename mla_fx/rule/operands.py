@@ -9,17 +9,17 @@ from mla_fx.rewriting.plan import (
     Cast,
     Expression,
     Inlined,
-    Replaced,
+    Replacement,
     ViewOf,
     first_node,
     result,
     times,
 )
-from mla_fx.rewriting.replacement import ATTENTION, LATENT_ATTENTION, replaced
+from mla_fx.rewriting.replacement import ATTENTION, LATENT_ATTENTION, replacing
 from mla_fx.rewriting.tables import tables
 
 __all__ = [
-    "ATTENTION", "LATENT_ATTENTION", "ByHoisting", "Call", "Cast", "Expression", "Inlined", "Replaced",
+    "ATTENTION", "LATENT_ATTENTION", "ByHoisting", "Call", "Cast", "Expression", "Inlined", "Replacement",
     "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined", "joined_parts", "known_causal",
-    "lengths", "mask_operands", "replaced", "result", "tables", "tensor", "times",
+    "lengths", "mask_operands", "replacing", "result", "tables", "tensor", "times",
 ]  # fmt: skip

@@ -64,7 +64,7 @@ from mla_fx.rule.operands import (
     counts_from_first,
     known_causal,
     mask_operands,
-    replaced,
+    replacing,
     result,
     tensor,
     times,
@@ -224,12 +224,12 @@ class MlaAttention(Rule):
         widest = torch.promote_types(dtype, found.node.meta["val"].dtype)
         out = out if factors["out"] == 1.0 else times(Cast(out, widest), factors["out"])
         part = result(out, match.dims(f"b s n {columns}"))
-        new = replaced(found.node, found.index, part, padding=found.padding)
+        new = replacing(found.node, found.index, part, padding=found.padding)
         exact = _rounded_once(match, dtype)
         if not lses:
             return Plan(new, exact=exact)
         sums = result(Call(operator.getitem, call, 1), match.dims("b s n"))
-        return Plan(new, *(replaced(lse.node, lse.index, sums) for lse in lses), exact=exact)
+        return Plan(new, *(replacing(lse.node, lse.index, sums) for lse in lses), exact=exact)
 
     def looks_like_mla(self, anchor: Node) -> bool:
         """Whether something that is multiplied by the probabilities comes from a bottleneck, whatever else differs."""

@@ -20,7 +20,7 @@ otherwise than the operator is refused, unless it asks for the vendor's.
 
 from __future__ import annotations
 
-from mla_fx.cases import Appended, Case, Layer, NoRotaryPart
+from mla_fx.cases import Case, GrowingCache, Layer, NoRotaryPart
 
 from . import cases, quantised_cases
 from .packed import Packed
@@ -43,7 +43,7 @@ class MlaProlog(Plain):
         Case("complex rotation", cases.Complex, ONE_EACH),
         Case("no rotation", cases.NoRotation, ONE_EACH),
         Case("no rotary part", NoRotaryPart, ONE_EACH),
-        Case("rows appended", Appended, ONE_EACH),
+        Case("rows appended", GrowingCache, ONE_EACH),
         Case("query and latent multiplied by numbers", cases.Scaled, ONE_EACH),
         Case("query multiplied by a number per token and head", cases.ScaledByToken, ONE_EACH),
     )

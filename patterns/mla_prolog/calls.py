@@ -12,7 +12,7 @@ from mla_fx.rule.operands import Call, Expression
 from mla_fx.rule.readings import RmsNorm, Rope
 
 from .factors import factor_of_keys, query_factor, with_divided_tables
-from .prolog import Layer
+from .prolog import MatchedLayer
 from .scales import V3, check_query, scales_of
 from .weights import query_norm
 
@@ -27,7 +27,7 @@ class CacheOperands:
     mode: str = "Norm"
 
 
-def call(layer: Layer, caches: CacheOperands, **modes: object) -> Call:
+def call(layer: MatchedLayer, caches: CacheOperands, **modes: object) -> Call:
     """Raises NoMatch unless the operator multiplies and rounds as the program does."""
     match, mode, dtype = layer.match, layer.mode, layer.dtype
     x, rotation, of_keys = match["token_x"], match.get(Rope, "kr_cache.rope"), factor_of_keys(match, mode)

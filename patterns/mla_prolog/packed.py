@@ -27,12 +27,12 @@ from mla_fx.rule.caches import (
     old_cache,
     packed_cache,
     packed_rows,
-    replaced_cache,
+    replacing_cache,
     slots_by_target,
 )
 from mla_fx.rule.codes import PRODUCT, QuantisedTiles, quantised_tiles, rounded_in
 from mla_fx.rule.indices import of_axis
-from mla_fx.rule.operands import Call, Expression, Replaced, tensor
+from mla_fx.rule.operands import Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
     Element,
     OperandAxes,
@@ -46,7 +46,7 @@ from mla_fx.rule.readings import (
 
 from .calls import CacheOperands, call
 from .dataflow import KR_ROW, KV_LATENT, over
-from .prolog import QUERIES, Layer, Prolog
+from .prolog import QUERIES, MatchedLayer, Prolog
 from .scales import V3, check_products, factors_of, weight_mode
 
 aten = torch.ops.aten
@@ -98,14 +98,14 @@ class Packed(Prolog):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if _is_packed(node))
 
-    def layer(self, match: Match) -> Layer:
+    def layer(self, match: Match) -> MatchedLayer:
         if not (mode := weight_mode(match)):
             source = match["token_x"].origin
             raise NoMatch(f"no projection is int8; {V3} packs rows beside int8 weights alone", source)
         latent, keys = (cache_roles(match.reading(CacheUpdate, f"{name}.write")) for name in ("kv_cache", "kr_cache"))
-        return Layer.of(match, mode, keys.update.row.dtype, {"kv_cache": latent, "kr_cache": keys})
+        return MatchedLayer.of(match, mode, keys.update.row.dtype, {"kv_cache": latent, "kr_cache": keys})
 
-    def call(self, layer: Layer) -> Call:
+    def call(self, layer: MatchedLayer) -> Call:
         tiles, factor = layer.match.reading(QuantisedTiles, "tiles"), layer.match.reading(RmsNorm, "ckv").factor
         if tiles.width != TILE:
             raise NoMatch(f"rows have one scale for {tiles.width} latents; {V3} writes one for {TILE}", tiles.node)
@@ -117,14 +117,14 @@ class Packed(Prolog):
         caches = CacheOperands(slots_by_target(row), old_cache(row), new_cache(row.update.old, layer.dtype, 0))
         return call(layer, caches, **MODES, k_nope_clip_alpha=_alpha(tiles))
 
-    def replaced(self, layer: Layer, name: str, new: Expression) -> Iterator[Replaced]:
+    def replacing(self, layer: MatchedLayer, name: str, new: Expression) -> Iterator[Replacement]:
         """The latent's cache has whole rows; there is none of rotary keys."""
         if name in QUERIES:
-            yield from super().replaced(layer, name, new)
+            yield from super().replacing(layer, name, new)
         elif name == "kv_cache":
-            yield replaced_cache(_row(layer), new)
+            yield replacing_cache(_row(layer), new)
 
-    def differences(self, layer: Layer) -> Iterator[str]:
+    def differences(self, layer: MatchedLayer) -> Iterator[str]:
         """Where the program's latents may differ in the last bit from the operator's, which rounds none of them."""
         match = layer.match
         norm, latent = match.reading(RmsNorm, "ckv"), match.reading(QuantisedTiles, "tiles").value
@@ -142,7 +142,7 @@ def _is_packed(anchor: Node) -> bool:
     return keys is not None and packed_cache(latents, keys) is not None
 
 
-def _row(layer: Layer) -> CacheRoles:
+def _row(layer: MatchedLayer) -> CacheRoles:
     return cache_roles(layer.match.reading(CacheUpdate, "row.write"))
 
 

@@ -17,7 +17,7 @@ from mla_fx.rule.readings import element_of, named_argument, shape_of
 
 from .calls import CacheOperands, call
 from .dataflow import KV_LATENT, over
-from .prolog import Layer, Prolog, given
+from .prolog import MatchedLayer, Prolog, given
 from .scales import weight_mode
 from .weights import Caches
 
@@ -32,14 +32,14 @@ class Plain(Prolog):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if not _is_fused(node))
 
-    def layer(self, match: Match) -> Layer:
+    def layer(self, match: Match) -> MatchedLayer:
         mode, dtype = weight_mode(match), given(match)["kv_cache"].meta["val"].dtype
-        return Layer.of(match, mode, dtype, _caches(match, may_be_nz=not mode))
+        return MatchedLayer.of(match, mode, dtype, _caches(match, may_be_nz=not mode))
 
-    def call(self, layer: Layer) -> Call:
+    def call(self, layer: MatchedLayer) -> Call:
         return call(layer, _operands(layer))
 
-    def heads_at(self, layer: Layer, cache: CacheRoles | None = None) -> int:
+    def heads_at(self, layer: MatchedLayer, cache: CacheRoles | None = None) -> int:
         """mla_prolog returns new rows [B, S, 1, width]."""
         return 1 if layer.mode or (cache and not cache.update.is_appended) else 2
 
@@ -64,7 +64,7 @@ def _caches(match: Match, *, may_be_nz: bool) -> Caches:
     return dict(zip(("kv_cache", "kr_cache"), found, strict=True))
 
 
-def _operands(layer: Layer) -> CacheOperands:
+def _operands(layer: MatchedLayer) -> CacheOperands:
     """Both caches. Rows that are appended, or used directly, are written into new ones."""
     latent, keys = layer.caches["kv_cache"], layer.caches["kr_cache"]
     if latent is not None and not latent.update.is_appended:

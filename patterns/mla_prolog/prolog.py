@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 
 from mla_fx.rule import Match, NoMatch, Plan, Rule
-from mla_fx.rule.caches import CacheRoles, replaced_cache
+from mla_fx.rule.caches import CacheRoles, replacing_cache
 from mla_fx.rule.codes import QuantisedTiles, QuantisedTokens
 from mla_fx.rule.indices import Axes
-from mla_fx.rule.operands import LATENT_ATTENTION, Call, Cast, Expression, Replaced, result, tables, tensor
+from mla_fx.rule.operands import LATENT_ATTENTION, Call, Cast, Expression, Replacement, result, tables, tensor
 from mla_fx.rule.readings import Element, OperandAxes, RmsNorm, Rope
 
 from .factors import query_scale
@@ -36,7 +36,7 @@ RESULTS = {  # of each operator, by number
 
 
 @dataclass(frozen=True)
-class Layer:
+class MatchedLayer:
     """`rows` are batch and tokens, or tokens alone, in the operator's form; `dtype` is that of what is not quantised;
     `scale` multiplies the query."""
 
@@ -49,7 +49,9 @@ class Layer:
     scale: Element | None
 
     @classmethod
-    def of(cls, match: Match, mode: int, dtype: torch.dtype, caches: Caches, *, is_batched: bool = True) -> Layer:
+    def of(
+        cls, match: Match, mode: int, dtype: torch.dtype, caches: Caches, *, is_batched: bool = True
+    ) -> MatchedLayer:
         """Weights are parts of one matrix each; query and key come from the same tokens, and are rotated and written
         alike."""
         rows = _rows(match, caches)
@@ -90,41 +92,41 @@ class Prolog(Rule):
         codes = [found for found in (tokens, tiles) if found is not None]
         differences = dict.fromkeys(difference for found in codes for difference in found.differences)
         differences |= dict.fromkeys(self.differences(layer))
-        changed = (part for name, value in new.items() for part in self.replaced(layer, name, value))
+        changed = (part for name, value in new.items() for part in self.replacing(layer, name, value))
         return Plan(*changed, differences=[*differences], exact=(call for found in codes for call in found.whole))
 
-    def layer(self, match: Match) -> Layer:
+    def layer(self, match: Match) -> MatchedLayer:
         raise NotImplementedError
 
-    def call(self, layer: Layer) -> Call:
+    def call(self, layer: MatchedLayer) -> Call:
         """Raises NoMatch unless the operator computes what the program does."""
         raise NotImplementedError
 
-    def differences(self, layer: Layer) -> Iterator[str]:
+    def differences(self, layer: MatchedLayer) -> Iterator[str]:
         """Where the program's codes and scales may differ from the operator's, besides those of the readings."""
         return iter(())
 
-    def replaced(self, layer: Layer, name: str, new: Expression) -> Iterator[Replaced]:
+    def replacing(self, layer: MatchedLayer, name: str, new: Expression) -> Iterator[Replacement]:
         """A part of the query, a cache, or the rows that are used directly."""
         old, cache = given(layer.match).get(name), layer.caches.get(name)
         if cache is not None:
-            yield replaced_cache(cache, new, self.heads_at(layer, cache))
+            yield replacing_cache(cache, new, self.heads_at(layer, cache))
         elif old is not None and name in QUERIES:
-            yield _replaced_query(layer, name, old, new)
+            yield _replacing_query(layer, name, old, new)
         elif old is not None:
-            yield Replaced(old, Call(aten.squeeze.dim, new, self.heads_at(layer)))
+            yield Replacement(old, Call(aten.squeeze.dim, new, self.heads_at(layer)))
 
-    def heads_at(self, layer: Layer, cache: CacheRoles | None = None) -> int:
+    def heads_at(self, layer: MatchedLayer, cache: CacheRoles | None = None) -> int:
         """The dimension of the one head in the operator's cache, or in its rows that are used directly."""
         return 1
 
 
-def _replaced_query(layer: Layer, name: str, old: Node, new: Expression) -> Replaced:
+def _replacing_query(layer: MatchedLayer, name: str, old: Node, new: Expression) -> Replacement:
     dims, n = layer.match.roles(name), layer.match.axes("n")
     if layer.scale is not None:
         new = Call(aten.mul.Tensor, new, tensor(layer.scale, (*layer.rows, n, ())))
     part = tensor(result(new, (*layer.rows, n, dims[-1])), dims)
-    return Replaced(old, Cast(part, old.meta["val"].dtype))
+    return Replacement(old, Cast(part, old.meta["val"].dtype))
 
 
 def given(match: Match) -> dict[str, Node]:

@@ -35,7 +35,7 @@ from mla_fx.rule.readings import Element, RmsNorm, element_of, is_coarser, named
 
 from .dataflow import KV_LATENT, over
 from .factors import query_factor
-from .prolog import Layer, Prolog
+from .prolog import MatchedLayer, Prolog
 from .scales import check_products, check_query, factors_of, scales_of_query
 from .weights import PROJECTIONS, UQ_QR
 
@@ -84,12 +84,12 @@ class Tiled(Prolog):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (node for node in super().anchors(graph) if _is_tiled(node))
 
-    def layer(self, match: Match) -> Layer:
+    def layer(self, match: Match) -> MatchedLayer:
         caches = _caches(match)
         _check_weights(match)
-        return Layer.of(match, 1, match["token_x"].dtype, caches, is_batched=False)
+        return MatchedLayer.of(match, 1, match["token_x"].dtype, caches, is_batched=False)
 
-    def call(self, layer: Layer) -> Call:
+    def call(self, layer: MatchedLayer) -> Call:
         match, (latent, keys, scales) = layer.match, _written(layer)
         _check_dtypes(layer)
         _check_factors(layer)
@@ -107,10 +107,10 @@ class Tiled(Prolog):
         epsilons = {f"epsilon_{name}": match.reading(RmsNorm, name).epsilon for name in ("cq", "ckv")}
         return Call(torch.ops.mla_fx.mla_prolog_quant.default, *operands, **epsilons)
 
-    def heads_at(self, layer: Layer, cache: CacheRoles | None = None) -> int:
+    def heads_at(self, layer: MatchedLayer, cache: CacheRoles | None = None) -> int:
         return 2
 
-    def differences(self, layer: Layer) -> Iterator[str]:
+    def differences(self, layer: MatchedLayer) -> Iterator[str]:
         match, codes = layer.match, layer.match.reading(QuantisedTokens, "cq.codes")
         tiles = match.reading(QuantisedTiles, "tiles")
         smoothed = match.get(Scaling, "cq.smoothed")
@@ -128,7 +128,7 @@ def _is_tiled(anchor: Node) -> bool:
     return has_rotary_part and _quantised_caches(element_of(named_argument(anchor, "kv_cache"))) is not None
 
 
-def _written(layer: Layer) -> list[CacheRoles]:
+def _written(layer: MatchedLayer) -> list[CacheRoles]:
     return [cache for cache in layer.caches.values() if cache is not None]
 
 
@@ -168,7 +168,7 @@ def _check_weights(match: Match) -> None:
             raise NoMatch(f"{OPERATOR} takes int8 weights of q_b alone; {name} is {stored}", weight.origin)
 
 
-def _check_dtypes(layer: Layer) -> None:
+def _check_dtypes(layer: MatchedLayer) -> None:
     """Raises NoMatch unless the program multiplies and stores in the dtypes in which the operator does."""
     match, dtype, (_, keys, tiles) = layer.match, layer.dtype, _written(layer)
     check_query(match, dtype, OPERATOR)
@@ -182,7 +182,7 @@ def _check_dtypes(layer: Layer) -> None:
             raise NoMatch(f"the cache of {name} is {stored}; {OPERATOR} has {wanted}", node)
 
 
-def _check_factors(layer: Layer) -> None:
+def _check_factors(layer: MatchedLayer) -> None:
     """Raises NoMatch if a number or a tensor multiplies the query or the latents."""
     norm = layer.match.reading(RmsNorm, "ckv")
     for what, factor in (("query", query_factor(layer.match)), ("latent", norm.factor)):

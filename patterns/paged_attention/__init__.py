@@ -42,7 +42,7 @@ from mla_fx.rule.operands import (
     known_causal,
     lengths,
     mask_operands,
-    replaced,
+    replacing,
     result,
     tensor,
     times,
@@ -127,7 +127,7 @@ class PagedAttention(Rule):
             operands = query, *caches, table, lens, mask, *channels(codes, ((h, d), (h, v)), dtype)
             operator = torch.ops.mla_fx.paged_attention.batched
             out = times(Call(operator, *operands, **options, **rounding(codes, dtype)), found.value_factor)
-            new = replaced(found.node, found.index, result(out, (b, s, n, v)), padding=found.padding)
+            new = replacing(found.node, found.index, result(out, (b, s, n, v)), padding=found.padding)
             return Plan(new, instead=instead, exact=(call for one in codes if one for call in one.calls))
 
         codes, stored = (keys.numbers, values.numbers), keys.dtype

@@ -11,10 +11,10 @@ from mla_fx.rule.indices import Axes
 from mla_fx.rule.operands import Expression, tensor
 from mla_fx.rule.readings import Dequantised, Element, is_coarser
 
-Numbers = Sequence[Dequantised | None]  # of keys and of values; None if a cache holds no codes
+CacheCodes = Sequence[Dequantised | None]  # of keys and of values; None if a cache holds no codes
 
 
-def channels(found: Numbers, dims: Sequence[tuple[Axes, Axes]], dtype: torch.dtype) -> list[Expression | None]:
+def channels(found: CacheCodes, dims: Sequence[tuple[Axes, Axes]], dtype: torch.dtype) -> list[Expression | None]:
     """The scales, and then the offsets, of keys and of values; none if no cache holds codes."""
     if not any(found):
         return []
@@ -37,7 +37,7 @@ def _channel(part: Element | None, what: str, dims: tuple[Axes, Axes], dtype: to
     return tensor(stored, dims, dtype=dtype if is_exact else stored.dtype, expand=True)
 
 
-def rounding(found: Numbers, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def rounding(found: CacheCodes, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The option that rounds numbers where the operator, in `dtype`, would not."""
     dtypes = {one.dtype: one.node for one in found if one is not None}
     if len(dtypes) > 1:

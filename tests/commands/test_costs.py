@@ -9,11 +9,11 @@ from lib.families import tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from mla_fx.commands import costs
-from mla_fx.commands.costs import Cost, Machine, Sizes, Step
+from mla_fx.commands.costs import Cost, LayerSizes, Machine, Step
 from mla_fx.commands.demo import ATTENTION
 
-V3 = Sizes.of(SimpleNamespace(**ATTENTION))
-SMALL = Sizes(hidden=64, heads=4, query_rank=48, rank=32, nope=16, rope=8, value=16)
+V3 = LayerSizes.of(SimpleNamespace(**ATTENTION))
+SMALL = LayerSizes(hidden=64, heads=4, query_rank=48, rank=32, nope=16, rope=8, value=16)
 STEPS = [Step(1, 1, 16), Step(3, 2, 9), Step(2, 5, 5)]
 
 
@@ -35,7 +35,7 @@ def test_one_token_of_deepseek_v3_by_hand():
 
 
 def test_an_indexer_is_named():
-    sparse = Sizes.of(SimpleNamespace(**ATTENTION, index_topk=2048))
+    sparse = LayerSizes.of(SimpleNamespace(**ATTENTION, index_topk=2048))
     told = costs.told(sparse, 61, Step(), Machine())
     assert "the indexer, which chooses 2048 keys for each query, is not counted, and all 4096 keys count" in told
     assert costs.to_dict(sparse, 61, Step(), Machine())["keys_chosen"] == 2048
@@ -45,7 +45,7 @@ def test_an_indexer_is_named():
 def test_a_query_without_a_low_rank():
     direct = replace(SMALL, query_rank=0)
     assert direct.weights - SMALL.weights == 2 * (64 * 4 * 24 - 48 * (64 + 4 * 24))
-    assert Sizes.of(SimpleNamespace(**{**ATTENTION, "q_lora_rank": None})).query_rank == 0
+    assert LayerSizes.of(SimpleNamespace(**{**ATTENTION, "q_lora_rank": None})).query_rank == 0
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
@@ -66,7 +66,7 @@ def test_the_expanded_form_as_pytorch_counts_it(step, query_rank):
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         layer(hidden, tables, None, past_key_values=Cache())
-    assert counter.get_total_flops() == Sizes.of(config).expanded(step).flops
+    assert counter.get_total_flops() == LayerSizes.of(config).expanded(step).flops
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
@@ -95,7 +95,7 @@ def test_the_weights_are_those_of_the_layer():
     """Without norms."""
     model = tiny_model("deepseek_v3")
     matrices = (weight for weight in model.model.layers[0].self_attn.parameters() if weight.dim() == 2)
-    assert 2 * sum(weight.numel() for weight in matrices) == Sizes.of(model.config).weights
+    assert 2 * sum(weight.numel() for weight in matrices) == LayerSizes.of(model.config).weights
 
 
 def test_a_roofline():

@@ -121,7 +121,7 @@ def hoisted():
     for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         product.meta[RULE] = "a test"
     _, *weights = graph.find_nodes(op="placeholder")
-    return run.report, hoist.hoist(graph, {*weights}, functools.partial(prove.change, run)).laid_out
+    return run.report, hoist.hoist(graph, {*weights}, functools.partial(prove.apply, run)).laid_out
 
 
 @pytest.mark.refutes

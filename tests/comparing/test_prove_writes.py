@@ -117,7 +117,7 @@ def written_in_place(function, prove_option="on"):
     run = SimpleNamespace(options=Options(prove=prove_option), report=Report(), proved={})
     given = dense(B, 1, S, 26), dense(20), dense(B, 1, S, 6), dense(B, 1, S, 6), torch.arange(S).expand(B, S)
     graph = make_fx(function, tracing_mode="fake")(*given, dense(B, 1, T, 6), dense(B, 1, T, 20)).graph
-    refusals = reinplace.reinplace(graph, functools.partial(prove.change, run))
+    refusals = reinplace.reinplace(graph, functools.partial(prove.apply, run))
     return run.report, refusals
 
 

@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from mla_fx.commands import demo
-from mla_fx.debug.memory import Memory, peak_of_temporaries
+from mla_fx.debug.memory import MemoryUse, peak_of_temporaries
 from mla_fx.debug.report import Report
 from mla_fx.driver.compilation import Compilation
 from mla_fx.graph.torch_compilers import aot_autograd
@@ -130,7 +130,7 @@ def test_unknown_sizes_are_not_told():
 
 def test_what_is_told():
     told = "memory, per layer of 2: 1.5 KiB of copies of weights"
-    assert str(Memory(2, None, 3072, None, None, 0)) == told
-    whole = Memory(2, 4 * MIB, 3072, 3 * MIB, 40 * MIB, 0)
+    assert str(MemoryUse(2, None, 3072, None, None, 0)) == told
+    whole = MemoryUse(2, 4 * MIB, 3072, 3 * MIB, 40 * MIB, 0)
     assert str(whole) == f"{told}, 2.0 MiB of caches read; temporaries about 3.0 MiB, unfused 40.0 MiB"
     assert "3.0 MiB and what operators allocate inside, unfused" in str(replace(whole, calls=4))

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.debug.layers import kinds, layers_of
-from mla_fx.debug.memory import Memory
+from mla_fx.debug.memory import MemoryUse
 from mla_fx.debug.outcomes import layer_of, outcomes_of, rows_of
 from mla_fx.debug.report import Miss, Report
 
@@ -126,7 +126,7 @@ def test_layers_that_others_represent():
 def test_layers_that_others_represent_in_several_graphs():
     """The rows, the memory, and the counts speak of the same layers."""
     one = report(fused(0, 1))
-    one.memory = [Memory(2, 2048, 0, None, None, 0)]
+    one.memory = [MemoryUse(2, 2048, 0, None, None, 0)]
     equal = [f"model.layers.{layer}" for layer in range(1, 7)]
     whole = Report.merged([one, report({})]).standing_for({"model.layers.1": equal})
     assert named(whole) == ["model.layers.0 … 6 (7)"]
@@ -137,7 +137,7 @@ def test_layers_that_others_represent_in_several_graphs():
 
 def test_memory_of_layers_that_are_all_traced():
     one = report(fused(0))
-    one.memory = [Memory(1, 2048, 0, None, None, 0)]
+    one.memory = [MemoryUse(1, 2048, 0, None, None, 0)]
     found = one.standing_for({"model.layers.8": ["model.layers.8", "model.layers.9"]})
     assert str(found.memory[0]).startswith("memory, per layer of 1: ")
 

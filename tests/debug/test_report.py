@@ -10,7 +10,7 @@ from expecttest import TestCase
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx.ops  # noqa: F401  registers torch.ops.mla_fx
-from mla_fx.debug.memory import Memory
+from mla_fx.debug.memory import MemoryUse
 from mla_fx.debug.report import Miss, PassRecord, Report
 from mla_fx.graph.provenance import count_fused, fused_name, module_of, source_of
 
@@ -72,7 +72,7 @@ nearest misses:
         )
 
     def test_memory_before_the_notes(self):
-        alike = [Memory(61, 61 * 18 * 2**20, 0, 27 * 2**20, 2586 * 2**20, 0)] * 2
+        alike = [MemoryUse(61, 61 * 18 * 2**20, 0, 27 * 2**20, 2586 * 2**20, 0)] * 2
         text = str(report(fused={"latent_attention": 61}, memory=alike, notes=["caches written in place"]))
         self.assertExpectedInline(text, """\
 mla_fx on inductor: fused latent_attention x61 in 1.8 ms
@@ -139,7 +139,7 @@ def test_the_parts_of_parts_are_parts():
 
 
 def filled():
-    memory = Memory(1, None, 2, 3, 4, 0)
+    memory = MemoryUse(1, None, 2, 3, 4, 0)
     one = report(fused={"mla_prolog": 61}, misses=[miss()] * 3, memory=[memory], modules={"mla_prolog": ["layers.0"]})
     one.passes[0].fired["mla_prolog"] += 1
     one.graphs["captured"] = "x" * 300_000

@@ -19,7 +19,7 @@ from lib.zoo.sizes import DECODE
 from torch._functorch import config as functorch_config
 
 import mla_fx
-from mla_fx.debug.memory import Memory
+from mla_fx.debug.memory import MemoryUse
 from mla_fx.debug.report import Miss, PassRecord, Report
 from mla_fx.driver import cache_key, cached_reports, compilation, report_cache
 from mla_fx.graph.torch_compilers import cache_folder
@@ -212,7 +212,7 @@ def test_reports_are_kept_whole():
     def reported(**parts):
         miss = Miss("mla_prolog", "no", "mm", "model.py:1", "layers.0", 3, looks_like_mla=True)
         record = PassRecord("lower", 1.5, 4, 5, Counter(mla_prolog=1))
-        memory = Memory(1, None, 2, 3, 4, 0)
+        memory = MemoryUse(1, None, 2, 3, 4, 0)
         return Report({"mla_prolog": 1}, {"rope": 2}, [miss], [record], target="inductor", memory=[memory], **parts)
 
     kept = report_cache.from_text(report_cache.as_text(reported(hindrances=["training"], is_training=True)))

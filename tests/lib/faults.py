@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from mla_fx.comparing import plans
-from mla_fx.rewriting.draft import Draft, Drafted, value_of
+from mla_fx.rewriting.draft import Change, Draft, value_of
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ FAULTS: dict[tuple[str, str], Fault] = {
 }
 
 
-def with_fault(plan: Drafted, operator: str, fault: Fault) -> Drafted:
+def with_fault(plan: Change, operator: str, fault: Fault) -> Change:
     """The same plan, but for the operands of an operator."""
     made: dict[Any, Any] = {}
 
@@ -75,12 +75,12 @@ def with_fault(plan: Drafted, operator: str, fault: Fault) -> Drafted:
         return made[part]
 
     drafts = set(plan.calls)
-    return Drafted.of([(old, again(new)) for old, new in plan.replaced], plan.sources, plan.exact)
+    return Change.of([(old, again(new)) for old, new in plan.replacements], plan.sources, plan.exact)
 
 
 def difference(program, plan, *given):
     """What the check finds in two functions of the same inputs."""
     graph = make_fx(lambda *given: (program(*given), plan(*given)), tracing_mode="fake")(*given).graph
     (results,) = graph.output_node().args
-    found = plans.difference(Drafted.of([tuple(results)], {*graph.find_nodes(op="placeholder")}))
+    found = plans.difference(Change.of([tuple(results)], {*graph.find_nodes(op="placeholder")}))
     return None if found is None else found.sentence

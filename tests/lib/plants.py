@@ -37,7 +37,7 @@ FAULTS = {
     "epsilon of the query 100 times as large": (PROLOG, _times("rmsnorm_epsilon_cq", 100)),
     "rotation the other way": (
         PROLOG,
-        _operand(PROLOG, "rope_sin", lambda emit, sin: emit.drafted(aten.neg.default, sin)),
+        _operand(PROLOG, "rope_sin", lambda emit, sin: emit.call(aten.neg.default, sin)),
     ),
     "sine and cosine swapped": (
         PROLOG,
@@ -45,7 +45,7 @@ FAULTS = {
     ),
     "rows written one slot further": (
         PROLOG,
-        _operand(PROLOG, "cache_index", lambda emit, index: emit.drafted(aten.add.Tensor, index, 1)),
+        _operand(PROLOG, "cache_index", lambda emit, index: emit.call(aten.add.Tensor, index, 1)),
     ),
 }
 
@@ -53,14 +53,14 @@ FAULTS = {
 def plant(patch, fault, path=""):
     """Make the rules emit one fault, in all modules or where the path of the anchor contains `path`."""
     wrong, change = FAULTS[fault]
-    drafted = Emitter.drafted
+    call = Emitter.call
 
     def planted(self, target, *args, **options):
         if target is wrong and path in f".{module_of(self._before)}.":
             args, options = change(self, target, args, options)
-        return drafted(self, target, *args, **options)
+        return call(self, target, *args, **options)
 
-    patch.setattr(Emitter, "drafted", planted)
+    patch.setattr(Emitter, "call", planted)
     unproved(patch)
 
 

@@ -12,8 +12,8 @@ from mla_fx.passes import repeat
 from mla_fx.passes.repeat import MOST_NODES, recipe, replay
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import signature
-from mla_fx.rewriting.plan import Call, Plan, Replaced, Value
-from mla_fx.rewriting.replacement import drafted
+from mla_fx.rewriting.plan import Call, Plan, Replacement, Value
+from mla_fx.rewriting.replacement import change_of
 
 aten = torch.ops.aten
 
@@ -236,7 +236,7 @@ def recorded(graph, anchor, old=None, reads=None, looked_into=None, checked=()):
     with emit.at(graph.output_node(), "test"):
         new = Call(aten.cos.default, Value(reads or source, source))
         looked_into = set(graph.nodes) if looked_into is None else looked_into
-        plan = drafted(emit, Plan(Replaced(old or anchor, new)))
+        plan = change_of(emit, Plan(Replacement(old or anchor, new)))
         return emit, recipe(emit, anchor, looked_into, plan, set(checked))
 
 

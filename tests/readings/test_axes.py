@@ -9,8 +9,6 @@ from mla_fx.readings.axes import (
     axes_of,
     combine,
     composite,
-    cuts,
-    difference,
     digit_of,
     digits_of,
     fresh,
@@ -19,7 +17,9 @@ from mla_fx.readings.axes import (
     shifted,
     slowest_first,
     substitute,
+    subtract,
     whole,
+    without_digits,
 )
 from mla_fx.readings.sizes import at_most, ratio
 
@@ -57,9 +57,9 @@ def test_a_digit_of_what_stands_for_an_axis():
 
 def test_cuts_part_an_axis_wherever_a_digit_begins():
     axis = Axis(24)
-    found = cuts([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [12, 2])])
+    found = without_digits([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [12, 2])])
     assert [digit.size for digit, _ in found[axis].terms] == [2, 3, 4][::-1]
-    assert cuts([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [6, 4])]) is None
+    assert without_digits([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [6, 4])]) is None
 
 
 def test_reshape_carries_an_offset_into_the_right_digits():
@@ -155,7 +155,7 @@ def test_terms_whose_order_depends_on_a_size_have_none():
 def test_indices_cut_at_places_that_do_not_go_together_have_no_difference():
     axis = Axis(12)
     halves, thirds = (Index(0, ((Digit(axis, 1, size), 1),)) for size in (6, 4))
-    assert difference(halves, thirds) is None
+    assert subtract(halves, thirds) is None
 
 
 def test_a_digit_that_does_not_divide_its_axis_is_no_index():

@@ -5,7 +5,7 @@ import torch
 from lib.traced import Traced, agree, dense
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import axes_of, cuts, extent
+from mla_fx.readings.axes import axes_of, extent, without_digits
 from mla_fx.readings.element import resolve
 from mla_fx.readings.paged import paged
 from mla_fx.readings.reading import renamed
@@ -54,7 +54,7 @@ def test_gathered_rows_are_read(name):
     size, function = GATHERED[name]
     traced, index = read(function)
     found = paged(resolve(traced.out, index))
-    parted = cuts((*found.pages.index, *found.table.index)) or {}
+    parted = without_digits((*found.pages.index, *found.table.index)) or {}
     found, index = renamed(found, parted), [renamed(part, parted) for part in index]
     lead = [axis for part in index[:3] for axis in axes_of(part)]
     block, sizes = axes_of(found.block), [axis.size for axis in lead]

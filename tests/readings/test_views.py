@@ -149,7 +149,7 @@ def test_a_tensor_built_from_an_element_is_the_value(program, random):
     emit = Emitter(traced.graph)
     try:
         with emit.at(traced.graph.output_node(), "test"):
-            built = emit._node(emit.draft(tensor(element, [tuple(index[dim].axes) for dim in order], expand=True)))
+            built = emit._node(emit.evaluate(tensor(element, [tuple(index[dim].axes) for dim in order], expand=True)))
     except NoMatch:
         reject()  # a read that is no view is refused, never guessed; if most were, hypothesis would say so
     expected = traced.values[traced.out].permute(order)
@@ -205,7 +205,7 @@ def built_for(traced):
     emit = Emitter(traced.graph)
     with emit.at(traced.graph.output_node(), "test"):
         built = tensor(resolve(traced.out, index), [tuple(part.axes) for part in index][::-1], expand=True)
-        return emit._node(emit.draft(built))
+        return emit._node(emit.evaluate(built))
 
 
 def symbolic(name):
@@ -233,7 +233,7 @@ def test_equal_calls_on_different_tensors_are_told_apart():
     traced = Traced(lambda x, y: x + y, dense(S, D), dense(S, D))
     emit = Emitter(traced.graph)
     with emit.at(traced.out, "test"):
-        views = [emit._node(emit.drafted(torch.ops.aten.reshape.default, node, [S * D])) for node in traced.out.args]
+        views = [emit._node(emit.call(torch.ops.aten.reshape.default, node, [S * D])) for node in traced.out.args]
     for node, view in zip(traced.out.args, views, strict=True):
         assert view.meta["val"].untyped_storage()._cdata == node.meta["val"].untyped_storage()._cdata
 

@@ -10,11 +10,11 @@ from mla_fx.matching.match import Match, OperandAxes
 from mla_fx.readings.axes import Axis, of_axis
 from mla_fx.readings.element import Element
 from mla_fx.readings.rms_norm import RmsNorm
-from mla_fx.rewriting.draft import Drafted
+from mla_fx.rewriting.draft import Change
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.materialize import tensor
-from mla_fx.rewriting.plan import ByHoisting, ByTarget, Call, Cast, Plan, Replaced, ViewOf
-from mla_fx.rewriting.replacement import drafted
+from mla_fx.rewriting.plan import ByHoisting, ByTarget, Call, Cast, Plan, Replacement, ViewOf
+from mla_fx.rewriting.replacement import change_of
 
 aten = torch.ops.aten
 TOKENS, WIDTH = Axis(3), Axis(4)
@@ -41,7 +41,7 @@ def test_a_rule_is_tried_without_a_program():
     """The value is stored transposed, so it is permuted first."""
     x, gamma, out = value("x", 4, 3), value("gamma", 4), value("out", 3, 4)
     plan = RmsNormAlone().rewrite(norm_of(read(x, WIDTH, TOKENS), read(gamma, WIDTH), out))
-    (one,) = plan.replaced
+    (one,) = plan.replacements
     assert one.old is out
     norm = one.new.value
     assert norm.target is torch.ops.mla_fx.rms_norm.default
@@ -79,10 +79,10 @@ def test_drafting_adds_nothing():
     graph, x, _, out = traced()
     before = str(graph)
     shared = Call(aten.mul.Tensor, x, 2.0)
-    plan = Plan(Replaced(out, Call(aten.add.Tensor, shared, Call(aten.mul.Tensor, x, 2.0))))
+    plan = Plan(Replacement(out, Call(aten.add.Tensor, shared, Call(aten.mul.Tensor, x, 2.0))))
     emit = Emitter(graph)
     with emit.at(out, "test"):
-        draft = drafted(emit, plan)
+        draft = change_of(emit, plan)
         assert [call.target for call in draft.calls] == [aten.mul.Tensor, aten.add.Tensor], "equal calls are one"
         assert str(graph) == before
         emit.apply(draft)
@@ -96,7 +96,7 @@ def test_an_operator_that_refuses_leaves_no_trace():
     refused = Call(torch.ops.mla_fx.rms_norm.default, Call(aten.neg.default, x), y, epsilon=1e-6, gamma_after_cast=True)
     emit = Emitter(graph)
     with pytest.raises(NoMatch, match="the operator refuses: gamma"), emit.at(out, "test"):
-        drafted(emit, Plan(Replaced(out, refused)))
+        change_of(emit, Plan(Replacement(out, refused)))
     assert str(graph) == before
 
 
@@ -104,8 +104,8 @@ def test_sources_are_those_of_all_that_is_called():
     x, y, z = value("x", 3, 4), value("y", 3, 4), value("z", 3, 4)
     gathered = tensor(read(y, TOKENS, WIDTH), [(TOKENS,), (WIDTH,)], read_by=z)
     either = ByTarget(refusing=Call(aten.neg.default, x), skipping=gathered)
-    assert Plan(Replaced(z, Cast(either, torch.bfloat16))).sources == {x, y, z}
-    assert Plan(Replaced(z, Call(aten.cat.default, [x, gathered]))).sources == {x, y, z}
+    assert Plan(Replacement(z, Cast(either, torch.bfloat16))).sources == {x, y, z}
+    assert Plan(Replacement(z, Call(aten.cat.default, [x, gathered]))).sources == {x, y, z}
 
 
 @pytest.mark.parametrize("hoists, called", [(True, aten.neg.default), (False, aten.abs.default)])
@@ -114,17 +114,17 @@ def test_one_alternative_is_for_targets_that_hoist(hoists, called):
     either = ByHoisting(once=Call(aten.neg.default, x), each_step=Call(aten.abs.default, y))
     emit = Emitter(graph, hoists=hoists)
     with emit.at(out, "test"):
-        assert emit.draft(either).target is called
-    assert Plan(Replaced(out, either)).sources == {x, y}
+        assert emit.evaluate(either).target is called
+    assert Plan(Replacement(out, either)).sources == {x, y}
 
 
 def test_what_must_be_a_view_and_is_none_is_refused():
     graph, x, _, out = traced()
     emit = Emitter(graph)
     with emit.at(out, "test"):
-        emit.draft(ViewOf(Call(aten.reshape.default, x, [12]), x, "it would be a copy"))
+        emit.evaluate(ViewOf(Call(aten.reshape.default, x, [12]), x, "it would be a copy"))
         with pytest.raises(NoMatch, match="it would be a copy"):
-            emit.draft(ViewOf(Call(aten.neg.default, x), x, "it would be a copy"))
+            emit.evaluate(ViewOf(Call(aten.neg.default, x), x, "it would be a copy"))
 
 
 def test_an_equal_fused_call_is_checked_for_itself():
@@ -133,7 +133,7 @@ def test_an_equal_fused_call_is_checked_for_itself():
     emit = Emitter(graph)
     norm = Call(torch.ops.mla_fx.rms_norm.default, x, Call(aten.select.int, y, 0, 0), epsilon=1e-6)
     with emit.at(out, "test"):
-        emit.apply(Drafted.of([(out, emit.draft(norm))], set()))
+        emit.apply(Change.of([(out, emit.evaluate(norm))], set()))
     with emit.at(out, "test"):
-        again = Drafted.of([(out, emit.draft(norm))], set())
+        again = Change.of([(out, emit.evaluate(norm))], set())
     assert [call.target for call in again.fused] == [torch.ops.mla_fx.rms_norm.default]

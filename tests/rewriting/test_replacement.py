@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.errors import NoMatch
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.plan import Call, Inlined, Plan, Replaced
-from mla_fx.rewriting.replacement import check_nothing_is_lost, drafted, fitted
+from mla_fx.rewriting.plan import Call, Inlined, Plan, Replacement
+from mla_fx.rewriting.replacement import change_of, check_nothing_is_lost, fitted
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ class Rewritten:
         return next(node for node in self.graph.nodes if node.op == "call_function")
 
     def replace(self, old, new):
-        return self.emit.apply(fitted(self.emit, drafted(self.emit, Plan(Replaced(self[old], new)))))
+        return self.emit.apply(fitted(self.emit, change_of(self.emit, Plan(Replacement(self[old], new)))))
 
     def run(self):
         self.graph.lint()
@@ -77,7 +77,7 @@ def test_an_operator_that_would_need_its_own_result_is_refused_and_not_added():
     refusal = pytest.raises(NoMatch, match="would need a value that it computes itself")
     with refusal, graph.emit.at(graph.anchor, "test"):
         new = Call(aten.cos.default, graph["exp"])
-        graph.emit.apply(drafted(graph.emit, Plan(Replaced(graph["sin"], new), Replaced(graph["neg"], new))))
+        graph.emit.apply(change_of(graph.emit, Plan(Replacement(graph["sin"], new), Replacement(graph["neg"], new))))
     assert [node.name for node in graph.graph.nodes] == before
     torch.testing.assert_close(graph.run(), graph.inputs[0].sin().exp().neg())
 

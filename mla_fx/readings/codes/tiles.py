@@ -28,7 +28,7 @@ from mla_fx.readings.same_value import equal_calls
 from mla_fx.readings.sizes import Size, ratio
 
 from .largest import largest
-from .tokens import STEPS, Part, QuantisedTokens, clipped_tokens
+from .tokens import STEPS, ClippedTo, QuantisedTokens, clipped_tokens
 from .whole_numbers import whole_numbers
 
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
     return QuantisedTiles(codes.origin, value, found.whole, (), differences, width, number, factor)
 
 
-def _is_multiplied(codes: Element, value: Element, form: Form, part: Part | None) -> bool:
+def _is_multiplied(codes: Element, value: Element, form: Form, part: ClippedTo | None) -> bool:
     quotient = whole_numbers(codes).value
     factors = operands(quotient)
     if quotient.origin.target is not aten.mul.Tensor or not _is_as_computed(quotient):
@@ -113,7 +113,7 @@ def _unclipped(element: Element) -> Element:
     return element if clip is None else clip.value
 
 
-def _spelled(element: Element, part: Part | None) -> str:
+def _spelled(element: Element, part: ClippedTo | None) -> str:
     """How the program computes an element in float32 from the bound to which values are clipped, or their largest one:
     each call on the way, where any other gives other numbers in the last bit; empty for an element that has others."""
     if _is_bound(element, part):
@@ -134,12 +134,12 @@ def _spelled(element: Element, part: Part | None) -> str:
     return _around("1/127 * ", operand(values[0], index), part) if numbers == [INVERSE] else ""
 
 
-def _around(call: str, element: Element, part: Part | None) -> str:
+def _around(call: str, element: Element, part: ClippedTo | None) -> str:
     inner = _spelled(element, part)
     return f"{call}({inner})" if inner else ""
 
 
-def _is_bound(element: Element, part: Part | None) -> bool:
+def _is_bound(element: Element, part: ClippedTo | None) -> bool:
     """Whether this is the largest value, or the product of it and one factor to which values are clipped. Then it is
     neither rounded nor multiplied."""
     if part is None:

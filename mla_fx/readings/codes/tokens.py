@@ -41,7 +41,7 @@ ARITHMETIC = MULTIPLIES | DIVIDES | {aten.reciprocal.default}
 OTHER_VALUES = "the codes of tokens are divided by the largest of other values"
 
 
-class Part(NamedTuple):
+class ClippedTo(NamedTuple):
     """What values are clipped to: `number * factor` of their largest one; no `factor` is one."""
 
     clip: Clipped
@@ -87,7 +87,7 @@ def quantised_tokens(element: Element) -> QuantisedTokens:
     return found
 
 
-def clipped_tokens(element: Element) -> tuple[QuantisedTokens, Part | None]:
+def clipped_tokens(element: Element) -> tuple[QuantisedTokens, ClippedTo | None]:
     """The same for values that may be clipped, and to what they are."""
     scales = () if element.scales is None else element.scales.by
     if len(scales) != 1:
@@ -162,7 +162,7 @@ def _scale(element: Element) -> _Scale:
     raise NoMatch(f"expected the scale of a token, found {name_of(element.origin)}", element.origin)
 
 
-def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Element, Part | None]:
+def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Element, ClippedTo | None]:
     """Values before they are clipped to a part of the largest magnitude of `inside`, if they are. Raises NoMatch if it
     is not that of their scale."""
     clip = clipped(value)
@@ -175,7 +175,7 @@ def _unclipped(value: Element, inside: Element, divisor: _Scale) -> tuple[Elemen
         raise NoMatch("values are clipped to another part of their largest one than that of their scale", value.origin)
     if clip.value.factor != inside.factor:
         raise NoMatch(OTHER_VALUES, value.origin)
-    return clip.value, Part(clip, found.number, found.factor)
+    return clip.value, ClippedTo(clip, found.number, found.factor)
 
 
 def _check_range(codes: WholeNumbers, steps: float, node: Node) -> None:
@@ -190,7 +190,7 @@ def _check_range(codes: WholeNumbers, steps: float, node: Node) -> None:
 # --- differences from a kernel ---------------------------------------------------------------------------------------
 
 
-def _differences(steps: float, guards: tuple[float, ...], part: Part | None) -> Iterator[str]:
+def _differences(steps: float, guards: tuple[float, ...], part: ClippedTo | None) -> Iterator[str]:
     if not math.isclose(steps, STEPS, rel_tol=1e-6):
         yield f"the largest code of a token is {steps:.6g}, of a kernel 127"
     if any(guard > 0 for guard in guards):  # a row may be as small as its norm's weight is, so any of them may act

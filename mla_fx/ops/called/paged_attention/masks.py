@@ -19,7 +19,7 @@ TABLE = 2048
 HIDDEN = -3e38
 
 
-class Mask(NamedTuple):
+class MaskRows(NamedTuple):
     """What is added to the scores of each query row: a row [C] of `table`, or a window of it.
 
     `row` [E, K, S, G], or sizes 1. Column c of a row belongs to key position c or, with `shift` [E, 1, S or 1, 1], to
@@ -42,7 +42,7 @@ class Mask(NamedTuple):
 
 def read_mask(
     a: Arguments, o: Options, sequence: Tensor, first_head: Tensor, position: Tensor, rows: Tensor
-) -> Mask | None:
+) -> MaskRows | None:
     """The mask of entries that belong to `sequence` [E] and begin at query head `first_head` [E].
 
     `position` [E, S] is the key position of each query row, `rows` [E, S] its row of query.
@@ -53,12 +53,12 @@ def read_mask(
     sequence, position, rows = sequence.view(-1, 1, 1, 1), position[:, None, :, None], rows[:, None, :, None]
     if o.mask == NORM:
         own = sequence if mask.dim() == 3 else position
-        return Mask(mask.flatten(0, -2), torch.zeros_like(sequence) if mask.shape[0] == 1 else own)
+        return MaskRows(mask.flatten(0, -2), torch.zeros_like(sequence) if mask.shape[0] == 1 else own)
     if o.mask == ALIBI:
-        return Mask(mask.flatten(0, -2), alibi_rows(mask, o, sequence, first_head))
+        return MaskRows(mask.flatten(0, -2), alibi_rows(mask, o, sequence, first_head))
     if o.mask == SPEC:
         inverted = o.inverted_mask and mask.dtype == torch.bfloat16
-        return Mask(mask.float() * HIDDEN if inverted else mask, rows)
+        return MaskRows(mask.float() * HIDDEN if inverted else mask, rows)
     if o.mask == MASK_FREE:
         return free_mask(mask, position)
     return compressed_mask(mask.flatten(0, -2), position)
@@ -91,14 +91,14 @@ def alibi_rows(mask: Tensor, o: Options, sequence: Tensor, first_head: Tensor) -
     return sequence * mask.shape[1] + (head if mask.shape[1] > 1 else 0)
 
 
-def free_mask(table: Tensor, position: Tensor) -> Mask:
+def free_mask(table: Tensor, position: Tensor) -> MaskRows:
     """The table of one block [128, 128], for each block of queries over the block of keys on its diagonal."""
     first = position[:, :, :1]
     row = (position - first) % FREE_BLOCK
-    return Mask(table, row, position - row)
+    return MaskRows(table, row, position - row)
 
 
-def compressed_mask(table: Tensor, position: Tensor) -> Mask:
+def compressed_mask(table: Tensor, position: Tensor) -> MaskRows:
     """The causal table over the last 2048 positions of a context, or over all positions of a shorter one."""
     shift = (position.amax(2, keepdim=True) + 1 - TABLE).clamp(min=0)
-    return Mask(table, position - shift, shift)
+    return MaskRows(table, position - shift, shift)
