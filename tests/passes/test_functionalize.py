@@ -27,7 +27,7 @@ def compiled(function, graphs):
     def compiler(gm, inputs):
         before = len(gm.graph.find_nodes(op="call_function", target=WRAPPER))
         run = SimpleNamespace(options=Options(), report=Report(), proved={})
-        assert functionalize(gm.graph, functools.partial(prove.change, run)) == {}
+        assert functionalize(gm.graph, functools.partial(prove.apply, run)) == {}
         assert run.report.checked + len(run.report.unchecked) == before > 0
         gm.graph.lint()
         gm.recompile()
@@ -145,7 +145,7 @@ def test_a_call_whose_write_would_be_lost_stays(monkeypatch):
 
     def compiler(gm, inputs):
         before = str(gm.graph)
-        refusals = functionalize(gm.graph, functools.partial(prove.change, run))
+        refusals = functionalize(gm.graph, functools.partial(prove.apply, run))
         [reason] = run.report.refuted
         assert re.match(r"functionalizing would change getitem\w*: at \[", reason)
         assert refusals == {f"mla_prolog stays a call that writes in place: {reason}": 1}

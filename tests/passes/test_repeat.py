@@ -249,7 +249,7 @@ def test_a_recipe_is_done_again():
     images = found.images(second, emit.fakes)
     assert {one.name: other.name for one, other in images.items()} == {"sin": "sin_1", "relu": "relu_1", "x_1": "y_1"}
     with emit.at(graph.output_node(), "test"):
-        ((old, new),) = replay(emit, found, images).replaced
+        ((old, new),) = replay(emit, found, images).replacements
     assert old is second
     assert (new.target, new.args[0].name) == (aten.cos.default, "y_1")
 
