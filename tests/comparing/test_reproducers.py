@@ -68,7 +68,7 @@ def test_the_sentence_and_the_program_are_about_one_layer(monkeypatch, tmp_path)
     assert re.search(
         r"call 1: in float64, where hardly anything rounds, output 0 of the fused graph is \d\S+ away from that of the "
         r"unfused one, relative to its largest element \(2 other results are wrong, too\); the limit is 1e-06\. The "
-        r"first value to differ, by \d\S+, replaces bmm_3 \(\S+cases\.py:94\); it is computed by latent_attention in "
+        r"first value to differ, by \d\S+, replaces bmm_3 \(\S+cases\.py:\d+\); it is computed by latent_attention in "
         r"layers\.1, mla_prolog in layers\.1, added by mla_attention, absorb, mla_prolog\. `python ",
         message,
     )
