@@ -89,6 +89,7 @@ def test_the_same_plan_without_a_fault_is_made(monkeypatch):
 
 
 @pytest.mark.refutes
+@pytest.mark.slow
 def test_a_lowering_with_a_fault_leaves_the_call(monkeypatch):
     """Inductor then compiles the operator itself."""
     lowered = lower.lowered

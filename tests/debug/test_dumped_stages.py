@@ -11,7 +11,7 @@ from lib.families import empty_cache, tiny_model
 from transformers import AutoModelForCausalLM
 
 import mla_fx
-from mla_fx.commands.costs import Sizes, Step
+from mla_fx.commands.costs import LayerSizes, Step
 from mla_fx.debug.stage import expanded, random_input
 from mla_fx.debug.work import amount
 
@@ -108,7 +108,7 @@ def test_a_stage_runs_as_a_program(folder):
 
 
 def test_the_cost_of_a_layer_is_that_of_its_projections_its_attention_and_its_mlp(model, folder):
-    sizes, step = Sizes.of(model.config), Step(batch=1, tokens=1, context=LENGTH)
+    sizes, step = LayerSizes.of(model.config), Step(batch=1, tokens=1, context=LENGTH)
     mlp = 2 * 3 * model.config.hidden_size * model.config.intermediate_size
     data = json.loads((folder / "graph.json").read_text())
     assert sum(kind["count"] for kind in data["kinds"] if kind["path"].startswith("model.layers.")) == LAYERS

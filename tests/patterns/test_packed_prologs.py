@@ -98,6 +98,7 @@ def test_all_int8_and_clipped():
     assert fused(AllInt8Clipped(), *given()).fused == BOTH
 
 
+@pytest.mark.slow
 def test_a_target_that_multiplies_int8_projections_one_by_one():
     report = mla_fx.explain(Packed(), target="inductor")(*given())
     assert report.fused == {ATTENTION: 1}, str(report)

@@ -126,6 +126,7 @@ def test_layers_that_are_nearly_alike():
     assert reasons(report) == [TWINS[ScalesOneSlotLater], f"{FACTOR}; {SCALE}; {ON_REQUEST}"]
 
 
+@pytest.mark.slow
 def test_a_target_that_multiplies_int8_projections_one_by_one():
     report = mla_fx.explain(Tiled(BF16), target="inductor")(*given(BF16))
     assert report.fused == {ATTENTION: 1}, str(report)
