@@ -45,14 +45,14 @@ def test_decode_step(captured, dynamic):
 def test_lengths_that_stay_as_captured_are_noticed(captured, monkeypatch):
     """What the graph's first run read would be wrong in the next."""
     first = []
-    read = read_ahead.Numbers.inputs
+    read = read_ahead.HostNumbers.inputs
 
     def stale(numbers, given):
         count = len(given)
         first[:] = first or read(numbers, given)[count:]
         return [*given, *first]
 
-    monkeypatch.setattr(read_ahead.Numbers, "inputs", stale)
+    monkeypatch.setattr(read_ahead.HostNumbers, "inputs", stale)
     model, prompts = models.model(), [models.prompt(1, seed=seed) for seed in range(3)]
     with pytest.raises(AssertionError, match=r"^\(\["):
         models.check_as_exact_as_eager(model, compiled(model), models.static_cache, prompts)
