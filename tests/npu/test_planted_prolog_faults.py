@@ -267,15 +267,15 @@ OPERATOR = {
     "the mean of norms is a sum": ("plain", "wide_rms_norm", sums_with(lambda x, g, eps: (x, g, eps * x.shape[-1]))),
     "halves read in place of neighbours": (
         "plain",
-        "wide_rope",
+        "rope",
         sums_with(lambda x, cos, sin, layout: (x, cos, sin, "half_half")),
     ),
     "neighbours written in place of halves": (
         "plain",
-        "wide_rope",
+        "rope",
         sums_with(lambda x, cos, sin, layout: (x, cos, sin, "interleave_interleave")),
     ),
-    "rotated the other way": ("plain", "wide_rope", sums_with(lambda x, cos, sin, layout: (x, cos, -sin, layout))),
+    "rotated the other way": ("plain", "rope", sums_with(lambda x, cos, sin, layout: (x, cos, -sin, layout))),
     "codes truncated": ("int8 caches", "i8_trunc", truncated),
     "codes of queries rounded once": ("int8 queries", "i8_half_round", lambda whole: operator.i8_trunc),
     "query_rope not divided by scales": ("int8 queries", "quantized_query", without_rescaling),
