@@ -119,7 +119,7 @@ def _own(region: Region) -> Iterator[SmallSizes]:
 
 
 def _affordable(region: Region, numbers: Numbers, small: Mapping[int, int]) -> Iterator[SmallSizes]:
-    if any(size < 0 for size in small):  # a difference of symbols, each of which has a number of its own
+    if any(size < 0 for size in small):  # a difference of symbols, whose numbers are chosen one by one
         raise UncheckedError("a size is negative for the numbers of its symbols")
     count = _count(region, numbers, small)
     if count > LARGEST:
