@@ -19,11 +19,11 @@ from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 
 from .exact import BYTES, FLOATS, Wide, is_random, widened
+from .inputs import CODES
 
 DRAWS = 64  # with 16, verify refused 10 of 750 right results with 2 to 16 open choices in a row; with 64, none
 TIMES = 4  # the error of what a choice sees, in a draw: another run was off by at most 3.3 times, in 750 draws
 ULPS = 64  # of the largest number: the error of a value in a wide dtype
-CODES = (torch.int8, torch.uint8)  # numbers; wider whole numbers are names, as those of experts
 STEPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "floor_divide", "remainder", "fmod"})
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .choices import CODES
 from .closeness import TIMES, Closeness, blind, floor_of, numbers
+from .inputs import CODES
 
 # Measured where up to 16 codes or 3 pairs of keys are open and any of them flip: at most 1.33, and 0.05 of a row.
 FLIPS = 1.5  # times what flips change in a draw: all of them rarely flip at once

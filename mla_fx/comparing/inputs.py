@@ -16,7 +16,7 @@ from .symbols import Numbers
 
 SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
 VISIBLE, MORE_VISIBLE = 0.7, 0.95  # of flags, in the first attempts and later
-CODES = (torch.int8, torch.uint8)
+CODES = (torch.int8, torch.uint8)  # numbers; wider whole numbers are places or names, as those of experts
 LEAST = (-1, 1, 3, 0)  # the smallest whole numbers of the first attempts; a program may subtract from them
 TRIES = 16
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.graph.torch_private import tree_leaves
+from mla_fx.graph.walk import nearest_first
 from mla_fx.rewriting.draft import Draft, fake_of, value_of
 
 from .inputs import constant_of
@@ -72,20 +73,17 @@ def _is_finite(value: Any) -> bool:
 
 def _rounded_to_codes(region: Region) -> set[Node]:
     """What the program rounds codes from, but not what that is divided by, as a scale is."""
-    pending = [node for call in region.calls if _holds(call, _is_code) for node in _numerators(call)]
-    behind = set[Node]()
-    while pending:
-        node = pending.pop()
-        if node not in behind and _holds(node, _is_number):
-            behind.add(node)
-            pending += [] if node in region.leaves else _numerators(node)
-    return behind.intersection(region.leaves)
+    codes = (call for call in region.calls if _holds(call, _is_code))
+    first = (node for call in codes for node in _numerators(call))
+    return {*nearest_first(first, _numerators, region.leaves.__contains__)}.intersection(region.leaves)
 
 
 def _numerators(call: Value) -> list[Node]:
+    """The numbers that a call computes with, but not what it divides by."""
     if isinstance(call, Draft) or call.target is aten.reciprocal.default:
         return []
-    return call.all_input_nodes[: 1 if call.target in DIVISIONS else None]
+    operands = call.all_input_nodes[: 1 if call.target in DIVISIONS else None]
+    return [operand for operand in operands if _holds(operand, _is_number)]
 
 
 def _holds(part: Value, are_such: Callable[[torch.dtype], bool]) -> bool:

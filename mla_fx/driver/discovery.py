@@ -134,7 +134,7 @@ def _found(packages: Sequence[str], base: type) -> Found:
     faults = []
     for name, place, load in (file for package in packages for file in _files(package)):
         try:
-            made = [kind() for kind in _own_classes(load(), base)]
+            made = [kind() for kind in own_classes(load(), base)]
             taken = sorted({value.name for value in made} & values.keys())
             if taken:
                 raise NameError(f"another rule is called {taken[0]!r}; names must be unique")
@@ -146,7 +146,8 @@ def _found(packages: Sequence[str], base: type) -> Found:
     return Found(tuple(value for name in sorted(values) for value in values[name]), tuple(faults))
 
 
-def _own_classes(module: ModuleType, base: type) -> Iterator[type]:
+def own_classes(module: ModuleType, base: type) -> Iterator[type]:
+    """The public classes of a kind that a module defines itself."""
     for _, value in sorted(vars(module).items()):
         is_own = inspect.isclass(value) and value.__module__ == module.__name__
         if is_own and issubclass(value, base) and not value.__name__.startswith("_"):

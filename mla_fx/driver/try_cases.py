@@ -22,6 +22,7 @@ from mla_fx.rule import Rule
 from mla_fx.target import Compiled
 
 from .compilation import Compilation
+from .discovery import own_classes
 
 
 def run_case(case: Case, *more: Rule) -> Report:
@@ -70,13 +71,11 @@ def check_sample(operator: Operator, sample: Sample) -> None:
 
 def trials(module: ModuleType) -> Iterator[tuple[str, Callable[[], None], str]]:
     """What there is to try in a file: a name, a function that raises if it fails, and what is said if it does not."""
-    values = list(vars(module).values())
-    for operator in (value for value in values if isinstance(value, Operator)):
+    for operator in (value for value in vars(module).values() if isinstance(value, Operator)):
         for sample in operator.samples(torch.float32):
             passed = "schema and fake kernel are right"
             yield f"{operator.name}, sample {sample.mode!r}", partial(check_sample, operator, sample), passed
-    kinds = [kind for kind in values if isinstance(kind, type) and kind.__module__ == module.__name__]
-    for rule in (kind() for kind in kinds if issubclass(kind, Rule)):
+    for rule in (kind() for kind in own_classes(module, Rule)):
         for case in rule.accepts:
             passed = f"fused {dict(case.fused)}, and answers as before"
             yield case.name, partial(check_accepted, case, rule), passed

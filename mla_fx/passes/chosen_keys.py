@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 
 from mla_fx.debug.outcomes import WHOLE
 from mla_fx.graph.provenance import fused_name, module_of
+from mla_fx.graph.walk import nearest_first
 from mla_fx.readings.calls import argument, named_argument, operands_of
-from mla_fx.readings.element import nearest_first
 from mla_fx.readings.sizes import size_of
 
 from .triage import PRODUCTS, called

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.arguments import names_of
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.sizes import statically_known_true
@@ -82,7 +83,7 @@ def _functional() -> dict[OpOverload, OpOverload]:
 
 
 def _writes_caches(node: Node, plain: OpOverload) -> bool:
-    return set(_written(args_of(node)[0])) <= set(_arguments(plain))
+    return set(_written(args_of(node)[0])) <= set(names_of(plain))
 
 
 def _writes_all_rows(node: Node) -> bool:
@@ -96,10 +97,6 @@ def _writes_all_rows(node: Node) -> bool:
         return False
     rows = next(iter(options.values())).meta["val"].shape[0]
     return counts is not None or statically_known_true(rows == len(lengths))
-
-
-def _arguments(overload: OpOverload) -> list[str]:
-    return [argument.name for argument in overload._schema.arguments]
 
 
 def _written(form: OpOverload) -> list[str]:

@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import may_share, owner, readers, stride_readers, surely_shares, writers
+from mla_fx.graph.arguments import names_of
 from mla_fx.graph.dead_code import unread_without
 from mla_fx.graph.provenance import placed_name
 from mla_fx.graph.torch_private import OpOverload
@@ -87,7 +88,7 @@ def _is_used(node: Node, position: int, name: str) -> bool:
 
 def _written_results(form: Operator) -> dict[int, str]:
     """The results that are updated arguments: position of the result -> name of the argument."""
-    arguments = {argument.name for argument in form.overload._schema.arguments}
+    arguments = names_of(form.overload)
     names = [result.name.removesuffix("_out") for result in form.overload._schema.returns]
     return {place: name for place, name in enumerate(names) if name in arguments}
 

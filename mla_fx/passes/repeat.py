@@ -20,8 +20,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from mla_fx.graph.walk import nearest_first
 from mla_fx.readings.constant import constant
-from mla_fx.readings.element import is_parameter, nearest_first
+from mla_fx.readings.element import is_parameter
 from mla_fx.rewriting.draft import Change, Draft, is_value
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import FakeValues

@@ -13,11 +13,12 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import fused_name, label_of
 from mla_fx.graph.torch_private import OpOverload
+from mla_fx.graph.walk import nearest_first
 
 from .algebra import as_product
 from .cache_update import WRITES, cache_update, is_written_where
 from .calls import args_of, operands_of
-from .element import Element, before_cast, computed_from, element_of, has_8_bits, is_parameter, nearest_first
+from .element import Element, before_cast, computed_from, element_of, has_8_bits, is_parameter
 from .views import shape_of
 
 aten = torch.ops.aten

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fx.graph.arguments import names_of
 from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -59,12 +60,12 @@ def argument(node: Node, position: int, name: str = "", default: Any = None) -> 
     if len(args_of(node)) > position:
         return args_of(node)[position]
     if not name and isinstance(node.target, OpOverload):
-        name = node.target._schema.arguments[position].name
+        name = names_of(node.target)[position]
     return options_of(node).get(name, default)
 
 
 def named_argument(call: Node, name: str) -> Any:
     """An argument of an operator's call by its name in the schema, given by position or by name."""
-    schema = call.target._schema  # type: ignore[union-attr]  # the call of an operator, so an overload
-    names = [argument.name for argument in schema.arguments]
+    assert isinstance(call.target, OpOverload), "the call of an operator"
+    names = names_of(call.target)
     return argument(call, names.index(name), name) if name in names else None

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
+from mla_fx.graph.walk import nearest_first
 from mla_fx.readings.concatenation import rejoined
 
 from .axes import Axis, Index, speaks_of, substitute
@@ -25,7 +25,6 @@ from .views import Place, broadcast, fresh_index, move
 aten = torch.ops.aten
 
 Step = tuple[Place, float]
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -316,19 +315,6 @@ def has_8_bits(node: Node) -> bool:
     """Whether the numbers of a value have 8 bits."""
     dtype = getattr(node.meta.get("val"), "dtype", torch.bool)
     return dtype.itemsize == 1 and dtype is not torch.bool
-
-
-def nearest_first(
-    first: Iterable[Value], further: Callable[[Value], Iterable[Value]], is_end: Callable[[Value], bool]
-) -> Iterator[Value]:
-    """Some values and all that `further` leads to: ends are among them, but nothing behind an end."""
-    pending, seen = deque(first), set[Value]()
-    while pending:
-        value = pending.popleft()
-        if value not in seen:
-            seen.add(value)
-            yield value
-            pending += () if is_end(value) else further(value)
 
 
 def computed_from(value: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:

@@ -19,7 +19,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.dead_code import erase_unread
 from mla_fx.graph.provenance import RULE, fused_name, inherit_sources, stand_in
 from mla_fx.graph.torch_private import share_storage
-from mla_fx.readings.element import nearest_first
+from mla_fx.graph.walk import nearest_first
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 

@@ -47,8 +47,8 @@ def _of_both_ends(element: Element) -> Largest:
     low = negative[0].apart()[1]
     bottom, over = _end(_unbounded(low, aten.minimum.default), aten.amin.default, aten.min.dim, place=0)
     top, others = _end(_unbounded(high, aten.maximum.default), aten.amax.default, aten.max.dim, place=1)
-    same = dict(zip((part.axis for part in others), over, strict=False))
-    if bottom.factor < 0 or top.at({axis: part for axis, part in same.items() if axis is not None}) != bottom:
+    same = {other.axis: part for other, part in zip(others, over, strict=False) if other.axis is not None}
+    if len(others) != len(over) or bottom.factor < 0 or top.at(same) != bottom:
         raise NoMatch("expected the largest magnitude, found the ends of two values", element.origin)
     return bottom.times(number), over
 
