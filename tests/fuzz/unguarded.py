@@ -3,6 +3,7 @@ copy that power.py makes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -72,7 +73,7 @@ def _tried(number: int, programs: list[Judged], most: int) -> tuple[dict[str, in
 
 def _programs(number: int, seed: int, tests: list[str]) -> Iterator[Judged]:
     """Failures that were found once, twins, and mutants of all bases, each base before its mutants."""
-    yield from FOUND
+    yield from itertools.chain.from_iterable(FOUND.values())
     yield from rejected()
     for base, numbers in batches(number, BATCH):
         if numbers:

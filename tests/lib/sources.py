@@ -1,6 +1,7 @@
 """The files of the repository, and what they import."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -10,8 +11,19 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+def check_each(paths, offences, rule):
+    """Fails with the rule, and with each of these files in which `offences` finds something."""
+    found = [f"{name_of(path)} ({', '.join(some)})" for path in paths if (some := [*map(str, offences(path))])]
+    assert not found, f"{rule}, but not so in {'; '.join(found)}."
+
+
+@cache
 def imports(path):
     """The modules that a file imports anywhere; relative ones by their full names."""
+    return tuple(_imports(path))
+
+
+def _imports(path):
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

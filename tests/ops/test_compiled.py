@@ -6,7 +6,16 @@ import re
 
 import pytest
 import torch
-from lib.operators.harness import CATALOGUE, as_tuple, by_name, result_names, same_tensors, twin_call, written_names
+from lib.operators.harness import (
+    CATALOGUE,
+    as_tuple,
+    by_name,
+    result_names,
+    same_tensors,
+    samples,
+    twin_call,
+    written_names,
+)
 from torch._inductor.utils import run_and_get_code
 
 import mla_fx
@@ -18,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 def one_of_each_mode(operators):
     """One pytest parameter (operator, arguments by name) for each mode."""
     for operator in operators:
-        modes = {mode: (args, kwargs) for mode, args, kwargs in reversed(list(operator.samples(torch.bfloat16)))}
+        modes = {mode: (args, kwargs) for mode, args, kwargs in reversed(samples(operator.name, torch.bfloat16))}
         for mode, (args, kwargs) in reversed(modes.items()):
             yield pytest.param(operator, by_name(operator, args, kwargs), id=f"{operator.name}: {mode}")
 

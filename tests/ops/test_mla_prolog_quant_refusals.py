@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from lib.operators.harness import CATALOGUE, by_name, refuses
+from lib.operators.harness import CATALOGUE, first_of, refuses, samples
 
 OPERATOR = CATALOGUE["mla_prolog_quant"]
 
 
 def first(mode):
     """The first float32 sample of a mode by name."""
-    sample = next(sample for sample in OPERATOR.samples(torch.float32) if sample.mode == mode)
-    return by_name(OPERATOR, sample.args, sample.kwargs)
+    return first_of(mode, OPERATOR.name, torch.float32)
 
 
 def change(name, edit):
@@ -148,4 +147,4 @@ def test_refusal_writes_nothing(mode, spoil, message):
 
 
 def test_every_mode_refuses_something():
-    assert {mode for mode, _, _ in REFUSALS} == {sample.mode for sample in OPERATOR.samples(torch.float32)}
+    assert {mode for mode, _, _ in REFUSALS} == {sample.mode for sample in samples(OPERATOR.name, torch.float32)}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from lib.operators.harness import refuses
+from lib.operators.harness import refuses, samples
 from lib.operators.paged_oracle import OPERATOR, case, close_to_oracle, int32, run
 
 PAGED_ATTENTION = torch.ops.mla_fx.paged_attention
@@ -89,7 +89,7 @@ def test_float16_combined_parallel_mask_is_added():
 
 def test_value_cache_may_be_left_out_and_comes_third():
     """The document's order; a combined cache has no value_cache."""
-    (combined, *_) = [each for each in OPERATOR.samples(torch.float32) if "mla_v_head_size" in each.kwargs]
+    (combined, *_) = [each for each in samples(OPERATOR.name, torch.float32) if "mla_v_head_size" in each.kwargs]
     query, keys, values, tables, lengths = combined.args
     assert values is None
     wanted = OPERATOR.overload(*combined.args, **combined.kwargs)

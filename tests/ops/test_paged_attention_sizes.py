@@ -4,12 +4,12 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
-from lib.operators.harness import by_name, compiles_once
+from lib.operators.harness import by_name, compiles_once, samples
 from lib.operators.paged_oracle import OPERATOR, case, close_to_oracle, int32, run
 
 PAGED_ATTENTION = torch.ops.mla_fx.paged_attention
 
-MODES = [sample.mode for dtype in (torch.float32, torch.float16) for sample in OPERATOR.samples(dtype)]
+MODES = [sample.mode for dtype in (torch.float32, torch.float16) for sample in samples(OPERATOR.name, dtype)]
 MODES = list(dict.fromkeys(MODES))
 
 

@@ -1,11 +1,12 @@
 """The imports between the folders, the size of files, and what `import mla_fx` imports."""
 
 import ast
+import re
 import subprocess
 import sys
 
 import pytest
-from lib.sources import ROOT, imports, is_within, name_of
+from lib.sources import ROOT, check_each, imports, is_within
 
 from mla_fx.driver import discovery
 
@@ -22,21 +23,26 @@ def test_relative_imports_are_read_as_full_names():
     assert "mla_fx.errors.NoMatch" in set(imports(ROOT / "mla_fx" / "readings" / "rope.py"))
 
 
-@pytest.mark.parametrize("path", OPERATORS, ids=name_of)
-def test_operators_import_torch_and_nothing_else_of_ours_but_errors(path):
+def outside(path, *allowed):
+    return [module for module in imports(path) if not is_within(module, *allowed)]
+
+
+def test_operators_import_torch_and_nothing_else_of_ours_but_errors():
     allowed = ("torch", "mla_fx.ops", "mla_fx.errors", *sys.stdlib_module_names)
-    assert [module for module in imports(path) if not is_within(module, *allowed)] == []
+    check_each(OPERATORS, lambda path: outside(path, *allowed), "Operators import torch, and errors of the package")
 
 
-@pytest.mark.parametrize("path", [*CORE, *PLUGINS], ids=name_of)
-def test_nothing_imports_a_pattern_or_a_target_by_name(path):
+def test_nothing_imports_a_pattern_or_a_target_by_name():
     """A large pattern has its own folder. Targets may share one."""
-    plugged = ("mla_fx.patterns", "mla_fx.lowering", "patterns", "lowering")
-    folder = ".".join(path.relative_to(ROOT).parts[:2])
-    shared = [f"lowering.{found.name}" for found in (ROOT / "lowering").iterdir() if found.is_dir()]
-    shared = shared if path.parent == ROOT / "lowering" else [folder]
-    found = [module for module in imports(path) if is_within(module, *plugged)]
-    assert [module for module in found if not is_within(module, *shared)] == []
+    targets = [f"lowering.{found.name}" for found in (ROOT / "lowering").iterdir() if found.is_dir()]
+
+    def offences(path):
+        folder = ".".join(path.relative_to(ROOT).parts[:2])
+        shared = targets if path.parent == ROOT / "lowering" else [folder]
+        plugged = ("mla_fx.patterns", "mla_fx.lowering", "patterns", "lowering")
+        return [module for module in outside(path, *shared) if is_within(module, *plugged)]
+
+    check_each([*CORE, *PLUGINS], offences, "Patterns and targets are found, not imported by name")
 
 
 # From the bottom to the top: each folder imports those before it.
@@ -48,60 +54,75 @@ ROOMS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "mla_fx" / "comparing").glob("*.py")), ids=name_of)
-def test_the_check_of_rewrites_shares_no_code_with_what_it_checks(path):
+def test_the_check_of_rewrites_shares_no_code_with_what_it_checks():
     """It sees drafts, which are calls, and nothing of how they were found or are computed."""
     shared = ("mla_fx.comparing", "mla_fx.graph", "mla_fx.errors", "mla_fx.rewriting.draft")
-    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
-    assert [module for module in ours if not is_within(module, *shared)] == []
+    check_each(
+        sorted((ROOT / "mla_fx" / "comparing").glob("*.py")),
+        lambda path: [module for module in outside(path, *shared) if is_within(module, "mla_fx")],
+        f"What compares imports {', '.join(shared)} and nothing else of the package",
+    )
 
 
 def room_of(module):
     return max((room for room in ROOMS if is_within(module, room)), key=len)
 
 
-@pytest.mark.parametrize("path", CORE, ids=name_of)
-def test_no_arrow_points_up(path):
+def test_no_arrow_points_up():
     """Also if a name is imported only for its type."""
-    own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    ours = [module for module in imports(path) if is_within(module, "mla_fx")]
-    above = ROOMS[ROOMS.index(room_of(own)) + 1 :]
-    assert [module for module in ours if room_of(module) in above] == []
+
+    def offences(path):
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        above = ROOMS[ROOMS.index(room_of(own)) + 1 :]
+        return [module for module in imports(path) if is_within(module, "mla_fx") and room_of(module) in above]
+
+    check_each(CORE, offences, "A folder imports those before it")
 
 
-@pytest.mark.parametrize("path", PLUGINS, ids=name_of)
-def test_plugins_import_no_pass_and_nothing_of_the_driver(path):
+def test_plugins_import_no_pass_and_nothing_of_the_driver():
     closed = ("mla_fx.passes", "mla_fx.driver", "mla_fx.debug")
-    assert [module for module in imports(path) if is_within(module, *closed)] == []
+    check_each(
+        PLUGINS,
+        lambda path: [module for module in imports(path) if is_within(module, *closed)],
+        f"Patterns and targets import nothing of {', '.join(closed)}",
+    )
 
 
-@pytest.mark.parametrize("path", PLUGINS, ids=name_of)
-def test_plugins_import_the_core_and_torch(path):
+def test_plugins_import_the_core_and_torch():
     allowed = ("mla_fx", "torch", "functorch", *sys.stdlib_module_names)
-    eager = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
-    others = [node.module for node in eager if node.level == 0]
-    assert [module for module in others if not is_within(module, *allowed)] == []
+
+    def offences(path):
+        eager = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+        return [node.module for node in eager if node.level == 0 and not is_within(node.module, *allowed)]
+
+    check_each(PLUGINS, offences, "Patterns and targets import the package and torch")
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=name_of)
-def test_the_kernels_of_the_npu_tests_share_nothing_with_the_package(path):
+def test_the_kernels_of_the_npu_tests_share_nothing_with_the_package():
     """What is right for them is the vendor's documents, so that a fault in the package's own operators shows."""
     allowed = ("torch", "torch_npu", "torchair", "npu", *sys.stdlib_module_names)
-    assert [module for module in imports(path) if not is_within(module, *allowed)] == []
-    assert "mla_fx" not in path.read_text(encoding="utf-8")
+
+    def offences(path):
+        return [*outside(path, *allowed), *re.findall("mla_fx", path.read_text(encoding="utf-8"))]
+
+    check_each(KERNELS, offences, "Kernels of the NPU tests share nothing with the package")
 
 
-@pytest.mark.parametrize("path", [*CORE, *PLUGINS, *TESTS], ids=name_of)
-def test_a_file_can_be_read_in_one_sitting(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
+def test_a_file_can_be_read_in_one_sitting():
+    def too_long(path):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        return [f"{lines} lines"] if lines > LINES else []
+
+    check_each([*CORE, *PLUGINS, *TESTS], too_long, f"A file has {LINES} lines at most")
 
 
 # NPU tests run in processes of their own, one file each; some still share layers with the next file.
-@pytest.mark.parametrize("path", [path for path in TESTS if NPU not in path.parents], ids=name_of)
-def test_no_file_imports_a_test(path):
-    """What several tests share is in tests/lib."""
-    parts = [part for module in imports(path) for part in module.split(".")]
-    assert [part for part in parts if part.startswith("test_")] == []
+def test_no_file_imports_a_test():
+    def offences(path):
+        return [module for module in imports(path) if any(part.startswith("test_") for part in module.split("."))]
+
+    files = [path for path in TESTS if NPU not in path.parents]
+    check_each(files, offences, "What several tests share is in tests/lib or in a helper of its folder")
 
 
 @pytest.mark.parametrize("folder", ["mla_fx", "."], ids=["rooms", "plugins"])

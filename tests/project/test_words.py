@@ -1,46 +1,36 @@
 """Sentences are plain: the give-away words of a translated text are in no message, docstring, comment or page, and a
 docstring opens with its subject or its verb."""
 
-import ast
-import io
 import re
-import tokenize
-from pathlib import Path
 
 import pytest
+from lib.sources import ROOT, check_each
 
-ROOT = Path(__file__).parents[2]
 CODE = ("mla_fx", "patterns", "lowering", "benchmarks", "examples", "tests")
 WORDS = re.compile(
     r"\b(of which|whoever|whosoever|by your word|is to be had|thereof|stands for|as it came|taken for|"
     r"held against|hangs on|is of no matter)\b",
     re.IGNORECASE,
 )
-OPENINGS = ("That of ", "Those of ", "Of ", "As ", "By ")
+OPENINGS = re.compile(r'"""(?:That of|Those of|Of|As|By) ')
 FILES = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")) if path.name != "test_words.py"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def sentences(path):
-    """Strings, docstrings and comments of a program; all of a page."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":
-        return [text]
-    kinds = (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
-    return [token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type in kinds]
+def translated(text):
+    """Words of a translated text, also where a line ends between them."""
+    return WORDS.findall(re.sub(r"\s+(# )?", " ", text))
 
 
-@pytest.mark.parametrize("path", [*FILES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_plain_words(path):
-    assert [found.group() for text in sentences(path) for found in WORDS.finditer(" ".join(text.split()))] == []
+def test_plain_words():
+    check_each([*FILES, *PAGES], lambda path: translated(path.read_text(encoding="utf-8")), "Words are plain")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_open_with_a_subject(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    texts = [node.value.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and is_text(node.value)]
-    assert [text for text in texts if text.startswith(OPENINGS)] == []
+def test_docstrings_open_with_a_subject():
+    check_each(FILES, lambda path: OPENINGS.findall(path.read_text(encoding="utf-8")), "Docstrings open with a subject")
 
 
-def is_text(value):
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+def test_a_file_that_breaks_a_rule_is_named():
+    assert translated("    # the pages of\n    # which it reads") == ["of which"]
+    with pytest.raises(AssertionError, match=r"^Words are plain, but not so in README.md \(of which, thereof\)\."):
+        check_each([ROOT / "README.md"], lambda _: ["of which", "thereof"], "Words are plain")

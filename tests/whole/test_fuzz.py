@@ -21,7 +21,7 @@ from fuzz.scenes import SCENES
 from mla_fx.comparing.verify import Verification
 
 FAST = len(LAYERS)  # mutants of an ordinary test run: one of each layer, in one of its captures
-QUICK = 8  # one in this many is in the first tier
+QUICK = 16  # one in this many is in the first tier
 
 
 def pytest_generate_tests(metafunc):
@@ -50,8 +50,15 @@ def test_mutants(base, numbers, request):
     assert not failures, "\n" + "\n".join(failures)
 
 
+def first_of_each_kind(found):
+    """The others are slow."""
+    for mutants in found.values():
+        yield mutants[0]
+        yield from (pytest.param(mutant, marks=pytest.mark.slow) for mutant in mutants[1:])
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mutant", FOUND, ids=str)
+@pytest.mark.parametrize("mutant", [*first_of_each_kind(FOUND)], ids=str)
 def test_found(mutant):
     outcome = mutant.judge()
     assert outcome.verdict in ("fused", "unfused"), f"{outcome.verdict}: {outcome.detail}"

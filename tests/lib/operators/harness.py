@@ -1,6 +1,8 @@
 """Shared by the tests of all operators: refusals, fake kernels with free sizes, one compilation for many sizes."""
 
+import copy
 import inspect
+from functools import cache
 
 import numpy as np
 import pytest
@@ -22,6 +24,18 @@ TOLERANCE = {
 }
 
 
+@cache
+def samples(name, dtype):
+    """The samples of an operator, drawn once: the same tensors for every test, which writes to none of them."""
+    return tuple(CATALOGUE[name].samples(dtype))
+
+
+def first_of(mode, name, dtype):
+    """The arguments by name of the first sample of a mode, as tensors of the caller's own."""
+    sample = next(sample for sample in samples(name, dtype) if sample.mode == mode)
+    return copy.deepcopy(by_name(CATALOGUE[name], sample.args, sample.kwargs))
+
+
 def cases(dtypes, operators=tuple(CATALOGUE)):
     """One pytest parameter (operator, args, kwargs) per operator, dtype and sample."""
     return list(_each_case(dtypes, operators))
@@ -30,7 +44,7 @@ def cases(dtypes, operators=tuple(CATALOGUE)):
 def _each_case(dtypes, operators):
     for name in operators:
         for dtype in dtypes:
-            for number, (mode, args, kwargs) in enumerate(CATALOGUE[name].samples(dtype)):
+            for number, (mode, args, kwargs) in enumerate(samples(name, dtype)):
                 label = f"{name}-{str(dtype).removeprefix('torch.')}-{number}-{mode}"
                 yield pytest.param(CATALOGUE[name], args, kwargs, id=label)
 
@@ -85,10 +99,10 @@ def twin_call(operator, args, kwargs):
     """
     arguments = {name: value.clone() if torch.is_tensor(value) else value
                  for name, value in by_name(operator, args, kwargs).items()}  # fmt: skip
-    functional = dict(zip(result_names(operator.overload), as_tuple(operator.overload(*args, **kwargs)), strict=True))
-    for name in written_names(operator.inplace):
-        if name not in arguments:
-            arguments[name] = torch.full_like(functional[name], 77)
+    if missing := [name for name in written_names(operator.inplace) if name not in arguments]:
+        results = as_tuple(operator.overload(*args, **kwargs))
+        functional = dict(zip(result_names(operator.overload), results, strict=True))
+        arguments |= {name: torch.full_like(functional[name], 77) for name in missing}
     returned = dict(zip(result_names(operator.inplace), as_tuple(operator.inplace(**arguments)), strict=True))
     return returned, arguments
 

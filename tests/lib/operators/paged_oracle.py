@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from lib.operators.harness import CATALOGUE, by_name, nd_offset, nz_offset
+from lib.operators.harness import CATALOGUE, first_of, nd_offset, nz_offset
 
 # Half the distance of neighbouring numbers, relative to them.
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -206,8 +206,7 @@ OPERATOR = CATALOGUE["paged_attention"]
 
 def case(mode, dtype=torch.float32, **changes):
     """The arguments by name of the first sample of a mode."""
-    sample = next(sample for sample in OPERATOR.samples(dtype) if sample.mode == mode)
-    return by_name(OPERATOR, sample.args, sample.kwargs) | changes
+    return first_of(mode, OPERATOR.name, dtype) | changes
 
 
 def run(arguments):
