@@ -51,13 +51,13 @@ FOUND = {
     "rows that all go to one position": (
         Mutant("equal-combined_in_two-by_head", (("one_for_all", "arg10_1", -1, 0, 3),)),
     ),
-    "attention that nobody uses: there is nothing to fuse": (
+    "unused attention leaves nothing to fuse": (
         Mutant("cold S=T=D-none-eager-query", (("operand", "view_12", 0, "_unsafe_view_4"),)),
     ),
     "a cache that is read by attention with a factor before it": (
         Mutant("two layers", (("scale", "index_copy_2", -1, 0.5, "mul"),)),
     ),
-    "probabilities that are returned keep the NaN of a row that sees nothing, which fused attention has not": (
+    "returned probabilities keep the NaN of a row that sees nothing; fused attention gives zeros there": (
         Mutant("blind row", (("give_back", "view_10"),)),
     ),
     "rows that see nothing, verified": (Mutant("blind row (decomposed)", (("run_by", "verified", 2),)),),

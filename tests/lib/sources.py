@@ -12,9 +12,10 @@ def name_of(path):
 
 
 def check_each(paths, offences, rule):
-    """Fails with the rule, and with each of these files in which `offences` finds something."""
+    """Fails with the rule and the files in which `offences` finds something. There must be files to look at."""
+    assert paths, f"no files for the rule: {rule}"
     found = [f"{name_of(path)} ({', '.join(some)})" for path in paths if (some := [*map(str, offences(path))])]
-    assert not found, f"{rule}, but not so in {'; '.join(found)}."
+    assert not found, f"{rule}. Files that break this: {'; '.join(found)}."
 
 
 @cache

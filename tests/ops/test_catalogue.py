@@ -81,14 +81,15 @@ def test_none_for_a_required_tensor_is_refused_by_name(name):
                 overload(**(arguments | {missing: None}))
 
 
-def first(count, operators):
-    """The first samples of each operator; with --campaign, all."""
-    each = [(number, case) for name in operators for number, case in enumerate(cases(COMMON, (name,)))]
-    slow = pytest.mark.campaign
-    return [case if number < count else pytest.param(*case.values, id=case.id, marks=slow) for number, case in each]
+def in_tiers(quick, slow, operators):
+    """The first `quick` samples of each operator; those up to number `slow` are slow; with --campaign, all."""
+    for name in operators:
+        for number, case in enumerate(cases(COMMON, (name,))):
+            marks = () if number < quick else pytest.mark.slow if number < slow else pytest.mark.campaign
+            yield pytest.param(*case.values, id=case.id, marks=marks)
 
 
-@pytest.mark.parametrize(("operator", "args", "kwargs"), first(2, CATALOGUE))
+@pytest.mark.parametrize(("operator", "args", "kwargs"), [*in_tiers(2, 5, CATALOGUE)])
 def test_opcheck(operator, args, kwargs):
     torch.library.opcheck(operator.overload, args, kwargs)
     if operator.host is not None:
@@ -99,7 +100,7 @@ WITH_TWIN = [name for name in CATALOGUE if CATALOGUE[name].inplace is not None] 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("operator", "args", "kwargs"), first(2, WITH_TWIN))
+@pytest.mark.parametrize(("operator", "args", "kwargs"), [*in_tiers(2, 2, WITH_TWIN)])
 def test_opcheck_in_place(operator, args, kwargs):
     _, arguments = twin_call(operator, args, kwargs)
     torch.library.opcheck(operator.inplace, (), arguments)

@@ -111,8 +111,7 @@ STEPS = {  # the kind of cache, tokens before, tokens, and whether all sizes are
     "dynamic": ("static", PROMPT, 3, True),
 }
 
-
-# Inductor itself does not compile a product over a number of chosen keys that only the data decide.
+# Inductor cannot compile a product whose number of keys depends on data.
 TARGETS = {"glm5_next": "reference"}
 
 

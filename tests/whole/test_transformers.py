@@ -232,12 +232,11 @@ GRID = [
 QUICK = 3  # of the first tier; they have every attention, cache and phase
 
 
-def in_tiers(scenes):
-    slow = [pytest.param(scene, id=str(scene), marks=pytest.mark.slow) for scene in scenes[QUICK:]]
-    return [*(pytest.param(scene, id=str(scene)) for scene in scenes[:QUICK]), *slow]
-
-
-@pytest.mark.parametrize("scene", in_tiers(GRID))
+@pytest.mark.parametrize(
+    "scene",
+    [pytest.param(scene, marks=pytest.mark.slow if place >= QUICK else ()) for place, scene in enumerate(GRID)],
+    ids=str,
+)
 def test_scene(scene):
     model, recorder = tiny(scene.name, scene.attention), Recorder()
     count = {"prefill": PROMPT, "decode": 1, "chunk": 4}[scene.phase]

@@ -37,11 +37,15 @@ FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 
 def at_every_step(entries, slow=()):
     """The first tier has one step of each entry, every kind of step in turn; the others are slow."""
-    for place, entry in enumerate(entries):
-        quick = None if entry in slow else entry.steps[place % len(entry.steps)]
-        for step in entry.steps:
-            marks = [] if step == quick else pytest.mark.slow
-            yield pytest.param(entry, step, id=f"{entry.name}-{step.name}", marks=marks)
+    each = [
+        (entry, step, entry in slow or step != entry.steps[place % len(entry.steps)])
+        for place, entry in enumerate(entries)
+        for step in entry.steps
+    ]
+    return [
+        pytest.param(entry, step, id=f"{entry.name}-{step.name}", marks=pytest.mark.slow if is_slow else ())
+        for entry, step, is_slow in each
+    ]
 
 
 def compiled(module, *, dynamic=None, **options):
@@ -78,7 +82,7 @@ def check_fused(entry, step, report, *, dynamic=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry, step", [*at_every_step(ENTRIES)])
+@pytest.mark.parametrize("entry, step", at_every_step(ENTRIES))
 def test_spelling_means_latent_attention(entry, step):
     spelling, sizes = entry.spelling, entry.spelling.sizes
     cache, rope = CACHES[spelling.cache], ROPES[spelling.rope]
@@ -108,7 +112,7 @@ def test_spelling_means_latent_attention(entry, step):
 # --- what fuses ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry, step", [*at_every_step(ENTRIES, slow=COMPOSED)])
+@pytest.mark.parametrize("entry, step", at_every_step(ENTRIES, slow=COMPOSED))
 def test_entry(entry, step):
     with warnings.catch_warnings():
         if not entry.partial:
@@ -141,7 +145,7 @@ def test_absorb_option(absorb, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry, step", [*at_every_step([Negative(Spelling(), ScaledByContext)])])
+@pytest.mark.parametrize("entry, step", at_every_step([Negative(Spelling(), ScaledByContext)]))
 def test_latents_that_are_scaled_when_they_are_read(entry, step):
     """The prolog writes the cache, and attention is over what the program makes of it."""
     check_fused(entry, step, check_same(entry.build(), entry.arguments(step)))
@@ -149,7 +153,7 @@ def test_latents_that_are_scaled_when_they_are_read(entry, step):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
-@pytest.mark.parametrize("entry, step", [*at_every_step(NEGATIVES)])
+@pytest.mark.parametrize("entry, step", at_every_step(NEGATIVES))
 def test_near_miss(entry, step):
     report, left = check_told(entry, step)
     check_fused(entry, step, report)
@@ -159,7 +163,7 @@ def test_near_miss(entry, step):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
-@pytest.mark.parametrize("entry, step", [*at_every_step(RIGHT_WHATEVER_FUSES)])
+@pytest.mark.parametrize("entry, step", at_every_step(RIGHT_WHATEVER_FUSES))
 def test_right_whatever_fuses(entry, step):
     report = check_same(entry.build(), entry.arguments(step))
     assert report.fused.get("latent_attention"), str(report)
@@ -223,7 +227,7 @@ def check_bfloat16(entry, step, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry, step", [*at_every_step(HANDFUL)])
+@pytest.mark.parametrize("entry, step", at_every_step(HANDFUL))
 def test_bfloat16(entry, step):
     check_bfloat16(entry, step)
 
