@@ -30,7 +30,7 @@ from mla_fx.graph.torch_compilers import (
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
-from . import loops
+from . import cpu, loops
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
@@ -74,8 +74,10 @@ class Inductor(Target):
         return modes[mode]
 
     def lowerings(self, options: Mapping[str, Any], *, prepares: bool) -> Mapping[OpOverload, Lowering]:
-        """Few calls may stay in a package of AOTInductor, whose process has none of the operators."""
-        return loops.lowerings(alone=is_packaging())
+        """Few calls may stay in a package of AOTInductor, whose process has none of the operators and kernels."""
+        alone = is_packaging()
+        plain = loops.lowerings(alone=alone)
+        return plain if alone else cpu.lowerings(plain)
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""

@@ -28,6 +28,14 @@ COMPUTED = "it chooses its form at each call, and sizes of its operands are comp
 
 
 def lower(a: Arguments) -> Form:
+    check_forms(a)
+    if a.block_table is not None and a.max_absorbed_tokens != 0:
+        raise NoMatch(READS_PAGES)
+    return compiled
+
+
+def check_forms(a: Arguments) -> None:
+    """Raise NoMatch if the forms cannot be compiled in memory that does not grow with S * T."""
     chooses = is_chosen_at_run_time(a)
     if chooses and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
         raise NoMatch(f"{CHOOSES}, and its caches are not contiguous")
@@ -37,20 +45,21 @@ def lower(a: Arguments) -> Form:
         raise NoMatch(COMPUTED)
     context = context_of(a.kv_cache, a.block_table)
     fits = is_tiled and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
-    if a.block_table is not None and a.max_absorbed_tokens != 0:
-        raise NoMatch(READS_PAGES)
     if not fits and goes_by_tiles(a.q_nope, context):
         raise NoMatch(IN_TILES)
-    return compiled
 
 
 def compiled(a: Arguments) -> Tensor:
     """The same in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
     if is_chosen_at_run_time(a):
-        return _at_run_time(a, tiled)
+        return at_run_time(a, tiled)
     if is_absorbed(a):
-        return absorbed(a, in_parts)
+        return in_latent_space(a)
     return short(a) if has_few_scores(a) else tiled(a)
+
+
+def in_latent_space(a: Arguments) -> Tensor:
+    return absorbed(a, in_parts)
 
 
 def from_copies(a: Arguments) -> Tensor:
@@ -59,20 +68,19 @@ def from_copies(a: Arguments) -> Tensor:
     a = in_one_piece(a)
     many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
     if is_chosen_at_run_time(a):
-        return _at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
-    return absorbed(a, in_parts) if is_absorbed(a) else many(a)
+        return at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
+    return in_latent_space(a) if is_absorbed(a) else many(a)
 
 
-def _at_run_time(a: Arguments, expand: Form) -> Tensor:
+def at_run_time(a: Arguments, expand: Form, absorb: Form = in_latent_space) -> Tensor:
     """A conditional on the S of the call."""
     tensors = _tensors(a)
 
     def form(compute: Form) -> Form:
         return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
 
-    few, many = form(lambda a: absorbed(a, in_parts)), form(expand)
-    sizes = *a.q_nope.shape[:3], a.weight_uv.shape[1]
-    return conditional(a.q_nope.shape[1] <= a.max_absorbed_tokens, few, many, tuple(tensors.values()), sizes)
+    sizes, condition = (*a.q_nope.shape[:3], a.weight_uv.shape[1]), a.q_nope.shape[1] <= a.max_absorbed_tokens
+    return conditional(condition, form(absorb), form(expand), tuple(tensors.values()), sizes)
 
 
 def _tensors(a: Arguments) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ __all__ = [
     "compile_fx_frozen",
     "compile_fx_inner",
     "cpp_compiler",
+    "cpp_library",
     "debug_folder",
     "dynamo_run",
     "inductor_counts",
@@ -240,6 +241,13 @@ def cpp_compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
+
+
+def cpp_library(source: str) -> Any:
+    """A library that Inductor's C++ compiler built from source for this processor. Its folder of caches keeps it."""
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source, needs_vec_isa=True)
 
 
 def inductor_counts() -> Counter[str]:

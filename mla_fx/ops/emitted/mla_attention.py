@@ -22,6 +22,8 @@ EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
 CHOOSES = "it chooses its form by the number of query tokens of each call"
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 
+Attend = Callable[[latent_attention.Arguments], Tensor]
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -77,10 +79,10 @@ def body(a: Arguments) -> Tensor:
     return absorbed(a) if is_absorbed(a) else expanded(a)
 
 
-def kernel(a: Arguments) -> Tensor:
+def kernel(a: Arguments, attend: Attend = latent_attention.kernel) -> Tensor:
     """The same in memory that does not grow with S * T."""
     if is_absorbed(a):
-        return absorbed(a, latent_attention.kernel)
+        return absorbed(a, attend)
     return expanded(a) if has_few_scores(a) else tiled(a)
 
 
@@ -99,7 +101,7 @@ def has_few_scores(a: Arguments) -> bool:
     return a.q_nope.device.type == "cpu" and scores is not None and scores <= FEW_SCORES
 
 
-def absorbed(a: Arguments, attend: Callable[[latent_attention.Arguments], Tensor] = latent_attention.body) -> Tensor:
+def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Tensor:
     """The latent form: cost grows with S * T * Hckv, and nothing is expanded."""
     query = _absorbed_query(a.q_nope, a.weight_uk)
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table

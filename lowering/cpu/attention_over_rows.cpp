@@ -1,0 +1,338 @@
+// Attention over rows of a pool, for CPUs. attention_over_rows.py says what it computes and fills in `Call`.
+//
+// Letters: B sequences, S query tokens, N heads, M = S * N query rows of a sequence, T keys, R columns of a latent,
+// W = R + Dr columns of a joined row.
+//
+// A task is a group of query rows of one sequence, and a part of its keys. It takes its keys tile by tile: it gathers
+// their rows from the pool once, in the form that matrix products want, and all its query rows use them. Keys that no
+// query row sees are never read. The parts of a sequence are joined by their maxima and sums.
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+namespace {
+
+using at::BFloat16;
+using at::Half;
+using Lanes = at::vec::Vectorized<float>;
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int64_t TILE = 256;             // keys; measured, with BLOCK: both fit a core's own cache
+constexpr int64_t BLOCK = 128;            // query rows of one product
+constexpr int64_t GROUP_BYTES = 1 << 20;  // of the sums of one task
+constexpr int64_t PART = 512;             // keys of a part, at least: they are worth the sums that it adds
+constexpr int64_t PACKED = 32;            // products take a multiple of so many keys
+
+// Strides are in elements, addresses 0 where there is none.
+struct Call {
+  const char *query, *query_rope, *kv_cache, *kr_cache, *table, *lengths, *mask, *sinks;
+  char *out, *lse;
+  int64_t B, S, N, T, R, Dr;
+  int64_t query_b, query_s, query_n, rope_b, rope_s, rope_n;
+  int64_t kv_page, kv_row, kv_pages, kr_page, kr_row, kr_pages;
+  int64_t page, table_b, table_is_int32, lengths_b;  // page: rows of a page, or T without a table
+  int64_t mask_b, mask_n, mask_s, mask_t, mask_is_bool;
+  int64_t has_fill, query_is_float;
+  double scale, fill, most;
+};
+
+int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+template <typename T>
+struct Buffer {
+  explicit Buffer(int64_t count)
+      : memory(static_cast<T*>(std::aligned_alloc(64, rounded_up(count * sizeof(T) + 1, 64))), std::free) {}
+  T* get() const { return memory.get(); }
+  std::unique_ptr<T, void (*)(void*)> memory;
+};
+
+template <typename From, typename To>
+void copy(const From* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::memcpy(to, from, count * sizeof(To));
+  } else {
+    at::vec::convert<From, To>(from, to, count);
+  }
+}
+
+void multiply(float* values, float factor, int64_t count) {
+  at::vec::map<float>([factor](Lanes x) { return x * Lanes(factor); }, values, values, count);
+}
+
+// The larger one, or NaN.
+float higher(float x, float y) { return std::isnan(x) || x > y ? x : y; }
+
+// How numbers enter products: bfloat16 with the rows of a right side in pairs, or float32.
+template <bool pairs>
+struct Form {
+  using Number = std::conditional_t<pairs, BFloat16, float>;
+  static constexpr int64_t width = pairs ? 2 : 1;  // a row has a multiple of so many numbers
+
+  static void product(int64_t m, int64_t n, int64_t k, const Number* left, int64_t left_row, const Number* right,
+                      int64_t right_row, float* to, int64_t to_row, bool add) {
+    at::native::cpublas::brgemm(m, n, k, left_row, right_row, to_row, add, left, right, to, pairs);
+  }
+
+  // rows [keys, W] as the right side of `query @ rows.T`: moves of 32 bits.
+  static void transposed(const Number* rows, Number* to, int64_t keys, int64_t W) {
+    const int64_t columns = W / width;
+    at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(rows), columns, reinterpret_cast<float*>(to), keys,
+                                  static_cast<int>(keys), static_cast<int>(columns));
+  }
+
+  // rows[:, :R] as the right side of `weights @ rows`.
+  static const Number* values(const Number* rows, Number* to, int64_t keys, int64_t W, int64_t R) {
+    if constexpr (!pairs) {
+      return rows;
+    } else {
+      for (int64_t key = 0; key < keys; key += 2) {
+        const auto* even = reinterpret_cast<const uint16_t*>(rows + key * W);
+        const auto* odd = even + W;
+        auto* pair = reinterpret_cast<uint32_t*>(to + key * R);
+        for (int64_t column = 0; column < R; ++column) pair[column] = even[column] | uint32_t{odd[column]} << 16;
+      }
+      return to;
+    }
+  }
+  static int64_t values_row(int64_t W, int64_t R) { return pairs ? R : W; }
+};
+
+// `Stored` is the dtype of the pool.
+template <typename Stored, bool pairs>
+class Attention {
+  using F = Form<pairs>;
+  using Number = typename F::Number;
+
+  const Call& a;
+  const int64_t W, M, group, groups, parts, tile;
+  Buffer<float> sums, maxima, totals;  // [B, M, parts, R], [B, M, parts], [B, M, parts]
+
+  // As many parts as keep all threads busy.
+  int64_t count_of_parts() const {
+    const int64_t wanted = 2 * omp_get_max_threads(), tasks = a.B * groups;
+    return std::max<int64_t>(1, std::min(wanted / tasks, a.T / PART));
+  }
+
+  // The number of keys that token s sees, apart from a mask.
+  int64_t seen(int64_t b, int64_t s) const {
+    if (!a.lengths) return a.T;
+    const int64_t length = reinterpret_cast<const int64_t*>(a.lengths)[b * a.lengths_b];  // any number
+    return std::clamp<int64_t>(std::clamp<int64_t>(length, 0, a.T + a.S) - a.S + 1 + s, 0, a.T);
+  }
+
+  // Whether a mask that is the same for all heads hides keys first..last from tokens s..s_last.
+  bool hidden(int64_t b, int64_t s, int64_t s_last, int64_t first, int64_t last) const {
+    if (!a.mask || a.has_fill || a.mask_n != 0) return false;
+    for (; s <= s_last; ++s) {
+      const int64_t place = b * a.mask_b + s * a.mask_s;
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t at = place + t * a.mask_t;
+        if (a.mask_is_bool ? a.mask[at] != 0 : reinterpret_cast<const float*>(a.mask)[at] != NOTHING) return false;
+      }
+    }
+    return true;
+  }
+
+  int64_t number_of_page(int64_t b, int64_t place) const {
+    if (!a.table) return b;
+    const int64_t at = b * a.table_b + place;
+    return a.table_is_int32 ? reinterpret_cast<const int32_t*>(a.table)[at]
+                            : reinterpret_cast<const int64_t*>(a.table)[at];
+  }
+
+  // `to` becomes the joined rows of keys first..last, and zeros up to `padded` rows.
+  void gather(int64_t b, int64_t first, int64_t last, int64_t padded, Number* to) const {
+    std::memset(static_cast<void*>(to), 0, (W == a.R + a.Dr ? 0 : last - first) * W * sizeof(Number));
+    for (int64_t t = first; t < last;) {
+      const int64_t row = t % a.page, end = std::min(last, t - row + a.page), number = number_of_page(b, t / a.page);
+      const int64_t kv = number < 0 ? number + a.kv_pages : number, kr = number < 0 ? number + a.kr_pages : number;
+      const auto* latent = reinterpret_cast<const Stored*>(a.kv_cache) + kv * a.kv_page + row * a.kv_row;
+      const auto* key = reinterpret_cast<const Stored*>(a.kr_cache) + kr * a.kr_page + row * a.kr_row;
+      for (; t < end; ++t, to += W, latent += a.kv_row, key += a.kr_row) {
+        copy(latent, to, a.R);
+        copy(key, to + a.R, a.Dr);
+      }
+    }
+    std::memset(static_cast<void*>(to), 0, (padded - (last - first)) * W * sizeof(Number));
+  }
+
+  template <typename Given>
+  void gather_queries(int64_t b, int64_t first, int64_t last, Number* to) const {
+    std::memset(static_cast<void*>(to), 0, (last - first) * W * sizeof(Number));
+    for (int64_t m = first; m < last; ++m, to += W) {
+      const int64_t s = m / a.N, n = m % a.N;
+      copy(reinterpret_cast<const Given*>(a.query) + b * a.query_b + s * a.query_s + n * a.query_n, to, a.R);
+      copy(reinterpret_cast<const Given*>(a.query_rope) + b * a.rope_b + s * a.rope_s + n * a.rope_n, to + a.R, a.Dr);
+    }
+  }
+
+  void run_task(int64_t b, int64_t first_row, int64_t last_row, int64_t part) {
+    const int64_t count = last_row - first_row, s = first_row / a.N, s_last = (last_row - 1) / a.N;
+    const int64_t keys_read = a.has_fill ? a.T : seen(b, s_last);
+    const int64_t size = rounded_up((keys_read + parts - 1) / parts, tile);
+    const int64_t first = std::min(keys_read, part * size), last = std::min(keys_read, first + size);
+    Buffer<Number> queries(count * W), rows(tile * W), keys(tile * W), values(pairs ? tile * a.R : 0);
+    Buffer<Number> weights(BLOCK * tile);
+    Buffer<float> scores(BLOCK * tile), own(parts == 1 ? count * a.R : 0);
+    const int64_t start = (b * M + first_row) * parts + part, sums_row = parts * a.R;
+    float* sum = parts == 1 ? own.get() : sums.get() + start * a.R;
+    float *maximum = maxima.get() + start, *total = totals.get() + start;
+    if (a.query_is_float) gather_queries<float>(b, first_row, last_row, queries.get());
+    else gather_queries<Stored>(b, first_row, last_row, queries.get());
+    for (int64_t row = 0; row < count; ++row) {
+      maximum[row * parts] = NOTHING;
+      total[row * parts] = 0;
+      std::fill_n(sum + row * sums_row, a.R, 0.0f);
+    }
+    for (int64_t t = first; t < last; t += tile) {
+      const int64_t end = std::min(last, t + tile), padded = rounded_up(end - t, PACKED);
+      if (hidden(b, s, s_last, t, end)) continue;
+      gather(b, t, end, padded, rows.get());
+      F::transposed(rows.get(), keys.get(), padded, W);
+      const Number* right = F::values(rows.get(), values.get(), padded, W, a.R);
+      for (int64_t row = 0; row < count; row += BLOCK) {
+        const int64_t m = std::min(BLOCK, count - row);
+        F::product(m, padded, W, queries.get() + row * W, W, keys.get(), padded, scores.get(), padded, false);
+        for (int64_t i = 0; i < m; ++i)
+          weigh(b, first_row + row + i, t, end - t, padded, scores.get() + i * padded, weights.get() + i * padded,
+                sum + (row + i) * sums_row, maximum[(row + i) * parts], total[(row + i) * parts]);
+        F::product(m, a.R, padded, weights.get(), padded, right, F::values_row(W, a.R), sum + row * sums_row, sums_row,
+                   true);
+      }
+    }
+    at::native::cpublas::brgemm_release(pairs);
+    for (int64_t row = 0; parts == 1 && row < count; ++row)
+      store(b * M + first_row + row, sum + row * a.R, maximum[row], total[row]);
+  }
+
+  // The weights of one query row for `count` keys from t on: exponentials of its scores less the maximum so far. Sums
+  // of earlier keys shrink where that maximum grows.
+  void weigh(int64_t b, int64_t row, int64_t t, int64_t count, int64_t padded, float* scores, Number* weights,
+             float* sum, float& maximum, float& total) const {
+    const int64_t shown = std::clamp<int64_t>(seen(b, row / a.N) - t, 0, count), used = a.has_fill ? count : shown;
+    multiply(scores, static_cast<float>(a.scale), shown);
+    std::fill(scores + shown, scores + used, static_cast<float>(a.fill));
+    if (a.mask) apply_mask(b, row, t, used, scores);
+    const auto largest = [](Lanes x, Lanes y) { return at::vec::maximum(x, y); };
+    const float now = used == 0 ? maximum : higher(at::vec::reduce_all<float>(largest, scores, used), maximum);
+    if (now == NOTHING || used == 0) {
+      std::memset(static_cast<void*>(weights), 0, padded * sizeof(Number));
+      return;
+    }
+    if (now != maximum) {
+      const float shrink = std::exp(maximum - now);
+      total *= shrink;
+      multiply(sum, shrink, a.R);
+      maximum = now;
+    }
+    const float most = static_cast<float>(a.most);
+    const auto weight = [now, most](Lanes x) { return (x - Lanes(now)).exp_u20() * Lanes(most); };
+    at::vec::map<float>(weight, scores, scores, used);
+    total += at::vec::reduce_all<float>([](Lanes x, Lanes y) { return x + y; }, scores, used);
+    std::fill(scores + used, scores + padded, 0.0f);
+    copy(scores, weights, padded);
+  }
+
+  void apply_mask(int64_t b, int64_t row, int64_t t, int64_t count, float* scores) const {
+    const int64_t at = b * a.mask_b + row / a.N * a.mask_s + row % a.N * a.mask_n + t * a.mask_t;
+    if (a.mask_is_bool) {
+      const float other = a.has_fill ? static_cast<float>(a.fill) : NOTHING;
+      for (int64_t i = 0; i < count; ++i) scores[i] = a.mask[at + i * a.mask_t] ? scores[i] : other;
+      return;
+    }
+    const auto* added = reinterpret_cast<const float*>(a.mask) + at;
+    for (int64_t i = 0; i < count; ++i) {
+      const float more = added[i * a.mask_t];
+      scores[i] = more == NOTHING ? NOTHING : scores[i] + more;
+    }
+  }
+
+  void join_parts(int64_t row) {
+    float* sum = sums.get() + row * parts * a.R;
+    const float *maximum = maxima.get() + row * parts, *total = totals.get() + row * parts;
+    float now = maximum[0], whole = 0;
+    for (int64_t part = 1; part < parts; ++part) now = higher(maximum[part], now);
+    for (int64_t part = 0; part < parts; ++part) {
+      const float factor = now == NOTHING ? 0 : std::exp(maximum[part] - now);
+      float* more = sum + part * a.R;
+      multiply(more, factor, a.R);
+      if (part > 0) at::vec::map2<float>([](Lanes x, Lanes y) { return x + y; }, sum, sum, more, a.R);
+      whole += total[part] * factor;
+    }
+    store(row, sum, now, whole);
+  }
+
+  // The results of one query row of all sequences; `sum` is used up.
+  void store(int64_t row, float* sum, float maximum, float total) const {
+    const float most = static_cast<float>(a.most);
+    reinterpret_cast<float*>(a.lse)[row] = total == 0 ? NOTHING : maximum + std::log(total / most);
+    float factor = total == 0 ? 0 : 1 / total;
+    if (a.sinks) {
+      const float sink = reinterpret_cast<const float*>(a.sinks)[row % a.N], now = higher(sink, maximum);
+      const float shrink = now == NOTHING ? 0 : std::exp(maximum - now);
+      factor = shrink == 0 ? 0 : shrink / (total * shrink + std::exp(sink - now) * most);
+    }
+    multiply(sum, factor, a.R);
+    if (a.query_is_float) copy(sum, reinterpret_cast<float*>(a.out) + row * a.R, a.R);
+    else copy(sum, reinterpret_cast<Stored*>(a.out) + row * a.R, a.R);
+  }
+
+ public:
+  explicit Attention(const Call& call)
+      : a(call), W(rounded_up(a.R + a.Dr, F::width)), M(a.S * a.N),
+        group(std::min(M, std::max(BLOCK, GROUP_BYTES / (4 * a.R) / BLOCK * BLOCK))), groups((M + group - 1) / group),
+        parts(count_of_parts()), tile(std::min(TILE, rounded_up(std::max<int64_t>(a.T, 1), PACKED))),
+        sums(parts == 1 ? 0 : a.B * M * parts * a.R), maxima(a.B * M * parts), totals(a.B * M * parts) {}
+
+  // The place in the table of a number that names no page, or -1.
+  int64_t wrong_page() const {
+    const int64_t pages = a.kr_cache ? std::min(a.kv_pages, a.kr_pages) : a.kv_pages;
+    const int64_t columns = a.table ? a.T / a.page : 0;
+    for (int64_t place = 0; place < a.B * columns; ++place) {
+      const int64_t number = number_of_page(place / columns, place % columns);
+      if (number < -pages || number >= pages) return place;
+    }
+    return -1;
+  }
+
+  void run() {
+    const int64_t tasks = a.B * groups * parts;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t task = 0; task < tasks; ++task) {
+      const int64_t first = task / parts % groups * group;
+      run_task(task / parts / groups, first, std::min(M, first + group), task % parts);
+    }
+    if (parts == 1) return;
+#pragma omp parallel for
+    for (int64_t row = 0; row < a.B * M; ++row) join_parts(row);
+  }
+};
+
+template <typename Stored, bool pairs>
+int64_t attend(const Call& call) {
+  Attention<Stored, pairs> attention(call);
+  const int64_t wrong = attention.wrong_page();
+  if (wrong < 0) attention.run();
+  return wrong;
+}
+
+}  // namespace
+
+// `dtype` of the pool: 0 is float32, 1 bfloat16, 2 float16. Returns -1, or where the table has a number of no page.
+extern "C" int64_t attention_over_rows(const Call* call, int64_t dtype) {
+  if (dtype == 0) return attend<float, false>(*call);
+  if (dtype == 2) return attend<Half, false>(*call);
+  if (at::native::cpublas::could_pack(at::kBFloat16)) return attend<BFloat16, true>(*call);
+  return attend<BFloat16, false>(*call);
+}

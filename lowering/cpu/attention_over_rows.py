@@ -1,0 +1,125 @@
+"""attention_over_rows: latent_attention as one kernel, which reads only the rows of a pool that some query sees."""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.torch_compilers import cpp_library
+from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
+from mla_fx.ops.emitted.attention import share
+from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.pages import context_of
+
+from .lean import define_lean
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CALL = struct.Struct("39q3d")  # `Call` in the C++ file
+LARGEST = torch.finfo(torch.float32).max
+
+def check_served(query: Tensor, kv_cache: Tensor) -> None:
+    """Raise NoMatch for a call that the kernel is not for."""
+    if query.device.type != "cpu" or kv_cache.dtype not in DTYPES or kv_cache.dim() == 4:
+        raise NoMatch("the kernel is for CPUs, rows in one piece of memory, and at most 32 bits")
+
+
+@functools.cache
+def kernel() -> Any:
+    library = cpp_library(Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8"))
+    library.attention_over_rows.restype = ctypes.c_int64
+    return library.attention_over_rows
+
+
+def fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return a.kv_cache.new_empty(a.query.shape), latent_attention_with_lse.fake(a)[1]
+
+
+def run(a: Arguments) -> tuple[Tensor, Tensor]:
+    """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
+    if a.kv_cache.dtype not in DTYPES:  # the check of a rewrite computes in float64
+        return latent_attention.body(a), latent_attention_with_lse.body(replace(a, sinks=None))[1]
+    out, lse = fake(a)
+    if out.numel() == 0:
+        return out, lse
+    rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
+    query, rope, kv_cache, kr_cache, table = map(_in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
+    sinks = None if a.sinks is None else a.sinks.float().contiguous()
+    call = _call(a, query, rope, kv_cache, kr_cache, table, _lengths(a), _mask(a), sinks, out, lse)
+    wrong = kernel()(call, DTYPES[kv_cache.dtype])
+    if wrong >= 0:
+        latent_attention.check(a)  # which says what is wrong with the table
+    return out, lse
+
+
+def _lengths(a: Arguments) -> Tensor | None:
+    return torch.tensor([a.query.shape[1]]) if a.is_causal else a.context_lens
+
+
+def _mask(a: Arguments) -> Tensor | None:
+    """[B, N, S, T] in bool or float32."""
+    if a.mask is None:
+        return None
+    batch, steps, heads, _ = a.query.shape
+    mask = a.mask if a.mask.dtype == torch.bool else a.mask.float()
+    return mask.expand(batch, heads, steps, context_of(a.kv_cache, a.block_table))
+
+
+def _call(
+    a: Arguments,
+    query: Tensor,
+    query_rope: Tensor | None,
+    kv_cache: Tensor,
+    kr_cache: Tensor | None,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> bytes:
+    """`Call` of the C++ file."""
+    addresses = query, query_rope, kv_cache, kr_cache, table, lengths, mask, sinks, out, lse
+    batch, steps, heads, rank = query.shape
+    context = context_of(kv_cache, table)
+    return CALL.pack(
+        *(0 if value is None else value.data_ptr() for value in addresses),
+        *(batch, steps, heads, context, rank, 0 if query_rope is None else query_rope.shape[3]),
+        *(*_strides(query, 3), *_strides(query_rope, 3)),
+        *(*_strides(kv_cache, 2), kv_cache.shape[0]),
+        *(*_strides(kr_cache, 2), 0 if kr_cache is None else kr_cache.shape[0]),
+        *(kv_cache.shape[1], *_strides(table, 1), table is not None and table.dtype == torch.int32),
+        0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0),
+        *(*_strides(mask, 4), mask is not None and mask.dtype == torch.bool),
+        *(a.fill is not None, query.dtype != kv_cache.dtype),
+        *(a.scale, 0.0 if a.fill is None else min(max(a.fill, -LARGEST), LARGEST), share(context)),
+    )
+
+
+def _in_rows(value: Tensor | None) -> Any:
+    """A tensor whose rows are in one piece of memory."""
+    return value if value is None or value.stride(-1) == 1 else value.contiguous()
+
+
+def _strides(value: Tensor | None, count: int) -> Sequence[int]:
+    return (0,) * count if value is None else value.stride()[:count]
+
+
+operator = define_lean("attention_over_rows", Arguments, run, fake, returns=("out", "lse"))
+
+
+def attend(a: Arguments) -> Tensor:
+    """The same as latent_attention."""
+    return attend_with_lse(a)[0]
+
+
+def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The same as latent_attention.with_lse."""
+    out, lse = operator(a)
+    return out, lse
