@@ -74,22 +74,24 @@ class Region:
         seen: set[Node | Draft] = set()
         olds = set(plan.olds)
 
-        def visit(part: Node | Draft) -> None:
-            if part in seen:
-                return
-            seen.add(part)
-            if isinstance(part, Node) and (not _is_call(part) or (part in sources and part not in olds)):
-                leaves.append(part)
-                return
-            for operand in part.operands if isinstance(part, Draft) else part.all_input_nodes:
-                visit(operand)
-            calls[part] = None
-            if len(calls) > MOST:
-                raise UncheckedError(f"more than {MOST} calls are behind what it reads")
+        def visit(parts: Iterable[Node | Draft]) -> None:
+            for part in parts:
+                if part in seen:
+                    continue
+                seen.add(part)
+                if isinstance(part, Draft):
+                    visit(part.operands)
+                elif part.op != "call_function" or (part in sources and part not in olds):
+                    leaves.append(part)
+                    continue
+                else:
+                    visit(part.all_input_nodes)
+                calls[part] = None
+                if len(calls) > MOST:
+                    raise UncheckedError(f"more than {MOST} calls are behind what it reads")
 
         for pair in plan.replacements:
-            for part in pair:
-                visit(part)
+            visit(pair)
         return cls(tuple(leaves), tuple(calls))
 
     @property

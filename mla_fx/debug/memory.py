@@ -92,9 +92,11 @@ def _last_reads(owners: Mapping[Node, Node], unstored: Set[Node]) -> dict[Node, 
     """The position at which a value is last read; by the readers of its reader, if that is not stored."""
     last: dict[Node, int] = {}
     for place, node in reversed([*enumerate(owners)]):
-        until = last.get(owners[node], place) if owners[node] in unstored else place
-        for value in (node, *node.all_input_nodes):
-            last[owners[value]] = max(until, last.get(owners[value], 0))
+        own = owners[node]
+        until = last.get(own, place) if own in unstored else place
+        for base in (own, *map(owners.__getitem__, node.all_input_nodes)):
+            if last.get(base, -1) < until:
+                last[base] = until
     return last
 
 
@@ -140,7 +142,9 @@ def written_in_place(graph: Graph, owners: Mapping[Node, Node]) -> set[Node]:
 
 
 def _size(value: Any) -> Any:
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    if isinstance(value, Tensor):
+        return value.numel() * value.itemsize
+    values = value if isinstance(value, (tuple, list)) else ()
     return sum(part.numel() * part.element_size() for part in values if isinstance(part, Tensor))
 
 

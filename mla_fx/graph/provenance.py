@@ -72,7 +72,7 @@ def module_of(node: Node | None) -> str:
     """The path of the module that made a node, as its user writes it (`model.layers.3.self_attn`), or an empty
     string."""
     stack = node.meta.get("nn_module_stack") if node is not None else None
-    return plain_path(str(list(stack.values())[-1][0])) if stack else ""
+    return plain_path(str(next(reversed(stack.values()))[0])) if stack else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -76,8 +76,6 @@ def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bo
             continue
         with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):
             plan = replay(run.emit, found, images)
-            if not found.is_closed:
-                _check_loss(plan)
             _ask_target(run, rule, plan)
             _apply(run, rule, anchor, plan)
             return True
@@ -111,7 +109,7 @@ def _rewrite(
             planned, plan = _taken(run, rule, planned)
             _check_quantisation(run, planned)
             checked = _check_loss(plan)
-            found = recipe(run.emit, anchor, looked_into, plan, checked)
+            found = recipe(run.emit, anchor, looked_into | checked, plan)
             _apply(run, rule, anchor, plan)
     except NoMatch as miss:
         nearest.fail(match, miss)

@@ -19,6 +19,8 @@ from mla_fx.rewriting.emitter import Emitter
 
 from .run import Run
 
+UNKNOWN = ""  # of a kind that was not compared yet; a refusal is a sentence
+
 
 def apply(run: Run, emit: Emitter, what: str, plan: Change) -> list[Node]:
     """Apply a plan as a whole; return the erased nodes.
@@ -50,12 +52,12 @@ def _known(run: Run, what: str, plan: Change) -> str | None:
         return _refusal(run, what, plan)
     try:
         kind = kind_of(plan)
-        is_known = kind in run.proved
+        known = run.proved.get(kind, UNKNOWN)
     except Exception as error:
         return _unchecked(run, what, error)
-    if not is_known:
-        run.proved[kind] = _refusal(run, what, plan)
-    return run.proved[kind]
+    if known is UNKNOWN:
+        known = run.proved[kind] = _refusal(run, what, plan)
+    return known
 
 
 def _refusal(run: Run, what: str, plan: Change) -> str | None:

@@ -5,8 +5,9 @@ each with a result of the same signature, lead to the replaced values at another
 match there. The same calls then replace these values, and nothing is read again. Of the values behind calls that the
 rule did not look into, it knows only kind, shape and dtype. Anything not provably the same is matched anew.
 
-The other conditions are checked at each anchor: the layout of the replaced values, which depends on their readers, and
-what the target accepts. The check that no input is lost is repeated only if it looked further than the rule did."""
+The check that no input is lost may look further than the rule did. What it looked at is compared, too. The other
+conditions are checked at each anchor: the layout of the replaced values, which depends on their readers, and what the
+target accepts."""
 
 from __future__ import annotations
 
@@ -34,13 +35,18 @@ Images = dict[Node, Node]  # each node at the first anchor -> the corresponding 
 
 
 class _Call(NamedTuple):
-    """A copy of a call, because a replaced node soon loses its arguments."""
+    """A copy of a call, because a replaced node soon loses its arguments: how they are nested, and their leaves."""
 
-    node: Node
     target: Any
-    args: Any
-    kwargs: Any
+    nesting: Any
+    leaves: list[Any]
     signature: Any  # of the result
+
+    @classmethod
+    def of(cls, node: Node, signature: Any = None) -> _Call:
+        leaves: list[Any] = []
+        nesting = map_aggregate((node.args, node.kwargs), leaves.append)
+        return cls(node.target, nesting, leaves, signature)
 
 
 class _Way(NamedTuple):
@@ -63,8 +69,7 @@ class Recipe:
     """What a rewrite read, and what replaces it.
 
     `ends` are the replaced values and the paths to them from the anchor. `calls` are the calls behind them: those that
-    the rule looked into, and their `inputs`. `sources` are the operations from which operands were read. `is_closed`
-    means that no input is lost wherever these calls are the same."""
+    the rule looked into, and their `inputs`. `sources` are the operations from which operands were read."""
 
     ends: tuple[tuple[Node, _Way], ...]
     calls: Mapping[Node, _Call]
@@ -72,7 +77,6 @@ class Recipe:
     sources: Set[Node]
     added: tuple[tuple[Node | Draft, Draft], ...]
     replacements: tuple[tuple[Node, Draft | Node], ...]
-    is_closed: bool
     differs: bool
 
     def images(self, anchor: Node, fakes: FakeValues) -> Images | None:
@@ -84,10 +88,11 @@ class Recipe:
         images: Images = {}
         while pending:
             one, other = pending.pop()
-            if one in images:
-                if images[one] is not other:
-                    return None
+            known = images.get(one)
+            if known is other:
                 continue
+            if known is not None:
+                return None
             images[one] = other
             call = self.calls[one]
             if other.op != one.op or fakes.signature(other) != call.signature:
@@ -106,12 +111,10 @@ def _may_stand_for(one: Node, other: Node) -> bool:
     return constant(one) == constant(other)
 
 
-def recipe(
-    emit: Emitter, anchor: Node, looked_into: Set[Node], plan: Change, checked: Set[Node]
-) -> Recipe | None:
+def recipe(emit: Emitter, anchor: Node, looked_into: Set[Node], plan: Change) -> Recipe | None:
     """The recipe of the rewrite found at `anchor`, taken before it is applied; None if it cannot be repeated elsewhere.
 
-    `checked` are the nodes that the check for lost inputs looked at."""
+    `looked_into` are the nodes that the rule and the check for lost inputs looked at."""
     ends = [(old, way) for old in plan.olds if (way := _way(anchor, old)) is not None]
     calls = _behind([end for end, _ in ends], looked_into, emit.fakes)
     if calls is None or len(ends) < len(plan.olds) or any(_is_input(old, looked_into) for old in plan.olds):
@@ -120,8 +123,8 @@ def recipe(
     added = _added(emit, plan, calls)
     if added is None:
         return None
-    sources, is_closed = plan.sources & calls.keys(), checked <= calls.keys() - inputs
-    return Recipe(tuple(ends), calls, inputs, sources, added, plan.replacements, is_closed, plan.differs)
+    sources = plan.sources & calls.keys()
+    return Recipe(tuple(ends), calls, inputs, sources, added, plan.replacements, plan.differs)
 
 
 def replay(emit: Emitter, found: Recipe, images: Images) -> Change:
@@ -133,7 +136,7 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> Change:
 
     for part, call in found.added:
         args, kwargs = map_aggregate((call.args, call.kwargs), image)
-        there[part] = emit.call(call.target, *args, **kwargs)
+        there[part] = emit.again(call, args, kwargs)
     sources = {images[source] for source in found.sources}
     return Change.of([(images[old], image(new)) for old, new in found.replacements], sources, differs=found.differs)
 
@@ -141,16 +144,12 @@ def replay(emit: Emitter, found: Recipe, images: Images) -> Change:
 def _behind(ends: list[Node], looked_into: Set[Node], fakes: FakeValues) -> dict[Node, _Call] | None:
     """The calls behind the ends that the rule looked into, and their operands; None if there are too many."""
     found = nearest_first(ends, _operands, lambda node: _is_input(node, looked_into))
-    calls = {node: _call(node, fakes) for node in itertools.islice(found, MOST_NODES + 1)}
+    calls = {node: _Call.of(node, fakes.signature(node)) for node in itertools.islice(found, MOST_NODES + 1)}
     return calls if len(calls) <= MOST_NODES else None
 
 
 def _is_input(node: Node, looked_into: Set[Node]) -> bool:
     return node not in looked_into or is_parameter(node)
-
-
-def _call(node: Node, fakes: FakeValues) -> _Call:
-    return _Call(node, node.target, node.args, node.kwargs, fakes.signature(node))
 
 
 def _added(
@@ -204,12 +203,10 @@ def _is_same_call(call: _Call, other: Node, pending: list[tuple[Node, Node]]) ->
     """Whether both are the same call, provided that the pairs of operands added to `pending` correspond."""
     if call.target is not other.target:
         return False
-    mine: list[Any] = []
-    theirs: list[Any] = []
-    nesting = map_aggregate((call.args, call.kwargs), mine.append)
-    if nesting != map_aggregate((other.args, other.kwargs), theirs.append):
+    _, nesting, leaves, _ = _Call.of(other)
+    if call.nesting != nesting:
         return False
-    for one, another in zip(mine, theirs, strict=True):
+    for one, another in zip(call.leaves, leaves, strict=True):
         if type(one) is not type(another):
             return False
         if isinstance(one, Node):

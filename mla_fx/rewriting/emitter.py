@@ -90,6 +90,13 @@ class Emitter:
         """A call on nodes and drafts, or the node of an equal call that was added before.
 
         A fused operator is always a draft, because each one is checked for lost inputs."""
+        return self._called(target, args, options, self.fakes.of_call)
+
+    def again(self, call: Draft, args: Any, options: Any) -> Draft | Node:
+        """The call of a draft on operands with the signatures of its own."""
+        return self._called(call.target, args, options, functools.partial(self.fakes.of_equal_call, call.value))
+
+    def _called(self, target: Any, args: Any, options: Any, compute: Callable[..., Any]) -> Draft | Node:
         key = (target, hashable(args), hashable(options))
         found: Draft | None = self._drafts.get(key)
         if found is not None:
@@ -97,11 +104,8 @@ class Emitter:
         node = self._calls.get(key)
         if node is not None and not node._erased and fused_name(node) is None:
             return node
-        self._drafts[key] = found = self._fresh(target, args, options)
+        self._drafts[key] = found = Draft(target, args, options, compute(target, args, options))
         return found
-
-    def _fresh(self, target: Any, args: Any, options: Any) -> Draft:
-        return Draft(target, args, options, self.fakes.of_call(target, args, options))
 
     def draft_of(self, node: Node) -> Draft | None:
         """The draft that a node was added from; None for an original node."""

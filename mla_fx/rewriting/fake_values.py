@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from mla_fx.graph.torch_private import (
     has_symbolic_sizes,
     in_kernel_invocation_manager,
     is_fake,
+    python_dispatcher_off,
     share_storage,
     tree_map_only,
 )
@@ -50,9 +52,13 @@ class FakeValues:
         key = (target, hashable(args, self.signature), hashable(kwargs, self.signature))
         found = self._values.get(key)
         if found is not None:
-            return tree_map_only(torch.Tensor, self._another, found)
+            return self._others(found)
         self._values[key] = found = self._computed(target, args, kwargs)
         return found
+
+    def of_equal_call(self, known: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        """The fake result of a call whose result on operands with the same signatures is known."""
+        return self._others(known) if _makes_new_tensors(target) else self._computed(target, args, kwargs)
 
     def signature(self, part: Node | Draft) -> Any:
         """The signature of a value. It is cached for nodes, because several rules ask for it."""
@@ -88,7 +94,7 @@ class FakeValues:
         source = value_of(args[0])
         key = (target, source.shape, source.stride(), source.dtype, hashable(args[1:], self.signature))
         seen = self._views.get(key)
-        with in_kernel_invocation_manager(self.fake_mode):
+        with in_kernel_invocation_manager(self.fake_mode), python_dispatcher_off():
             if seen is not None:
                 view = source.as_strided(seen.sizes, seen.strides, source.storage_offset() + seen.offset)
             else:
@@ -96,12 +102,16 @@ class FakeValues:
                 self._views[key] = _view(source, view)
         return fake_tensor(self.fake_mode, view, source.device)
 
+    def _others(self, values: Any) -> Any:
+        is_one = isinstance(values, torch.Tensor)
+        return self._another(values) if is_one else tree_map_only(torch.Tensor, self._another, values)
+
     def _another(self, value: torch.Tensor) -> torch.Tensor:
         """A new tensor with the same shape, strides, dtype and device."""
         if self.fake_mode is None or not is_fake(value) or has_symbolic_sizes(value):
             with self.faking():
                 return unshared(value)
-        with in_kernel_invocation_manager(self.fake_mode):
+        with in_kernel_invocation_manager(self.fake_mode), python_dispatcher_off():
             plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return fake_tensor(self.fake_mode, plain, value.device)
 
@@ -121,6 +131,7 @@ def _view(source: torch.Tensor, result: torch.Tensor) -> _View | None:
     return _View(result.shape, result.stride(), int(result.storage_offset() - source.storage_offset()))
 
 
+@functools.cache
 def _makes_new_tensors(target: Any) -> bool:
     """Whether an operator's results alias no operand and have sizes that do not depend on data."""
     if not isinstance(target, OpOverload) or not DEPENDS_ON_DATA.isdisjoint(target.tags):

@@ -103,8 +103,8 @@ def check_nothing_is_lost(
 
 @dataclass(frozen=True)
 class _Search:
-    """What was met on the way from the old values to the sources: all elements of the nodes in `seen`, some of those in
-    `moved`."""
+    """What was met on the way from the old values to the sources: all elements of the nodes in `seen`, some or none of
+    those in `moved`."""
 
     sources: Set[Node]
     dtype: torch.dtype
@@ -116,7 +116,10 @@ class _Search:
         """The first graph input reached from the pending nodes without passing a source, or None."""
         while pending:
             node = pending.pop()
-            if not _has_elements(node.meta.get("val")) or node.target in LIKE:
+            if not _has_elements(node.meta.get("val")):
+                continue
+            if node.target in LIKE:
+                self.moved.add(node)
                 continue
             node = self._origin(node)
             if node in self.seen or self._is_source(node):
@@ -128,7 +131,7 @@ class _Search:
                 continue
             self._check_rounding(node)
             if node.target is not aten.cat.default:
-                pending += _needed_operands(node)
+                pending += self._needed_operands(node)
             elif all(lost := [self.lost([piece]) for piece in node.all_input_nodes]):
                 return lost[0]  # some pieces of a cat may be unread
         return None
@@ -148,6 +151,14 @@ class _Search:
             place = origin
         return place[0]
 
+    def _needed_operands(self, node: Node) -> list[Node]:
+        """The operands of a node without the base it overwrites, unless that base is itself a result of writes."""
+        if node.target not in OVERWRITES:
+            return node.all_input_nodes
+        base, *others = node.all_input_nodes
+        self.moved.add(base)
+        return [base, *others] if base.target in OVERWRITES else others
+
     def _check_rounding(self, node: Node) -> None:
         value = node.meta["val"]
         is_rounded = isinstance(value, torch.Tensor) and is_coarser(value.dtype, self.dtype)
@@ -160,14 +171,6 @@ def _keeps(node: Node, dtype: torch.dtype) -> bool:
     operands = [operand.meta.get("val") for operand in node.all_input_nodes]
     dtypes = {operand.dtype for operand in operands if isinstance(operand, torch.Tensor)}
     return constant(node) is not None or (node.target in MOVERS and dtypes == {dtype})
-
-
-def _needed_operands(node: Node) -> list[Node]:
-    """The operands of a node without the base it overwrites, unless that base is itself a result of writes."""
-    if node.target not in OVERWRITES:
-        return node.all_input_nodes
-    base, *others = node.all_input_nodes
-    return [base, *others] if base.target in OVERWRITES else others
 
 
 def _has_elements(value: object) -> bool:

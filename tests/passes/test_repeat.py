@@ -1,5 +1,7 @@
 """A rewrite is repeated in layers that are equal, and in no other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lib.layers import QUIET, Layer, Sizes, arguments, check
@@ -13,7 +15,7 @@ from mla_fx.passes.repeat import MOST_NODES, recipe, replay
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.fake_values import signature
 from mla_fx.rewriting.plan import Call, Plan, Replacement, Value
-from mla_fx.rewriting.replacement import change_of
+from mla_fx.rewriting.replacement import change_of, check_nothing_is_lost
 
 aten = torch.ops.aten
 
@@ -81,7 +83,7 @@ def test_a_layer_with_another_number_that_is_taken_for_equal(monkeypatch):
 
     def careless(call, other, pending):
         args, kwargs = map_aggregate((other.args, other.kwargs), lambda leaf: 1e-6 if leaf == 0.1 else leaf)
-        return is_same_call(call, call._replace(target=other.target, args=args, kwargs=kwargs), pending)
+        return is_same_call(call, SimpleNamespace(target=other.target, args=args, kwargs=kwargs), pending)
 
     monkeypatch.setattr(repeat, "_is_same_call", careless)
     report = check(Stack(Layer(), OtherEpsilon()), given(2))
@@ -227,7 +229,7 @@ def sines(function, *inputs):
     return graph, graph.find_nodes(op="call_function", target=aten.sin.default)
 
 
-def recorded(graph, anchor, old=None, reads=None, looked_into=None, checked=()):
+def recorded(graph, anchor, old=None, reads=None, looked_into=None):
     """The recipe that replaces `old` by the cosine of the next graph input after it, or of what `reads` returns."""
     emit = Emitter(graph)
     source = anchor
@@ -237,7 +239,7 @@ def recorded(graph, anchor, old=None, reads=None, looked_into=None, checked=()):
         new = Call(aten.cos.default, Value(reads or source, source))
         looked_into = set(graph.nodes) if looked_into is None else looked_into
         plan = change_of(emit, Plan(Replacement(old or anchor, new)))
-        return emit, recipe(emit, anchor, looked_into, plan, set(checked))
+        return emit, recipe(emit, anchor, looked_into, plan)
 
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
@@ -284,17 +286,26 @@ def test_what_was_looked_into_is_compared_though_it_is_an_operand(looks):
     assert (found.images(second, emit.fakes) is None) == looks
 
 
-def test_nothing_is_lost_elsewhere_if_what_was_checked_is_compared():
-    graph, (first, _) = sines(lambda x, y: (x.relu().sin(), y.relu().sin()), X, Y)
-    (relu,) = first.all_input_nodes
-    for looked_into, checked, is_closed in (
-        ({first, relu}, {first, relu}, True),
-        ({first, relu}, {first, relu, *relu.all_input_nodes}, False),
-        ({first}, {first}, True),
-        ({first}, {first, relu}, False),
-    ):
-        _, found = recorded(graph, first, reads=relu, looked_into=looked_into, checked=checked)
-        assert found.is_closed == is_closed
+TWINS = {
+    "lends its shape": (lambda x, y: (x.relu() + torch.zeros_like(y)).sin(), lambda x, y: (x.relu() + y.abs()).sin()),
+    "is overwritten": (
+        lambda x, y: torch.slice_scatter(y, x.relu()).sin(),
+        lambda x, y: torch.slice_scatter(torch.slice_scatter(y, x.abs(), 0, 0, 1), x.relu()).sin(),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_twin", [False, True])
+@pytest.mark.parametrize("name", TWINS)
+def test_what_the_check_for_lost_inputs_passes_over_is_compared(name, is_twin):
+    """The rule looks into what enters its operator; the check alone looks at what lends a shape or is overwritten."""
+    function, other = TWINS[name][0], TWINS[name][is_twin]
+    graph, (first, second) = sines(lambda x, y, z: (function(x, z), other(y, z)), X, Y, X + Y)
+    (outer,) = first.all_input_nodes
+    (relu,) = (node for node in outer.all_input_nodes if node.target is aten.relu.default)
+    checked = check_nothing_is_lost([first], {relu}, torch.float32)
+    emit, found = recorded(graph, first, reads=relu, looked_into={first, outer, relu, *checked})
+    assert (found.images(second, emit.fakes) is None) == is_twin
 
 
 def test_what_nobody_looked_into_is_not_replaced_elsewhere():
