@@ -3,10 +3,10 @@
 python benchmarks/pages.py                        about five minutes, on an otherwise idle machine
 python benchmarks/pages.py --rounds 5 --large     also one attention layer of DeepSeek-V3's sizes
 
-One MLA layer in bfloat16 writes its new tokens into a cache and attends to the whole context of each sequence. The cache
-is a pool of pages that block tables name, or the same rows in one piece. Both are compiled by stock Inductor and by
-mla_fx. Variants take turns in one process: medians of the rounds after two to warm up, each with a new input. Outputs
-and caches of the first round agree with the layer in float32.
+One MLA layer in bfloat16 writes its new tokens into a cache and attends to the whole context of each sequence. The
+cache is a pool of pages that block tables name, or the same rows in one piece. Both are compiled by stock Inductor and
+by mla_fx. Variants take turns in one process: medians of the rounds after two to warm up, each with a new input.
+Outputs and caches of the first round agree with the layer in float32.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ LARGE_STEPS = (Step((1024,), 1), Step((4096,), 1), Step((4096,) * 8, 1), Step((4
 
 
 class Layer(nn.Module):
-    """vLLM's spelling: rows go to slots, the context of a sequence is looked up by its table and masked by its length."""
+    """vLLM's spelling: rows go to slots; a context is looked up by its table, and masked by its length."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -187,7 +187,10 @@ def race(layer: Layer, step: Step, rounds: int) -> dict[str, float]:
     return {variant.name: statistics.median(variant.took) for variant in variants}
 
 
-def check(variant: Variant, output: Tensor, exact: Variant, inputs: tuple[Tensor, ...], table: Tensor, lengths: Tensor) -> None:
+def check(
+    variant: Variant, output: Tensor, exact: Variant, inputs: tuple[Tensor, ...], table: Tensor, lengths: Tensor
+) -> None:
+    """Raise SystemExit unless the output and the cache are right."""
     cache = exact.cache.clone()
     wanted = exact.step(*inputs, cache, exact.slots, table, lengths)
     is_paged = variant.cache.shape == cache.shape

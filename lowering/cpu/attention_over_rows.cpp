@@ -7,10 +7,10 @@
 // their rows from the pool once, in the form that matrix products want, and all its query rows use them. Keys that no
 // query row sees are never read. The parts of a sequence are joined by their maxima and sums.
 
+#include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/native/CPUBlas.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -120,7 +120,7 @@ class Attention {
 
   // As many parts as keep all threads busy.
   int64_t count_of_parts() const {
-    const int64_t wanted = 2 * omp_get_max_threads(), tasks = a.B * groups;
+    const int64_t wanted = 2 * at::get_num_threads(), tasks = a.B * groups;
     return std::max<int64_t>(1, std::min(wanted / tasks, a.T / PART));
   }
 
@@ -284,8 +284,7 @@ class Attention {
       factor = shrink == 0 ? 0 : shrink / (total * shrink + std::exp(sink - now) * most);
     }
     multiply(sum, factor, a.R);
-    if (a.query_is_float) copy(sum, reinterpret_cast<float*>(a.out) + row * a.R, a.R);
-    else copy(sum, reinterpret_cast<Stored*>(a.out) + row * a.R, a.R);
+    copy(sum, reinterpret_cast<Stored*>(a.out) + row * a.R, a.R);
   }
 
  public:
@@ -298,7 +297,7 @@ class Attention {
   // The place in the table of a number that names no page, or -1.
   int64_t wrong_page() const {
     const int64_t pages = a.kr_cache ? std::min(a.kv_pages, a.kr_pages) : a.kv_pages;
-    const int64_t columns = a.table ? a.T / a.page : 0;
+    const int64_t columns = a.table && a.T > 0 ? a.T / a.page : 0;
     for (int64_t place = 0; place < a.B * columns; ++place) {
       const int64_t number = number_of_page(place / columns, place % columns);
       if (number < -pages || number >= pages) return place;

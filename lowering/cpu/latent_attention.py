@@ -1,4 +1,4 @@
-"""Lowers latent_attention to attention_over_rows."""
+"""Lowers latent_attention to attention_over_rows, or to loops over copies of few keys."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Callable
 from torch import Tensor
 
 from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
+from ..loops.latent_attention import from_copies
 from .attention_over_rows import attend, check_served
 
 OPERATOR = "latent_attention"
+FEW_SCORES = 2**11  # measured: with fewer, a call takes longer than loops that are compiled with what is around them
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
-    check_served(a.query, a.kv_cache)
-    return attend
+    check_served(a.query, a.kv_cache, a.block_table)
+    scores = count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
+    return attend if scores is None or scores > FEW_SCORES else from_copies

@@ -14,5 +14,5 @@ OPERATOR = "latent_attention.with_lse"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
-    check_served(a.query, a.kv_cache)
+    check_served(a.query, a.kv_cache, a.block_table)
     return attend_with_lse

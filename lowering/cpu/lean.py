@@ -1,7 +1,6 @@
 """Declares an operator that only lowered graphs call. It has no checks and no autograd kernel, which take longer than a
 small call: the operator that it stands for has checked the same arguments when the graph was made."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 from mla_fx.ops.common.define import NAMESPACE, on_arguments
 
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def define_lean(
@@ -19,9 +18,8 @@ def define_lean(
     """Register `mla_fx::name` for CPUs, and return a function of the record that calls it."""
     kernel = on_arguments(run, record)
     arguments, _ = torch.library.infer_schema(kernel, mutates_args=()).rsplit(" -> ", 1)
-    library: Any = LIBRARY  # its methods have no types
-    library.define(f"{name}{arguments} -> ({', '.join(f'Tensor {result}' for result in returns)})")
-    library.impl(name, kernel, "CPU")
+    LIBRARY.define(f"{name}{arguments} -> ({', '.join(f'Tensor {result}' for result in returns)})")
+    LIBRARY.impl(name, kernel, "CPU")
     torch.library.register_fake(f"{NAMESPACE}::{name}", on_arguments(fake, record), lib=LIBRARY)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     given = [field.name for field in fields(record) if not field.kw_only]

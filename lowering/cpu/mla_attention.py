@@ -9,14 +9,14 @@ from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.mla_attention import Arguments, absorbed, is_absorbed, is_chosen_at_run_time
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
-from .attention_over_rows import attend, check_served
+from .attention_over_rows import attend, check_served, run
 from .lean import define_lean
 
 OPERATOR = "mla_attention"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
-    check_served(a.q_nope, a.kv_cache)
+    check_served(a.q_nope, a.kv_cache, a.block_table)
     if not is_chosen_at_run_time(a):
         if is_absorbed(a):
             return absorbed_over_rows
@@ -38,7 +38,7 @@ def chosen(a: Arguments) -> Tensor:
 
 
 def _run(a: Arguments) -> Tensor:
-    return mla_attention.kernel(a, attend)
+    return mla_attention.kernel(a, lambda latent: run(latent)[0])
 
 
 chosen_by_call = define_lean("mla_attention_over_rows", Arguments, _run, mla_attention.fake, returns=("out",))

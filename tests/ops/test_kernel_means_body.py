@@ -11,6 +11,8 @@ import math
 
 import pytest
 import torch
+from mla_fx.lowering.cpu import attention_over_rows
+from mla_fx.lowering.cpu import mla_attention as mla_over_rows
 from mla_fx.lowering.loops import latent_attention as latent_loops
 from mla_fx.lowering.loops import mla_attention as mla_loops
 
@@ -136,6 +138,10 @@ def paged_latents(a):
     return in_pages(latent_arguments(a))
 
 
+def paged_and_always(a):
+    return in_pages(always(a))
+
+
 OWN = ("own", "own, pages", "batched, copies")
 PATHS = {
     "own": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {}),
@@ -148,6 +154,9 @@ PATHS = {
     "latent, tiles": (latent_arguments, latent_attention.body, latent_attention.kernel, {"TILE": 2, "FEW": 1}),
     "latent, pages": (paged_latents, latent_attention.body, latent_attention.kernel, {"TILE": 2, "FEW": 1}),
     "latent, copies": (paged_latents, latent_attention.body, latent_loops.from_copies, {}),
+    "latent, rows": (paged_latents, latent_attention.body, attention_over_rows.attend, {}),
+    "absorbed, rows": (paged_and_always, mla_attention.body, mla_over_rows.absorbed_over_rows, {}),
+    "chosen, rows": (paged_and_always, mla_attention.body, mla_over_rows.chosen_by_call, {}),
     "batched, tiles": (batched, plain, paged_attention.body, {}),
     "batched, copies": (batched, plain, paged_attention.body, {"MANY": 1}),
 }

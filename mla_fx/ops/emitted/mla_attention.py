@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import wide_product
@@ -106,7 +107,7 @@ def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Tensor:
     query = _absorbed_query(a.q_nope, a.weight_uk)
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
     latent = attend(latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill))
-    return torch.einsum("bsnr,nvr->bsnv", latent, a.weight_uv).contiguous()
+    return expand_output(latent, a.weight_uv)
 
 
 def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
@@ -115,10 +116,10 @@ def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
     For float16, each row is divided by a power of two, so that no sum exceeds the largest weight. That rounds only
     elements below 2**-17 of the largest. The result is multiplied by it again."""
     if q_nope.dtype != torch.float16:
-        return torch.einsum("bsnd,ndr->bsnr", q_nope, weight_uk)
+        return absorb_query(q_nope, weight_uk)
     most = q_nope.abs().amax(-1, keepdim=True).float() * (2 * q_nope.shape[-1])
     power = (most.view(torch.int32) & EXPONENT).view(torch.float32).clamp(min=1)  # between most / 2 and most
-    return torch.einsum("bsnd,ndr->bsnr", (q_nope / power).to(q_nope.dtype), weight_uk) * power
+    return absorb_query((q_nope / power).to(q_nope.dtype), weight_uk) * power
 
 
 def expanded(a: Arguments) -> Tensor:

@@ -1,0 +1,226 @@
+"""The C++ kernel for attention over pages: when compiled code calls it, and that it means what its operators mean.
+
+The oracle is the body of the operator in float64, over the same numbers. `tests/ops/test_kernel_means_body.py` asks it
+of NaN, infinities and extreme numbers."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from lib.operators.harness import samples
+from mla_fx.lowering.cpu import attention_over_rows as rows
+from torch._inductor.utils import run_and_get_code
+
+import mla_fx
+from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse, mla_attention
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding, at most
+POOL, PAGE, RANK, ROPE = 40, 16, 32, 8
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def call(batch, tokens, heads, columns, dtype=torch.bfloat16, **options):
+    """Arguments of latent_attention over one pool, in which a row has both parts."""
+    pool = draw(POOL, PAGE, RANK + ROPE).to(dtype)
+    table = torch.randint(-POOL, POOL, (batch, columns), generator=torch.Generator().manual_seed(batch))
+    queries = (draw(batch, tokens, heads, width, seed=1).to(dtype) for width in (RANK, ROPE))
+    given = {"mask": None, "block_table": table, "scale": 0.2, **options}
+    return latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
+
+
+def doubled(a):
+    tensors = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
+    return replace(a, **{name: value.double() for name, value in tensors.items() if value.is_floating_point()})
+
+
+def error(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def check_means_body(a):
+    """Both results are as near to the exact ones as the body's, up to one rounding."""
+    out, lse = rows.run(a)
+    exact, exact_lse = latent_attention_with_lse.body(replace(doubled(a), sinks=None))
+    exact = latent_attention.body(doubled(a))
+    assert out.dtype == a.kv_cache.dtype and lse.dtype == torch.float32
+    assert error(out, exact) <= 2 * error(latent_attention.body(a), exact) + ROUNDING[a.kv_cache.dtype]
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-2 if out.dtype != torch.float32 else 1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_sample(dtype):
+    asked = [s for s in samples("latent_attention", dtype) if s.args[2].dim() == 3]
+    for sample in asked:
+        check_means_body(latent_attention.Arguments(*sample.args, **sample.kwargs))
+    assert len(asked) > 10
+
+
+SHAPES = {
+    "one token": (3, 1, 8, 6),
+    "chunk": (2, 40, 4, 12),
+    "many heads": (1, 2, 130, 5),
+    "parts of one context": (1, 1, 3, 80),
+    "tiles of one context": (1, 3, 2, 37),
+}
+HIDDEN = {
+    "nothing": lambda shape: {},
+    "causal": lambda shape: {"is_causal": True},
+    "ragged": lambda shape: {"context_lens": torch.arange(shape[0]) * 61 + 17},
+    "beyond both ends": lambda shape: {"context_lens": torch.tensor([10**9, -5, 0])[: shape[0]]},
+    "mask of tokens": lambda shape: {"mask": draw(shape[1], shape[3] * PAGE) > 0},
+    "mask of heads": lambda shape: {"mask": draw(shape[2], shape[1], shape[3] * PAGE) > 0, "fill": -1.0},
+    "added": lambda shape: {"mask": draw(shape[0], 1, shape[1], shape[3] * PAGE).bfloat16()},
+    "sinks": lambda shape: {"context_lens": torch.full((1,), 70), "sinks": draw(shape[2])},
+}
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_and_masks(shape, hidden):
+    for dtype in DTYPES:
+        check_means_body(call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
+
+
+def test_tables_and_queries_of_other_strides_and_dtypes():
+    a = call(2, 5, 3, 4)
+    turned = a.block_table.T.contiguous().T
+    for table in (a.block_table.int(), turned, turned.int(), a.block_table[:1].expand(2, -1)):
+        check_means_body(replace(a, block_table=table))
+    by_head = a.query.transpose(1, 2).contiguous().transpose(1, 2)
+    check_means_body(replace(a, query=by_head))
+    check_means_body(replace(a, query=a.query.mT.contiguous().mT, kv_cache=a.kv_cache.mT.contiguous().mT))
+    check_means_body(replace(a, query_rope=None, kr_cache=None))
+    halves = call(2, 5, 3, 4, torch.float16)
+    check_means_body(replace(halves, query=halves.query.float()))  # an absorbed query
+
+
+def test_memory_of_pages_that_no_query_sees_is_not_read():
+    a = call(2, 1, 3, 4, context_lens=torch.tensor([5, 20]))
+    a = replace(a, block_table=torch.tensor([[0, 9, 9, 9], [1, 2, 9, 9]]))
+    wanted, _ = rows.run(a)
+    for cache in (a.kv_cache, a.kr_cache):
+        cache[9] = cache[0, 5:] = cache[2, 4:] = torch.nan
+    assert torch.equal(rows.run(a)[0], wanted)
+
+
+def test_no_pages_and_no_rows():
+    a = call(2, 3, 4, 0)
+    assert torch.equal(rows.run(a)[0], torch.zeros_like(a.query))
+    assert bool(rows.run(a)[1].eq(-torch.inf).all())
+    empty = replace(a, kv_cache=a.kv_cache[:, :0], kr_cache=a.kr_cache[:, :0], block_table=torch.zeros(2, 3).long())
+    assert torch.equal(rows.run(empty)[0], torch.zeros_like(a.query))
+
+
+@pytest.mark.parametrize("number", [POOL, -POOL - 1])
+def test_a_number_of_no_page_is_an_error(number):
+    a = call(2, 1, 3, 4)
+    a.block_table[1, 2] = number
+    with pytest.raises(ValueError, match=re.escape(f"block_table holds {number}; it must be below {POOL}")):
+        rows.run(a)
+
+
+def compiled(function, *inputs, dynamic=None):
+    """What it returns, and Inductor's code."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        step = torch.compile(function, backend="mla", fullgraph=True, dynamic=dynamic)
+        return (*run_and_get_code(step, *inputs), step)
+
+
+def over_pages(query, query_rope, pool, table, lengths):
+    return torch.ops.mla_fx.latent_attention(
+        query, query_rope, pool[..., :RANK], pool[..., RANK:], None, lengths, None, table, scale=0.2
+    )
+
+
+def operands(batch, tokens, columns):
+    a = call(batch, tokens, 8, columns)
+    pool = draw(POOL, PAGE, RANK + ROPE).bfloat16()
+    return a.query, a.query_rope, pool, a.block_table, torch.arange(batch) * 50 + 30
+
+
+def check_compiled(found, inputs):
+    query, query_rope, pool, table, lengths = inputs
+    caches = pool.split([RANK, ROPE], -1)
+    a = latent_attention.Arguments(query, query_rope, *caches, None, lengths, None, table, scale=0.2)
+    exact = latent_attention.body(doubled(a))
+    assert error(found, exact) <= 2 * error(latent_attention.body(a), exact) + ROUNDING[torch.bfloat16]
+
+
+def test_pages_are_read_by_the_kernel_and_few_keys_by_loops():
+    for columns, calls in ((20, 1), (4, 0)):
+        inputs = operands(2, 2, columns)
+        found, (code,), _ = compiled(over_pages, *inputs)
+        assert len(re.findall(r"= torch\.ops\.mla_fx\.attention_over_rows", code)) == calls
+        assert "mla_fx.latent_attention" not in code
+        check_compiled(found, inputs)
+
+
+def test_one_graph_for_every_number_of_tokens_and_pages():
+    _, (code,), step = compiled(over_pages, *operands(2, 3, 20), dynamic=True)
+    assert "attention_over_rows" in code
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for sizes in ((3, 5, 10), (2, 30, 33), (4, 2, 2)):
+            inputs = operands(*sizes)
+            check_compiled(step(*inputs), inputs)
+
+
+@pytest.mark.parametrize("parts", ["one pool", "two pools"])
+def test_a_form_chosen_at_each_call(parts):
+    """Few tokens are absorbed, and many are not, in one graph."""
+    up = (draw(4, 24, RANK) * RANK**-0.5).bfloat16()
+
+    def attend(q_nope, q_rope, kv_cache, kr_cache, table, lengths):
+        return torch.ops.mla_fx.mla_attention(
+            q_nope, q_rope, kv_cache, kr_cache, up[:, :16], up[:, 16:], None, lengths, None, table, scale=0.2,
+            max_absorbed_tokens=32,
+        )  # fmt: skip
+
+    def inputs(tokens):
+        pool = draw(POOL, PAGE, RANK + ROPE).bfloat16()
+        caches = pool.split([RANK, ROPE], -1)
+        caches = caches if parts == "one pool" else [cache.contiguous() for cache in caches]
+        table = torch.randint(0, POOL, (2, 15), generator=torch.Generator().manual_seed(tokens))
+        q_nope, q_rope = draw(2, tokens, 4, 16).bfloat16(), draw(2, tokens, 4, ROPE, seed=2).bfloat16()
+        return q_nope, q_rope, *caches, table, torch.tensor([100, 240])
+
+    _, (code,), step = compiled(attend, *inputs(5), dynamic=True)
+    assert "attention_over_rows" in code
+    for tokens in (1, 7, 32, 33, 90):
+        q_nope, q_rope, *caches, table, lengths = inputs(tokens)
+        operands = q_nope, q_rope, *caches, up[:, :16], up[:, 16:], None, lengths, None, table
+        a = mla_attention.Arguments(*operands, scale=0.2, max_absorbed_tokens=32)
+        exact = mla_attention.expanded(doubled(a))
+        near = max(error(form(a), exact) for form in (mla_attention.expanded, mla_attention.absorbed))
+        assert error(step(*inputs(tokens)), exact) <= 2 * near + ROUNDING[torch.bfloat16]
+
+
+def test_without_a_compiler_its_body_runs_and_a_warning_says_so(monkeypatch):
+    def refuse(source):
+        raise RuntimeError("no compiler\nand its log")
+
+    monkeypatch.setattr(rows, "cpp_library", refuse)
+    monkeypatch.setattr(rows, "kernel", rows.functools.cache(rows.kernel.__wrapped__))
+    a = call(2, 2, 3, 20)
+    with pytest.warns(mla_fx.MlaWarning, match="attention over pages runs without its C.. kernel: no compiler$"):
+        found = rows.run(a)
+    for one, other in zip(found, latent_attention_with_lse.body(a), strict=True):
+        assert torch.equal(one, other)
+    _, (code,), _ = compiled(over_pages, *operands(2, 2, 20))
+    assert "mla_fx.latent_attention" in code and "attention_over_rows" not in code
+
+
+@pytest.mark.slow
+def test_the_target_declares_what_cached_code_calls():
+    names = "ops.attention_over_rows, ops.mla_attention_over_rows"
+    script = f"import torch, mla_fx.lowering.inductor; ops = torch.ops.mla_fx; {names}"
+    subprocess.run([sys.executable, "-c", script], check=True)
