@@ -1,5 +1,5 @@
 """Declares an operator that only lowered graphs call. It has no checks and no autograd kernel, which take longer than a
-small call: the operator that it stands for has checked the same arguments when the graph was made."""
+small call: the operator that it replaces checked the same arguments when the graph was made."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields

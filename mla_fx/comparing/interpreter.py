@@ -16,7 +16,8 @@ from mla_fx.graph.arguments import names_of
 from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_dispatcher_off, unset_fake_temporarily
 from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
-from .region import UncheckedError
+from .exact import FILLS
+from .region import CASTS, UncheckedError
 from .symbols import Numbers
 from .whole_numbers import Value, never_sizes
 
@@ -55,8 +56,8 @@ def on_real_tensors() -> Iterator[None]:
 class Interpreter:
     """Runs calls with the numbers of `small` in place of their sizes. `values` begins with those of the leaves.
 
-    Numbers are of float64. A result whose dtype has larger steps than `coarsest` is rounded to it. No other is. Without
-    `coarsest`, all numbers are of the program's dtypes."""
+    Numbers are of float64. A result whose dtype has larger steps than `coarsest` is rounded to it, and so is a number
+    that fills a tensor. No other is. Without `coarsest`, all numbers are of the program's dtypes."""
 
     any_strides: Mapping[Any, Any] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
 
@@ -95,7 +96,10 @@ class Interpreter:
             self._set_defaults(part.args[0], kwargs)
         if target.namespace == "mla_fx":
             _check_slots_differ(**dict(zip(names, args, strict=False)), **kwargs)
-        return self.called(target, args, kwargs, value_of(part))
+        result = self.called(target, args, kwargs, value_of(part))
+        if self.coarsest is not None and _is_number(part):
+            return result.to(value_of(part).dtype).to(result.dtype)
+        return result
 
     def _bytes(self, value: Any, dtype: torch.dtype) -> Any:
         """A view of the same bytes. Those of numbers are those of float32, in which no rounding of float64 is seen."""
@@ -142,6 +146,12 @@ class Interpreter:
             given["scale"] = self.numbers.of(value_of(first).shape[-1]) ** -0.5
         if "normalized_shape" in given and given.get("eps") is None:
             given["eps"] = torch.finfo(value_of(first).dtype).eps
+
+
+def _is_number(part: Value) -> bool:
+    """Whether it is filled with a number of the program."""
+    operand = part.args[0] if part.args else None
+    return part.target in FILLS or (part.target in CASTS and is_value(operand) and _is_number(operand))
 
 
 def _check_slots_differ(cache_mode: str = "", cache_index: Any = None, index: Any = None, **_: Any) -> None:

@@ -21,7 +21,7 @@ from .constant import constant
 from .contraction import reduced, summed
 from .element import Element, element_of, operand, resolve
 from .sizes import Size, plain
-from .views import MOVERS, shape_of
+from .views import MOVERS, shape_of, traced_dim
 
 aten = torch.ops.aten
 
@@ -64,10 +64,7 @@ def softmax(element: Element) -> Softmax:
     """Read a softmax. Raises NoMatch if `element` is not one, or if more than one of its probabilities is dropped."""
     node, index = element.node, element.index
     if node.target in SOFTMAX:
-        value, dim = args_of(node)[:2]
-        if not -len(index) <= dim < len(index):  # tracing does not check it
-            raise NoMatch(f"a softmax over dimension {dim} of {len(index)}", node)
-        dim %= len(index)
+        value, dim = args_of(node)[0], traced_dim(node, args_of(node)[1], len(index))
         columns = _columns(index, dim, node)
         return columns.of(operand(value, _along(index, dim, columns.whole)))
     if node.target is aten.where.self:

@@ -117,6 +117,13 @@ FOUND = {
     ),
     "a dimension that there is none of, which tracing does not refuse": (
         Mutant("plain", (("argument", "_softmax", 1, -33),)),
+        Mutant("at slice", (("argument", "slice_scatter_1", 2, -30),)),
+    ),
+    "a number that fills a tensor, and that its dtype rounds": (
+        Mutant(
+            "S=N-indexed-narrow-in_first-rope_first-divided-where (float16)",
+            (("swap_numbers", "scalar_tensor", 0, 2.3076923076923075, "div", 1, -65504.0),),
+        ),
     ),
     "whole numbers instead of scaled ones": (Mutant("quantised tokens", (("operand", "mul_10", 0, "_to_copy_4"),)),),
     "probabilities of one row, repeated for all": (
