@@ -5,67 +5,46 @@ python benchmarks/decode.py                         a quarter of an hour, on an 
 python benchmarks/decode.py --rounds 3 --heads 8    to try the script
 
 One DeepseekV3Attention layer of DeepSeek-V3's sizes with its StaticCache, bfloat16, one token. Variants take turns in
-one process: medians of the rounds after three to warm up, with a new input in each round. The floor is the time to
-read weights and cache once and to do the arithmetic of attention, at rates that are measured in the same rounds. If
-the reading rate changed by more than 15 %, the race is run again. Every output and cache is checked against float32.
+one process: medians of the rounds after three to warm up, with a new input in each round. floor.py says what the floor
+is; if the reading rate changed by more than 15 %, the race is run again. Every output and cache is checked against
+float32.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from floor import DRIFT, Floor
 from layer import ATTENTION, EAGER, HAND, OURS, PACKED, STOCK, Layer, Step, Variant, check
 from results import Results, Row, Time, console, finish, parser, without_caches
-from torch import Tensor
 
 from mla_fx.commands import demo
 
 CONTEXT, CONTEXTS, BATCHES = 4096, (512, 4096, 16384), (4, 8, 16)
-WARM_UPS, DRIFT, ATTEMPTS, MM_SIZE = 3, 0.15, 3, 2048
+WARM_UPS, ATTEMPTS = 3, 3
 
 
 @dataclass
 class Race:
-    """Variants and calibrations, timed in turns."""
+    """Variants and the floor, timed in turns."""
 
-    layer: Layer
     context: int
     batch: int
     variants: list[Variant]
-    read: list[float] = field(default_factory=list)
-    multiply: list[float] = field(default_factory=list)
+    floor: Floor
 
     def __getitem__(self, name: str) -> float:
         return next(variant.median for variant in self.variants if variant.name == name)
 
-    @property
-    def attention_floor(self) -> float:
-        """Milliseconds for the arithmetic of attention at the calibrated rate."""
-        rate = 2 * MM_SIZE**3 / statistics.median(self.multiply)
-        return self.layer.attention_flops(self.context, self.batch) / rate
-
-    @property
-    def floor(self) -> float:
-        return statistics.median(self.read) + self.attention_floor
-
-    @property
-    def drift(self) -> float:
-        """The change of the reading rate between the first and the last third of the rounds."""
-        third = max(1, len(self.read) // 3)
-        first, last = statistics.median(self.read[:third]), statistics.median(self.read[-third:])
-        return abs(first / last - 1)
-
     def times(self) -> Iterator[Time]:
-        named = [*((variant.name, variant.median) for variant in self.variants), ("floor", self.floor)]
+        named = [*((variant.name, variant.median) for variant in self.variants), ("floor", self.floor.milliseconds)]
         return (Time(name, median, self.context, batch=self.batch) for name, median in named)
 
     def __str__(self) -> str:
         times = (f"{time.variant} {time.milliseconds:.2f} ms" for time in self.times())
-        return f"T={self.context}, B={self.batch}: {', '.join(times)}, reading rate moved {self.drift:.0%}"
+        return f"T={self.context}, B={self.batch}: {', '.join(times)}, {self.floor}"
 
 
 def race(layer: Layer, names: Sequence[str], rounds: int, context: int = CONTEXT, batch: int = 1) -> Race:
@@ -75,7 +54,7 @@ def race(layer: Layer, names: Sequence[str], rounds: int, context: int = CONTEXT
         torch._dynamo.reset()
         result = _race_once(layer, steps, rounds, context, batch)
         console.log(str(result))
-        if result.drift <= DRIFT:
+        if result.floor.drift <= DRIFT:
             break
     return result
 
@@ -86,13 +65,11 @@ def _race_once(layer: Layer, steps: dict[str, Step], rounds: int, context: int, 
     bf16, fp32 = torch.bfloat16, torch.float32
     variants = [Variant(name, step, demo.filled_cache(layer.config, latents, bf16)) for name, step in steps.items()]
     exact = Variant("float32", layer.exact, demo.filled_cache(layer.config, latents, fp32))
-    result = Race(layer, context, batch, variants)
+    floor = Floor(layer.bytes_read(context, batch), layer.attention_flops(context, batch))
     # As the model makes it: True where the query may look, which is everywhere for the last position.
     mask = torch.ones(batch, 1, 1, context, dtype=torch.bool)
     last = torch.tensor([[context - 1]])
     tables, exact_tables = layer.tables(last, bf16), layer.tables(last, fp32)
-    weights_and_cache = torch.ones(layer.bytes_read(context, batch) // 8, dtype=torch.int64)
-    square = torch.randn(MM_SIZE, MM_SIZE, dtype=bf16)
     for turn in range(WARM_UPS + rounds):
         keep = turn >= WARM_UPS
         x = layer.hidden(1, batch)
@@ -103,15 +80,9 @@ def _race_once(layer: Layer, steps: dict[str, Step], rounds: int, context: int, 
             elapsed, output = variant.timed(x, *tables, mask)
             check(variant, output, exact, wanted)
             variant.milliseconds += [elapsed] * keep
-        result.read += [_clock(weights_and_cache.sum)] * keep
-        result.multiply += [_clock(lambda: square @ square)] * keep
-    return result
-
-
-def _clock(work: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    work()
-    return (time.perf_counter() - start) * 1e3
+        if keep:
+            floor.measure()
+    return Race(context, batch, variants, floor)
 
 
 def rows_of(contexts: dict[int, Race], batches: dict[int, Race]) -> Iterator[Row]:
@@ -121,18 +92,19 @@ def rows_of(contexts: dict[int, Race], batches: dict[int, Race]) -> Iterator[Row
     yield Row("time / absorbed by hand under Inductor", main[OURS] / main[HAND], 1.03, 0.70)
     yield Row("the same without dot products for weights", main[ATTENTION] / main[HAND], 1.03, 1.0)
     for context, result in contexts.items():
-        yield Row(f"time / floor, T={context}", result[OURS] / result.floor, 1.55, 1.15)
+        yield Row(f"time / floor, T={context}", result[OURS] / result.floor.milliseconds, 1.55, 1.15)
+        yield Row(f"time / floor by torch.sum, T={context}", result[OURS] / result.floor.by_torch, 1.55, 1.15)
     ours, stock = (long[name] - short[name] for name in (OURS, STOCK))
     yield Row(
         "growth with T / that of attention's arithmetic",
-        ours / (long.attention_floor - short.attention_floor),
+        ours / (long.floor.arithmetic - short.floor.arithmetic),
         1.8,
         1.3,
     )
     yield Row("growth with T, stock Inductor / mla_fx", stock / ours, 50, 100, at_least=True)
     for batch, result in batches.items():
-        yield Row(f"time / floor, B={batch}", result[OURS] / result.floor, 1.6, 1.25)
-        yield Row(f"the same with packed weights, B={batch}", result[PACKED] / result.floor, 1.6, 1.25)
+        yield Row(f"time / floor, B={batch}", result[OURS] / result.floor.milliseconds, 1.6, 1.25)
+        yield Row(f"the same with packed weights, B={batch}", result[PACKED] / result.floor.milliseconds, 1.6, 1.25)
         yield Row(f"speed-up over stock Inductor, B={batch}", result[STOCK] / result[OURS], 50, 90, at_least=True)
 
 

@@ -10,14 +10,13 @@ eager mode.
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from decode import CONTEXT, MM_SIZE, WARM_UPS
+from decode import CONTEXT, WARM_UPS
+from floor import Floor
 from layer import EAGER, OURS, STOCK, Layer, Variant
 from results import Results, Row, Time, console, finish, parser, without_caches
 from torch import Tensor, nn
@@ -73,10 +72,10 @@ KINDS: dict[str, Callable[[nn.Module], None]] = {
 
 @dataclass(frozen=True)
 class Race:
-    """Median milliseconds of the variants, and of reading and multiplying what a step must."""
+    """Median milliseconds of the variants, and the floor of the same rounds."""
 
     variants: dict[str, float]
-    floor: float
+    floor: Floor
 
     def __getitem__(self, name: str) -> float:
         return self.variants[name]
@@ -106,9 +105,7 @@ def race(layer: Layer, rounds: int) -> Race:
     mask = torch.ones(1, 1, 1, CONTEXT, dtype=torch.bool)
     tables = layer.tables(torch.tensor([[CONTEXT - 1]]), torch.bfloat16)
     cached = CONTEXT * (layer.config.kv_lora_rank + layer.config.qk_rope_head_dim) * 2
-    read = torch.ones((stored_bytes(layer.attention) + cached) // 8, dtype=torch.int64)
-    square = torch.randn(MM_SIZE, MM_SIZE, dtype=torch.bfloat16)
-    reading, multiplying = list[float](), list[float]()
+    floor = Floor(stored_bytes(layer.attention) + cached, layer.attention_flops(CONTEXT))
     for turn in range(WARM_UPS + rounds):
         x, keep = layer.hidden(1), turn >= WARM_UPS
         outputs = []
@@ -120,23 +117,16 @@ def race(layer: Layer, rounds: int) -> Race:
         for variant, output in zip(variants, outputs, strict=True):
             if not demo.relative_error(output, outputs[0].float()) <= TOLERANCE:
                 raise SystemExit(f"{variant.name}: the output is off by more than {TOLERANCE:.0e}.")
-        reading += [_clock(read.sum)] * keep
-        multiplying += [_clock(lambda: square @ square)] * keep
-    arithmetic = layer.attention_flops(CONTEXT) * statistics.median(multiplying) / (2 * MM_SIZE**3)
-    return Race({variant.name: variant.median for variant in variants}, statistics.median(reading) + arithmetic)
-
-
-def _clock(work: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    work()
-    return (time.perf_counter() - start) * 1e3
+        if keep:
+            floor.measure()
+    return Race({variant.name: variant.median for variant in variants}, floor)
 
 
 def rows_of(races: dict[str, Race]) -> Iterator[Row]:
     for kind, result in races.items():
         yield Row(f"{kind}: speed-up over stock Inductor", result[STOCK] / result[OURS], 10, 30, at_least=True)
         yield Row(f"{kind}: speed-up over eager", result[EAGER] / result[OURS], 20, 60, at_least=True)
-        yield Row(f"{kind}: time / floor of the stored bytes", result[OURS] / result.floor, 1.6, 1.25)
+        yield Row(f"{kind}: time / floor of the stored bytes", result[OURS] / result.floor.milliseconds, 1.6, 1.25)
 
 
 def main() -> None:
@@ -149,7 +139,7 @@ def main() -> None:
         layer = Layer.build(given.heads)
         quantise(layer.attention)
         races[kind] = race(layer, given.rounds)
-        console.log(f"{kind}: {races[kind].variants}, floor {races[kind].floor:.1f}")
+        console.log(f"{kind}: {races[kind].variants}, {races[kind].floor}")
     times = [
         Time(f"{kind}, {name}", value, CONTEXT)
         for kind, result in races.items()

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,15 @@ class Results:
 
 def machine() -> str:
     release = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{_processor()}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, {release}"
+    threads = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+    return f"{_processor()} ({' '.join(_instructions())}), {threads}, {release}"
+
+
+def _instructions() -> Iterator[str]:
+    """The instruction sets that multiply bfloat16 or read memory, as far as the processor has them."""
+    about = Path("/proc/cpuinfo")
+    flags = about.read_text(encoding="utf-8").split() if about.exists() else ()
+    return (name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags)
 
 
 def _processor() -> str:
