@@ -97,9 +97,15 @@ class Interpreter:
         if target.namespace == "mla_fx":
             _check_slots_differ(**dict(zip(names, args, strict=False)), **kwargs)
         result = self.called(target, args, kwargs, value_of(part))
-        if self.coarsest is not None and _is_number(part):
-            return result.to(value_of(part).dtype).to(result.dtype)
-        return result
+        return self._rounded(result, part) if self.coarsest is not None and _is_number(part) else result
+
+    def _rounded(self, result: Any, part: Value) -> Any:
+        """A floating result as its own dtype stores it."""
+        dtype = value_of(part).dtype
+        if not dtype.is_floating_point:
+            return result
+        stored = self.called(aten._to_copy.default, [result], {"dtype": dtype}, None)
+        return self.called(aten._to_copy.default, [stored], {"dtype": torch.float64}, None)
 
     def _bytes(self, value: Any, dtype: torch.dtype) -> Any:
         """A view of the same bytes. Those of numbers are those of float32, in which no rounding of float64 is seen."""

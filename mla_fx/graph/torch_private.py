@@ -4,9 +4,9 @@ own compilers are in `torch_compilers`.
 A release of torch may move any of them; `tests/graph` then says which. Functions import what is heavy, so
 `import mla_fx` stays fast.
 
-A few private attributes are read where they are needed: `_opname` and `_schema` of an OpOverload, `_erased` and
-`_input_nodes` of a node, `_parameters` and `_buffers` of a module. The operators in `ops`, which import only torch,
-import `OpOverload` and `is_fake` from torch directly."""
+A few private attributes are read where they are needed: `_opname` and `_schema` of an OpOverload, `_erased` of a node,
+`_parameters` and `_buffers` of a module. The operators in `ops`, which import only torch, import `OpOverload` and
+`is_fake` from torch directly."""
 
 from __future__ import annotations
 

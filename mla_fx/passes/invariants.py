@@ -29,7 +29,7 @@ def check(graph: Graph, originals: Set[Node], readers_before: OldReaders) -> Non
     placed: set[Node] = set()
     writes: list[Node] = []
     for node in graph.nodes:
-        if not placed.issuperset(node._input_nodes):
+        if not placed.issuperset(node.all_input_nodes):
             operand = next(operand for operand in node.all_input_nodes if operand not in placed)
             raise RuntimeError(f"{node.name} comes before its operand {operand.name}")
         placed.add(node)

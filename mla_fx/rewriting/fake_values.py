@@ -18,7 +18,6 @@ from mla_fx.graph.torch_private import (
     has_symbolic_sizes,
     in_kernel_invocation_manager,
     is_fake,
-    python_dispatcher_off,
     share_storage,
     tree_map_only,
 )
@@ -94,7 +93,7 @@ class FakeValues:
         source = value_of(args[0])
         key = (target, source.shape, source.stride(), source.dtype, hashable(args[1:], self.signature))
         seen = self._views.get(key)
-        with in_kernel_invocation_manager(self.fake_mode), python_dispatcher_off():
+        with in_kernel_invocation_manager(self.fake_mode):
             if seen is not None:
                 view = source.as_strided(seen.sizes, seen.strides, source.storage_offset() + seen.offset)
             else:
@@ -111,7 +110,7 @@ class FakeValues:
         if self.fake_mode is None or not is_fake(value) or has_symbolic_sizes(value):
             with self.faking():
                 return unshared(value)
-        with in_kernel_invocation_manager(self.fake_mode), python_dispatcher_off():
+        with in_kernel_invocation_manager(self.fake_mode):
             plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return fake_tensor(self.fake_mode, plain, value.device)
 

@@ -229,6 +229,16 @@ def test_inductor_has_a_compiler():
     assert isinstance(torch_compilers.cpp_compiler(), str)
 
 
+def test_a_library_in_cpp_sees_vectors_of_the_processor():
+    source = """
+        #include <ATen/cpu/vec/vec.h>
+        extern "C" int lanes() { return at::vec::Vectorized<float>::size(); }
+    """
+    assert torch_compilers.cpp_library(source).lanes() >= 4
+    with pytest.raises(RuntimeError, match=r"C\+\+ compile error"):
+        torch_compilers.cpp_library("no program")
+
+
 def test_inductor_tells_that_it_makes_a_package():
     assert not torch_compilers.is_packaging()
     with torch._inductor.virtualized.V.set_aot_compilation(True):

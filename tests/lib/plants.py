@@ -61,6 +61,7 @@ def plant(patch, fault, path=""):
         return call(self, target, *args, **options)
 
     patch.setattr(Emitter, "call", planted)
+    patch.setattr(Emitter, "again", lambda self, same, args, options: planted(self, same.target, *args, **options))
     unproved(patch)
 
 
