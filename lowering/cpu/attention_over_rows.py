@@ -63,7 +63,7 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
     query, rope, kv_cache, kr_cache, table = map(_in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
     sinks = None if a.sinks is None else a.sinks.float().contiguous()
     held = query, rope, kv_cache, kr_cache, table, _lengths(a), _mask(a), sinks, out, lse  # until the kernel has run
-    wrong = kernel()(_call(a, *held), DTYPES[kv_cache.dtype])
+    wrong = kernel()(_call(a, held), DTYPES[kv_cache.dtype])
     if wrong >= 0:
         latent_attention.check(a)  # which says what is wrong with the table
     return out, lse
@@ -82,25 +82,14 @@ def _mask(a: Arguments) -> Tensor | None:
     return mask.expand(batch, heads, steps, context_of(a.kv_cache, a.block_table))
 
 
-def _call(
-    a: Arguments,
-    query: Tensor,
-    query_rope: Tensor | None,
-    kv_cache: Tensor,
-    kr_cache: Tensor | None,
-    table: Tensor | None,
-    lengths: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> bytes:
-    """`Call` of the C++ file."""
-    addresses = query, query_rope, kv_cache, kr_cache, table, lengths, mask, sinks, out, lse
+def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
+    """`Call` of the C++ file. The operands are in its order."""
+    query, query_rope, kv_cache, kr_cache, table, lengths, mask, *_ = held
+    assert query is not None and kv_cache is not None
     batch, steps, heads, rank = query.shape
     context = context_of(kv_cache, table)
     return CALL.pack(
-        *(0 if value is None else value.data_ptr() for value in addresses),
+        *(0 if value is None else value.data_ptr() for value in held),
         *(batch, steps, heads, context, rank, 0 if query_rope is None else query_rope.shape[3]),
         *(*_strides(query, 3), *_strides(query_rope, 3)),
         *(*_strides(kv_cache, 2), kv_cache.shape[0]),
