@@ -1,6 +1,7 @@
 """The files of the repository, and what they import."""
 
 import ast
+import importlib.util
 from functools import cache
 from pathlib import Path
 
@@ -37,3 +38,15 @@ def _imports(path):
 
 def is_within(module, *packages):
     return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+EXAMPLES = ROOT / "examples"
+
+
+def example(name):
+    """The module of an example, on a CPU."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.DEVICE = "cpu"
+    return module

@@ -71,3 +71,8 @@ engine.leave_out()
 _backend.TorchNpuGraph = Executor
 formats.register()
 torch.backends.cuda.enable_flash_sdp(False)  # PyTorch's flash attention for the CPU, which is on no NPU
+
+
+def count(graph: Any, *names: str) -> list[int]:
+    found = types(graph)
+    return [found.count(name) for name in names]

@@ -12,6 +12,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Model
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Model
 
+import mla_fx
+
 CONTEXT = 256
 LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 64}
 # DeepSeek-V3's own sizes, but for the vocabulary and the feed-forward part, which nothing here is about.
@@ -117,3 +119,20 @@ def check_as_exact_as_eager(
         errors(found, exact),
         allowed,
     )
+
+
+def compiled(model: nn.Module, *, dynamic: bool | None = False, **options: Any) -> Any:
+    return torch.compile(model, backend=mla_fx.get_backend(target="ge", **options), dynamic=dynamic)
+
+
+class Layer(nn.Module):
+    """Hugging Face's attention with the causal mask that its model makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = model().layers[0].self_attn
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor, cache: StaticCache) -> Tensor:
+        position = past + torch.arange(x.shape[1])
+        mask = torch.arange(CONTEXT) <= position[:, None]
+        return self.attention(x, (cos, sin), mask[None, None], past_key_values=cache)[0]

@@ -31,3 +31,6 @@ CONTEXT = 128  # a multiple of the 16 rows that a block of them has
 SIZES = Sizes(
     hidden=7168, heads=4, nope=128, rope=64, value=128, q_rank=1536, kv_rank=512, context=2 * CONTEXT, block=CONTEXT
 )
+
+# Of prologs over packed rows.
+PACKED = {"SLOTS": 64, "HE": 1024, "HCQ": 1536, "RANK": 512, "D": 128, "DR": 64, "DV": 128}

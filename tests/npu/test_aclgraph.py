@@ -10,25 +10,14 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.passes import read_ahead
 from npu import models
 from npu.calls import BF16, BLOCKS, DR, HCKV, PAGE, D, in_nz, kv_call, pages
+from npu.copies import KEY_SIDE, PROLOG, check_nothing_is_copied
 
-PROLOG = "npu.npu_mla_prolog_v3.default"
 FRESH_PROLOG = "npu.npu_mla_prolog_v3_functional.default"
-KEY_SIDE = "npu.npu_kv_rmsnorm_rope_cache_v2.default"
 ATTENTION = "npu.npu_fused_infer_attention_score_v2.out"
-
-aten = torch.ops.aten
 
 
 def compiled(function, *, dynamic=False):
     return torch.compile(function, backend=mla_fx.get_backend(target="aclgraph", soc="Ascend910B3"), dynamic=dynamic)
-
-
-def check_nothing_is_copied(graph):
-    """No input as large as a cache is copied, or written back: operators write caches in place."""
-    nodes = graph.module.graph.nodes
-    copies = [node for node in nodes if node.target in (aten.copy_.default, aten.clone.default)]
-    sizes = [copy.args[0].meta["val"].numel() for copy in copies if copy.args[0].op == "placeholder"]
-    assert all(size == 1 for size in sizes), graph.module.code
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

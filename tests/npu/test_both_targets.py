@@ -7,7 +7,7 @@ import torchair  # noqa: F401  it registers operators that write in place, and f
 import mla_fx
 from npu import models
 from npu.converted import types
-from npu.test_aclgraph import KEY_SIDE, PROLOG, check_nothing_is_copied
+from npu.copies import KEY_SIDE, PROLOG, check_nothing_is_copied
 
 
 @pytest.mark.parametrize("order", [("ge", "aclgraph"), ("aclgraph", "ge")], ids="-".join)

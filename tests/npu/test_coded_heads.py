@@ -21,8 +21,8 @@ from torch import nn
 
 import mla_fx
 from npu.converted import types
+from npu.paged_heads import BF16, KERNEL, compared, compiled, sized
 from npu.planted import change_attention
-from npu.test_paged_heads import BF16, KERNEL, compared, compiled, sized
 
 CALL = "npu.npu_fused_infer_attention_score_v2.out"
 WRITTEN = [1, 2, 0, 0, 0]

@@ -2,18 +2,16 @@
 
 On a device the examples move their tensors there; here these stay, so that the very calls are made."""
 
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 import torch_npu
+from lib.sources import example
 
 from npu import cpu_kernels
 from npu.converted import types
 from npu.ge_ops import mla
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 paged_attention_ = torch.ops.mla_fx.paged_attention_
 
 
@@ -63,14 +61,6 @@ def on_the_cpu(monkeypatch):
             return (real if torch.compiler.is_compiling() else kernel)(*args, **options)
 
         monkeypatch.setattr(torch_npu, name, call)
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.DEVICE = "cpu"
-    return module
 
 
 GRAPHS = {

@@ -5,7 +5,7 @@ import torch
 import mla_fx
 from npu import models
 from npu.converted import types
-from npu.test_aclgraph import check_nothing_is_copied
+from npu.copies import check_nothing_is_copied
 
 STEPS = 64
 

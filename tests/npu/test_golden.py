@@ -4,25 +4,11 @@
 
 import expecttest
 import torch
-from torch import Tensor, nn
-from transformers import StaticCache
 
 import mla_fx
 from npu import converted, models
 from npu.golden import ge_text
-
-
-class Layer(nn.Module):
-    """Hugging Face's attention with the causal mask that its model makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = models.model().layers[0].self_attn
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor, cache: StaticCache) -> Tensor:
-        position = past + torch.arange(x.shape[1])
-        mask = torch.arange(models.CONTEXT) <= position[:, None]
-        return self.attention(x, (cos, sin), mask[None, None], past_key_values=cache)[0]
+from npu.models import Layer
 
 
 def text(tokens: int, *, dynamic: bool) -> str:

@@ -8,46 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from lib import plants
-from lib.quantised import Stored, by_rows
 from mla_fx.lowering.ascend import mla_prolog_v3
 from mla_fx.patterns import mla_attention
-from torch import nn
-from torch.nn.functional import linear
 
 import mla_fx
 from mla_fx.rule.operands import Call
 from npu import ge_graph, models
 from npu.converted import types
+from npu.int8_models import KEYS, R1, V32, model_of
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("converted")
-V32, R1, KEYS = ("q_b_proj",), ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",)
 SCALES = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
-
-
-class Int8(nn.Module):
-    """A projection of int8: tokens are quantised as npu_dynamic_quant does, integers are multiplied."""
-
-    def __init__(self, plain, smallest):
-        super().__init__()
-        self.smallest = smallest
-        for name, value in vars(by_rows(plain.weight.data.float())).items():
-            self.register_buffer(name, value)
-
-    def forward(self, x):
-        w, wide = Stored(self.codes, self.scales), x.float()
-        scales = wide.abs().amax(-1, keepdim=True).clamp_min(self.smallest) / 127
-        codes = (wide / scales).round().clamp(-128, 127)
-        return (linear(codes, w.codes.float()) * scales * w.scales).to(x.dtype)
-
-
-def model_of(names, layers=1):
-    model = models.model(layers=layers)
-    for layer in model.layers:
-        for name in names:
-            smallest = 1e-7 if name in KEYS else 0  # rows of an empty cache are zero
-            setattr(layer.self_attn, name, Int8(getattr(layer.self_attn, name), smallest))
-    return model
 
 
 def check(names, prompts=None, layers=1):

@@ -7,20 +7,12 @@ import torch
 
 import mla_fx
 from npu import models
-from npu.converted import types
+from npu.converted import count
+from npu.models import compiled
 
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.campaign)
-
-
-def compiled(model, *, dynamic=False, **options):
-    return torch.compile(model, backend=mla_fx.get_backend(target="ge", **options), dynamic=dynamic)
-
-
-def count(graph, *names):
-    found = types(graph)
-    return [found.count(name) for name in names]
 
 
 @pytest.mark.parametrize("layers, dynamic", [(1, False), slow(4, False), (1, True), slow(4, True)])

@@ -6,28 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.layers import in_type
-from lib.zoo.caches import CACHES, Nz
+from lib.zoo.caches import CACHES
 from lib.zoo.entries import Entry
 from lib.zoo.sizes import DECODE, FEW, Step
 
 import mla_fx
 from npu.converted import types
-from npu.test_pages import KERNELS, PAGED, REAL, WholePages
+from npu.paged_layers import KERNELS, PAGED, REAL, NzWholePages
 
 BF16 = torch.bfloat16
 NAMES = [name for name in CACHES if name.startswith("nz")]
 COPIES = {"TensorMove", "Transpose", "ScatterNdUpdate", "IndexByTensor", "ScatterElementsV2", "GatherElements"}
 ATTENTION = "FusedInferAttentionScore"
-
-
-class NzWholePages(Nz, WholePages):
-    """Prompts that fill pages in FRACTAL_NZ, which are written by their numbers."""
-
-    def store(self, cache, rows, place):
-        (blocks, table), width = place, rows.shape[-1]
-        nz = self.form(cache, width)
-        nz[blocks] = rows.reshape(len(blocks), cache.shape[1], nz.shape[1], nz.shape[3]).transpose(1, 2)
-        return None, self.read(nz, table).reshape(rows.shape[0], -1, width)
 
 
 def in_double(given):

@@ -9,15 +9,15 @@ from mla_fx.lowering.ascend import mla_prolog_v3
 
 import mla_fx
 from npu import ge_graph
+from npu.sizes import PACKED
 
 pytestmark = pytest.mark.usefixtures("converted")
-SIZES = {"SLOTS": 64, "HE": 1024, "HCQ": 1536, "RANK": 512, "D": 128, "DR": 64, "DV": 128}
 MODES = {"kv_cache_quant_mode": 3, "ckvkr_repo_mode": 1, "quant_scale_repo_mode": 1, "tile_size": 128}
 
 
 @pytest.fixture(autouse=True)
 def real_sizes(monkeypatch):
-    for name, size in SIZES.items():
+    for name, size in PACKED.items():
         monkeypatch.setattr(plain, name, size)
 
 

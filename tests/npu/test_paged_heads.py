@@ -2,7 +2,6 @@
 
 The layers are plain PyTorch, as in lib/paged_heads.py."""
 
-import copy
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from lib.paged_heads import (
     LogarithmOfLength,
     PagesOfHeads,
     RowsOfHeads,
-    Sizes,
     TableOfEachHead,
     Turned,
     arguments,
@@ -25,34 +23,11 @@ from lib.paged_heads import (
 )
 
 import mla_fx
-from npu import models
 from npu.converted import types
+from npu.paged_heads import BF16, KERNEL, WIDTH, compared, compiled, sized
 
-WIDTH, BF16 = 64, torch.bfloat16
-KERNEL = "FusedInferAttentionScore"
 KINDS = (Engine, Eager, Grouped, Gqa, Expanded, ByLength, LogarithmOfLength)
 QUICK = (Gqa, Grouped)
-
-
-def sized(tokens, block, **others):
-    return Sizes(**{"tokens": tokens, "blocks": 3, "block": block, "width": WIDTH, "columns": WIDTH} | others)
-
-
-def compared(run, module, given):
-    """Results are as exact as eager's against float64; caches, which are rows as they were computed, are equal."""
-    exact, eager = copy.deepcopy((module, given)), copy.deepcopy(given)
-    in_double = [part.double() if part.is_floating_point() else part for part in exact[1]]
-    with torch.no_grad():
-        found, wanted, near = run(*given), exact[0].double()(*in_double), module(*eager)
-    (error,), (allowed,) = models.errors([found], [wanted]), models.errors([near], [wanted])
-    assert found.dtype == near.dtype and error <= 2 * allowed, (error, allowed)
-    assert all(map(torch.equal, given[3:], eager[3:])), "a cache differs"
-
-
-def compiled(module, dynamic=False, **options):
-    torch._dynamo.reset()
-    backend = mla_fx.get_backend(**{"target": "ge", "soc": "Ascend910B3"} | options)
-    return torch.compile(module, backend=backend, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.campaign) for k in KINDS])

@@ -6,19 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.layers import in_type
-from lib.zoo.caches import CACHES, Paged
+from lib.zoo.caches import CACHES
 from lib.zoo.entries import Entry
-from lib.zoo.mla import Spelling
-from lib.zoo.sizes import DECODE, Sizes, Step
+from lib.zoo.sizes import DECODE, Step
 
 import mla_fx
 from npu.converted import types
-
-REAL = Sizes(
-    hidden=1024, heads=4, nope=128, rope=64, value=128, q_rank=1536, kv_rank=512, context=256, block=128, epsilon=1e-6
-)
-PAGED = Spelling(cache="paged", norm="fused", attend="eager", sizes=REAL)
-KERNELS = ("MlaPrologV3", "FusedInferAttentionScore")
+from npu.paged_layers import KERNELS, PAGED, REAL, WholePages
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -40,19 +34,6 @@ def test_a_paged_layer(converted, block, kernels, dynamic):
     assert ("IndexByTensor" in graph) == (block == 8), graph
     if kernels[0]:
         assert "TensorMove" not in graph, "a cache is copied"
-
-
-class WholePages(Paged):
-    """Prompts that fill pages, which are written by their numbers."""
-
-    is_ragged = False
-
-    def place(self, sizes, step):
-        table, first = self.table(sizes, step), step.start // sizes.block
-        return table[:, first : first + step.tokens // sizes.block].flatten(), table
-
-    def write(self, cache, rows, place):
-        cache[place] = rows.view(len(place), *cache.shape[1:])
 
 
 @torch.no_grad()

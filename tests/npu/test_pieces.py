@@ -7,8 +7,9 @@ import torch
 
 import mla_fx
 from npu import models
+from npu.converted import count
 from npu.lowered import Call
-from npu.test_models import compiled, count
+from npu.models import compiled
 
 KERNELS = ("RmsNorm", "InterleaveRope", "RotaryMul", "Rsqrt")
 

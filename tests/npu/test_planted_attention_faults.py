@@ -9,7 +9,7 @@ import torch
 from mla_fx.lowering.ascend import latent_attention, numbers_of_sizes
 
 from mla_fx.ops.common.sample import Sampler
-from npu import test_user_calls as user_calls
+from npu import user_calls
 from npu.calls import BF16, BLOCKS, DR, HCKV, PAGE, D
 from npu.lowered import Call
 from npu.planted import caught_by_numbers, change_attention
@@ -215,4 +215,4 @@ def test_sizes_are_read_from_caches_that_are_written(converted, monkeypatch):
     """Each then keeps the copy that it is written through: user_calls counts them."""
     monkeypatch.setattr(numbers_of_sizes, "read", lambda graph: None)
     with torch.no_grad(), pytest.raises(AssertionError, match=r"\[1, 2\] == \[1, 0\]"):
-        user_calls.test_one_graph_for_pages_of_several_sizes(converted)
+        user_calls.check_one_graph_for_pages_of_several_sizes(converted)

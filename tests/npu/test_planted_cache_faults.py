@@ -16,7 +16,7 @@ from npu import ge_releases
 from npu.calls import BF16, BLOCKS, HCKV, PAGE, B, S, kv_call
 from npu.lowered import A2
 from npu.planted import caught_by_numbers, change_call, change_results
-from npu.test_vendor_calls import check
+from npu.vendor_calls import check
 
 
 def call_with_v():

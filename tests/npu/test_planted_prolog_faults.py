@@ -13,7 +13,7 @@ from mla_fx.ops.emitted.mla_prolog_v3 import operator
 from npu import ge_releases
 from npu.calls import BLOCKS, PAGE, SMALL, D, Sizes, prolog_call, v3_call, weights
 from npu.planted import caught_by_numbers, change_call, change_results
-from npu.test_vendor_calls import NUMBERS, check
+from npu.vendor_calls import NUMBERS, check
 
 
 def blocks_call(cache_mode="PA_BLK_BSND"):

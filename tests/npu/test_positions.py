@@ -6,7 +6,7 @@ import torch
 import mla_fx
 from npu import models
 from npu.converted import types
-from npu.test_golden import Layer
+from npu.models import Layer
 
 KERNELS = {1: "MlaPrologV3", 20: "KvRmsNormRopeCache"}
 

@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
+from lib.sources import example
 
 import mla_fx
 from npu import models
 from npu.converted import types
-from npu.test_examples import example
 
 SIZES = {"HIDDEN": 1024, "HEADS": 4, "QUERY_RANK": 1536, "RANK": 512, "NOPE": 128, "ROPE": 64, "VALUE": 128}
 PAGES = {"BLOCKS": 8, "BLOCK": 128, "SEQUENCES": 3, "MOST": 256}

@@ -5,30 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.coded_pages import CodedPages, OneScale, RoundedFirst, given
-from lib.layers import Sizes
+from lib.coded_pages import OneScale, RoundedFirst
 from mla_fx.lowering.ascend import kv_rmsnorm_rope_cache as lowering
 from torch.utils._pytree import tree_map_only
 
 import mla_fx
 from npu import ge_graph
+from npu.coded_pages import Contiguous, Pages, inputs
 from npu.converted import types
 
-REAL = Sizes(context=256, hidden=1024, query_rank=96, rank=512, nope=128, rope=64, value=128)
 KEY_SIDE, OPERATOR, ATTENTION = "KvRmsNormRopeCache", "kv_rmsnorm_rope_cache", "FusedInferAttentionScore"
 ON_REQUEST = "values are rounded to torch.bfloat16 before they are quantised, in a kernel they are not"
 
 pytestmark = [pytest.mark.usefixtures("converted"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
-
-
-class Pages(CodedPages):
-    """Latents and rotary keys are columns of the hidden states: products in 16 bits depend on the machine."""
-
-    def __init__(self, context=256, block=32):
-        super().__init__(torch.bfloat16, replace(REAL, context=context), block)
-
-    def project(self, x):
-        return x[..., : self.sizes.rank + self.sizes.rope]
 
 
 class PagesOfOneScale(Pages, OneScale):
@@ -37,27 +26,6 @@ class PagesOfOneScale(Pages, OneScale):
 
 class RoundedPages(Pages, RoundedFirst):
     """Values are rounded before they are quantised."""
-
-
-class Contiguous(Pages):
-    """Caches [B, 1, T, width]."""
-
-    def write(self, cache, slots, rows):
-        cache.index_copy_(2, slots, rows)
-
-    def read(self, cache):
-        return cache
-
-    def store(self, latent, k_rope, position, kv_cache, kr_cache):
-        return self.stored(latent, position, kv_cache), self.stored_key(k_rope, position, kr_cache)
-
-
-def inputs(layer):
-    *rest, caches = given(layer)
-    if isinstance(layer, Contiguous):
-        z = layer.sizes
-        caches = tuple(cache[:-2].reshape(z.batch, 1, z.context, -1) for cache in caches)
-    return *rest, caches
 
 
 def check(layer, *, dynamic=False, **options):

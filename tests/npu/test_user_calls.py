@@ -3,16 +3,24 @@ are those of the operators' bodies."""
 
 import pytest
 import torch
-from torch import nn
 
-import mla_fx
 from mla_fx.ops.common.sample import Sampler
 from npu.calls import BLOCKS, DR, HCKV, PAGE, D, in_nz, pages
 from npu.converted import types
 from npu.lowered import Call
+from npu.user_calls import (
+    BF16,
+    HCQ,
+    HE,
+    N,
+    Prolog,
+    check,
+    check_exact,
+    check_one_graph_for_pages_of_several_sizes,
+    compiled,
+    prolog_call,
+)
 
-BF16 = torch.bfloat16
-HE, HCQ, N = 1024, 1536, 4
 FORMS = ["functional", "twin"]
 # Matrix products of reordered weights take their sums in another order, so the last bit may differ: of numbers up to 4.
 LAST_BIT = {"rtol": 2**-7, "atol": 2**-7}
@@ -24,56 +32,7 @@ def no_gradients():
         yield
 
 
-def compiled(function, dynamic=False):
-    return torch.compile(function, backend=mla_fx.get_backend(target="ge", soc="Ascend910B3"), dynamic=dynamic)
-
-
-def check(run, eager, given, rtol=0, atol=0):
-    """Outputs and what became of the arguments, which the call may write."""
-    mine, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
-    torch.testing.assert_close(run(*mine), eager(*theirs), rtol=rtol, atol=atol)
-    torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
-
-
 # --- mla_prolog ---------------------------------------------------------------------------------------------------
-
-
-class Prolog(nn.Module):
-    """One layer's call, and a product that reads the cache after it."""
-
-    def __init__(self, form, **options):
-        super().__init__()
-        draw = Sampler(BF16)
-        weights = (
-            draw.weight(HE, HCQ, fan_in=HE),
-            draw.weight(HCQ, N * (D + DR), fan_in=HCQ),
-            draw.weight(N, D, HCKV, fan_in=D),
-            draw.weight(HE, HCKV + DR, fan_in=HE),
-            draw.gamma(HCQ),
-            draw.gamma(HCKV),
-        )
-        self.weights = nn.ParameterList(weights)
-        self.form, self.options = form, options
-
-    def forward(self, token_x, *rest):
-        *tables, kv_cache, kr_cache = rest
-        call = token_x, *self.weights, *tables, kv_cache, kr_cache
-        if self.form == "twin":
-            query, query_rope = torch.ops.mla_fx.mla_prolog_(*call, **self.options)
-        else:
-            query, query_rope, kv, kr = torch.ops.mla_fx.mla_prolog(*call, **self.options)
-            kv_cache.copy_(kv)
-            kr_cache.copy_(kr)
-        return query, query_rope, kv_cache * 2
-
-
-def prolog_call(cache_mode, batch=2, steps=3, page=PAGE, room=256, shared=False):
-    """The arguments beside the weights; the first token has no place. `shared`: one row of positions, and of tables."""
-    draw, is_contiguous, rows = Sampler(BF16, seed=1), cache_mode == "Norm", 1 if shared else batch
-    lead = (batch, 1, room) if is_contiguous else (BLOCKS, page, 1)
-    index = draw.slots(rows * steps, room if is_contiguous else BLOCKS * page, skip=1).view(rows, steps)
-    tables = draw.tables(rows, steps, DR)
-    return [draw.normal(batch, steps, HE), *tables, index, draw.normal(*lead, HCKV), draw.normal(*lead, DR)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,12 +72,7 @@ def test_mla_prolog_with_contiguous_caches(converted, given):
 
 
 def test_one_graph_for_pages_of_several_sizes(converted):
-    layer = Prolog("twin")
-    run = compiled(layer, dynamic=True)
-    for page in (PAGE, 64, 256):
-        check(run, layer, prolog_call("PA_BSND", page=page))
-    (graph,) = converted.graphs
-    assert [types(graph).count(name) for name in ("MlaPrologV3", "TensorMove")] == [1, 0]
+    check_one_graph_for_pages_of_several_sizes(converted)
 
 
 # --- kv_rmsnorm_rope_cache ----------------------------------------------------------------------------------------
@@ -191,11 +145,6 @@ def exact(query, key_pages, value_pages, tables, lengths, scale):
         weights = (torch.einsum("nd,tnd->nt", row, keys) * scale).softmax(-1)
         rows.append(torch.einsum("nt,tnd->nd", weights, values))
     return torch.stack(rows)
-
-
-def check_exact(found, wanted):
-    """Weights of attention are rounded to bfloat16 as well as the result, each by up to 2^-9 of itself."""
-    torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=2**-8 * float(wanted.abs().max()))
 
 
 def exact_latent(q_nope, q_rope, ctkv, k_rope, tables):

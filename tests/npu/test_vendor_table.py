@@ -14,7 +14,7 @@ from lib import packed_prologs, tiled_prologs
 
 import mla_fx
 from npu import converted, ge_releases, vendor_programs
-from npu.test_packed_prologs import SIZES as PACKED
+from npu.sizes import PACKED
 from npu.vendor_programs import Program
 
 HEAD = "| document | mode | plain PyTorch | call on `ge` | call on `aclgraph` |\n"

@@ -33,12 +33,11 @@ from mla_fx.lowering.ascend.surface import RELEASES
 import mla_fx
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.sample import Sampler
-from npu import models, test_int8_prologs, test_static_caches
+from npu import coded_pages, int8_models, models
 from npu.calls import BF16, BLOCKS, PAGE, SMALL, B, D, S, Sizes, kv_call, pages, prolog_call, v3_call
-from npu.test_nz_pages import NzWholePages
-from npu.test_paged_heads import sized
-from npu.test_pages import PAGED as BF16_PAGED
-from npu.test_pages import REAL, WholePages
+from npu.paged_heads import sized
+from npu.paged_layers import PAGED as BF16_PAGED
+from npu.paged_layers import REAL, NzWholePages, WholePages
 
 V1_HIDDEN, V1_HEADS = 7168, 32  # the only, and the fewest, that version 1 takes
 
@@ -84,7 +83,7 @@ def whole_pages(cache=WholePages, **spelling):
 
 
 def model(names=(), tokens=1, options=None, **sizes):
-    whole = test_int8_prologs.model_of(names) if names else models.model(**sizes)
+    whole = int8_models.model_of(names) if names else models.model(**sizes)
     given = [models.prompt(tokens), models.static_cache(models.model(**sizes))]
     return Program(lambda ids, cache: whole(ids, past_key_values=cache).last_hidden_state, given, options or {})
 
@@ -100,7 +99,7 @@ class Tiled(tiled_prologs.Tiled):
 
 def coded(kind):
     layer = kind()
-    return Program(layer, list(test_static_caches.inputs(layer)), {"causal_masks": True})
+    return Program(layer, list(coded_pages.inputs(layer)), {"causal_masks": True})
 
 
 def heads(tokens, kind=Gqa, given=arguments):
@@ -235,10 +234,10 @@ PROLOG = [
     Programs([part(whole_pages, NzWholePages)], [part(prolog_in_blocks, "PA_BLK_NZ")]),
     Programs([part(layer, "appended")], each(prolog, "BSND", "TND")),
     Programs(
-        each(model, test_int8_prologs.V32, test_int8_prologs.R1), [part(int8_prolog, 1, 0), part(int8_prolog, 2, 0)]
+        each(model, int8_models.V32, int8_models.R1), [part(int8_prolog, 1, 0), part(int8_prolog, 2, 0)]
     ),
     Programs([part(small, packed_prologs, packed_prologs.Packed)], [part(int8_prolog, 1, 3)]),
-    Programs([part(coded, test_static_caches.Pages)], [part(int8_prolog, 1, 2)]),
+    Programs([part(coded, coded_pages.Pages)], [part(int8_prolog, 1, 2)]),
     Programs([], [part(int8_prolog, 2, 1)]),
     Programs(
         [part(model, options=V1, hidden_size=V1_HIDDEN, num_attention_heads=V1_HEADS)],
@@ -251,7 +250,7 @@ KEY_SIDE = [
     Programs([part(layer_in_nz, "nz_transposed", query="direct")], [part(key_side, "PA_NZ")]),
     Programs([part(whole_pages, query="direct")], [part(key_side, "PA_BLK_BNSD")]),
     Programs([part(whole_pages, NzWholePages, query="direct")], [part(key_side, "PA_BLK_NZ")]),
-    Programs([part(coded, test_static_caches.Contiguous)], each(part(key_side, int8=True), "Norm", "PA", "PA_NZ")),
+    Programs([part(coded, coded_pages.Contiguous)], each(part(key_side, int8=True), "Norm", "PA", "PA_NZ")),
     Programs(each(keys_of_heads, key_value_caches.Keys, key_value_caches.Interleaved), [key_side_with_v]),
 ]
 LATENT = [

@@ -116,13 +116,11 @@ def test_a_file_can_be_read_in_one_sitting():
     check_each([*CORE, *PLUGINS, *TESTS], too_long, f"A file has {LINES} lines at most")
 
 
-# NPU tests run in processes of their own, one file each; some still share layers with the next file.
 def test_no_file_imports_a_test():
     def offences(path):
         return [module for module in imports(path) if any(part.startswith("test_") for part in module.split("."))]
 
-    files = [path for path in TESTS if NPU not in path.parents]
-    check_each(files, offences, "What several tests share is in tests/lib or in a helper of its folder")
+    check_each(TESTS, offences, "What several tests share is in tests/lib or in a helper of its folder")
 
 
 @pytest.mark.parametrize("folder", ["mla_fx", "."], ids=["rooms", "plugins"])
