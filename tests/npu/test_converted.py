@@ -1,6 +1,5 @@
 """The rig itself: what torchair converts runs and returns what eager PyTorch does, inputs that it writes included."""
 
-
 import pytest
 import torch
 import torchair

@@ -2,7 +2,6 @@
 
 On a device the examples move their tensors there; here these stay, so that the very calls are made."""
 
-
 import pytest
 import torch
 import torch_npu

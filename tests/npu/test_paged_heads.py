@@ -2,7 +2,6 @@
 
 The layers are plain PyTorch, as in lib/paged_heads.py."""
 
-
 import pytest
 import torch
 from lib.paged_heads import (
