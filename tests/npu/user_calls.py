@@ -67,7 +67,8 @@ def check_one_graph_for_pages_of_several_sizes(converted):
     for page in (PAGE, 64, 256):
         check(run, layer, prolog_call("PA_BSND", page=page))
     (graph,) = converted.graphs
-    assert [types(graph).count(name) for name in ("MlaPrologV3", "TensorMove")] == [1, 0]
+    counts = [types(graph).count(name) for name in ("MlaPrologV3", "TensorMove")]
+    assert counts == [1, 0], f"prologs and copies: {counts}"
 
 
 def check_exact(found, wanted):
