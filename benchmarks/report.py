@@ -1,6 +1,6 @@
 """Writes the numbers of the benchmarks, from their JSON, into docs/measuring.md: tables and the picture.
 
-for name in decode query_tokens prefill memory compile_time graphs overhead; do
+for name in decode query_tokens pages prefill memory compile_time graphs overhead; do
     python benchmarks/$name.py --json results/$name.json
 done
 python benchmarks/report.py results
