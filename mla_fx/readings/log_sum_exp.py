@@ -87,6 +87,6 @@ def _names(
     pairs = zip(mine, theirs, strict=False)
     names = {part.axis: other for part, other in pairs if part.axis is not None and extent(other) == part.axis.size}
     axes = {axis for part in (*index, *mine) for axis in part.axes}
-    if len(mine) != len(theirs) or not axes <= names.keys() or names[found.keys] != attention.keys:
+    if len(mine) != len(theirs) or not axes <= names.keys() or names.get(found.keys) != attention.keys:
         raise NoMatch("the logarithms are of scores in another shape than those of the softmax", found.logits.origin)
     return names

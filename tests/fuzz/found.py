@@ -129,6 +129,9 @@ FOUND = {
     "probabilities of one row, repeated for all": (
         Mutant("absorbed (decomposed)", (("one_for_all", "div", -1, 1, 2),)),
     ),
+    "the logarithm of a sum over one key, repeated for all": (
+        Mutant("summed", (("one_for_all", "logsumexp", 0, 3, 1),)),
+    ),
     "a subtraction of integers in the judge's second reference": (
         Mutant("blind row (decomposed)", (("rows_from_the_end", "index_put_1", 1, 8),)),
     ),

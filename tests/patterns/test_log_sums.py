@@ -194,6 +194,13 @@ class OfTheLargest(Attention):
         return (largest + (masked - largest).exp().amax(-1, keepdim=True).log()).squeeze(-1)
 
 
+class OfOneKey(Attention):
+    """The score of one key, once for each key."""
+
+    def lse(self, masked, scores):
+        return masked[..., :1].expand_as(masked).logsumexp(-1)
+
+
 class OfTheMean(Attention):
     def lse(self, masked, scores):
         largest = masked.amax(-1, keepdim=True)
@@ -220,6 +227,7 @@ TWINS = {
     MaskedOtherwise: "the logarithm is not of the sum that the softmax divides by",
     OfHeads: "the logarithms are of scores in another shape than those of the softmax",
     OfSomeKeys: "the logarithms are of scores in another shape than those of the softmax",
+    OfOneKey: "the logarithms are of scores in another shape than those of the softmax",
     OfHeadsInAnotherOrder: "the logarithm is not of the sum that the softmax divides by: it is of add",
     OfTheLargest: "expected the logarithm of a sum, found one of amax",
     OfTheMean: "expected the logarithm of a sum, found one of mean",
