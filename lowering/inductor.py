@@ -31,6 +31,7 @@ from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 from . import cpu, loops
+from .cpu import few_rows
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
@@ -83,7 +84,10 @@ class Inductor(Target):
         """Lowerings of products of few rows with weights, from fused operators and from all others."""
         if not _wants_dot_products(options):
             return {aten._int_mm.default: _of_one_row}
-        return {aten._int_mm.default: _of_one_row, aten.mm.default: _of_rows, aten.bmm.default: _of_heads}
+        of_rows, of_heads = _of_rows, _of_heads
+        if not is_packaging():  # there are no kernels in a package
+            of_rows, of_heads = (functools.partial(_few_rows_or, lowering) for lowering in (_of_rows, _of_heads))
+        return {aten._int_mm.default: _of_one_row, aten.mm.default: of_rows, aten.bmm.default: of_heads}
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, but with a batched product of one batch as a plain product, which has the better kernel."""
@@ -163,6 +167,14 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
     if not isinstance(word, bool):
         raise OptionError(f"option {DOT_PRODUCTS} is {word!r}; it takes False, True")
     return word
+
+
+def _few_rows_or(other: Lowering, rows: Tensor, weight: Tensor) -> Compiled:
+    """Lower a product of few rows and a large weight to its kernel; other products as `other` does."""
+    try:
+        return few_rows.lower(rows, weight)
+    except NoMatch:
+        return other(rows, weight)
 
 
 def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:

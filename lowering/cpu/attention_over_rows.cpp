@@ -7,25 +7,7 @@
 // their rows from the pool once, in the form that matrix products want, and all its query rows use them. Keys that no
 // query row sees are never read. The parts of a sequence are joined by their maxima and sums.
 
-#include <ATen/Parallel.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <ATen/native/CPUBlas.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <type_traits>
-
 namespace {
-
-using at::BFloat16;
-using at::Half;
-using Lanes = at::vec::Vectorized<float>;
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 constexpr int64_t TILE = 256;             // keys; measured, with BLOCK: both fit a core's own cache
@@ -48,14 +30,6 @@ struct Call {
 };
 
 int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-
-template <typename T>
-struct Buffer {
-  explicit Buffer(int64_t count)
-      : memory(static_cast<T*>(std::aligned_alloc(64, rounded_up(count * sizeof(T) + 1, 64))), std::free) {}
-  T* get() const { return memory.get(); }
-  std::unique_ptr<T, void (*)(void*)> memory;
-};
 
 template <typename From, typename To>
 void copy(const From* from, To* to, int64_t count) {
@@ -96,12 +70,7 @@ struct Form {
     if constexpr (!pairs) {
       return rows;
     } else {
-      for (int64_t key = 0; key < keys; key += 2) {
-        const auto* even = reinterpret_cast<const uint16_t*>(rows + key * W);
-        const auto* odd = even + W;
-        auto* pair = reinterpret_cast<uint32_t*>(to + key * R);
-        for (int64_t column = 0; column < R; ++column) pair[column] = even[column] | uint32_t{odd[column]} << 16;
-      }
+      for (int64_t key = 0; key < keys; key += 2) pair_rows(rows + key * W, rows + (key + 1) * W, to + key * R, R);
       return to;
     }
   }
@@ -294,15 +263,15 @@ class Attention {
         parts(count_of_parts()), tile(std::min(TILE, rounded_up(std::max<int64_t>(a.T, 1), PACKED))),
         sums(parts == 1 ? 0 : a.B * M * parts * a.R), maxima(a.B * M * parts), totals(a.B * M * parts) {}
 
-  // The place in the table of a number that names no page, or -1.
-  int64_t wrong_page() const {
+  // Whether a number in the table names no page.
+  bool names_no_page() const {
     const int64_t pages = a.kr_cache ? std::min(a.kv_pages, a.kr_pages) : a.kv_pages;
     const int64_t columns = a.table && a.T > 0 ? a.T / a.page : 0;
     for (int64_t place = 0; place < a.B * columns; ++place) {
       const int64_t number = number_of_page(place / columns, place % columns);
-      if (number < -pages || number >= pages) return place;
+      if (number < -pages || number >= pages) return true;
     }
-    return -1;
+    return false;
   }
 
   void run() {
@@ -319,17 +288,18 @@ class Attention {
 };
 
 template <typename Stored, bool pairs>
-int64_t attend(const Call& call) {
+int attend(const Call& call) {
   Attention<Stored, pairs> attention(call);
-  const int64_t wrong = attention.wrong_page();
-  if (wrong < 0) attention.run();
-  return wrong;
+  if (attention.names_no_page()) return 1;
+  attention.run();
+  return 0;
 }
 
 }  // namespace
 
-// `dtype` of the pool: 0 is float32, 1 bfloat16, 2 float16. Returns -1, or where the table has a number of no page.
-extern "C" int64_t attention_over_rows(const Call* call, int64_t dtype) {
+// `dtype` of the pool: 0 is float32, 1 bfloat16, 2 float16. Returns 1, and reads nothing, if a
+// number in the table names no page; otherwise 0.
+extern "C" int attention_over_rows(const Call* call, int64_t dtype) {
   if (dtype == 0) return attend<float, false>(*call);
   if (dtype == 2) return attend<Half, false>(*call);
   if (at::native::cpublas::could_pack(at::kBFloat16)) return attend<BFloat16, true>(*call);

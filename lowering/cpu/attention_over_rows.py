@@ -1,25 +1,21 @@
 """attention_over_rows: latent_attention as one kernel, which reads only the rows of a pool that some query sees."""
 
-import ctypes
-import functools
 import struct
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.errors import MlaWarning, NoMatch
-from mla_fx.graph.torch_compilers import cpp_library
+from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
 
-from .lean import define_lean
+from .built import built
+from .lean import define_lean_on
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CALL = struct.Struct("39q3d")  # `Call` in the C++ file
@@ -31,21 +27,12 @@ def check_served(query: Tensor, kv_cache: Tensor, block_table: Tensor | None) ->
     is_paged = block_table is not None and kv_cache.dim() == 3
     if query.device.type != "cpu" or kv_cache.dtype not in DTYPES or not is_paged:
         raise NoMatch("the kernel is for CPUs, pages of rows, and at most 32 bits")
-    if kernel() is None:
+    if _library() is None:
         raise NoMatch("its C++ kernel was not built")
 
 
-@functools.cache
-def kernel() -> Any:
-    """The C++ function; None, with a warning, if it cannot be built."""
-    try:
-        library = cpp_library(Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8"))
-    except (RuntimeError, OSError) as error:  # Inductor's, of a compiler; the system's, of a library
-        cause = str(error).strip().partition("\n")[0]
-        warnings.warn(f"mla_fx: attention over pages runs without its C++ kernel: {cause}", MlaWarning, stacklevel=2)
-        return None
-    library.attention_over_rows.restype = ctypes.c_int64
-    return library.attention_over_rows
+def _library() -> Any:
+    return built(__file__, "attention over pages")
 
 
 def fake(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -54,7 +41,7 @@ def fake(a: Arguments) -> tuple[Tensor, Tensor]:
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
     """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
-    if a.kv_cache.dtype not in DTYPES or kernel() is None:  # the check of a rewrite computes in float64
+    if a.kv_cache.dtype not in DTYPES or _library() is None:  # the check of a rewrite computes in float64
         return latent_attention.body(a), latent_attention_with_lse.body(replace(a, sinks=None))[1]
     out, lse = fake(a)
     if out.numel() == 0:
@@ -63,8 +50,7 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
     query, rope, kv_cache, kr_cache, table = map(_in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
     sinks = None if a.sinks is None else a.sinks.float().contiguous()
     held = query, rope, kv_cache, kr_cache, table, _lengths(a), _mask(a), sinks, out, lse  # until the kernel has run
-    wrong = kernel()(_call(a, held), DTYPES[kv_cache.dtype])
-    if wrong >= 0:
+    if _library().attention_over_rows(_call(a, held), DTYPES[kv_cache.dtype]):
         latent_attention.check(a)  # which says what is wrong with the table
     return out, lse
 
@@ -111,7 +97,7 @@ def _strides(value: Tensor | None, count: int) -> Sequence[int]:
     return (0,) * count if value is None else value.stride()[:count]
 
 
-operator = define_lean("attention_over_rows", Arguments, run, fake, returns=("out", "lse"))
+operator = define_lean_on(Arguments, "attention_over_rows", run, fake, returns=("out", "lse"))
 
 
 def attend(a: Arguments) -> Tensor:

@@ -7,21 +7,28 @@ from typing import Any
 
 import torch
 
+from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops.common.define import NAMESPACE, on_arguments
 
 LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-def define_lean(
-    name: str, record: Any, run: Callable[[Any], Any], fake: Callable[[Any], Any], *, returns: Sequence[str]
-) -> Callable[[Any], Any]:
-    """Register `mla_fx::name` for CPUs, and return a function of the record that calls it."""
-    kernel = on_arguments(run, record)
-    arguments, _ = torch.library.infer_schema(kernel, mutates_args=()).rsplit(" -> ", 1)
+def define_lean(name: str, run: Any, fake: Any, *, returns: Sequence[str]) -> OpOverload:
+    """Register `mla_fx::name` for CPUs, with the arguments that `run` takes."""
+    arguments, _ = torch.library.infer_schema(run, mutates_args=()).rsplit(" -> ", 1)
     LIBRARY.define(f"{name}{arguments} -> ({', '.join(f'Tensor {result}' for result in returns)})")
-    LIBRARY.impl(name, kernel, "CPU")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", on_arguments(fake, record), lib=LIBRARY)
-    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    LIBRARY.impl(name, run, "CPU")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+def define_lean_on(
+    record: Any, name: str, run: Callable[[Any], Any], fake: Callable[[Any], Any], *, returns: Sequence[str]
+) -> Callable[[Any], Any]:
+    """Register an operator whose arguments are the fields of a record, and return a function of the record that calls
+    it."""
+    overload = define_lean(name, on_arguments(run, record), on_arguments(fake, record), returns=returns)
     given = [field.name for field in fields(record) if not field.kw_only]
     options = [field.name for field in fields(record) if field.kw_only]
 

@@ -10,7 +10,7 @@ from mla_fx.ops.emitted.mla_attention import Arguments, absorbed, is_absorbed, i
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
 from .attention_over_rows import attend, check_served, run
-from .lean import define_lean
+from .lean import define_lean_on
 
 OPERATOR = "mla_attention"
 
@@ -41,4 +41,4 @@ def _run(a: Arguments) -> Tensor:
     return mla_attention.kernel(a, lambda latent: run(latent)[0])
 
 
-chosen_by_call = define_lean("mla_attention_over_rows", Arguments, _run, mla_attention.fake, returns=("out",))
+chosen_by_call = define_lean_on(Arguments, "mla_attention_over_rows", _run, mla_attention.fake, returns=("out",))

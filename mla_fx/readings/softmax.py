@@ -21,7 +21,7 @@ from .constant import constant
 from .contraction import reduced, summed
 from .element import Element, element_of, operand, resolve
 from .sizes import Size, plain
-from .views import MOVERS, shape_of, traced_dim
+from .views import MOVERS, has_dim, shape_of
 
 aten = torch.ops.aten
 
@@ -64,7 +64,10 @@ def softmax(element: Element) -> Softmax:
     """Read a softmax. Raises NoMatch if `element` is not one, or if more than one of its probabilities is dropped."""
     node, index = element.node, element.index
     if node.target in SOFTMAX:
-        value, dim = args_of(node)[0], traced_dim(node, args_of(node)[1], len(index))
+        value, given = args_of(node)[:2]
+        if not has_dim(len(index), given):
+            raise NoMatch(f"dimension {given} does not exist: there are {len(index)}", node)
+        dim = given % len(index)
         columns = _columns(index, dim, node)
         return columns.of(operand(value, _along(index, dim, columns.whole)))
     if node.target is aten.where.self:

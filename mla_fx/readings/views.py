@@ -224,17 +224,16 @@ def _slice_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
 def written_slice(node: Node) -> tuple[int, tuple[Size, Size, int] | None]:
     """The dimension along which a slice_scatter writes, and its (start, stop, step) if they are known."""
     base, source = args_of(node)[:2]
-    dim = traced_dim(node, argument(node, 2, "dim", 0), len(shape_of(base)))
-    if len(shape_of(source)) != len(shape_of(base)):
+    given, rank = argument(node, 2, "dim", 0), len(shape_of(base))
+    dim = given % rank
+    if not has_dim(rank, given) or len(shape_of(source)) != rank:
         return dim, None  # raises when it runs
     return dim, slice_bounds(node, 3, shape_of(source)[dim], shape_of(base)[dim])
 
 
-def traced_dim(node: Node, dim: int, rank: int) -> int:
-    """A dimension counted from the front, for operators that are traced with any number and raise when they run."""
-    if not -rank <= dim < rank:
-        raise NoMatch(f"dimension {dim} does not exist: there are {rank}", node)
-    return dim % rank
+def has_dim(rank: int, dim: int) -> bool:
+    """Whether there is such a dimension. Some operators are traced with any number, and raise when they run."""
+    return -rank <= dim < rank
 
 
 def _every(node: Node, index: tuple[Index, ...], dim: int, start: Size, step: int) -> Place | None:
@@ -263,9 +262,9 @@ def _select_scatter(node: Node, index: tuple[Index, ...]) -> Place | None:
 
 def written_position(node: Node) -> tuple[int, Size | None]:
     """The dimension along which a select_scatter writes, and its one position if that is known."""
-    sizes = shape_of(args_of(node)[0])
-    dim, position = traced_dim(node, argument(node, 2, "dim"), len(sizes)), number(argument(node, 3, "index"))
-    return dim, _wrapped(position, sizes[dim])
+    sizes, given = shape_of(args_of(node)[0]), argument(node, 2, "dim")
+    dim, position = given % len(sizes), number(argument(node, 3, "index"))
+    return dim, _wrapped(position, sizes[dim]) if has_dim(len(sizes), given) else None
 
 
 def _copy(node: Node, index: tuple[Index, ...]) -> Place:

@@ -118,6 +118,7 @@ FOUND = {
     "a dimension that there is none of, which tracing does not refuse": (
         Mutant("plain", (("argument", "_softmax", 1, -33),)),
         Mutant("at slice", (("argument", "slice_scatter_1", 2, -30),)),
+        Mutant("axes of tables (float32)", (("argument", "slice_scatter_4", 2, -31),)),
     ),
     "a number that fills a tensor, and that its dtype rounds": (
         Mutant(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lib.operators.harness import samples
 from mla_fx.lowering.cpu import attention_over_rows as rows
+from mla_fx.lowering.cpu import built
 from torch._inductor.utils import run_and_get_code
 
 import mla_fx
@@ -208,8 +209,8 @@ def test_without_a_compiler_its_body_runs_and_a_warning_says_so(monkeypatch):
     def refuse(source):
         raise RuntimeError("no compiler\nand its log")
 
-    monkeypatch.setattr(rows, "cpp_library", refuse)
-    monkeypatch.setattr(rows, "kernel", rows.functools.cache(rows.kernel.__wrapped__))
+    monkeypatch.setattr(built, "cpp_library", refuse)
+    monkeypatch.setattr(rows, "built", built.functools.cache(built.built.__wrapped__))
     a = call(2, 2, 3, 20)
     with pytest.warns(mla_fx.MlaWarning, match="attention over pages runs without its C.. kernel: no compiler$"):
         found = rows.run(a)
@@ -221,6 +222,6 @@ def test_without_a_compiler_its_body_runs_and_a_warning_says_so(monkeypatch):
 
 @pytest.mark.slow
 def test_the_target_declares_what_cached_code_calls():
-    names = "ops.attention_over_rows, ops.mla_attention_over_rows"
+    names = "ops.attention_over_rows, ops.mla_attention_over_rows, ops.few_rows"
     script = f"import torch, mla_fx.lowering.inductor; ops = torch.ops.mla_fx; {names}"
     subprocess.run([sys.executable, "-c", script], check=True)
