@@ -4,8 +4,9 @@
 // W = R + Dr columns of a joined row.
 //
 // A task is a group of query rows of one sequence, and a part of its keys. It takes its keys tile by tile: it gathers
-// their rows from the pool once, in the form that matrix products want, and all its query rows use them. Keys that no
-// query row sees are never read. The parts of a sequence are joined by their maxima and sums.
+// their rows from the pool once, and all its query rows use them. Scores are [keys, query rows], because keys are then
+// the left side of a product, which is taken as it lies. Keys that no query row sees are never read. The parts of a
+// sequence are joined by their maxima and sums.
 
 namespace {
 
@@ -13,7 +14,7 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 constexpr int64_t TILE = 256;             // keys; measured, with BLOCK: both fit a core's own cache
 constexpr int64_t BLOCK = 128;            // query rows of one product
 constexpr int64_t GROUP_BYTES = 1 << 20;  // of the sums of one task
-constexpr int64_t PART = 512;             // keys of a part, at least: they are worth the sums that it adds
+constexpr int64_t PART = 256;             // keys of a part, at least: they are worth the sums that it adds
 constexpr int64_t PACKED = 32;            // products take a multiple of so many keys
 
 // Strides are in elements, addresses 0 where there is none.
@@ -47,6 +48,11 @@ void multiply(float* values, float factor, int64_t count) {
 // The larger one, or NaN.
 float higher(float x, float y) { return std::isnan(x) || x > y ? x : y; }
 
+// [rows, columns] as [columns, rows]
+void transpose(const float* from, float* to, int64_t rows, int64_t columns) {
+  at::vec::transpose_mxn<float>(from, columns, to, rows, static_cast<int>(rows), static_cast<int>(columns));
+}
+
 // How numbers enter products: bfloat16 with the rows of a right side in pairs, or float32.
 template <bool pairs>
 struct Form {
@@ -58,11 +64,23 @@ struct Form {
     at::native::cpublas::brgemm(m, n, k, left_row, right_row, to_row, add, left, right, to, pairs);
   }
 
-  // rows [keys, W] as the right side of `query @ rows.T`: moves of 32 bits.
-  static void transposed(const Number* rows, Number* to, int64_t keys, int64_t W) {
-    const int64_t columns = W / width;
-    at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(rows), columns, reinterpret_cast<float*>(to), keys,
-                                  static_cast<int>(keys), static_cast<int>(columns));
+  // rows [m, W] as the right side of `keys @ rows.T`: moves of 32 bits.
+  static void transposed(const Number* rows, Number* to, int64_t m, int64_t W) {
+    transpose(reinterpret_cast<const float*>(rows), reinterpret_cast<float*>(to), m, W / width);
+  }
+
+  // weights [keys, m] as the left side of `weights.T @ values`; they are used up.
+  static void left(float* weights, Number* to, int64_t keys, int64_t m) {
+    if constexpr (!pairs) {
+      transpose(weights, to, keys, m);
+    } else {
+      auto* rounded = reinterpret_cast<BFloat16*>(weights);  // a row of them ends before the next row to be read
+      for (int64_t key = 0; key < keys; ++key) copy(weights + key * m, rounded + key * m, m);
+      Buffer<float> paired(keys / 2 * m);
+      for (int64_t key = 0; key < keys; key += 2)
+        pair_rows(rounded + key * m, rounded + (key + 1) * m, reinterpret_cast<BFloat16*>(paired.get() + key / 2 * m), m);
+      transpose(paired.get(), reinterpret_cast<float*>(to), keys / 2, m);
+    }
   }
 
   // rows[:, :R] as the right side of `weights @ rows`.
@@ -151,80 +169,98 @@ class Attention {
     const int64_t keys_read = a.has_fill ? a.T : seen(b, s_last);
     const int64_t size = rounded_up((keys_read + parts - 1) / parts, tile);
     const int64_t first = std::min(keys_read, part * size), last = std::min(keys_read, first + size);
-    Buffer<Number> queries(count * W), rows(tile * W), keys(tile * W), values(pairs ? tile * a.R : 0);
+    Buffer<Number> given(count * W), queries(count * W), rows(tile * W), values(pairs ? tile * a.R : 0);
     Buffer<Number> weights(BLOCK * tile);
-    Buffer<float> scores(BLOCK * tile), own(parts == 1 ? count * a.R : 0);
+    Buffer<float> scores(BLOCK * tile), own(parts == 1 ? count * a.R : 0), maximum(count), total(count);
     const int64_t start = (b * M + first_row) * parts + part, sums_row = parts * a.R;
     float* sum = parts == 1 ? own.get() : sums.get() + start * a.R;
-    float *maximum = maxima.get() + start, *total = totals.get() + start;
-    if (a.query_is_float) gather_queries<float>(b, first_row, last_row, queries.get());
-    else gather_queries<Stored>(b, first_row, last_row, queries.get());
-    for (int64_t row = 0; row < count; ++row) {
-      maximum[row * parts] = NOTHING;
-      total[row * parts] = 0;
-      std::fill_n(sum + row * sums_row, a.R, 0.0f);
-    }
+    if (a.query_is_float) gather_queries<float>(b, first_row, last_row, given.get());
+    else gather_queries<Stored>(b, first_row, last_row, given.get());
+    for (int64_t row = 0; row < count; row += BLOCK)
+      F::transposed(given.get() + row * W, queries.get() + row * W, std::min(BLOCK, count - row), W);
+    std::fill_n(maximum.get(), count, NOTHING);
+    std::fill_n(total.get(), count, 0.0f);
+    for (int64_t row = 0; row < count; ++row) std::fill_n(sum + row * sums_row, a.R, 0.0f);
     for (int64_t t = first; t < last; t += tile) {
       const int64_t end = std::min(last, t + tile), padded = rounded_up(end - t, PACKED);
       if (hidden(b, s, s_last, t, end)) continue;
       gather(b, t, end, padded, rows.get());
-      F::transposed(rows.get(), keys.get(), padded, W);
       const Number* right = F::values(rows.get(), values.get(), padded, W, a.R);
       for (int64_t row = 0; row < count; row += BLOCK) {
         const int64_t m = std::min(BLOCK, count - row);
-        F::product(m, padded, W, queries.get() + row * W, W, keys.get(), padded, scores.get(), padded, false);
-        for (int64_t i = 0; i < m; ++i)
-          weigh(b, first_row + row + i, t, end - t, padded, scores.get() + i * padded, weights.get() + i * padded,
-                sum + (row + i) * sums_row, maximum[(row + i) * parts], total[(row + i) * parts]);
+        F::product(padded, m, W, rows.get(), W, queries.get() + row * W, m, scores.get(), m, false);
+        hide(b, first_row + row, m, t, end - t, scores.get());
+        weigh(m, end - t, padded, scores.get(), sum + row * sums_row, maximum.get() + row, total.get() + row);
+        F::left(scores.get(), weights.get(), padded, m);
         F::product(m, a.R, padded, weights.get(), padded, right, F::values_row(W, a.R), sum + row * sums_row, sums_row,
                    true);
       }
     }
     at::native::cpublas::brgemm_release(pairs);
-    for (int64_t row = 0; parts == 1 && row < count; ++row)
-      store(b * M + first_row + row, sum + row * a.R, maximum[row], total[row]);
+    for (int64_t row = 0; row < count; ++row) {
+      maxima.get()[start + row * parts] = maximum.get()[row];
+      totals.get()[start + row * parts] = total.get()[row];
+      if (parts == 1) store(b * M + first_row + row, sum + row * a.R, maximum.get()[row], total.get()[row]);
+    }
   }
 
-  // The weights of one query row for `count` keys from t on: exponentials of its scores less the maximum so far. Sums
-  // of earlier keys shrink where that maximum grows.
-  void weigh(int64_t b, int64_t row, int64_t t, int64_t count, int64_t padded, float* scores, Number* weights,
-             float* sum, float& maximum, float& total) const {
-    const int64_t shown = std::clamp<int64_t>(seen(b, row / a.N) - t, 0, count), used = a.has_fill ? count : shown;
-    multiply(scores, static_cast<float>(a.scale), shown);
-    std::fill(scores + shown, scores + used, static_cast<float>(a.fill));
-    if (a.mask) apply_mask(b, row, t, used, scores);
-    const auto largest = [](Lanes x, Lanes y) { return at::vec::maximum(x, y); };
-    const float now = used == 0 ? maximum : higher(at::vec::reduce_all<float>(largest, scores, used), maximum);
-    if (now == NOTHING || used == 0) {
-      std::memset(static_cast<void*>(weights), 0, padded * sizeof(Number));
-      return;
+  // Scales the scores [count, m] of keys t, ... and query rows from `row` on, and hides what they do not see.
+  void hide(int64_t b, int64_t row, int64_t m, int64_t t, int64_t count, float* scores) const {
+    const float other = a.has_fill ? static_cast<float>(a.fill) : NOTHING;
+    multiply(scores, static_cast<float>(a.scale), count * m);
+    for (int64_t i = 0; a.lengths && i < count; ++i) {
+      // The later a token, the more it sees: the first rows do not see this key.
+      int64_t s = std::max<int64_t>(0, t + i - seen(b, 0));
+      while (s < a.S && seen(b, s) <= t + i) ++s;
+      std::fill_n(scores + i * m, std::clamp<int64_t>(s * a.N - row, 0, m), other);
     }
-    if (now != maximum) {
-      const float shrink = std::exp(maximum - now);
-      total *= shrink;
-      multiply(sum, shrink, a.R);
-      maximum = now;
+    if (!a.mask) return;
+    for (int64_t j = 0; j < m;) {
+      const int64_t s = (row + j) / a.N, n = (row + j) % a.N;
+      const int64_t alike = a.mask_n == 0 ? std::min(m - j, a.N - n) : 1;  // heads with the same mask
+      const int64_t at = b * a.mask_b + s * a.mask_s + n * a.mask_n + t * a.mask_t;
+      for (int64_t i = 0; i < count; ++i) apply_mask(at + i * a.mask_t, other, scores + i * m + j, alike);
+      j += alike;
     }
-    const float most = static_cast<float>(a.most);
-    const auto weight = [now, most](Lanes x) { return (x - Lanes(now)).exp_u20() * Lanes(most); };
-    at::vec::map<float>(weight, scores, scores, used);
-    total += at::vec::reduce_all<float>([](Lanes x, Lanes y) { return x + y; }, scores, used);
-    std::fill(scores + used, scores + padded, 0.0f);
-    copy(scores, weights, padded);
   }
 
-  void apply_mask(int64_t b, int64_t row, int64_t t, int64_t count, float* scores) const {
-    const int64_t at = b * a.mask_b + row / a.N * a.mask_s + row % a.N * a.mask_n + t * a.mask_t;
+  // What a mask says of one key, for some query rows.
+  void apply_mask(int64_t at, float other, float* scores, int64_t count) const {
     if (a.mask_is_bool) {
-      const float other = a.has_fill ? static_cast<float>(a.fill) : NOTHING;
-      for (int64_t i = 0; i < count; ++i) scores[i] = a.mask[at + i * a.mask_t] ? scores[i] : other;
+      if (!a.mask[at]) std::fill_n(scores, count, other);
       return;
     }
-    const auto* added = reinterpret_cast<const float*>(a.mask) + at;
-    for (int64_t i = 0; i < count; ++i) {
-      const float more = added[i * a.mask_t];
-      scores[i] = more == NOTHING ? NOTHING : scores[i] + more;
+    const float more = reinterpret_cast<const float*>(a.mask)[at];
+    if (more == NOTHING) std::fill_n(scores, count, NOTHING);
+    else if (more != 0) at::vec::map<float>([more](Lanes x) { return x + Lanes(more); }, scores, scores, count);
+  }
+
+  // Scores [count, m] become weights: exponentials of the scores less the maximum of a query row so far. Sums of earlier
+  // keys shrink where that maximum grows.
+  void weigh(int64_t m, int64_t count, int64_t padded, float* scores, float* sum, float* maximum, float* total) const {
+    float now[BLOCK];
+    std::copy_n(maximum, m, now);
+    for (int64_t i = 0; i < count; ++i)
+      at::vec::map2<float>([](Lanes x, Lanes y) { return at::vec::maximum(x, y); }, now, now, scores + i * m, m);
+    for (int64_t j = 0; j < m; ++j) {
+      if (now[j] != maximum[j]) {
+        const float shrink = std::exp(maximum[j] - now[j]);
+        total[j] *= shrink;
+        multiply(sum + j * parts * a.R, shrink, a.R);
+        maximum[j] = now[j];
+      }
+      if (now[j] == NOTHING) now[j] = 0;  // no key is seen so far: weights are zero
     }
+    const auto add = [](Lanes x, Lanes y) { return x + y; };
+    const float most = static_cast<float>(a.most);
+    float more[BLOCK] = {};
+    const auto weight = [most](Lanes x, Lanes y) { return (x - y).exp_u20() * Lanes(most); };
+    for (int64_t i = 0; i < count; ++i) {
+      at::vec::map2<float>(weight, scores + i * m, scores + i * m, now, m);
+      at::vec::map2<float>(add, more, more, scores + i * m, m);
+    }
+    at::vec::map2<float>(add, total, total, more, m);
+    std::fill_n(scores + count * m, (padded - count) * m, 0.0f);
   }
 
   void join_parts(int64_t row) {

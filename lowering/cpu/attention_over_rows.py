@@ -13,20 +13,26 @@ from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
 from .built import built
 from .lean import define_lean_on
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CALL = struct.Struct("39q3d")  # `Call` in the C++ file
+MANY_SCORES = 2**17
 LARGEST = torch.finfo(torch.float32).max
 
 
 def check_served(query: Tensor, kv_cache: Tensor, block_table: Tensor | None) -> None:
-    """Raise NoMatch for a call that the kernel is not for: loops take as long for contexts in one piece (measured)."""
-    is_paged = block_table is not None and kv_cache.dim() == 3
-    if query.device.type != "cpu" or kv_cache.dtype not in DTYPES or not is_paged:
-        raise NoMatch("the kernel is for CPUs, pages of rows, and at most 32 bits")
+    """Raise NoMatch for a call that the kernel is not for. Loops are as fast for few keys in one piece, which they read
+    where they lie, and a library is for products of float32 (measured)."""
+    if query.device.type != "cpu" or kv_cache.dtype not in DTYPES or kv_cache.dim() != 3:
+        raise NoMatch("the kernel is for CPUs, caches of rows, and at most 32 bits")
+    scores = count_of_scores(query, context_of(kv_cache, block_table))
+    is_small = scores is not None and scores <= MANY_SCORES
+    if block_table is None and (is_small or kv_cache.dtype != torch.bfloat16):
+        raise NoMatch("for contexts in one piece, the kernel is for many scores of bfloat16")
     if _library() is None:
         raise NoMatch("its C++ kernel was not built")
 
