@@ -22,7 +22,6 @@ from mla_fx.commands import demo
 
 EAGER, STOCK, HAND, OURS = "HF eager", "HF compiled", "by hand", "mla_fx"
 ATTENTION = "mla_fx, fusions alone"  # weights and rows are multiplied as in stock Inductor
-PACKED = "mla_fx, packed weights"
 TOLERANCE = 1e-2
 _NUMBERS = itertools.count()
 
@@ -107,10 +106,9 @@ class Layer:
             return self.hugging_face()
         if name == HAND:
             return compiled(self.by_hand(), **options)
-        if name in (OURS, ATTENTION, PACKED):
+        if name in (OURS, ATTENTION):
             options = {"backend": mla_fx.get_backend(target="inductor", dot_products=name != ATTENTION), **options}
-        step = compiled(self.hugging_face(), **options)
-        return torch._inductor.config.patch(freezing=True)(step) if name == PACKED else step
+        return compiled(self.hugging_face(), **options)
 
 
 def compiled(step: Step, **options: Any) -> Step:
