@@ -33,13 +33,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    for tier, what in TIERS.items():
-        if config.getoption(tier):
-            continue
-        skip = pytest.mark.skip(reason=f"{what}; runs with --{tier}")
-        for item in items:
-            if item.get_closest_marker(tier):
-                item.add_marker(skip)
+    left_out = [tier for tier in TIERS if not config.getoption(tier)]
+    dropped = {item for item in items if any(item.get_closest_marker(tier) for tier in left_out)}
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_collection_finish():
