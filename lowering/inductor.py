@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -82,12 +83,13 @@ class Inductor(Target):
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""
-        if not _wants_dot_products(options):
-            return {aten._int_mm.default: _of_one_row}
-        of_rows, of_heads = _of_rows, _of_heads
-        if not is_packaging():  # there are no kernels in a package
-            of_rows, of_heads = (functools.partial(_few_rows_or, lowering) for lowering in (_of_rows, _of_heads))
-        return {aten._int_mm.default: _of_one_row, aten.mm.default: of_rows, aten.bmm.default: of_heads}
+        wants = _wants_dot_products(options)
+        by_loops = {aten.mm.default: _of_rows, aten.bmm.default: _of_heads} if wants else {}
+        kernels = functools.partial(_few_rows_or, wants and not is_packaging())
+        return {
+            name: functools.partial(kernels, other)
+            for name, other in {aten._int_mm.default: _of_one_row, **by_loops}.items()
+        }
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, but with a batched product of one batch as a plain product, which has the better kernel."""
@@ -169,12 +171,15 @@ def _wants_dot_products(options: Mapping[str, Any]) -> bool:
     return word
 
 
-def _few_rows_or(other: Lowering, rows: Tensor, weight: Tensor) -> Compiled:
-    """Lower a product of few rows and a large weight to its kernel; other products as `other` does."""
-    try:
-        return few_rows.lower(rows, weight)
-    except NoMatch:
-        return other(rows, weight)
+def _few_rows_or(
+    has_kernels: bool, other: Lowering, rows: Tensor, weight: Tensor, *, are_parameters: Sequence[bool]
+) -> Compiled:
+    """Lower a product of few rows and a large weight to its kernel; other products as `other` does. Loops read what a
+    weight is computed from, such as codes; a kernel would have it stored first."""
+    if has_kernels and are_parameters[1]:
+        with contextlib.suppress(NoMatch):
+            return few_rows.lower(rows, weight)
+    return other(rows, weight)
 
 
 def _of_rows(rows: Tensor, weight: Tensor) -> Compiled:

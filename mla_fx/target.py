@@ -145,7 +145,8 @@ class Target:
         return {}
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
-        """The lowering of plain operators, including the user's own, in graphs in which something fused."""
+        """The lowering of plain operators, including the user's own, in graphs in which something fused. It also gets
+        `are_parameters`: for each operand, whether it is a graph input or attribute, or a view of one."""
         return {}
 
     def remarks(self, graph: Graph) -> Iterable[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.ops import catalogue
 from mla_fx.readings.calls import CASTS, args_of
+from mla_fx.readings.element import is_parameter
 from mla_fx.readings.views import RESHAPES
 from mla_fx.rewriting.draft import Change, Draft, fake_of, is_value
 from mla_fx.rewriting.emitter import Apply, Emitter
@@ -38,10 +40,14 @@ def lower(
     own = {form for entry in catalogue().values() for form in (entry.overload, entry.host)}
     for operator, lowering in {**bodies, **lowerings}.items():
         for node in graph.find_nodes(op="call_function", target=operator):
-            operands = args_of(node) if operator in own else [_stored(emit, operand) for operand in args_of(node)]
-            function, refusal = _asked(node, lowering, operands)
+            operands: Sequence[Any] = args_of(node)
+            known: dict[str, Any] = {}
+            if operator not in own:
+                known["are_parameters"] = [_is_parameter(operand) for operand in operands]
+                operands = [_stored(emit, operand) for operand in operands]
+            function, refusal = _asked(node, lowering, operands, known)
             if refusal is not None and operator in bodies:
-                function, _ = _asked(node, bodies[operator], operands)
+                function, _ = _asked(node, bodies[operator], operands, {})
             if refusal is not None and operator in own:
                 outcome = "stays a call" if function is None else "becomes its body"
                 notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
@@ -86,9 +92,18 @@ def _stored(emit: Emitter, operand: Any) -> Any:
     return emit.call(operand.target, codes, *args_of(operand)[1:])
 
 
-def _asked(node: Node, lowering: Lowering, operands: Sequence[Any]) -> tuple[Compiled | None, NoMatch | None]:
+def _is_parameter(operand: Any) -> bool:
+    """Whether an operand is a graph input or attribute, or a view of one."""
+    while isinstance(operand, Node) and operand.target in VIEWS:
+        operand = args_of(operand)[0]
+    return isinstance(operand, Node) and is_parameter(operand)
+
+
+def _asked(
+    node: Node, lowering: Lowering, operands: Sequence[Any], known: Mapping[str, Any]
+) -> tuple[Compiled | None, NoMatch | None]:
     try:
-        return lowered(node, lowering, operands), None
+        return lowered(node, functools.partial(lowering, **known), operands), None
     except NoMatch as refusal:
         return None, refusal
 

@@ -189,6 +189,19 @@ def test_compiled_code_calls_it(dynamic):
             check_layer(layer, step(*given), given)
 
 
+def test_a_weight_that_the_graph_computes_is_read_by_loops():
+    """From its codes, which a kernel would have stored as numbers of 16 bits first."""
+
+    class Coded(Layer):
+        def forward(self, x, latents, keys):
+            scale = self.query.weight.abs().amax(-1, keepdim=True)
+            codes = (self.query.weight / scale * 127).to(torch.int8).to(torch.bfloat16)
+            return torch.nn.functional.linear(super().forward(x, latents, keys), codes * scale)
+
+    _, code, _ = compiled(Coded().bfloat16(), tuple(one.bfloat16() for one in inputs(4)))
+    assert code.count("= torch.ops.mla_fx.few_rows.default(") == 2
+
+
 def test_without_a_compiler_the_library_multiplies_and_a_warning_says_so(monkeypatch):
     def refuse(source):
         raise RuntimeError("no compiler\nand its log")
