@@ -74,6 +74,8 @@ def _view(result: Shape, value: Shape, *_: Any) -> Iterator[Equation]:
 def _slice(
     _: Any, value: Shape, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Iterator[Equation]:
+    if not -len(value) <= dim < len(value):
+        return  # a slice_scatter that raises when it runs
     size = value[dim]
     first, stop, _ = slice(start, end).indices(size)
     if step == 1:

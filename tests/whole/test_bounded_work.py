@@ -18,7 +18,8 @@ from mla_fx.readings.integers import integer_sum
 pytestmark = [pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning"), pytest.mark.usefixtures("no_gradients")]
 DEPTH = 24
 CALLS = 300_000  # a plain layer takes some 30,000; those of these that fuse, and are checked, up to 200,000
-SOURCES = str(Path(mla_fx.__file__).parents[1])
+ROOT = Path(mla_fx.__file__).parents[1]  # where a virtual environment may be, too
+SOURCES = tuple(f"{ROOT / folder}/" for folder in ("mla_fx", "patterns", "lowering"))
 INF = torch.inf
 
 
