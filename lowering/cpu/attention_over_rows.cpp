@@ -74,12 +74,13 @@ struct Form {
     if constexpr (!pairs) {
       transpose(weights, to, keys, m);
     } else {
-      auto* rounded = reinterpret_cast<BFloat16*>(weights);  // a row of them ends before the next row to be read
+      // Rounded, they take the first half of their memory: a row ends before the next row to be read. Pairs of them take
+      // the second half.
+      auto *rounded = reinterpret_cast<BFloat16*>(weights), *paired = rounded + keys * m;
       for (int64_t key = 0; key < keys; ++key) copy(weights + key * m, rounded + key * m, m);
-      Buffer<float> paired(keys / 2 * m);
       for (int64_t key = 0; key < keys; key += 2)
-        pair_rows(rounded + key * m, rounded + (key + 1) * m, reinterpret_cast<BFloat16*>(paired.get() + key / 2 * m), m);
-      transpose(paired.get(), reinterpret_cast<float*>(to), keys / 2, m);
+        pair_rows(rounded + key * m, rounded + (key + 1) * m, paired + key * m, m);
+      transpose(reinterpret_cast<float*>(paired), reinterpret_cast<float*>(to), keys / 2, m);
     }
   }
 
