@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lib.kernels import compiled, draw, without_a_compiler
 from lib.operators.harness import samples
 from mla_fx.lowering.cpu import attention_over_rows as rows
-from mla_fx.lowering.cpu import built
-from torch._inductor.utils import run_and_get_code
 
 import mla_fx
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse, mla_attention
@@ -23,10 +22,6 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding, at most
 POOL, PAGE, RANK, ROPE = 40, 16, 32, 8
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def call(batch, tokens, heads, columns, dtype=torch.bfloat16, **options):
@@ -129,14 +124,6 @@ def test_a_number_of_no_page_is_an_error(number):
         rows.run(a)
 
 
-def compiled(function, *inputs, dynamic=None):
-    """What it returns, and Inductor's code."""
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        step = torch.compile(function, backend="mla", fullgraph=True, dynamic=dynamic)
-        return (*run_and_get_code(step, *inputs), step)
-
-
 def over_pages(query, query_rope, pool, table, lengths):
     return torch.ops.mla_fx.latent_attention(
         query, query_rope, pool[..., :RANK], pool[..., RANK:], None, lengths, None, table, scale=0.2
@@ -160,14 +147,14 @@ def check_compiled(found, inputs):
 def test_pages_are_read_by_the_kernel_and_few_keys_by_loops():
     for columns, calls in ((20, 1), (4, 0)):
         inputs = operands(2, 2, columns)
-        found, (code,), _ = compiled(over_pages, *inputs)
+        found, code, _ = compiled(over_pages, *inputs)
         assert len(re.findall(r"= torch\.ops\.mla_fx\.attention_over_rows", code)) == calls
         assert "mla_fx.latent_attention" not in code
         check_compiled(found, inputs)
 
 
 def test_one_graph_for_every_number_of_tokens_and_pages():
-    _, (code,), step = compiled(over_pages, *operands(2, 3, 20), dynamic=True)
+    _, code, step = compiled(over_pages, *operands(2, 3, 20), dynamic=True)
     assert "attention_over_rows" in code
     with torch.compiler.set_stance("fail_on_recompile"):
         for sizes in ((3, 5, 10), (2, 30, 33), (4, 2, 2)):
@@ -194,7 +181,7 @@ def test_a_form_chosen_at_each_call(parts):
         q_nope, q_rope = draw(2, tokens, 4, 16).bfloat16(), draw(2, tokens, 4, ROPE, seed=2).bfloat16()
         return q_nope, q_rope, *caches, table, torch.tensor([100, 240])
 
-    _, (code,), step = compiled(attend, *inputs(5), dynamic=True)
+    _, code, step = compiled(attend, *inputs(5), dynamic=True)
     assert "attention_over_rows" in code
     for tokens in (1, 7, 32, 33, 90):
         q_nope, q_rope, *caches, table, lengths = inputs(tokens)
@@ -206,17 +193,13 @@ def test_a_form_chosen_at_each_call(parts):
 
 
 def test_without_a_compiler_its_body_runs_and_a_warning_says_so(monkeypatch):
-    def refuse(source):
-        raise RuntimeError("no compiler\nand its log")
-
-    monkeypatch.setattr(built, "cpp_library", refuse)
-    monkeypatch.setattr(rows, "built", built.functools.cache(built.built.__wrapped__))
+    without_a_compiler(monkeypatch, rows)
     a = call(2, 2, 3, 20)
     with pytest.warns(mla_fx.MlaWarning, match="attention over pages runs without its C.. kernel: no compiler$"):
         found = rows.run(a)
     for one, other in zip(found, latent_attention_with_lse.body(a), strict=True):
         assert torch.equal(one, other)
-    _, (code,), _ = compiled(over_pages, *operands(2, 2, 20))
+    _, code, _ = compiled(over_pages, *operands(2, 2, 20))
     assert "mla_fx.latent_attention" in code and "attention_over_rows" not in code
 
 

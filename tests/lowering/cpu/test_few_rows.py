@@ -11,8 +11,8 @@ import sys
 
 import pytest
 import torch
-from mla_fx.lowering.cpu import built, few_rows
-from torch._inductor.utils import run_and_get_code
+from lib.kernels import compiled, draw, without_a_compiler
+from mla_fx.lowering.cpu import few_rows
 
 import mla_fx
 from mla_fx.errors import NoMatch
@@ -22,10 +22,6 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 DTYPES = (torch.bfloat16, torch.float16)
 COUNTS = (1, 2, 3, 5, 8, 16)
 SHAPES = ((1, 32, 1), (1, 96, 37), (3, 64, 70), (2, 320, 300))  # products, numbers of a row, results of a row
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def by_columns(batch, inner, columns):
@@ -160,15 +156,6 @@ def inputs(batch):
     return (draw(batch, 1, 1024), draw(batch, 40, 256), draw(batch, 40, 32, seed=1))
 
 
-def compiled(layer, given, **options):
-    """What it returns, Inductor's code, and the compiled layer."""
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        step = torch.compile(layer, backend="mla", fullgraph=True, **options)
-        found, (code,) = run_and_get_code(step, *given)
-    return found, code, step
-
-
 def check_layer(layer, found, given):
     exact = layer.double()(*(one.double() for one in given))
     layer.bfloat16()
@@ -180,7 +167,7 @@ def check_layer(layer, found, given):
 def test_compiled_code_calls_it(dynamic):
     """With a symbolic number of rows, one graph serves few and many."""
     layer, given = Layer().bfloat16(), tuple(one.bfloat16() for one in inputs(4))
-    found, code, step = compiled(layer, given, dynamic=dynamic)
+    found, code, step = compiled(layer, *given, dynamic=dynamic)
     assert code.count("= torch.ops.mla_fx.few_rows.default(") >= 2
     check_layer(layer, found, given)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -198,16 +185,12 @@ def test_a_weight_that_the_graph_computes_is_read_by_loops():
             codes = (self.query.weight / scale * 127).to(torch.int8).to(torch.bfloat16)
             return torch.nn.functional.linear(super().forward(x, latents, keys), codes * scale)
 
-    compiled(Coded().bfloat16(), tuple(one.bfloat16() for one in inputs(4)))
+    compiled(Coded().bfloat16(), *(one.bfloat16() for one in inputs(4)))
     assert "mm is computed as few_rows (2 times)" in mla_fx.last_report().notes  # the layer's own two
 
 
 def test_without_a_compiler_the_library_multiplies_and_a_warning_says_so(monkeypatch):
-    def refuse(source):
-        raise RuntimeError("no compiler\nand its log")
-
-    monkeypatch.setattr(built, "cpp_library", refuse)
-    monkeypatch.setattr(few_rows, "built", built.functools.cache(built.built.__wrapped__))
+    without_a_compiler(monkeypatch, few_rows)
     rows, weight = draw(2, 64).bfloat16(), by_columns(1, 64, 70)[0].bfloat16()
     with pytest.warns(mla_fx.MlaWarning, match="a product of few rows runs without its C.. kernel: no compiler$"):
         assert torch.equal(few_rows.run(rows, weight), rows @ weight)
@@ -222,15 +205,6 @@ def test_without_a_compiler_the_library_multiplies_and_a_warning_says_so(monkeyp
 def test_on_lesser_processors(most):
     """Without AMX, without 512 bits, and without any instructions of vectors."""
     name, value = most.split("=")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "product or strides or extreme",
-    ]
+    chosen = ["-k", "product or strides or extreme"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *chosen]
     subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)

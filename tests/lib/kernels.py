@@ -1,0 +1,30 @@
+"""What the tests of C++ kernels share."""
+
+import functools
+
+import torch
+from mla_fx.lowering.cpu import built
+from torch._inductor.utils import run_and_get_code
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def compiled(function, *inputs, **options):
+    """What it returns, Inductor's code, and the compiled function."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        step = torch.compile(function, backend="mla", fullgraph=True, **options)
+        found, (code,) = run_and_get_code(step, *inputs)
+    return found, code, step
+
+
+def without_a_compiler(monkeypatch, kernel):
+    """Nothing can be built, and nothing was, for the module of a kernel."""
+
+    def refuse(source):
+        raise RuntimeError("no compiler\nand its log")
+
+    monkeypatch.setattr(built, "cpp_library", refuse)
+    monkeypatch.setattr(kernel, "built", functools.cache(built.built.__wrapped__))
