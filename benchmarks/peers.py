@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from results import Results, Row, Time, console, finish, parser
@@ -132,7 +130,7 @@ def compared(steps: list[tuple[int, int]], rounds: int) -> Iterator[tuple[Row, l
     longest = max(PROMPT, *(context for _, context in steps))
     with tempfile.TemporaryDirectory() as folder:
         sizes = config(longest)
-        Path(folder, "config.json").write_text(json.dumps(sizes.to_dict()), encoding="utf-8")
+        sizes.save_pretrained(folder)
         engine = Engine(folder, longest)
     model = Model(sizes)
     for batch, context in steps:
