@@ -41,6 +41,7 @@ CODES = (torch.int8, torch.uint8)
 FEW_ROWS = 8  # measured: with more, the library is faster despite its copies
 MOST_STREAMS = 8  # measured, for weights of 16 bits; half as many for 8 bits
 SMALL = 2**12  # multiplications; a loop takes about 40 ms more to compile, and saves about 3 us per call
+SMALL_FOR_HEADS = 2**20  # the same for a batched product, whose library call takes about 25 us; measured
 
 
 class Inductor(Target):
@@ -212,14 +213,17 @@ def _of_one_row(rows: Tensor, weight: Tensor) -> Compiled:
 def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
     """Lower a batched product of each head's rows and weights of 16 or 8 bits on a CPU. Raises NoMatch otherwise.
 
-    Weights of 16 bits are lowered if they are not contiguous, like those of keys and values in one projection. The CPU
-    library copies such weights at every call, slowly because it copies across their memory order."""
+    Weights of 16 bits are lowered if the product is small, or if they are not contiguous, like those of keys and values
+    in one projection. The CPU library copies such weights at every call, slowly because it copies across their memory
+    order."""
     is_fixed = all(isinstance(number, int) for number in (*weights.shape, *weights.stride()))
     if weights.device.type != "cpu" or not is_fixed or not _are_narrow(rows, weights):
         raise NoMatch("Inductor's own product is for other devices, dtypes and symbolic sizes")
-    if weights.dtype not in CODES and (weights.is_contiguous() or weights.mT.is_contiguous()):
+    is_few = isinstance(rows.shape[1], int) and 0 < rows.shape[1] <= FEW_ROWS
+    is_small = is_few and math.prod((*weights.shape, rows.shape[1])) <= SMALL_FOR_HEADS
+    if not is_small and weights.dtype not in CODES and (weights.is_contiguous() or weights.mT.is_contiguous()):
         raise NoMatch("a library reads such weights in their own layout")
-    if isinstance(rows.shape[1], int) and 0 < rows.shape[1] <= FEW_ROWS:
+    if is_few:
         return sums_for_rows
     if weights.stride(1) != 1:
         raise NoMatch("a library copies such weights fast enough")

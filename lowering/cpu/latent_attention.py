@@ -14,7 +14,7 @@ from ..loops.latent_attention import from_copies
 from .attention_over_rows import attend, check_served
 
 OPERATOR = "latent_attention"
-FEW_SCORES = 2**11  # measured: with fewer, a call takes longer than loops that are compiled with what is around them
+FEW_SCORES = 2**13  # measured: with fewer, a call takes longer than loops that are compiled with what is around them
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
