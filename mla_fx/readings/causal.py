@@ -191,9 +191,9 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
         return [], [compared if holds else opposite(compared)]
     if node.target in TRIANGLES and holds:
         return [(operand(args_of(node)[0], index), True)], [_in_triangle(node, index)]
-    if node.target in TRIANGLES and _always(args_of(node)[0]) is True:
+    if node.target in TRIANGLES and always(args_of(node)[0]) is True:
         return [], [opposite(_in_triangle(node, index))]
-    if _always(node) is holds:
+    if always(node) is holds:
         return [], []
     raise NoMatch(f"{name_of(node)} does not compare positions", node)
 
@@ -206,7 +206,7 @@ def _in_triangle(node: Node, index: tuple[Index, ...]) -> IntegerSum:
     return upper_left.plus(lower_right, -1)
 
 
-def _always(node: Node) -> bool | None:
+def always(node: Node) -> bool | None:
     """The value of a condition that is the same everywhere."""
     if node.target in FILLED:
         return bool(FILLED[node.target])

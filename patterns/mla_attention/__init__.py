@@ -54,7 +54,8 @@ from mla_fx.rule import (
 from mla_fx.rule.codes import quantised_product, quantised_up_projection, scaled_by
 from mla_fx.rule.indices import Axes, at_most, product
 from mla_fx.rule.operands import (
-    LATENT_ATTENTION,
+    WITH_LSE,
+    WITHOUT_LSE,
     ByHoisting,
     Call,
     Cast,
@@ -214,8 +215,7 @@ class MlaAttention(Rule):
             out: Expression = Call(torch.ops.mla_fx.mla_attention.default, *operands, scale=scale, **options)
         else:
             query = made("query", "b s n c") if keys == "absorbed" else Inlined(absorb_query, query_and_weight())
-            without, with_lse = LATENT_ATTENTION
-            call = Call(with_lse if lses else without, query, *context, *masks, scale=scale, **options)
+            call = Call(WITH_LSE if lses else WITHOUT_LSE, query, *context, *masks, scale=scale, **options)
             out = Call(operator.getitem, call, 0) if lses else call
             if values == "expanded":
                 out = Inlined(expand_output, (out, made("weight_uv", "n v c")))

@@ -9,7 +9,7 @@ from mla_fx.__main__ import main
 from mla_fx.passes.chosen_keys import chosen_keys
 
 KEYS, EXPERTS = 6, 5
-SAID = "is not fused, and fused attention reads all keys under a mask of the chosen ones: it has no sparse form"
+SAID = "is not fused, and fused attention reads all keys under a mask of the chosen ones"
 INDEXERS = "layers.0.attn.indexer", "layers.1.attn.indexer"
 
 

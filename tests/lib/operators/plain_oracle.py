@@ -183,6 +183,21 @@ def oracle_latent_sums(query, query_rope, kv, kr, mask, lens=None, sinks=None, t
     return oracle_sums(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
 
 
+def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sinks=None, table=None, *, scale):
+    """Attention to all keys, in which the chosen ones alone are visible."""
+    batch, steps, heads, _ = query.shape
+    context = oracle_context(kv, table).shape[1]
+    visible = torch.zeros(batch, heads, steps, context).bool()
+    for b, s in itertools.product(range(batch), range(steps)):
+        for key in indices[b, s, 0].tolist():
+            visible[b, :, s, key] |= key >= 0
+    if lens is not None:
+        visible = visible & oracle_visible(lens.expand(batch), steps, context)
+    if mask is not None:
+        visible = visible & mask if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
+    return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, scale=scale)
+
+
 def oracle_rows(x, gamma, *, epsilon, gamma_after_cast=False):
     return (torch.stack([oracle_norm(row, gamma, epsilon) for row in x.reshape(-1, len(gamma))]).view(x.shape),)
 
@@ -202,6 +217,7 @@ ORACLES = {
     "mla_attention": oracle_mla,
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
+    "sparse_latent_attention": oracle_sparse,
 }
 # For each result that is an updated cache, the argument that holds the old one.
 CACHES = {"mla_prolog": {2: 10, 3: 11}, "kv_rmsnorm_rope_cache": {0: 5, 1: 6}}

@@ -1,0 +1,146 @@
+"""sparse_latent_attention: attention of absorbed queries over the latents of chosen keys."""
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, check_tensors, readable
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.sample import Sampler
+
+from . import latent_attention
+from .attention import check_mask, check_rotary
+from .pages import check_contexts, context_of
+
+
+@dataclass(frozen=True)
+class Arguments:
+    query: Tensor
+    query_rope: Tensor | None
+    kv_cache: Tensor
+    kr_cache: Tensor | None
+    indices: Tensor
+    mask: Tensor | None = None
+    context_lens: Tensor | None = None
+    sinks: Tensor | None = None
+    block_table: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+
+
+def body(a: Arguments) -> Tensor:
+    """The attention of `latent_attention`, in which each query sees no keys but those it chose::
+
+        t   = indices[b, s, 0]
+        out = softmax((query . kv_cache[t] + query_rope . kr_cache[t]) * scale + mask[t]) . kv_cache[t]
+
+    query, query_rope, kv_cache, kr_cache, scale, mask, context_lens, sinks and block_table are those of
+    `latent_attention`, and mean the same; masks have no `fill`. indices, int64 or int32 [B, S, 1, K], are numbers of
+    tokens in the context of the sequence, below T, in any order. A negative number is no key, wherever it is. A key
+    that is named twice counts twice. All heads see the same keys, as far as the mask allows.
+
+    A row without visible keys gives zeros. No more than K rows of a context are read for a query. Caches with a gap
+    between sequences are copied, so give the whole of one, with lengths, and not a slice.
+
+    Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
+    """
+    return latent_attention.body(over_rows(a)).view(a.query.shape)
+
+
+def over_rows(a: Arguments) -> latent_attention.Arguments:
+    """The same as latent_attention of B * S sequences with one token each, whose pages are single rows."""
+    batch, steps = a.query.shape[:2]
+    keys, context = a.indices.squeeze(2), context_of(a.kv_cache, a.block_table)
+    is_key = (keys >= 0).unsqueeze(2)
+    keys = keys.clamp(min=0).to(torch.int64)
+    rows = torch.arange(steps, device=keys.device).unsqueeze(-1)
+    if a.context_lens is not None:
+        is_key = is_key & (keys <= rows + (a.context_lens - steps).view(-1, 1, 1)).unsqueeze(2)
+    mask = is_key
+    if a.mask is not None:
+        given = a.mask[(None,) * (4 - a.mask.dim())].transpose(1, 2)
+        given = given.expand(batch, steps, given.shape[2], context)
+        given = given.gather(-1, keys.unsqueeze(2).expand(-1, -1, given.shape[2], -1))
+        mask = is_key & given if given.dtype == torch.bool else given.masked_fill(~is_key, -torch.inf)
+    return latent_attention.Arguments(
+        a.query.flatten(0, 1).unsqueeze(1),
+        None if a.query_rope is None else a.query_rope.flatten(0, 1).unsqueeze(1),
+        _rows(a.kv_cache),
+        None if a.kr_cache is None else _rows(a.kr_cache),
+        mask.flatten(0, 1).unsqueeze(2),
+        None,
+        a.sinks,
+        _places(a, keys, context).flatten(0, 1),
+        scale=a.scale,
+    )
+
+
+def _rows(cache: Tensor) -> Tensor:
+    """[B, T, width] or [BlockNum, BlockSize, width] -> [rows, 1, width]."""
+    return cache.flatten(0, 1).unsqueeze(1)
+
+
+def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
+    """The rows of all contexts, or of all pages, that hold the keys [B, S, K]."""
+    if a.block_table is None:
+        return keys + context * torch.arange(keys.shape[0], device=keys.device).view(-1, 1, 1)
+    blocks, size = a.kv_cache.shape[:2]
+    page = a.block_table.to(torch.int64).gather(1, (keys // size).flatten(1)).view(keys.shape)
+    return page.remainder(blocks) * size + keys % size
+
+
+def check(a: Arguments) -> None:
+    check_tensors(vars(a), free=("sinks",), skip=("indices", "mask", "context_lens", "block_table"))
+    if a.kv_cache.dim() == 4:
+        raise ValueError(f"kv_cache has shape {list(a.kv_cache.shape)}; chosen rows are not read out of FRACTAL_NZ.")
+    sizes: Sizes = {}
+    check_letters(a, sizes, query="B, S, N, Hckv")
+    check_rotary("query_rope", a, sizes)
+    check_contexts(a, sizes)
+    check_letters(a, sizes, indices="B, S, 1, K")
+    check_dtype("indices", a.indices, INTEGERS)
+    check_mask(a.mask, a.context_lens, False, None, sizes)
+    check_letters(a, sizes, sinks="N")
+    if readable(a.indices) and a.indices.numel() > 0 and (largest := int(a.indices.max())) >= sizes["T"]:
+        raise ValueError(f"indices hold {largest}; they must be below {sizes['T']}, the length of the contexts.")
+
+
+def fake(a: Arguments) -> Tensor:
+    return a.query.new_empty(a.query.shape)
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Keys in any order, none in some places, and none for a row; bool and additive masks, of all heads and of each,
+    lengths, no rotary part, sinks, pages, one token."""
+    options = {"scale": 0.3}
+    allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
+    yield Sample("indices", chosen(latent_attention.sample(dtype, 0, 3)), options)
+    yield Sample("indices, one token", chosen(latent_attention.sample(dtype, 1, 1)), options)
+    yield Sample("bool mask", chosen(latent_attention.sample(dtype, 2, 3, allowed)), options)
+    bias = Sampler(dtype, 3).normal(2, 3, 3, 5)
+    yield Sample("additive mask", chosen(latent_attention.sample(dtype, 3, 3, bias)), options)
+    lens = torch.tensor([5, 3])
+    yield Sample("context_lens", (*chosen(latent_attention.sample(dtype, 4, 3)), lens), options)
+    bare = latent_attention.without_rope(latent_attention.sample(dtype, 5, 3))
+    yield Sample("no rotary part", chosen(bare), options)
+    sinks = Sampler(dtype, 6).normal(3)
+    yield Sample("sinks", (*chosen(latent_attention.sample(dtype, 6, 3)), None, sinks), options)
+    args, options = latent_attention.paged_sample(dtype, 7, 3)
+    yield Sample("block_table", (*chosen(args[:5], 640, 40), torch.tensor([600, 70]), None, args[-1]), options)
+
+
+def chosen(args: tuple[Any, ...], context: int = 5, count: int = 4) -> tuple[Any, ...]:
+    """The arguments of latent_attention with `count` keys for each query. Every third is none, as are all of one."""
+    query, query_rope, kv_cache, kr_cache, mask = args
+    batch, steps = query.shape[:2]
+    draw = torch.Generator().manual_seed(steps)
+    indices = torch.rand(batch, steps, 1, context, generator=draw).argsort(-1)[..., :count]
+    indices[:, :, :, 1::3] = -1
+    indices[0, steps // 2] = -1
+    return query, query_rope, kv_cache, kr_cache, indices, mask
+
+
+operator = define("sparse_latent_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples)

@@ -1,0 +1,144 @@
+"""Attention under a mask of the keys that each query chose, as attention that reads no others.
+
+    latent_attention(..., mask) -> sparse_latent_attention(..., indices, mask)
+
+DeepSeek Sparse Attention chooses keys by the top-k of an indexer's scores, and hides all others. The mask stays an
+operand, read at the chosen keys alone, because it may hide some of them: a key that comes after its query is chosen
+where a query sees fewer keys than it may choose.
+
+Where hidden scores have a finite number, a row that sees no key averages over all of them, chosen or not, and is left
+as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fx.cases import B, Case, Layer, N, S, T
+from mla_fx.rule import ByDesign, CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
+from mla_fx.rule.indices import Size, axes, composite, fresh
+from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, tensor
+from mla_fx.rule.readings import Reading, args_of, choices, named_argument, options_of, selection, shape_of
+
+MORE = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less (measured on a CPU)
+SPARSE = torch.ops.mla_fx.sparse_latent_attention.default
+CHOSEN = 4
+
+
+class _Chosen(Layer):
+    """DeepSeek V3.2: the indices of a top-k are scattered into a mask."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.hidden(self.chosen(self.wishes(latent) + mask)).unsqueeze(1)
+        return super().attend(q_nope, q_rope, latent, k_rope, mask.masked_fill(hidden, -torch.inf))
+
+    def wishes(self, latent: Tensor) -> Tensor:
+        """Index scores, [B, S, T]."""
+        return torch.sin(latent.sum(-1) * torch.arange(1, S + 1).unsqueeze(-1))
+
+    def chosen(self, wishes: Tensor) -> Tensor:
+        return wishes.topk(CHOSEN, dim=-1).indices
+
+    def hidden(self, indices: Tensor) -> Tensor:
+        return indices.new_ones(B, S, T, dtype=torch.bool).scatter(-1, indices, False)
+
+
+class _Shown(_Chosen):
+    """What is seen, and not what is hidden."""
+
+    def hidden(self, indices: Tensor) -> Tensor:
+        return ~torch.zeros(B, S, T, dtype=torch.bool).scatter_(-1, indices.int().long(), True)
+
+
+class _Added(_Chosen):
+    """DeepSeek's own code: zeros are scattered into minus infinity."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        indices = self.chosen(self.wishes(latent) + mask)
+        added = torch.full((B, S, T), -torch.inf).scatter_(-1, indices, 0)
+        return Layer.attend(self, q_nope, q_rope, latent, k_rope, added.unsqueeze(1))
+
+
+class _ChosenAreHidden(_Chosen):
+    def hidden(self, indices: Tensor) -> Tensor:
+        return ~super().hidden(indices)
+
+
+class _NamedTwice(_Chosen):
+    def chosen(self, wishes: Tensor) -> Tensor:
+        return super().chosen(wishes) // 2
+
+
+class _Many(_Chosen):
+    def chosen(self, wishes: Tensor) -> Tensor:
+        return wishes.topk(CHOSEN + 1, dim=-1).indices
+
+
+class _Filled(_Chosen):
+    """A row that sees no key averages over all of them."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.hidden(self.chosen(self.wishes(latent) + mask)).unsqueeze(1)
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * 0.3
+        return scores.masked_fill(hidden | (mask < 0), -1e4).softmax(-1) @ value
+
+
+class _OfEachHead(_Chosen):
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        wishes = self.wishes(latent).unsqueeze(1) * torch.arange(1, N + 1).view(-1, 1, 1) + mask
+        hidden = torch.ones(B, N, S, T, dtype=torch.bool).scatter(-1, self.chosen(wishes), False)
+        return Layer.attend(self, q_nope, q_rope, latent, k_rope, mask.masked_fill(hidden, -torch.inf))
+
+
+class ChosenKeys(Rule):
+    stage = "context"
+    after = ("paged_context",)
+    targets = (WITHOUT_LSE,)
+    pattern = CallPattern({"query": Operand("bsnc", var("query")), "kv_cache": Operand("xyc", var("kv_cache"))})
+    yields_to_target = True
+    accepts = tuple(
+        Case(name, build, {"mla_prolog": 1, "sparse_latent_attention": 1})
+        for name, build in (("hidden", _Chosen), ("shown", _Shown), ("added", _Added))
+    )
+    rejects = (
+        Case("the chosen are hidden", _ChosenAreHidden, because="does not hide the keys that were not chosen"),
+        Case("a key named twice", _NamedTwice, because="is not the indices of a top-k, so it may name a key twice"),
+        Case("most keys", _Many, because="attention to all 16 keys costs less than to 5 chosen ones"),
+        Case("a finite fill", _Filled, because="a row that sees no key averages over all keys"),
+        Case("of each head", _OfEachHead, because="each head chooses keys of its own"),
+    )
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        masked = ((node, named_argument(node, "mask")) for node in super().anchors(graph))
+        return (node for node, mask in masked if isinstance(mask, Node) and any(choices(mask)))
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        return (match.read("attention", Reading(anchor)) for match in super().bindings(anchor, nearest))
+
+    def rewrite(self, match: Match) -> Plan:
+        call = match.reading(Reading, "attention").node
+        mask = named_argument(call, "mask")
+        if options_of(call).get("fill") is not None:
+            raise NoMatch("a row that sees no key averages over all keys, and not over chosen ones", call)
+        b, s, n = match.dims("b s n")
+        found = selection(mask, (composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])))
+        _check_pays(found.count, shape_of(mask)[-1], call)
+        if found.keys.axes & set(n):
+            raise NoMatch("each head chooses keys of its own", found.node)
+        chosen = axes(found.chosen, "chosen keys", found.node)
+        indices = tensor(found.keys, (b, s, (), chosen), expand=True)
+        query, query_rope, kv_cache, kr_cache, *_ = args_of(call)
+        sinks, table = (named_argument(call, name) for name in ("sinks", "block_table"))
+        operands = query, query_rope, kv_cache, kr_cache, indices, mask, None, sinks, table
+        return Plan(Replacement(call, Call(SPARSE, *operands, scale=options_of(call)["scale"])))
+
+
+def _check_pays(count: Size, keys: Size, call: Node) -> None:
+    """Where a size is known at run time only, a target may choose then."""
+    if isinstance(count, int) and isinstance(keys, int) and keys < MORE * count:
+        raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones", call)

@@ -1,0 +1,91 @@
+"""Attention to chosen keys is the kernel for attention over rows, whose pages are the chosen rows.
+
+The oracle is the body of the operator in float64, over the same numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lib.kernels import compiled, draw
+from mla_fx.lowering.cpu.sparse_latent_attention import over_all
+
+from mla_fx.ops.emitted import latent_attention, sparse_latent_attention
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+BATCH, HEADS, KEYS, CHOSEN, PAGE, RANK, ROPE = 2, 20, 96, 40, 16, 32, 8
+KERNEL = "torch.ops.mla_fx.attention_over_rows.default"
+
+
+def call(tokens, *, is_paged=False, **options):
+    """Arguments over one pool, in which a row has both parts. Some places have no key, and one row has none at all."""
+    count = KEYS // PAGE
+    pool = draw(3 * count, PAGE, RANK + ROPE).bfloat16()
+    table = torch.randperm(3 * count, generator=torch.Generator().manual_seed(0))[: BATCH * count].view(BATCH, count)
+    pool = pool if is_paged else pool[table].flatten(1, 2)
+    queries = (draw(BATCH, tokens, HEADS, width, seed=1).bfloat16() for width in (RANK, ROPE))
+    indices = draw(BATCH, tokens, 1, KEYS, seed=2).argsort(-1)[..., :CHOSEN].to(torch.int32)
+    indices[..., 3::7] = -1
+    indices[0, tokens - 1] = -1
+    given = {"block_table": table if is_paged else None, "scale": 0.2, **options}
+    return sparse_latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], indices, **given)
+
+
+CALLS = {
+    "one token": call(1),
+    "three tokens": call(3),
+    "pages": call(3, is_paged=True),
+    "lengths": call(3, context_lens=torch.tensor([70, 90])),
+    "lengths of pages": call(1, is_paged=True, context_lens=torch.tensor([30, 96])),
+    "condition": call(3, mask=draw(3, KEYS) > -1),
+    "numbers of each head": call(3, mask=draw(BATCH, HEADS, 3, KEYS)),
+    "sinks": call(1, sinks=draw(HEADS)),
+    "a key that is named twice": replace(call(3), indices=call(3).indices.clamp(max=60)),
+    "no rotary part": replace(call(3), query_rope=None, kr_cache=None),
+}
+
+
+def error(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_code_calls_the_kernel(name):
+    a = CALLS[name]
+    given = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
+
+    def attend(**tensors):
+        return sparse_latent_attention.operator.overload(**{**vars(a), **tensors})
+
+    found, code, _ = compiled(lambda tensors: attend(**tensors), given)
+    doubled = {name: value.double() for name, value in given.items() if value.is_floating_point()}
+    exact = sparse_latent_attention.body(replace(a, **doubled))
+    assert KERNEL in code
+    assert error(found, exact) <= 2 * error(sparse_latent_attention.body(a), exact) + 2**-8
+
+
+def test_symbolic_sizes_choose_at_each_call():
+    """All keys are read where most are chosen."""
+    whole = call(1)
+
+    def attend(query, query_rope, kv_cache, kr_cache, indices):
+        return torch.ops.mla_fx.sparse_latent_attention(query, query_rope, kv_cache, kr_cache, indices, scale=0.2)
+
+    def operands(keys, chosen):
+        indices = torch.where(whole.indices < keys, whole.indices, -1)[..., :chosen].contiguous()
+        caches = (cache[:, :keys].contiguous() for cache in (whole.kv_cache, whole.kr_cache))
+        return whole.query, whole.query_rope, *caches, indices
+
+    _, code, step = compiled(attend, *operands(96, 40), dynamic=True)
+    assert "sparse_attention_over_rows" in code
+    for sizes in ((90, 12), (96, 7), (70, 20)):
+        given = operands(*sizes)
+        wanted = sparse_latent_attention.body(sparse_latent_attention.Arguments(*given, scale=0.2))
+        torch.testing.assert_close(step(*given), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_all_keys_under_a_mask_are_the_same(name):
+    a = CALLS[name]
+    exact = sparse_latent_attention.body(a).double()
+    assert error(latent_attention.body(over_all(a)), exact) <= 2**-7

@@ -1,0 +1,137 @@
+"""Which masks hide all keys but chosen ones, and which near twins do not."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mla_fx.errors import NoMatch
+from mla_fx.readings.axes import fresh
+from mla_fx.readings.selection import NONE, choices, selection
+
+QUERIES, KEYS, CHOSEN = 2, 12, 3
+
+
+def chosen(scores):
+    return scores.topk(CHOSEN, dim=-1).indices
+
+
+def filled(number, like):
+    return torch.full_like(like, number, dtype=torch.bool)
+
+
+def hidden(scores):
+    return ~filled(True, scores).scatter(-1, chosen(scores), False)
+
+
+def shown(scores):
+    return filled(False, scores).scatter_(-1, chosen(scores).int().long(), True)
+
+
+def shown_beside_a_condition(scores):
+    return (torch.arange(KEYS) <= torch.arange(QUERIES).unsqueeze(-1) + 8) & shown(scores)
+
+
+def neither_hidden(scores):
+    return ~(filled(True, scores).scatter(-1, chosen(scores), False) | (scores > 1))
+
+
+def numbers(scores):
+    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), 0.0)
+
+
+def where_shown(scores):
+    return torch.where(shown(scores), scores, -torch.inf)
+
+
+def filled_where_hidden(scores):
+    return scores.masked_fill(~shown(scores), -torch.inf)
+
+
+def of_unsorted(scores):
+    return filled(False, scores).scatter(-1, scores.topk(CHOSEN, -1, True, False)[1], True)
+
+
+ACCEPTED = (
+    hidden, shown, shown_beside_a_condition, neither_hidden, numbers, where_shown, filled_where_hidden, of_unsorted
+)  # fmt: skip
+
+
+def the_contrary(scores):
+    return ~shown(scores)
+
+
+def or_another_condition(scores):
+    return shown(scores) | (scores > 1)
+
+
+def finite(scores):
+    return torch.full_like(scores, -1e4).scatter(-1, chosen(scores), 0.0)
+
+
+def a_condition_as_numbers(scores):
+    return torch.where(shown(scores), 0.0, -1e4)
+
+
+def named_twice(scores):
+    return filled(False, scores).scatter(-1, chosen(scores) // 2, True)
+
+
+def shown_later(scores):
+    mask = shown(scores)
+    mask[..., -1] = True
+    return mask
+
+
+def of_half_the_keys(scores):
+    return filled(False, scores).scatter(-1, chosen(scores[..., : KEYS // 2]), True)
+
+
+def along_the_queries(scores):
+    return filled(False, scores).scatter(0, scores.topk(1, dim=0).indices, True)
+
+
+def of_the_first_query(scores):
+    return filled(False, scores).scatter(-1, chosen(scores)[:1], True)
+
+
+def in_another_place(scores):
+    return filled(False, scores).scatter(-1, chosen(scores), True).roll(1, -1)
+
+
+def values(scores):
+    return filled(False, scores).scatter(-1, scores.topk(CHOSEN)[0].long().clamp(0, 5), True)
+
+
+REFUSED = {
+    the_contrary: "does not hide the keys that were not chosen",
+    or_another_condition: NONE,
+    finite: "does not hide the keys that were not chosen",
+    a_condition_as_numbers: NONE,
+    named_twice: "is not the indices of a top-k, so it may name a key twice",
+    shown_later: NONE,
+    of_half_the_keys: "the top-k chooses among other things than keys",
+    along_the_queries: "does not write along the keys",
+    of_the_first_query: "writes for some of the queries",
+    in_another_place: NONE,
+    values: "is not the indices of a top-k, so it may name a key twice",
+}
+
+
+def read(mask_of):
+    """The graph of a mask [S, T], and the mask."""
+    traced = make_fx(torch.func.functionalize(mask_of), tracing_mode="fake")(torch.randn(QUERIES, KEYS))
+    mask = traced.graph.output_node().args[0]
+    return selection(mask, tuple(map(fresh, (1, 1, QUERIES, KEYS)))), mask
+
+
+@pytest.mark.parametrize("mask_of", ACCEPTED)
+def test_the_chosen_keys_are_read(mask_of):
+    found, mask = read(mask_of)
+    assert found.count == CHOSEN
+    assert found.keys.origin.args[0] in choices(mask)
+
+
+@pytest.mark.parametrize("mask_of", REFUSED)
+def test_twins_are_refused(mask_of):
+    with pytest.raises(NoMatch, match=REFUSED[mask_of]):
+        read(mask_of)

@@ -1,0 +1,57 @@
+"""Families whose indexer chooses keys: attention reads no others, and `generate` says what eager mode says."""
+
+import pytest
+import torch
+from lib.families import tiny_model
+from transformers import DynamicCache, StaticCache
+
+import mla_fx
+
+CHOSEN, STEPS, MOST = 4, 24, 32  # keys, decode steps, the length of a cache
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2")
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in SPARSE[1:]]
+
+
+def generated(model, step, cache):
+    """Greedy tokens of a prompt and of decode steps that cross the number of keys that a token may choose."""
+    torch._dynamo.reset()
+    tokens, found = torch.randint(3, 100, (2, CHOSEN - 3), generator=torch.Generator().manual_seed(0)), []
+    with torch.no_grad():
+        for _ in range(STEPS):
+            tokens = step(input_ids=tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
+            found.append(tokens)
+    return torch.cat(found, 1)
+
+
+def stored(cache):
+    """All caches, those of indexers, too."""
+    names = ("keys", "values", "indexer_keys")
+    found = (getattr(layer, name, None) for layer in cache.layers for name in names)
+    return [value for value in found if value is not None]
+
+
+def check(model, cache_of, **options):
+    caches = cache_of(), cache_of()
+    backend = mla_fx.get_backend(target="reference")
+    wanted = generated(model, model, caches[0])
+    with mla_fx.report() as report:
+        found = generated(model, torch.compile(model, backend=backend, **options), caches[1])
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(stored(caches[1]), stored(caches[0]))
+    assert any(hasattr(layer, "indexer_keys") for layer in caches[0].layers)
+    return report
+
+
+@pytest.mark.parametrize("family", [SPARSE[0], *SLOW])
+def test_static_caches(family):
+    model = tiny_model(family, index_topk=CHOSEN)
+    report = check(model, lambda: StaticCache(config=model.config, max_cache_len=MOST), dynamic=False)
+    assert report.fused["sparse_latent_attention"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SPARSE[:1])
+def test_growing_caches(family):
+    model = tiny_model(family, index_topk=CHOSEN)
+    report = check(model, lambda: DynamicCache(config=model.config))
+    assert report.fused["sparse_latent_attention"] > 0
