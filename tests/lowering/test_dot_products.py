@@ -113,10 +113,21 @@ def decoded(batch, *, is_traced=True, **options):
 @pytest.fixture
 def nothing_is_small(monkeypatch):
     monkeypatch.setattr(inductor, "SMALL", 0)
+    monkeypatch.setattr(inductor, "SMALL_FOR_HEADS", 0)
 
 
 def test_products_of_few_numbers_are_loops():
     assert any(note.startswith("mm is computed as small_products (") for note in decoded(1))
+
+
+def test_batched_products_of_few_rows_and_numbers_are_loops(monkeypatch):
+    assert "bmm is computed as sums_for_rows (5 times)" in decoded(2)
+    rows, weights = torch.randn(3, 8, 16).bfloat16(), torch.randn(3, 16, 32).bfloat16()
+    assert inductor._of_heads(rows, weights) is sums_for_rows
+    monkeypatch.setattr(inductor, "SMALL_FOR_HEADS", 3 * 8 * 16 * 32 - 1)
+    for few, others in ((rows, weights), (torch.randn(3, 9, 16).bfloat16(), weights[..., :4].contiguous())):
+        with pytest.raises(NoMatch, match="a library reads such weights in their own layout"):
+            inductor._of_heads(few, others)
 
 
 @pytest.mark.parametrize("rows", [torch.randn(1, 12).double(), torch.randn(0, 12), torch.randn(9, 12)])

@@ -20,7 +20,8 @@ from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
 
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
-    *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "mla_attention", "rms_norm", "rope")),
+    *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention")),
+    *cases(DTYPES, ("mla_attention", "rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
 
@@ -288,6 +289,14 @@ REFUSALS = {
         (change(3, drop), "query_rope is given and kr_cache is None"),
         (option(sinks=torch.zeros(4)), r"sinks has shape \[4\]; it must be \[N\] = \[3\]"),
         (option(sinks=torch.zeros(3).long()), "sinks has dtype torch.int64"),
+    ],
+    "sparse_latent_attention": [
+        (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\] or \[BlockNum,"),
+        (change(4, lambda i: i[:, :, 0]), r"indices has shape \[2, 3, 4\]; it must be \[B, S, 1, K\]"),
+        (change(4, lambda i: i[:1]), r"indices has shape \[1, 3, 1, 4\]"),
+        (change(4, torch.Tensor.float), "indices has dtype torch.float32; allowed: torch.int32, torch.int64"),
+        (change(4, lambda i: i + 5), "indices hold 9; they must be below 5, the length of the contexts"),
+        (change(5, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
     ],
     "mla_attention": [
         (change(0, lambda q: q[0]), r"q_nope has shape \[3, 3, 8\]; it must be \[B, S, N, D\]"),

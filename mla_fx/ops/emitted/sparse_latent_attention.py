@@ -95,7 +95,8 @@ def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
 def check(a: Arguments) -> None:
     check_tensors(vars(a), free=("sinks",), skip=("indices", "mask", "context_lens", "block_table"))
     if a.kv_cache.dim() == 4:
-        raise ValueError(f"kv_cache has shape {list(a.kv_cache.shape)}; chosen rows are not read out of FRACTAL_NZ.")
+        shown = f"kv_cache has shape {list(a.kv_cache.shape)}; it must be [B, T, Hckv] or [BlockNum, BlockSize, Hckv]"
+        raise ValueError(f"{shown}: chosen rows are not read out of FRACTAL_NZ.")
     sizes: Sizes = {}
     check_letters(a, sizes, query="B, S, N, Hckv")
     check_rotary("query_rope", a, sizes)
