@@ -82,15 +82,6 @@ class Layer:
         config = self.config
         return 2 * batch * config.num_attention_heads * context * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
 
-    def hugging_face(self) -> Step:
-        attention = self.attention
-
-        def step(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-            output: Tensor = attention(x, (cos, sin), mask, past_key_values=cache)[0]
-            return output
-
-        return step
-
     def by_hand(self) -> Step:
         absorbed = HandAbsorbed(self.attention)
 
@@ -103,12 +94,22 @@ class Layer:
     def way(self, name: str, **options: Any) -> Step:
         """A variant compiled by torch.compile with these options."""
         if name == EAGER:
-            return self.hugging_face()
+            return hugging_face(self.attention)
         if name == HAND:
             return compiled(self.by_hand(), **options)
         if name in (OURS, ATTENTION):
             options = {"backend": mla_fx.get_backend(target="inductor", dot_products=name != ATTENTION), **options}
-        return compiled(self.hugging_face(), **options)
+        return compiled(hugging_face(self.attention), **options)
+
+
+def hugging_face(attention: Any) -> Step:
+    """A layer of transformers as a step."""
+
+    def step(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        output: Tensor = attention(x, (cos, sin), mask, past_key_values=cache)[0]
+        return output
+
+    return step
 
 
 def compiled(step: Step, **options: Any) -> Step:

@@ -15,7 +15,7 @@ import statistics
 from typing import Any
 
 import torch
-from layer import OURS, STOCK, Variant, compiled
+from layer import OURS, STOCK, Variant, compiled, hugging_face
 from results import Results, Row, Time, console, finish, parser, without_caches
 from torch import Tensor
 from transformers import DeepseekV32Config
@@ -51,28 +51,22 @@ def rewind(cache: Any) -> None:
     cache.layers[0].indexer_cumulative_length.fill_(cache.layers[0].max_cache_len - 1)
 
 
-def step_of(attention: Any) -> Any:
-    def step(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        output: Tensor = attention(x, (cos, sin), mask, past_key_values=cache)[0]
-        return output
-
-    return step
-
-
 @torch.no_grad()
 def race(attention: Any, context: int, rounds: int) -> dict[str, float]:
     """Median milliseconds of each variant."""
     torch._dynamo.reset()
     config = attention.config
     latents, keys = demo.random_latents(config, context), torch.randn(1, context, config.index_head_dim)
-    exact = Variant(EXACT, step_of(copy.deepcopy(attention).float()), filled(attention, latents, keys, torch.float32))
+    reference = hugging_face(copy.deepcopy(attention).float())
+    exact = Variant(EXACT, reference, filled(attention, latents, keys, torch.float32))
     backends = {
         OURS: mla_fx.get_backend(target="inductor"),
         DENSE: mla_fx.get_backend(target="inductor", disable=("chosen_keys",)),
         STOCK: "inductor",
     }
+    step, bf16 = hugging_face(attention), torch.bfloat16
     variants = [
-        Variant(name, compiled(step_of(attention), backend=backend), filled(attention, latents, keys, torch.bfloat16))
+        Variant(name, compiled(step, backend=backend), filled(attention, latents, keys, bf16))
         for name, backend in backends.items()
     ]
     mask, angles = torch.ones(1, 1, 1, context, dtype=torch.bool), torch.rand(1, 1, config.qk_rope_head_dim // 2) * 6

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, N, S, T
+from mla_fx.ops.emitted.sparse_latent_attention import PAYS
 from mla_fx.rule import ByDesign, CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.indices import Size, axes, composite, fresh
 from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, tensor
 from mla_fx.rule.readings import Reading, args_of, choices, named_argument, options_of, selection, shape_of
 
-MORE = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less (measured on a CPU)
 SPARSE = torch.ops.mla_fx.sparse_latent_attention.default
 CHOSEN = 4
 
@@ -99,7 +99,7 @@ class ChosenKeys(Rule):
     stage = "context"
     after = ("paged_context",)
     targets = (WITHOUT_LSE,)
-    pattern = CallPattern({"query": Operand("bsnc", var("query")), "kv_cache": Operand("xyc", var("kv_cache"))})
+    pattern = CallPattern({"query": Operand("bsnc", var("query"))})
     yields_to_target = True
     accepts = tuple(
         Case(name, build, {"mla_prolog": 1, "sparse_latent_attention": 1})
@@ -140,5 +140,5 @@ class ChosenKeys(Rule):
 
 def _check_pays(count: Size, keys: Size, call: Node) -> None:
     """Where a size is known at run time only, a target may choose then."""
-    if isinstance(count, int) and isinstance(keys, int) and keys < MORE * count:
+    if isinstance(count, int) and isinstance(keys, int) and keys < PAYS * count:
         raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones", call)

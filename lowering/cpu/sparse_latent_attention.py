@@ -11,13 +11,12 @@ from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.emitted import latent_attention, sparse_latent_attention
 from mla_fx.ops.emitted.attention import as_mask, masked
 from mla_fx.ops.emitted.pages import context_of
-from mla_fx.ops.emitted.sparse_latent_attention import Arguments, over_rows
+from mla_fx.ops.emitted.sparse_latent_attention import PAYS, Arguments, over_rows
 
 from .attention_over_rows import attend, check_served, run
 from .lean import define_lean_on
 
 OPERATOR = "sparse_latent_attention"
-MORE = 4  # times as many keys as are chosen: with fewer, reading all of them costs less; measured
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
@@ -45,7 +44,7 @@ def over_all(a: Arguments) -> latent_attention.Arguments:
 
 
 def _run(a: Arguments) -> Tensor:
-    if context_of(a.kv_cache, a.block_table) < MORE * a.indices.shape[-1]:
+    if context_of(a.kv_cache, a.block_table) < PAYS * a.indices.shape[-1]:
         return run(over_all(a))[0]
     return run(over_rows(a))[0].view(a.query.shape)
 

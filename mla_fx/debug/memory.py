@@ -165,8 +165,8 @@ def sizes_of_caches(call: Node) -> Iterator[tuple[Any, Any]]:
     pages = next((values[name].numel() for name in TABLES & values.keys()), None)
     for name in CACHES & values.keys():
         cache = values[name]
-        count = cache.numel() if pages is None else math.prod(cache.shape[1:]) * pages
-        count = count if chosen is None else cache.shape[-1] * chosen.numel()
+        read = cache.numel() if pages is None else math.prod(cache.shape[1:]) * pages
+        count = read if chosen is None else cache.shape[-1] * chosen.numel()
         yield count * cache.element_size(), _size(cache)
 
 

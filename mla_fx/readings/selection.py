@@ -139,7 +139,7 @@ def _hides(base: Node, value: object, is_seen: bool) -> bool:
     """Whether keys are hidden where nothing is written. A condition that is written must show them: hiding the chosen
     ones is the contrary."""
     if base.meta["val"].dtype == torch.bool:
-        return always(base) is not is_seen and always(base) is not None and bool(value) is is_seen
+        return always(base) is (not is_seen) and bool(value) is is_seen
     return constant(base) == -math.inf
 
 
