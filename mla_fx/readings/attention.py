@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +91,12 @@ class Attention(Reading):
     @property
     def fill(self) -> float | None:
         """The number that masked logits are; None for minus infinity."""
-        return next((mask.fill for mask in self.masks if mask.fill not in (None, -math.inf)), None)
+        return fill_of(self.masks)
+
+
+def fill_of(masks: Iterable[Mask]) -> float | None:
+    """The number that masked scores are; None for minus infinity."""
+    return next((mask.fill for mask in masks if mask.fill not in (None, -math.inf)), None)
 
 
 def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
@@ -131,7 +136,7 @@ def attention(node: Node) -> Attention:
     keys = of_axis(found.axis)
     if weighted.over != (keys,):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
-    scores, masks = _logits(found.logits, allowance())
+    scores, masks = logits(found.logits, allowance())
     for mask in masks:
         if holds_codes(mask.element):
             how = "expected latents that are dequantised: codes times scales"
@@ -203,8 +208,8 @@ def _first_user(node: Node, wanted: Set[object], steps: Set[object]) -> Node | N
     return next((user for user in users if user.target in wanted), None)
 
 
-def _logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
-    """Read the logits as products of queries and keys, and masks: first the numbers that are added, then the fills."""
+def logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
+    """Read scores before a softmax or a top-k as products of queries and keys, and masks: first the numbers that are added, then the fills."""
     total = as_sum(element, budget)
     if total.constant:
         raise NoMatch("a number is added to the attention scores", element.origin)
@@ -245,7 +250,7 @@ def _why_no_score(masks: list[Mask]) -> str:
 def _masked_scores(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
     """Read the logits under a fill; None if the filled value is a mask without scores."""
     try:
-        return _logits(element, budget)
+        return logits(element, budget)
     except NoMatch:
         spend(budget, element.origin)  # raises the original reason if the logits are too long
         return None

@@ -1,7 +1,7 @@
 """Readings of what no word reads: a rule asks for them itself."""
 
 from mla_fx.matching.match import OperandAxes
-from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
+from mla_fx.readings.attention import Attention, anchors, attention, fill_of, weighted_sum
 from mla_fx.readings.calls import CASTS, args_of, named_argument, operands_of, options_of
 from mla_fx.readings.codes.dequantised import Dequantised
 from mla_fx.readings.constant import rounded
@@ -15,6 +15,7 @@ from mla_fx.readings.element import (
     is_coarser,
     is_parameter,
 )
+from mla_fx.readings.index_scores import TOPK, IndexScores, has_index_scores, index_scores
 from mla_fx.readings.log_sum_exp import LogSumExp, beside, log_sum_exp, logarithms
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.paged import Paged
@@ -27,10 +28,11 @@ from mla_fx.readings.softmax import LOGARITHMS
 from mla_fx.readings.views import seams, shape_of, written_slice
 
 __all__ = [
-    "CASTS", "LOGARITHMS", "Attention", "Contraction", "Dequantised", "Element", "LogSumExp", "OperandAxes", "Paged",
-    "Reading", "RmsNorm", "Rope", "Table", "anchors", "args_of", "attention", "beside", "choices", "computed_between",
-    "computed_from", "down_projection", "element_of", "has_8_bits", "is_cached_per_head", "is_coarser",
-    "is_parameter", "is_projected_from", "log_sum_exp", "logarithms", "named_argument", "operands_of", "options_of",
-    "parted_at", "rank", "rms_norm", "rope", "rounded", "same_value", "seams", "seems_low_rank", "segments",
-    "selection", "shape_of", "weighted_sum", "written_slice",
+    "CASTS", "LOGARITHMS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores", "LogSumExp",
+    "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Table", "anchors", "args_of", "attention", "beside",
+    "choices", "computed_between", "computed_from", "down_projection", "element_of", "fill_of", "has_8_bits",
+    "has_index_scores", "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from",
+    "log_sum_exp", "logarithms", "named_argument", "operands_of", "options_of", "parted_at", "rank", "rms_norm", "rope",
+    "rounded", "same_value", "seams", "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum",
+    "written_slice",
 ]  # fmt: skip

@@ -1,0 +1,150 @@
+"""lightning_index: the keys that the indexer of DeepSeek Sparse Attention chooses for each query."""
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops.common.sizes import statically_known_true
+
+from .attention import aligned, as_mask, check_mask, masked
+from .pages import check_block_table, context_of, gathered
+from .tiled_attention import goes_by_tiles, mask_of_rows, row_tiles
+
+
+@dataclass(frozen=True)
+class Arguments:
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+    mask: Tensor | None = None
+    context_lens: Tensor | None = None
+    block_table: Tensor | None = None
+    _: KW_ONLY
+    sparse_count: int
+    scale: float = 1.0
+    fill: float | None = None
+
+
+def body(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The keys with the largest scores of an indexer, and their scores::
+
+        score[b, s, t] = scale * sum over n of weights[b, s, n] * relu(query[b, s, n] . key[b, t]) + mask[b, 0, s, t]
+
+    query is [B, S, N, D], key [B, T, D] of the same dtype, bfloat16, float16, float32 or float64. weights, [B, S, N],
+    may have any floating dtype. Scores are float32 (float64 for float64).
+
+    mask broadcasts to [B, 1, S, T]: bool, where True may be chosen, or floating and added. context_lens, int64 [B] or
+    [1], is the number of keys that the last row sees; each row before it sees one less. At most one of the two is
+    given. The score of a hidden key is `fill`, or minus infinity if that is None; it may be anything before that, even
+    NaN. With a block_table, int64 or int32 [B, Blocks], key is pages [BlockNum, BlockSize, D], and T is Blocks *
+    BlockSize.
+
+    Returns indices, int32 [B, S, 1, sparse_count], and values in the dtype of weights: the numbers of the keys with the
+    largest scores, largest first, and these scores. With fewer than sparse_count keys in the context, the numbers that
+    follow are -1, and their values minus infinity. A hidden key comes last, and only where a row sees fewer keys than
+    it may choose. Which of equal scores is chosen, and in which order, is not defined, as in torch.topk.
+
+    The source is `torch_npu.npu_lightning_indexer`. Raises ValueError for arguments that do not fit. Inference only.
+    """
+    return chosen(scores(a), a)
+
+
+def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The same by tiles of query rows, if there are many."""
+    context = context_of(a.key, a.block_table)
+    if not goes_by_tiles(a.query, context):
+        return body(a)
+    mask = as_mask(a.mask, a.context_lens, False, a.query, context)
+    parts = [body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)]
+    indices, values = zip(*parts, strict=True)
+    return torch.cat(indices, 1), torch.cat(values, 1)
+
+
+def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Arguments:
+    part = replace(a, query=a.query[:, first:last], weights=a.weights[:, first:last], context_lens=None)
+    return replace(part, mask=mask_of_rows(mask, first, last))
+
+
+def scores(a: Arguments) -> Tensor:
+    """[B, S, 1, T]."""
+    wide = accumulation_dtype(a.query.dtype)
+    key = a.key if a.block_table is None else gathered(a.key, a.block_table)
+    products = a.query.to(wide) @ key.to(wide).mT.unsqueeze(1)
+    weighed = a.weights.to(wide).unsqueeze(2) @ products.relu() * a.scale
+    mask = as_mask(a.mask, a.context_lens, False, a.query, key.shape[1])
+    return weighed if mask is None else masked(weighed, aligned(mask, rows_first=True), a.fill)
+
+
+def chosen(found: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
+    """The numbers and values of the largest scores [B, S, 1, T]."""
+    count, context = a.sparse_count, found.shape[-1]
+    if not statically_known_true(count <= context):
+        count = torch.sym_min(count, context)
+    values, indices = found.topk(count, -1)
+    indices, values, missing = indices.to(torch.int32), values.to(a.weights.dtype), a.sparse_count - count
+    if statically_known_true(missing == 0):
+        return indices, values
+    return pad(indices, (0, missing), value=-1), pad(values, (0, missing), value=-torch.inf)
+
+
+def check(a: Arguments) -> None:
+    check_tensors(vars(a), free=("weights",), skip=("mask", "context_lens", "block_table"))
+    sizes: Sizes = {}
+    check_letters(a, sizes, query="B, S, N, D", weights="B, S, N")
+    check_letters(a, sizes, key="B, T, D" if a.block_table is None else "BlockNum, BlockSize, D")
+    if a.block_table is not None:
+        check_block_table(a, sizes, "key")
+    check_mask(a.mask, a.context_lens, False, a.fill, {**sizes, "N": 1})
+    if statically_known_true(a.sparse_count < 1):
+        raise ValueError(f"sparse_count is {a.sparse_count}; it must be 1 or more.")
+
+
+def fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    shape = *a.query.shape[:2], 1, a.sparse_count
+    return a.query.new_empty(shape, dtype=torch.int32), a.weights.new_empty(shape)
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """One token and several, bool and additive masks, a fill, lengths, pages, fewer keys than may be chosen."""
+    allowed = torch.arange(12) <= torch.arange(3).unsqueeze(-1) + 7
+    options = {"sparse_count": 4, "scale": 0.3}
+    yield Sample("no mask", sample(dtype, 0, 1), options)
+    yield Sample("no mask, several tokens", sample(dtype, 1, 3), options)
+    yield Sample("bool mask", (*sample(dtype, 2, 3), allowed), options)
+    yield Sample("bool mask, fill", (*sample(dtype, 3, 3), allowed), {**options, "fill": -7.5, "sparse_count": 11})
+    yield Sample("additive mask", (*sample(dtype, 4, 3), Sampler(dtype, 4).normal(2, 1, 3, 12)), options)
+    lens = torch.tensor([12, 5])
+    yield Sample("context_lens", (*sample(dtype, 5, 3), None, lens), options)
+    yield Sample("fewer keys", sample(dtype, 6, 3), {"sparse_count": 16})
+    table = torch.tensor([[3, 0, -2], [1, 1, 2]])
+    query, _, weights = sample(dtype, 7, 3)
+    pages = Sampler(dtype, 8).normal(5, 4, query.shape[-1])
+    yield Sample("block_table", (query, pages, weights, None, lens, table), options)
+
+
+def sample(dtype: torch.dtype, seed: int, steps: int) -> tuple[Any, ...]:
+    """Query, keys and weights of both signs. With so many heads, no two keys have no positive product, hence scores of
+    zero."""
+    batch, heads, context, width = 2, 16, 12, 8
+    draw = Sampler(dtype, seed)
+    return draw.normal(batch, steps, heads, width), draw.normal(batch, context, width), draw.normal(batch, steps, heads)
+
+
+operator = define(
+    "lightning_index",
+    Arguments,
+    body,
+    returns=("indices", "values"),
+    check=check,
+    fake=fake,
+    samples=samples,
+    kernel=kernel,
+)

@@ -1,0 +1,118 @@
+"""The scores by which an indexer chooses keys: products of queries and keys, of which negative ones count as zero,
+weighed and summed up over heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+
+from .algebra import allowance
+from .attention import Mask, logits
+from .axes import Axis, Index
+from .calls import args_of, argument
+from .constant import constant
+from .contraction import Contraction, contraction
+from .element import Element, operand, resolve
+from .reading import Reading
+from .views import fresh_index
+
+aten = torch.ops.aten
+TOPK = aten.topk.default
+CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
+RELU = "a sum over heads of weights times relu(query . key)"
+
+
+@dataclass(frozen=True)
+class IndexScores(Reading):
+    """The largest of `factor * sum over heads of weights * relu(query . key)` under masks, chosen among `keys`.
+
+    The scores are read at `rows` and `keys`; `dim` is the place of the keys among them."""
+
+    rows: tuple[Index, ...]
+    keys: Index
+    query: Element
+    key: Element
+    weights: Element
+    heads: tuple[Index, ...]
+    columns: tuple[Index, ...]
+    masks: tuple[Mask, ...]
+    factor: float
+    dim: int
+
+
+def index_scores(topk: Node) -> IndexScores:
+    """Read what `topk` chooses from. Raises NoMatch with the reason unless these are the scores of an indexer."""
+    scores = args_of(topk)[0]
+    index = fresh_index(scores)
+    dim = argument(topk, 2, "dim", -1) % len(index)
+    keys, rows = index[dim], index[:dim] + index[dim + 1 :]
+    if not argument(topk, 3, "largest", True):
+        raise NoMatch("the keys with the smallest scores are chosen", topk)
+    if keys.axis is None:
+        raise NoMatch("a key is chosen among one", topk)
+    sums, masks = _sums(scores, index)
+    if len(sums) != 1:
+        raise NoMatch(f"the index scores are {len(sums)} products, expected {RELU}", topk)
+    factor, weights, product = _weighed(sums[0])
+    query, key = _sides(product, keys.axis, sums[0].axes)
+    if keys.axis in weights.axes:
+        raise NoMatch("the weights of the index scores depend on the key", weights.origin)
+    over = sums[0].over, product.over
+    return IndexScores(topk, rows, keys, query, key, weights, *over, masks, factor * product.factor, dim)
+
+
+def has_index_scores(topk: Node) -> bool:
+    """Whether a top-k chooses from sums of products that relu made positive, masked or not."""
+    scores = args_of(topk)[0]
+    try:
+        sums, _ = _sums(scores, fresh_index(scores))
+    except NoMatch:
+        return False
+    return any(_of_relu(side) is not None for each in sums for side in (each.left, each.right))
+
+
+def _sums(scores: Node, index: tuple[Index, ...]) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
+    try:
+        return logits(resolve(scores, index), allowance())
+    except NoMatch as miss:
+        raise NoMatch(f"keys are chosen by {name_of(scores)}, expected {RELU}", scores) from miss
+
+
+def _weighed(found: Contraction) -> tuple[float, Element, Contraction]:
+    """The factor and the weights of a sum over heads, and the product of query and key behind relu."""
+    for weights, side in ((found.left, found.right), (found.right, found.left)):
+        inner = _of_relu(side)
+        if inner is None:
+            continue
+        product = contraction(inner)
+        if product.factor < 0:
+            raise NoMatch(f"relu is of products times {product.factor:.6g}, expected a positive number", side.origin)
+        return found.factor, weights, product
+    raise NoMatch(f"the index scores are sums of {name_of(found.right.origin)}, expected {RELU}", found.node)
+
+
+def _of_relu(side: Element) -> Element | None:
+    """What an element is the relu of, if it is one."""
+    node = side.origin
+    if node.target is aten.relu.default:
+        return operand(args_of(node)[0], side.index)
+    if node.target not in CLAMPS or constant(argument(node, 1, "min")) != 0:
+        return None
+    is_bounded = node.target is aten.clamp.default and argument(node, 2, "max") is not None
+    return None if is_bounded else operand(args_of(node)[0], side.index)
+
+
+def _sides(product: Contraction, keys: Axis, heads: tuple[Axis, ...]) -> tuple[Element, Element]:
+    """The query and the key of a product."""
+    sides = product.left, product.right
+    query, key = sides if keys in product.right.axes else reversed(sides)
+    if keys in query.axes or keys not in key.axes:
+        raise NoMatch("the index scores are no product of a query and a key", product.node)
+    if key.axes & {*heads}:
+        raise NoMatch("the indexer has keys of each head, expected keys that all heads share", key.origin)
+    return query, key

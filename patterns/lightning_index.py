@@ -1,0 +1,173 @@
+"""The scores of an indexer and the top-k that chooses keys by them, as one operator.
+
+    sum over heads of weights relu(query . key) + mask, topk -> lightning_index(query, key, weights, mask)
+
+In plain code the scores of each head are a value [B, S, N, T] in float32, which is larger than all else that a layer
+computes. The operator never holds it. Keys, queries and weights stay as the program computes them, so an indexer may
+rotate, normalise and transform them as it likes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fx.cases import HE, B, Case, Layer, S, T
+from mla_fx.rule import Match, NearestMiss, Plan, Rule
+from mla_fx.rule.indices import Axes, Index, axes, fresh
+from mla_fx.rule.operands import ATTENTION, Call, joined_masks, replacing, result, tensor
+from mla_fx.rule.readings import (
+    TOPK,
+    IndexScores,
+    args_of,
+    choices,
+    fill_of,
+    has_index_scores,
+    index_scores,
+    named_argument,
+    shape_of,
+)
+
+LIGHTNING = torch.ops.mla_fx.lightning_index.default
+HEADS, WIDTH, CHOSEN = 8, 6, 4
+RELU = "expected a sum over heads of weights times relu(query . key)"
+
+
+class _Indexed(Layer):
+    """DeepSeek V3.2, in its own spelling and in others. The indexer's keys are not cached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        widths = HEADS * WIDTH, WIDTH, HEADS
+        weights = (torch.randn(HE, width, generator=draw) * HE**-0.5 for width in widths)
+        self.index_q, self.index_k, self.index_w = map(torch.nn.Parameter, weights)
+        self.register_buffer("index_keys", torch.randn(B, T, WIDTH, generator=draw))
+        self.index_keys: Tensor
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
+        self.indexed = self.operands(x, position)
+        return super().forward(x, cos, sin, position)
+
+    def operands(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, S, N, D], keys [B, T, D] and weights [B, S, N]."""
+        self.index_keys.index_copy_(1, position, x @ self.index_k)
+        return (x @ self.index_q).unflatten(-1, (HEADS, WIDTH)), self.index_keys, x @ self.index_w
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        chosen = (self.scores(*self.indexed) + mask).topk(CHOSEN, dim=-1).indices
+        hidden = mask.new_ones(B, S, T, dtype=torch.bool).scatter(-1, chosen, False).unsqueeze(1)
+        return super().attend(q_nope, q_rope, latent, k_rope, mask.masked_fill(hidden, -torch.inf))
+
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        """[B, S, T]."""
+        products = torch.relu(torch.matmul(query, keys.mT.unsqueeze(1)) * WIDTH**-0.5)
+        return torch.matmul((weights * HEADS**-0.5).unsqueeze(-2), products).squeeze(-2)
+
+
+class _Einsum(_Indexed):
+    """vLLM and SGLang: heads first, sums of products."""
+
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        products = torch.einsum("bshd,btd->bhst", query, keys).clamp(min=0)
+        return (products * weights.mT.unsqueeze(-1)).sum(1)
+
+
+class _ScaledLast(_Indexed):
+    """Hunyuan 4: the factor follows relu, and it is negative here."""
+
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        return torch.einsum("bsht,bsh->bst", torch.einsum("bshd,btd->bsht", query, keys).relu(), weights) * -0.2
+
+
+class _NoRelu(_Indexed):
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        return torch.einsum("bsht,bsh->bst", torch.einsum("bshd,btd->bsht", query, keys).tanh(), weights)
+
+
+class _WeightsInside(_Indexed):
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        return (torch.einsum("bshd,btd->bsht", query, keys) * weights.unsqueeze(-1)).relu().sum(2)
+
+
+class _NegativeInside(_Indexed):
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        return super().scores(query * -1.0, keys, weights)
+
+
+class _KeysOfHeads(_Indexed):
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        shifts = torch.arange(HEADS).view(-1, 1, 1)
+        products = torch.einsum("bshd,bhtd->bsht", query, (keys.unsqueeze(1) + shifts).sin())
+        return torch.einsum("bsht,bsh->bst", products.relu(), weights)
+
+
+class _Smallest(_Indexed):
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        chosen = (self.scores(*self.indexed) - mask).topk(CHOSEN, dim=-1, largest=False).indices
+        hidden = mask.new_ones(B, S, T, dtype=torch.bool).scatter(-1, chosen, False).unsqueeze(1)
+        return Layer.attend(self, q_nope, q_rope, latent, k_rope, mask.masked_fill(hidden, -torch.inf))
+
+
+FUSED = {"mla_prolog": 1, "sparse_latent_attention": 1, "lightning_index": 1}
+
+
+class LightningIndex(Rule):
+    stage = "context"
+    after = ("chosen_keys",)
+    targets = (TOPK,)
+    yields_to_target = True
+    accepts = tuple(
+        Case(name, build, FUSED)
+        for name, build in (("products", _Indexed), ("einsum", _Einsum), ("scaled last", _ScaledLast))
+    )
+    rejects = (
+        Case("no relu", _NoRelu, because=RELU),
+        Case("weights inside", _WeightsInside, because=RELU),
+        Case("negative inside", _NegativeInside, because="relu is of products times -0.408248"),
+        Case("keys of each head", _KeysOfHeads, because="the indexer has keys of each head"),
+        Case("the smallest", _Smallest, because="the keys with the smallest scores are chosen"),
+    )
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        calls = (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target))
+        masks = (named_argument(call, "mask") for call in calls)
+        by_attention = {node for mask in masks if isinstance(mask, Node) for node in choices(mask)}
+        return (node for node in super().anchors(graph) if node in by_attention or has_index_scores(node))
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        yield Match().read("scores", index_scores(anchor))
+
+    def rewrite(self, match: Match) -> Plan:
+        found = match.reading(IndexScores, "scores")
+        parts = found.rows, (found.keys,), found.heads, found.columns
+        rows, t, n, d = (_axes(part, found.node) for part in parts)
+        b = tuple(axis for axis in rows if axis in found.key.axes)
+        s = tuple(axis for axis in rows if axis not in b)
+        query, key = found.query.stored, found.key.stored
+        dtype = torch.promote_types(query.dtype, key.dtype)
+        results = {place: node for node in found.node.users if (place := args_of(node)[1]) in (0, 1)}
+        count = shape_of(next(iter(results.values())))[found.dim]
+        call = Call(
+            LIGHTNING,
+            tensor(query, (b, s, n, d), dtype=dtype, expand=True),
+            tensor(key, (b, t, d), dtype=dtype),
+            tensor(found.weights, (b, s, n), expand=True),
+            joined_masks(found.masks, (b, (), s, t)),
+            sparse_count=count,
+            scale=found.factor,
+            fill=fill_of(found.masks),
+        )
+        chosen = fresh(count)
+        index = (*found.rows[: found.dim], chosen, *found.rows[found.dim :])
+        roles = b, s, (), axes(chosen, "chosen keys", found.node)
+        news = ((node, Call(operator.getitem, call, 1 - place)) for place, node in results.items())
+        return Plan(*(replacing(node, index, result(new, roles)) for node, new in news))
+
+
+def _axes(places: tuple[Index, ...], node: Node) -> Axes:
+    return tuple(axis for place in places for axis in axes(place, "a dimension of the index scores", node))
