@@ -2,9 +2,9 @@
 
     latent_attention(..., mask) -> sparse_latent_attention(..., indices, mask)
 
-DeepSeek Sparse Attention chooses keys by the top-k of an indexer's scores, and hides all others. The mask stays an
-operand, read at the chosen keys alone, because it may hide some of them: a key that comes after its query is chosen
-where a query sees fewer keys than it may choose.
+DeepSeek Sparse Attention chooses keys by the top-k of an indexer's scores, and hides all others. What else is in the
+mask stays an operand, read at the chosen keys alone, because it may hide some of them: a key that comes after its query
+is chosen where a query sees fewer keys than it may choose. Where all keys are chosen, nothing chooses any more.
 
 Where hidden scores have a finite number, a row that sees no key averages over all of them, chosen or not, and is left
 as it is.
@@ -21,8 +21,8 @@ from torch.fx import Graph, Node
 from mla_fx.cases import B, Case, Layer, N, S, T
 from mla_fx.ops.emitted.sparse_latent_attention import PAYS
 from mla_fx.rule import ByDesign, CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
-from mla_fx.rule.indices import Size, axes, composite, fresh
-from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, tensor
+from mla_fx.rule.indices import Size, axes, composite, extent, fresh
+from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, joined_masks, tensor
 from mla_fx.rule.readings import Reading, args_of, choices, named_argument, options_of, selection, shape_of
 
 SPARSE = torch.ops.mla_fx.sparse_latent_attention.default
@@ -126,16 +126,20 @@ class ChosenKeys(Rule):
         if options_of(call).get("fill") is not None:
             raise NoMatch("a row that sees no key averages over all keys, and not over chosen ones", call)
         b, s, n = match.dims("b s n")
-        found = selection(mask, (composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])))
-        _check_pays(found.count, shape_of(mask)[-1], call)
+        index = composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])
+        found = selection(mask, index)
         if found.keys.axes & set(n):
             raise NoMatch("each head chooses keys of its own", found.node)
-        chosen = axes(found.chosen, "chosen keys", found.node)
-        indices = tensor(found.keys, (b, s, (), chosen), expand=True)
+        beside = joined_masks(found.beside, (b, n, s, axes(index[-1], "keys", mask)))
         query, query_rope, kv_cache, kr_cache, *_ = args_of(call)
-        sinks, table = (named_argument(call, name) for name in ("sinks", "block_table"))
-        operands = query, query_rope, kv_cache, kr_cache, indices, mask, None, sinks, table
-        return Plan(Replacement(call, Call(SPARSE, *operands, scale=options_of(call)["scale"])))
+        scale, (sinks, table) = options_of(call)["scale"], (named_argument(call, name) for name in ("sinks", "block_table"))
+        operands = query, query_rope, kv_cache, kr_cache
+        if found.count == extent(index[-1]):
+            new = Call(call.target, *operands, beside, None, sinks, table, scale=scale)
+            return Plan(Replacement(call, new), without=(found.keys.origin,))
+        _check_pays(found.count, extent(index[-1]), call)
+        indices = tensor(found.keys, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
+        return Plan(Replacement(call, Call(SPARSE, *operands, indices, beside, None, sinks, table, scale=scale)))
 
 
 def _check_pays(count: Size, keys: Size, call: Node) -> None:

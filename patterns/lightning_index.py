@@ -25,6 +25,7 @@ from mla_fx.rule.readings import (
     IndexScores,
     args_of,
     choices,
+    computed_from,
     fill_of,
     has_index_scores,
     index_scores,
@@ -134,10 +135,8 @@ class LightningIndex(Rule):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        calls = (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target))
-        masks = (named_argument(call, "mask") for call in calls)
-        by_attention = {node for mask in masks if isinstance(mask, Node) for node in choices(mask)}
-        return (node for node in super().anchors(graph) if node in by_attention or has_index_scores(node))
+        asked = frozenset(_asked_by_attention(graph))
+        return (node for node in super().anchors(graph) if node in asked or has_index_scores(node))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         yield Match().read("scores", index_scores(anchor))
@@ -167,6 +166,14 @@ class LightningIndex(Rule):
         roles = b, s, (), axes(chosen, "chosen keys", found.node)
         news = ((node, Call(operator.getitem, call, 1 - place)) for place, node in results.items())
         return Plan(*(replacing(node, index, result(new, roles)) for node, new in news))
+
+
+def _asked_by_attention(graph: Graph) -> Iterator[Node]:
+    """The calls of topk whose indices or masks a fused attention reads."""
+    for call in (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target)):
+        mask, indices = (named_argument(call, name) for name in ("mask", "indices"))
+        yield from choices(mask) if isinstance(mask, Node) else ()
+        yield from computed_from(indices, lambda node: node.target is TOPK) if isinstance(indices, Node) else ()
 
 
 def _axes(places: tuple[Index, ...], node: Node) -> Axes:

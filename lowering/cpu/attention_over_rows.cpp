@@ -10,7 +10,6 @@
 
 namespace {
 
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 constexpr int64_t TILE = 256;             // keys; measured, with BLOCK: both fit a core's own cache
 constexpr int64_t BLOCK = 128;            // query rows of one product
 constexpr int64_t GROUP_BYTES = 1 << 20;  // of the sums of one task
@@ -30,71 +29,12 @@ struct Call {
   double scale, fill, most;
 };
 
-int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-
-template <typename From, typename To>
-void copy(const From* from, To* to, int64_t count) {
-  if constexpr (std::is_same_v<From, To>) {
-    std::memcpy(to, from, count * sizeof(To));
-  } else {
-    at::vec::convert<From, To>(from, to, count);
-  }
-}
-
 void multiply(float* values, float factor, int64_t count) {
   at::vec::map<float>([factor](Lanes x) { return x * Lanes(factor); }, values, values, count);
 }
 
 // The larger one, or NaN.
 float higher(float x, float y) { return std::isnan(x) || x > y ? x : y; }
-
-// [rows, columns] as [columns, rows]
-void transpose(const float* from, float* to, int64_t rows, int64_t columns) {
-  at::vec::transpose_mxn<float>(from, columns, to, rows, static_cast<int>(rows), static_cast<int>(columns));
-}
-
-// How numbers enter products: bfloat16 with the rows of a right side in pairs, or float32.
-template <bool pairs>
-struct Form {
-  using Number = std::conditional_t<pairs, BFloat16, float>;
-  static constexpr int64_t width = pairs ? 2 : 1;  // a row has a multiple of so many numbers
-
-  static void product(int64_t m, int64_t n, int64_t k, const Number* left, int64_t left_row, const Number* right,
-                      int64_t right_row, float* to, int64_t to_row, bool add) {
-    at::native::cpublas::brgemm(m, n, k, left_row, right_row, to_row, add, left, right, to, pairs);
-  }
-
-  // rows [m, W] as the right side of `keys @ rows.T`: moves of 32 bits.
-  static void transposed(const Number* rows, Number* to, int64_t m, int64_t W) {
-    transpose(reinterpret_cast<const float*>(rows), reinterpret_cast<float*>(to), m, W / width);
-  }
-
-  // weights [keys, m] as the left side of `weights.T @ values`; they are used up.
-  static void left(float* weights, Number* to, int64_t keys, int64_t m) {
-    if constexpr (!pairs) {
-      transpose(weights, to, keys, m);
-    } else {
-      // Rounded, they take the first half of their memory: a row ends before the next row to be read. Pairs of them take
-      // the second half.
-      auto *rounded = reinterpret_cast<BFloat16*>(weights), *paired = rounded + keys * m;
-      for (int64_t key = 0; key < keys; ++key) copy(weights + key * m, rounded + key * m, m);
-      for (int64_t key = 0; key < keys; key += 2)
-        pair_rows(rounded + key * m, rounded + (key + 1) * m, paired + key * m, m);
-      transpose(reinterpret_cast<float*>(paired), reinterpret_cast<float*>(to), keys / 2, m);
-    }
-  }
-
-  // rows[:, :R] as the right side of `weights @ rows`.
-  static const Number* values(const Number* rows, Number* to, int64_t keys, int64_t W, int64_t R) {
-    if constexpr (!pairs) {
-      return rows;
-    } else {
-      for (int64_t key = 0; key < keys; key += 2) pair_rows(rows + key * W, rows + (key + 1) * W, to + key * R, R);
-      return to;
-    }
-  }
-  static int64_t values_row(int64_t W, int64_t R) { return pairs ? R : W; }
-};
 
 // `Stored` is the dtype of the pool.
 template <typename Stored, bool pairs>

@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -19,7 +20,8 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
-from .attention import MASKED_FILL
+from .algebra import as_sum
+from .attention import MASKED_FILL, Mask
 from .axes import Index, extent, fresh
 from .behind import is_product
 from .calls import CASTS, args_of, argument
@@ -38,14 +40,28 @@ HOLDS_PLACES = (torch.int32, torch.int64)  # of keys, however many there are
 
 @dataclass(frozen=True)
 class Selection(Reading):
-    """The numbers of the keys that a query chose are the element `keys`; `chosen` counts them, `count` of them."""
+    """The numbers of the keys that a query chose are the element `keys`; `chosen` counts them, `count` of them. The
+    masks `beside` may hide some of them."""
 
     keys: Element
     chosen: Index
+    beside: tuple[Mask, ...]
 
     @property
     def count(self) -> Size:
         return extent(self.chosen)
+
+
+class _Part(NamedTuple):
+    """A part of a mask, and the condition that a key must have there to be seen. In a mask of numbers it is to be other
+    than minus infinity: True. A key that is seen there is hidden by the masks `beside` alone."""
+
+    element: Element
+    is_seen: bool
+    beside: tuple[Mask, ...]
+
+    def inner(self, element: Element, is_seen: bool, *masks: Mask) -> _Part:
+        return _Part(element, is_seen, (*self.beside, *masks))
 
 
 def selection(mask: Node, index: tuple[Index, ...]) -> Selection:
@@ -53,9 +69,9 @@ def selection(mask: Node, index: tuple[Index, ...]) -> Selection:
 
     Raises NoMatch with the reason unless it hides every key that its query did not choose."""
     misses = list[NoMatch]()
-    for scatter, is_seen in _parts(operand(mask, index)):
+    for part in _scatters(operand(mask, index)):
         try:
-            return _chosen(scatter, is_seen, index[-1])
+            return _chosen(part, index[-1])
         except NoMatch as miss:
             misses.append(miss)
     raise misses[0] if misses else NoMatch(NONE, mask)
@@ -70,33 +86,43 @@ def choices(mask: Node) -> Iterator[Node]:
             yield node
 
 
-def _parts(mask: Element) -> Iterator[tuple[Element, bool]]:
-    """The scatters in a mask, each with the condition that a key must have there to be seen. In a mask of numbers it is
-    to be other than minus infinity: True."""
-    pending = [(mask, True)]
+def _scatters(mask: Element) -> Iterator[_Part]:
+    """The scatters in a mask."""
+    pending = [_Part(mask, True, ())]
     for _ in range(MOST_CONDITIONS):
         if not pending:
             return
-        element, is_seen = pending.pop()
-        if element.origin.target is aten.scatter.value:
-            yield element, is_seen
-        elif element.origin.meta["val"].dtype == torch.bool:
-            pending += _of_condition(element, is_seen)
+        part = pending.pop()
+        if part.element.origin.target is aten.scatter.value:
+            yield part
+        elif part.element.origin.meta["val"].dtype == torch.bool:
+            pending += _of_condition(part)
         else:
-            pending += _of_numbers(element)
+            pending += [*_of_sum(part), *_of_fill(part)]
 
 
-def _of_condition(element: Element, is_seen: bool) -> list[tuple[Element, bool]]:
-    node, index = element.node, element.index
+def _of_condition(part: _Part) -> list[_Part]:
+    node, index, is_seen = part.element.node, part.element.index, part.is_seen
     if node.target in NOT:
-        return [(operand(args_of(node)[0], index), not is_seen)]
-    if node.target in (BOTH if is_seen else EITHER):
-        return [(operand(value, index), is_seen) for value in args_of(node)[:2]]
-    return []
+        return [part.inner(operand(args_of(node)[0], index), not is_seen)]
+    if node.target not in (BOTH if is_seen else EITHER):
+        return []
+    one, other = (operand(value, index) for value in args_of(node)[:2])
+    ways = (one, other), (other, one)
+    return [part.inner(here, is_seen, Mask(node, there, -math.inf, is_seen)) for here, there in ways]
 
 
-def _of_numbers(element: Element) -> list[tuple[Element, bool]]:
+def _of_sum(part: _Part) -> list[_Part]:
     """What hides by minus infinity wherever the whole does."""
+    total = as_sum(part.element)
+    if len(total.terms) < 2 or total.constant:
+        return []
+    added = [Mask(term.origin, term) for term in total.terms]
+    return [part.inner(one.element, True, *(mask for mask in added if mask is not one)) for one in added]
+
+
+def _of_fill(part: _Part) -> list[_Part]:
+    element = part.element
     node, index = element.origin, element.index
     if element.factor != 1.0 or element.scales is not None:
         return []
@@ -108,31 +134,39 @@ def _of_numbers(element: Element) -> list[tuple[Element, bool]]:
         ways = [(chosen, other, False)]
     else:
         return []
-    return [
-        part
-        for kept, hidden, is_seen in ways
-        if constant(hidden) == -math.inf
-        for part in ((operand(condition, index), is_seen), (operand(kept, index), True))
-    ]
+    found = list[_Part]()
+    for kept, hidden, is_seen in ways:
+        if constant(hidden) != -math.inf or not isinstance(kept, Node):
+            continue
+        where, numbers = operand(condition, index), operand(kept, index)
+        found.append(part.inner(where, is_seen, *_added(numbers)))
+        found.append(part.inner(numbers, True, Mask(node, where, -math.inf, is_seen)))
+    return found
 
 
-def _chosen(scatter: Element, is_seen: bool, keys: Index) -> Selection:
+def _added(numbers: Element) -> tuple[Mask, ...]:
+    return () if constant(numbers.origin) == 0 else (Mask(numbers.origin, numbers),)
+
+
+def _chosen(part: _Part, keys: Index) -> Selection:
     """Read a scatter that writes where a query chose."""
-    node, rank = scatter.node, len(scatter.index)
+    node, rank = part.element.node, len(part.element.index)
     base, dim, places, value = args_of(node)
     dim %= rank
-    if scatter.index[dim] != keys or keys.axis is None:
+    if part.element.index[dim] != keys or keys.axis is None:
         raise NoMatch(f"{name_of(node)} does not write along the keys", node)
-    if not _hides(base, value, is_seen):
+    if not _hides(base, value, part.is_seen):
         raise NoMatch(f"{name_of(node)} does not hide the keys that were not chosen", node)
     sizes = shape_of(places)
     if any(size != own for at, (size, own) in enumerate(zip(sizes, shape_of(node), strict=True)) if at != dim):
         raise NoMatch(f"{name_of(node)} writes for some of the queries", node)
     chosen = fresh(sizes[dim])
-    index = (*scatter.index[:dim], chosen, *scatter.index[dim + 1 :])
+    index = (*part.element.index[:dim], chosen, *part.element.index[dim + 1 :])
     if keys.axes & {axis for part in index for axis in part.axes}:
         raise NoMatch("which keys are chosen depends on the key", node)
-    return Selection(node, _places(resolve(places, index), chosen, shape_of(node)[dim]), chosen)
+    found = _places(resolve(places, index), chosen, shape_of(node)[dim])
+    is_number = base.meta["val"].dtype != torch.bool and value != 0
+    return Selection(node, found, chosen, (*part.beside, *((Mask(node, part.element),) if is_number else ())))
 
 
 def _hides(base: Node, value: object, is_seen: bool) -> bool:

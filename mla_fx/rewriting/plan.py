@@ -145,7 +145,8 @@ class Plan:
 
     `differences` are sentences that say where an operator quantises differently from the program. Such a plan is
     applied only if the user takes the vendor's quantisation. `instead` is tried where the target refuses this plan,
-    because its kernel lacks an option of the operator."""
+    because its kernel lacks an option of the operator. The old values are computed from those in `without`, and do not
+    depend on them."""
 
     replacements: tuple[Replacement, ...]
     differences: tuple[str, ...]
@@ -153,7 +154,7 @@ class Plan:
     """Calls of the program that round nothing, because they get whole numbers."""
     instead: Plan | None
     sources: frozenset[Node] = field(init=False)
-    """The operations from which the plan's operands are read."""
+    """The operations from which the plan's operands are read, and those in `without`."""
 
     def __init__(
         self,
@@ -161,12 +162,13 @@ class Plan:
         differences: Sequence[str] = (),
         exact: Iterable[Node] = (),
         instead: Plan | None = None,
+        without: Iterable[Node] = (),
     ) -> None:
         object.__setattr__(self, "replacements", replacements)
         object.__setattr__(self, "differences", tuple(differences))
         object.__setattr__(self, "exact", frozenset(exact))
         object.__setattr__(self, "instead", instead)
-        object.__setattr__(self, "sources", frozenset(_sources([one.new for one in replacements])))
+        object.__setattr__(self, "sources", frozenset((*_sources([one.new for one in replacements]), *without)))
 
 
 def _sources(pending: list[Any]) -> Iterator[Node]:

@@ -1,0 +1,94 @@
+"""Lowers lightning_index to index_scores, a kernel that stores one score of a key for all heads, and a top-k."""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import lightning_index
+from mla_fx.ops.emitted.attention import aligned, as_mask
+from mla_fx.ops.emitted.lightning_index import Arguments, chosen
+from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.tiled_attention import count_of_scores
+
+from .attention_over_rows import DTYPES
+from .built import built
+from .lean import define_lean_on
+
+OPERATOR = "lightning_index"
+CALL = struct.Struct("6q18qd")  # `Call` in the C++ file
+FEW_SCORES = 2**14  # of all heads; loops take no longer for these
+AT_ONCE = 2**22  # scores that are held
+
+
+def lower(a: Arguments) -> Callable[[Arguments], Any]:
+    if a.query.device.type != "cpu" or a.query.dtype not in DTYPES:
+        raise NoMatch("the kernel is for CPUs, and at most 32 bits")
+    count = count_of_scores(a.query, context_of(a.key, a.block_table))
+    if count is not None and count <= FEW_SCORES:
+        raise NoMatch("loops are as fast for few keys")
+    if _library() is None:
+        raise NoMatch("its C++ kernel was not built")
+    return in_rows
+
+
+def _library() -> Any:
+    return built(__file__, "the choice of keys")
+
+
+def run(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The same as lightning_index."""
+    if a.query.dtype not in DTYPES or _library() is None:  # the check of a rewrite computes in float64
+        return lightning_index.body(a)
+    if a.block_table is not None:
+        lightning_index.check(a)  # the kernel reads what the table names
+    found = [chosen(index_scores(part).unsqueeze(2), part) for part in _parts(a)]
+    if len(found) == 1:
+        return found[0]
+    indices, values = zip(*found, strict=True)
+    return torch.cat(indices, 1), torch.cat(values, 1)
+
+
+def _parts(a: Arguments) -> Iterator[Arguments]:
+    """The same for some query rows at a time, whose scores take bounded memory."""
+    batch, steps = a.query.shape[:2]
+    context = context_of(a.key, a.block_table)
+    mask = as_mask(a.mask, a.context_lens, False, a.query, context)
+    mask = None if mask is None else aligned(mask, rows_first=True)
+    many = max(1, AT_ONCE // max(1, batch * context))
+    for first in range(0, max(1, steps), many):
+        rows = slice(first, first + many)
+        own = mask if mask is None or mask.shape[1] == 1 else mask[:, rows]
+        yield replace(a, query=a.query[:, rows], weights=a.weights[:, rows], mask=own, context_lens=None)
+
+
+def index_scores(a: Arguments) -> Tensor:
+    """[B, S, T] in float32; a mask broadcasts to [B, S, 1, T]."""
+    batch, steps, heads, width = a.query.shape
+    context = context_of(a.key, a.block_table)
+    out = a.query.new_empty(batch, steps, context, dtype=torch.float32)
+    if out.numel() == 0:
+        return out
+    query, key = (value if value.stride(-1) == 1 else value.contiguous() for value in (a.query, a.key))
+    weights = (a.weights.float() * a.scale).contiguous()
+    table = None if a.block_table is None else a.block_table.contiguous()
+    mask = None if a.mask is None else (a.mask if a.mask.dtype == torch.bool else a.mask.float())
+    mask = None if mask is None else mask.expand(batch, steps, 1, context)
+    held = query, key, weights, table, mask, out  # until the kernel has run
+    call = CALL.pack(
+        *(0 if value is None else value.data_ptr() for value in held),
+        *(batch, steps, heads, context, width),
+        *(*query.stride()[:3], *key.stride()[:2], key.shape[0]),
+        *(key.shape[1], *((0, False) if table is None else (table.stride(0), table.dtype == torch.int32))),
+        *((0, 0, 0, False) if mask is None else (*mask.stride()[:2], mask.stride(3), mask.dtype == torch.bool)),
+        -torch.inf if a.fill is None else a.fill,
+    )
+    _library().index_scores(call, DTYPES[query.dtype])
+    return out
+
+
+in_rows = define_lean_on(Arguments, "index_scores_in_rows", run, lightning_index.fake, returns=("indices", "values"))
