@@ -20,7 +20,7 @@ from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
 
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
-    *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention")),
+    *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention", "lightning_index")),
     *cases(DTYPES, ("mla_attention", "rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
@@ -297,6 +297,16 @@ REFUSALS = {
         (change(4, torch.Tensor.float), "indices has dtype torch.float32; allowed: torch.int32, torch.int64"),
         (change(4, lambda i: i + 5), "indices hold 9; they must be below 5, the length of the contexts"),
         (change(5, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
+    ],
+    "lightning_index": [
+        (change(0, lambda q: q[0]), r"query has shape \[1, 16, 8\]; it must be \[B, S, N, D\]"),
+        (change(1, lambda k: k[..., 1:]), r"key has shape \[2, 12, 7\]; it must be \[B, T, D\]"),
+        (change(1, torch.Tensor.half), "key has dtype torch.float16; it must be torch.float32, the dtype of query"),
+        (change(2, lambda w: w[..., 1:]), r"weights has shape \[2, 1, 15\]; it must be \[B, S, N\]"),
+        (change(2, torch.Tensor.long), "weights has dtype torch.int64"),
+        (option(mask=torch.zeros(2, 16, 1, 12)), r"mask has shape \[2, 16, 1, 12\]; it must broadcast to"),
+        (option(sparse_count=0), "sparse_count is 0; it must be 1 or more"),
+        (option(fill=-1.0), "fill is -1.0, but mask is no bool mask and context_lens is None"),
     ],
     "mla_attention": [
         (change(0, lambda q: q[0]), r"q_nope has shape \[3, 3, 8\]; it must be \[B, S, N, D\]"),

@@ -10,6 +10,7 @@ from torch import Tensor
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
 from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.machine import multiplies_tiles
 from mla_fx.ops.common.math import wide_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
@@ -22,6 +23,7 @@ from .tiled_attention import Form, at_once, attend, count_of_scores, seen_keys
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
 CHOOSES = "it chooses its form by the number of query tokens of each call"
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
+FEW_WITHOUT_TILES = 2**25  # the same on a CPU without AMX
 
 Attend = Callable[[latent_attention.Arguments], Tensor]
 
@@ -99,7 +101,8 @@ def is_chosen_at_run_time(a: Arguments) -> bool:
 def has_few_scores(a: Arguments) -> bool:
     """Whether PyTorch's own attention is slower than plain products."""
     scores = count_of_scores(a.q_nope, context_of(a.kv_cache, a.block_table))
-    return a.q_nope.device.type == "cpu" and scores is not None and scores <= FEW_SCORES
+    few = FEW_SCORES if multiplies_tiles() else FEW_WITHOUT_TILES
+    return a.q_nope.device.type == "cpu" and scores is not None and scores <= few
 
 
 def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Tensor:

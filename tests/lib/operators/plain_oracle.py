@@ -198,6 +198,31 @@ def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sink
     return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, scale=scale)
 
 
+def oracle_index(query, key, weights, mask=None, lens=None, table=None, *, sparse_count, scale=1.0, fill=None):
+    """Keys in the order of their scores, one score at a time."""
+    batch, steps, heads, _ = query.shape
+    keys, hidden = oracle_context(key, table), -math.inf if fill is None else fill
+    context = keys.shape[1]
+    if lens is not None:
+        mask = oracle_visible(lens.expand(batch), steps, context)
+    mask = None if mask is None else mask.expand(batch, 1, steps, context)
+    indices = torch.full((batch, steps, 1, sparse_count), -1)
+    values = torch.full(indices.shape, -math.inf, dtype=torch.float64)
+    for b, s in itertools.product(range(batch), range(steps)):
+        scores = []
+        for t in range(context):
+            products = [max(float(query[b, s, n] @ keys[b, t]), 0.0) for n in range(heads)]
+            score = scale * sum(float(weights[b, s, n]) * product for n, product in enumerate(products))
+            if mask is not None:
+                said = mask[b, 0, s, t]
+                score = (score if said else hidden) if mask.dtype == torch.bool else score + float(said)
+            scores.append(score)
+        best = sorted(zip(scores, range(context), strict=True), reverse=True)[:sparse_count]
+        values[b, s, 0, : len(best)] = torch.tensor([score for score, _ in best], dtype=torch.float64)
+        indices[b, s, 0, : len(best)] = torch.tensor([key for _, key in best])
+    return indices.int(), values
+
+
 def oracle_rows(x, gamma, *, epsilon, gamma_after_cast=False):
     return (torch.stack([oracle_norm(row, gamma, epsilon) for row in x.reshape(-1, len(gamma))]).view(x.shape),)
 
@@ -218,6 +243,7 @@ ORACLES = {
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
     "sparse_latent_attention": oracle_sparse,
+    "lightning_index": oracle_index,
 }
 # For each result that is an updated cache, the argument that holds the old one.
 CACHES = {"mla_prolog": {2: 10, 3: 11}, "kv_rmsnorm_rope_cache": {0: 5, 1: 6}}
@@ -233,8 +259,9 @@ def expect(operator, args, kwargs):
     torch.testing.assert_close(mapped(torch.clone, args), before, rtol=0, atol=0)
     for place, (result, want) in enumerate(zip(results, wanted, strict=True)):
         is_sum = name == "latent_attention.with_lse" and place == 1
-        assert result.dtype == (torch.promote_types(dtype, torch.float32) if is_sum else dtype)
-        torch.testing.assert_close(result.double(), want, rtol=rtol, atol=atol)
+        floating = torch.promote_types(dtype, torch.float32) if is_sum else dtype
+        assert result.dtype == (floating if want.is_floating_point() else want.dtype)
+        torch.testing.assert_close(result.double(), want.double(), rtol=rtol, atol=atol)
     if operator.inplace is None:
         return
     kept = as_tuple(operator.inplace(*before, **kwargs))
