@@ -22,7 +22,7 @@ from mla_fx.cases import B, Case, Layer, N, S, T
 from mla_fx.ops.emitted.sparse_latent_attention import PAYS
 from mla_fx.rule import ByDesign, CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.indices import Size, axes, composite, extent, fresh
-from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, joined_masks, tensor
+from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, mask_and_lengths, tensor
 from mla_fx.rule.readings import Reading, args_of, choices, named_argument, options_of, selection, shape_of
 
 SPARSE = torch.ops.mla_fx.sparse_latent_attention.default
@@ -126,20 +126,22 @@ class ChosenKeys(Rule):
         if options_of(call).get("fill") is not None:
             raise NoMatch("a row that sees no key averages over all keys, and not over chosen ones", call)
         b, s, n = match.dims("b s n")
-        index = composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])
-        found = selection(mask, index)
-        if found.keys.axes & set(n):
+        found = selection(mask, (composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])))
+        if found.numbers.axes & set(n):
             raise NoMatch("each head chooses keys of its own", found.node)
-        beside = joined_masks(found.beside, (b, n, s, axes(index[-1], "keys", mask)))
+        masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), call.meta["val"].dtype)
         query, query_rope, kv_cache, kr_cache, *_ = args_of(call)
-        scale, (sinks, table) = options_of(call)["scale"], (named_argument(call, name) for name in ("sinks", "block_table"))
+        scale, (sinks, table) = (
+            options_of(call)["scale"],
+            (named_argument(call, name) for name in ("sinks", "block_table")),
+        )
         operands = query, query_rope, kv_cache, kr_cache
-        if found.count == extent(index[-1]):
-            new = Call(call.target, *operands, beside, None, sinks, table, scale=scale)
-            return Plan(Replacement(call, new), without=(found.keys.origin,))
-        _check_pays(found.count, extent(index[-1]), call)
-        indices = tensor(found.keys, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
-        return Plan(Replacement(call, Call(SPARSE, *operands, indices, beside, None, sinks, table, scale=scale)))
+        if found.count == extent(found.keys):
+            new = Call(call.target, *operands, *masks, sinks, table, scale=scale)
+            return Plan(Replacement(call, new), without=(found.numbers.origin,))
+        _check_pays(found.count, extent(found.keys), call)
+        indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
+        return Plan(Replacement(call, Call(SPARSE, *operands, indices, *masks, sinks, table, scale=scale)))
 
 
 def _check_pays(count: Size, keys: Size, call: Node) -> None:

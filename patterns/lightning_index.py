@@ -19,14 +19,13 @@ from torch.fx import Graph, Node
 from mla_fx.cases import HE, B, Case, Layer, S, T
 from mla_fx.rule import Match, NearestMiss, Plan, Rule
 from mla_fx.rule.indices import Axes, Index, axes, fresh
-from mla_fx.rule.operands import ATTENTION, Call, joined_masks, replacing, result, tensor
+from mla_fx.rule.operands import ATTENTION, Call, known_causal, mask_operands, replacing, result, tensor
 from mla_fx.rule.readings import (
     TOPK,
     IndexScores,
     args_of,
     choices,
     computed_from,
-    fill_of,
     has_index_scores,
     index_scores,
     named_argument,
@@ -149,17 +148,19 @@ class LightningIndex(Rule):
         s = tuple(axis for axis in rows if axis not in b)
         query, key = found.query.stored, found.key.stored
         dtype = torch.promote_types(query.dtype, key.dtype)
-        results = {place: node for node in found.node.users if (place := args_of(node)[1]) in (0, 1)}
+        results = {place: node for node in found.topk.users if (place := args_of(node)[1]) in (0, 1)}
+        dims = b, (), s, t
+        *masks, fill = mask_operands(found, known_causal(found, b, s, torch.float32), dims)
         count = shape_of(next(iter(results.values())))[found.dim]
         call = Call(
             LIGHTNING,
             tensor(query, (b, s, n, d), dtype=dtype, expand=True),
             tensor(key, (b, t, d), dtype=dtype),
             tensor(found.weights, (b, s, n), expand=True),
-            joined_masks(found.masks, (b, (), s, t)),
+            *masks,
             sparse_count=count,
             scale=found.factor,
-            fill=fill_of(found.masks),
+            fill=fill,
         )
         chosen = fresh(count)
         index = (*found.rows[: found.dim], chosen, *found.rows[found.dim :])

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -54,6 +54,17 @@ class Mask(Reading):
     element: Element
     fill: float | None = None
     keep_where: bool = True
+
+
+class Masked(Protocol):
+    """A reading of scores that masks hide."""
+
+    @property
+    def node(self) -> Node: ...
+    @property
+    def masks(self) -> tuple[Mask, ...]: ...
+    @property
+    def keys(self) -> Index: ...
 
 
 @dataclass(frozen=True)
@@ -143,9 +154,7 @@ def attention(node: Node) -> Attention:
             raise NoMatch(f"scores of codes are multiplied by scales, {how}", mask.element.origin)
     sink = None if found.sink is None else _sink(found.sink)
     factor = weighted.factor
-    return _unpadded(
-        Attention(output, index, scores, masks, None, value, factor, keys, sink=sink, logits=found.logits)
-    )
+    return _unpadded(Attention(output, index, scores, masks, None, value, factor, keys, sink=sink, logits=found.logits))
 
 
 def _check_not_scaled(side: Element, probabilities: Node) -> None:
@@ -209,7 +218,8 @@ def _first_user(node: Node, wanted: Set[object], steps: Set[object]) -> Node | N
 
 
 def logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
-    """Read scores before a softmax or a top-k as products of queries and keys, and masks: first the numbers that are added, then the fills."""
+    """Read what a softmax or a top-k gets as products of queries and keys, and masks: first the numbers that are added,
+    then the fills."""
     total = as_sum(element, budget)
     if total.constant:
         raise NoMatch("a number is added to the attention scores", element.origin)

@@ -20,7 +20,7 @@ from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 
 from .algebra import complemented
-from .attention import MASKED_FILL, Attention, Mask
+from .attention import MASKED_FILL, Mask, Masked
 from .axes import Axis, Index, composite, shifted, subtract
 from .calls import CASTS, args_of, argument
 from .constant import FILLED, FILLS, constant, rounded
@@ -51,8 +51,8 @@ class CausalByPosition:
     fill: float | None
 
 
-def causal_by_position(found: Attention, sequences: tuple[Axis, ...], rows: tuple[Axis, ...]) -> CausalByPosition:
-    """Read what all masks of an attention hide together; its rows are counted along the axes `rows`, slowest first.
+def causal_by_position(found: Masked, sequences: tuple[Axis, ...], rows: tuple[Axis, ...]) -> CausalByPosition:
+    """Read what all masks of scores hide together; its rows are counted along the axes `rows`, slowest first.
 
     Raises NoMatch unless they provably hide exactly the keys after a position."""
     hiding = [(mask, left) for mask in found.masks if (left := _left(_conditions(mask)))]

@@ -31,8 +31,10 @@ RELU = "a sum over heads of weights times relu(query . key)"
 class IndexScores(Reading):
     """The largest of `factor * sum over heads of weights * relu(query . key)` under masks, chosen among `keys`.
 
-    The scores are read at `rows` and `keys`; `dim` is the place of the keys among them."""
+    `topk` chooses among the scores `node`, which are read at `rows` and `keys`; `dim` is the place of the keys among
+    them."""
 
+    topk: Node
     rows: tuple[Index, ...]
     keys: Index
     query: Element
@@ -63,7 +65,7 @@ def index_scores(topk: Node) -> IndexScores:
     if keys.axis in weights.axes:
         raise NoMatch("the weights of the index scores depend on the key", weights.origin)
     over = sums[0].over, product.over
-    return IndexScores(topk, rows, keys, query, key, weights, *over, masks, factor * product.factor, dim)
+    return IndexScores(scores, topk, rows, keys, query, key, weights, *over, masks, factor * product.factor, dim)
 
 
 def has_index_scores(topk: Node) -> bool:

@@ -40,12 +40,13 @@ HOLDS_PLACES = (torch.int32, torch.int64)  # of keys, however many there are
 
 @dataclass(frozen=True)
 class Selection(Reading):
-    """The numbers of the keys that a query chose are the element `keys`; `chosen` counts them, `count` of them. The
-    masks `beside` may hide some of them."""
+    """Of all `keys`, a query chose those whose numbers are the element `numbers`; `chosen` counts them, `count` of
+    them. The masks may hide some of them."""
 
-    keys: Element
+    keys: Index
+    numbers: Element
     chosen: Index
-    beside: tuple[Mask, ...]
+    masks: tuple[Mask, ...]
 
     @property
     def count(self) -> Size:
@@ -166,7 +167,7 @@ def _chosen(part: _Part, keys: Index) -> Selection:
         raise NoMatch("which keys are chosen depends on the key", node)
     found = _places(resolve(places, index), chosen, shape_of(node)[dim])
     is_number = base.meta["val"].dtype != torch.bool and value != 0
-    return Selection(node, found, chosen, (*part.beside, *((Mask(node, part.element),) if is_number else ())))
+    return Selection(node, keys, found, chosen, (*part.beside, *((Mask(node, part.element),) if is_number else ())))
 
 
 def _hides(base: Node, value: object, is_seen: bool) -> bool:

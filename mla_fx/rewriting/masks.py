@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.attention import Attention, Mask
+from mla_fx.readings.attention import Attention, Mask, Masked, fill_of
 from mla_fx.readings.axes import Axes, Dims, axes
 from mla_fx.readings.causal import CausalByPosition, causal_by_position
 from mla_fx.readings.element import Element, is_coarser
@@ -30,7 +30,7 @@ def check_is_causal(found: Attention, s: Axes) -> None:
         raise NoMatch("is_causal counts the tokens of several sequences or heads as one sequence", found.node)
 
 
-def known_causal(found: Attention, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition | None:
+def known_causal(found: Masked, b: Axes, s: Axes, dtype: torch.dtype) -> CausalByPosition | None:
     """The number of keys that each row sees, if this describes the masks completely.
 
     None if this is not known, or if the masks are rounded coarser than `dtype`, in which the operator computes."""
@@ -53,7 +53,7 @@ def counts_from_first(causal: CausalByPosition, s: Axes) -> bool:
 
 
 def mask_operands(
-    found: Attention, causal: CausalByPosition | None, dims: tuple[Axes, Axes, Axes, Axes]
+    found: Masked, causal: CausalByPosition | None, dims: tuple[Axes, Axes, Axes, Axes]
 ) -> tuple[Expression | None, Expression | None, float | None]:
     """The mask, the context lengths and the fill of hidden scores. At most one of mask and lengths is not None.
 
@@ -62,10 +62,19 @@ def mask_operands(
     if causal is not None:
         with contextlib.suppress(NoMatch):  # any mask can still be passed as a tensor
             return None, _context_lens(found, causal, dims[0]), causal.fill
-    return joined_masks(found.masks, dims), None, found.fill
+    return joined_masks(found.masks, dims), None, fill_of(found.masks)
 
 
-def _context_lens(found: Attention, causal: CausalByPosition, b: Axes) -> Expression:
+def mask_and_lengths(
+    found: Masked, dims: tuple[Axes, Axes, Axes, Axes], dtype: torch.dtype
+) -> tuple[Expression | None, Expression | None]:
+    """The same where hidden scores are minus infinity, for an operator that computes in `dtype`."""
+    causal = known_causal(found, dims[0], dims[2], dtype)
+    mask, lengths, _ = mask_operands(found, None if causal is None or causal.fill is not None else causal, dims)
+    return mask, lengths
+
+
+def _context_lens(found: Masked, causal: CausalByPosition, b: Axes) -> Expression:
     """The number of keys that the last row of each sequence sees, int64 [B] or [1]."""
     device = found.node.meta["val"].device
     if not isinstance(causal.position, Element):

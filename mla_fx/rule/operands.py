@@ -1,7 +1,14 @@
 """Plans: calls and their operands, among them joined parts, rotary tables and masks."""
 
 from mla_fx.rewriting.joined import joined, joined_parts
-from mla_fx.rewriting.masks import check_is_causal, counts_from_first, joined_masks, known_causal, lengths, mask_operands
+from mla_fx.rewriting.masks import (
+    check_is_causal,
+    counts_from_first,
+    known_causal,
+    lengths,
+    mask_and_lengths,
+    mask_operands,
+)
 from mla_fx.rewriting.materialize import tensor
 from mla_fx.rewriting.plan import (
     ByHoisting,
@@ -20,6 +27,6 @@ from mla_fx.rewriting.tables import tables
 
 __all__ = [
     "ATTENTION", "LATENT_ATTENTION", "WITHOUT_LSE", "WITH_LSE", "ByHoisting", "Call", "Cast", "Expression", "Inlined",
-    "Replacement", "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined", "joined_masks", "joined_parts",
-    "known_causal", "lengths", "mask_operands", "replacing", "result", "tables", "tensor", "times",
+    "Replacement", "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined", "joined_parts",
+    "known_causal", "lengths", "mask_and_lengths", "mask_operands", "replacing", "result", "tables", "tensor", "times",
 ]  # fmt: skip

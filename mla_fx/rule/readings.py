@@ -1,7 +1,7 @@
 """Readings of what no word reads: a rule asks for them itself."""
 
 from mla_fx.matching.match import OperandAxes
-from mla_fx.readings.attention import Attention, anchors, attention, fill_of, weighted_sum
+from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
 from mla_fx.readings.calls import CASTS, args_of, named_argument, operands_of, options_of
 from mla_fx.readings.codes.dequantised import Dequantised
 from mla_fx.readings.constant import rounded
@@ -30,7 +30,7 @@ from mla_fx.readings.views import seams, shape_of, written_slice
 __all__ = [
     "CASTS", "LOGARITHMS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores", "LogSumExp",
     "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Table", "anchors", "args_of", "attention", "beside",
-    "choices", "computed_between", "computed_from", "down_projection", "element_of", "fill_of", "has_8_bits",
+    "choices", "computed_between", "computed_from", "down_projection", "element_of", "has_8_bits",
     "has_index_scores", "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from",
     "log_sum_exp", "logarithms", "named_argument", "operands_of", "options_of", "parted_at", "rank", "rms_norm", "rope",
     "rounded", "same_value", "seams", "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum",

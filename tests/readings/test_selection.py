@@ -128,7 +128,7 @@ def read(mask_of):
 def test_the_chosen_keys_are_read(mask_of):
     found, mask = read(mask_of)
     assert found.count == CHOSEN
-    assert found.keys.origin.args[0] in choices(mask)
+    assert found.numbers.origin.args[0] in choices(mask)
 
 
 @pytest.mark.parametrize("mask_of", REFUSED)
