@@ -1,15 +1,75 @@
-"""Refuses lightning_index, which calls no kernel here yet: the body is converted."""
+"""Lowers lightning_index to torch_npu.npu_lightning_indexer (LightningIndexer in graphs).
+
+The source is op-plugin's document of that operator (August 2026) and lightning_indexer_tiling.cpp of ops-transformer."""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import lightning_index
 from mla_fx.ops.emitted.lightning_index import Arguments
+from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
-from .surface import Surface
+from . import limits
+from .rows_of_keys import PAGES, key_lengths, keys_of, refuse_masks
+from .surface import A2, A3, Surface
 
 OPERATOR = "lightning_index"
+KERNEL = "LightningIndexer"
+
+CHIPS = (A2, A3)
+WIDTH = 128
+MOST_HEADS = 64
+COUNTS = (*range(1, 2049), *range(3072, 8193, 1024))
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
-    raise NoMatch("no kernel that chooses keys is called yet")
+    limits.chip(surface, KERNEL, CHIPS)
+    limits.size("query has D", a.query.shape[3], KERNEL, (WIDTH,))
+    limits.between("query has N", a.query.shape[2], KERNEL, 1, MOST_HEADS)
+    limits.dtype("query", a.query, KERNEL, limits.HALVES)
+    limits.dtype("weights", a.weights, KERNEL, (a.query.dtype, torch.float32))
+    refuse_counts(a)
+    if a.scale <= 0:
+        raise NoMatch(f"scale is {a.scale:.6g}; {KERNEL} multiplies by no number, which must be positive to be left out")
+    if a.fill is not None:
+        raise NoMatch(f"hidden scores are {a.fill:.6g}; {KERNEL} takes minus infinity")
+    refuse_masks(surface, a, KERNEL)
+    if a.block_table is not None:
+        limits.page_size("key", a.key.shape[1], KERNEL, PAGES)
+    return plain
+
+
+def refuse_counts(a: Arguments) -> None:
+    count, context = a.sparse_count, context_of(a.key, a.block_table)
+    if not isinstance(count, int) or count not in COUNTS:
+        takes = "a number up to 2048, or a multiple of 1024 up to 8192"
+        raise NoMatch(f"sparse_count is {count}; {KERNEL} takes {takes}")
+    if not limits.holds(count <= context):
+        raise NoMatch(f"sparse_count is {count}, of {context} keys; {KERNEL} names no key where there are fewer")
+
+
+def plain(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+    """The results of `mla_fx.lightning_index`.
+
+    The kernel names keys as far as a sequence is long. After its end there are others, which are hidden, the last one
+    of the context among them. It returns no scores in graphs; unless they are read, their computation is dead code."""
+    key, table = keys_of(a.key, a.block_table)
+    lengths, mode = key_lengths(a, a.key)
+    indices, _ = torch.ops.npu.npu_lightning_indexer(
+        a.query.contiguous(),
+        key,
+        a.weights.contiguous(),
+        actual_seq_lengths_key=lengths,
+        block_table=table,
+        layout_query="BSND",
+        layout_key="BSND" if table is None else "PA_BSND",
+        sparse_count=a.sparse_count,
+        sparse_mode=mode,
+    )
+    last = context_of(a.key, a.block_table) - 1
+    named = indices if lengths is None else torch.where(indices < 0, last, indices)
+    return named, lightning_index.body(a)[1]

@@ -1,15 +1,77 @@
-"""Refuses sparse_latent_attention, which has no kernel here yet: attention stays one that reads all keys."""
+"""Lowers sparse_latent_attention to torch_npu.npu_sparse_flash_attention (SparseFlashAttention in graphs).
+
+The source is op-plugin's document of that operator (August 2026) and sparse_flash_attention_tiling.cpp of
+ops-transformer."""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.sparse_latent_attention import Arguments
 from mla_fx.target import Compiled
 
-from .surface import Surface
+from . import limits
+from .fused_infer_attention_score_rules import LATENT_HEADS, RANK, ROPE
+from .rows_of_keys import PAGES, key_lengths, keys_of, refuse_masks
+from .surface import A2, A3, Surface
 
 OPERATOR = "sparse_latent_attention"
+KERNEL = "SparseFlashAttention"
+
+CHIPS = (A2, A3)
+ABSORBED = 2  # the only attention mode: values are the latents of keys
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
-    raise NoMatch("no kernel that reads chosen keys is called yet")
+    limits.chip(surface, KERNEL, CHIPS)
+    limits.size("query has N", a.query.shape[2], KERNEL, LATENT_HEADS)
+    limits.size("query has Hckv", a.query.shape[3], KERNEL, (RANK,))
+    limits.dtype("query", a.query, KERNEL, limits.HALVES)
+    if a.query_rope is not None:
+        limits.size("query_rope has Dr", a.query_rope.shape[3], KERNEL, (ROPE,))
+    if a.sinks is not None:
+        raise NoMatch(f"sinks are given; {KERNEL} takes none on {surface.chip}")
+    refuse_masks(surface, a, KERNEL)
+    if a.block_table is not None:
+        limits.page_size("kv_cache", a.kv_cache.shape[1], KERNEL, PAGES)
+    return plain
+
+
+def plain(surface: Surface, a: Arguments) -> Tensor:
+    """The result of `mla_fx.sparse_latent_attention`. Without a rotary part, the kernel gets one of zeros.
+
+    Where all chosen keys of a row are hidden, the kernel averages over them, and the operator has zeros."""
+    latents, table = keys_of(a.kv_cache, a.block_table)
+    lengths, mode = key_lengths(a, a.kv_cache)
+    if a.query_rope is None or a.kr_cache is None:
+        query_rope, keys = (x.new_zeros(*x.shape[:3], ROPE) for x in (a.query, latents))
+    else:
+        query_rope, (keys, _) = a.query_rope, keys_of(a.kr_cache, None)
+    out: Tensor = torch.ops.npu.npu_sparse_flash_attention(
+        a.query.contiguous(),
+        latents,
+        latents,
+        a.indices.to(torch.int32).contiguous(),
+        a.scale,
+        block_table=table,
+        actual_seq_lengths_kv=lengths,
+        query_rope=query_rope.contiguous(),
+        key_rope=keys,
+        layout_query="BSND",
+        layout_kv="BSND" if table is None else "PA_BSND",
+        sparse_mode=mode,
+        attention_mode=ABSORBED,
+    )[0]
+    return out.masked_fill(~sees_some(a).unsqueeze(-1), 0)
+
+
+def sees_some(a: Arguments) -> Tensor:
+    """Whether a row sees a key that it chose, [B, S, 1]."""
+    is_seen = a.indices >= 0
+    if a.context_lens is not None:
+        tokens = a.query.shape[1]
+        rows = torch.arange(tokens, device=a.query.device).view(-1, 1, 1)
+        is_seen = is_seen & (a.indices <= rows + (a.context_lens - tokens).view(-1, 1, 1, 1))
+    return is_seen.any(-1)

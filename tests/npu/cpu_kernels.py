@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npu import formats, ge_releases
 from npu.ge_interpreter import NEEDS_NZ
-from npu.ge_ops import arithmetic, atb, attention, mla
+from npu.ge_ops import arithmetic, atb, attention, mla, sparse
 
 # How GE names what npu_fused_infer_attention_score_v2 takes.
 GE_NAMES = {
@@ -112,6 +112,14 @@ def lse(*args: Any, **options: Any) -> Results:
     return out, logarithms.to(out.dtype)
 
 
+def npu_lightning_indexer(*args: Any, **options: Any) -> Results:
+    return sparse.LightningIndexer(**named(torch.ops.npu.npu_lightning_indexer, args, options))
+
+
+def npu_sparse_flash_attention(*args: Any, **options: Any) -> Results:
+    return sparse.SparseFlashAttention(**named(torch.ops.npu.npu_sparse_flash_attention, args, options))
+
+
 def npu_dynamic_quant(x: Tensor, *, smooth_scales: Tensor | None = None, **options: Any) -> Results:
     """Codes in int8. A token of zeros has codes of zero."""
     if options not in ({}, {"dst_type": 1}):
@@ -178,6 +186,8 @@ KERNELS = {
     "npu::npu_rms_norm": npu_rms_norm,
     "npu::npu_interleave_rope": npu_interleave_rope,
     "npu::npu_rotary_mul": npu_rotary_mul,
+    "npu::npu_lightning_indexer": npu_lightning_indexer,
+    "npu::npu_sparse_flash_attention": npu_sparse_flash_attention,
     "npu::npu_dynamic_quant": npu_dynamic_quant,
     "npu::npu_quant_matmul": npu_quant_matmul,
     "npu::npu_fused_infer_attention_score_v2": npu_fused_infer_attention_score_v2,

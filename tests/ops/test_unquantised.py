@@ -295,6 +295,7 @@ REFUSALS = {
         (change(4, lambda i: i[:, :, 0]), r"indices has shape \[2, 3, 4\]; it must be \[B, S, 1, K\]"),
         (change(4, lambda i: i[:1]), r"indices has shape \[1, 3, 1, 4\]"),
         (change(4, torch.Tensor.float), "indices has dtype torch.float32; allowed: torch.int32, torch.int64"),
+        (change(4, lambda i: -i), "indices hold a key behind a negative number"),
         (change(4, lambda i: i + 5), "indices hold 9; they must be below 5, the length of the contexts"),
         (change(5, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
     ],

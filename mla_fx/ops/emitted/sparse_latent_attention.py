@@ -41,7 +41,7 @@ def body(a: Arguments) -> Tensor:
 
     query, query_rope, kv_cache, kr_cache, scale, mask, context_lens, sinks and block_table are those of
     `latent_attention`, and mean the same; masks have no `fill`. indices, int64 or int32 [B, S, 1, K], are numbers of
-    tokens in the context of the sequence, below T, in any order. A negative number is no key, wherever it is. A key
+    tokens in the context of the sequence, below T, in any order. Negative numbers are no keys, and come last. A key
     that is named twice counts twice. All heads see the same keys, as far as the mask allows.
 
     A row without visible keys gives zeros. No more than K rows of a context are read for a query. Caches with a gap
@@ -107,8 +107,13 @@ def check(a: Arguments) -> None:
     check_dtype("indices", a.indices, INTEGERS)
     check_mask(a.mask, a.context_lens, False, None, sizes)
     check_letters(a, sizes, sinks="N")
-    if readable(a.indices) and a.indices.numel() > 0 and (largest := int(a.indices.max())) >= sizes["T"]:
+    if not readable(a.indices) or a.indices.numel() == 0:
+        return
+    if (largest := int(a.indices.max())) >= sizes["T"]:
         raise ValueError(f"indices hold {largest}; they must be below {sizes['T']}, the length of the contexts.")
+    is_key = a.indices >= 0
+    if bool((is_key[..., 1:] & ~is_key[..., :-1]).any()):
+        raise ValueError("indices hold a key behind a negative number; negative numbers, which are no keys, come last.")
 
 
 def fake(a: Arguments) -> Tensor:
@@ -116,7 +121,7 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Keys in any order, none in some places, and none for a row; bool and additive masks, of all heads and of each,
+    """Keys in any order, fewer than there are places, and none for a row; bool and additive masks, of all heads and of each,
     lengths, no rotary part, sinks, pages, one token."""
     options = {"scale": 0.3}
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
@@ -136,12 +141,12 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def chosen(args: tuple[Any, ...], context: int = 5, count: int = 4) -> tuple[Any, ...]:
-    """The arguments of latent_attention with `count` keys for each query. Every third is none, as are all of one."""
+    """The arguments of latent_attention with `count` keys for each query. The last is none, as are all of one row."""
     query, query_rope, kv_cache, kr_cache, mask = args
     batch, steps = query.shape[:2]
     draw = torch.Generator().manual_seed(steps)
     indices = torch.rand(batch, steps, 1, context, generator=draw).argsort(-1)[..., :count]
-    indices[:, :, :, 1::3] = -1
+    indices[..., count - 1] = -1
     indices[0, steps // 2] = -1
     return query, query_rope, kv_cache, kr_cache, indices, mask
 

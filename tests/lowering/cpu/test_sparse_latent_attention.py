@@ -18,14 +18,14 @@ KERNEL = "torch.ops.mla_fx.attention_over_rows.default"
 
 
 def call(tokens, *, is_paged=False, **options):
-    """Arguments over one pool, in which a row has both parts. Some places have no key, and one row has none at all."""
+    """Arguments over one pool, in which a row has both parts. The last places have no key, and one row has none at all."""
     count = KEYS // PAGE
     pool = draw(3 * count, PAGE, RANK + ROPE).bfloat16()
     table = torch.randperm(3 * count, generator=torch.Generator().manual_seed(0))[: BATCH * count].view(BATCH, count)
     pool = pool if is_paged else pool[table].flatten(1, 2)
     queries = (draw(BATCH, tokens, HEADS, width, seed=1).bfloat16() for width in (RANK, ROPE))
     indices = draw(BATCH, tokens, 1, KEYS, seed=2).argsort(-1)[..., :CHOSEN].to(torch.int32)
-    indices[..., 3::7] = -1
+    indices[..., CHOSEN - 6 :] = -1
     indices[0, tokens - 1] = -1
     given = {"block_table": table if is_paged else None, "scale": 0.2, **options}
     return sparse_latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], indices, **given)
@@ -72,7 +72,7 @@ def test_symbolic_sizes_choose_at_each_call():
         return torch.ops.mla_fx.sparse_latent_attention(query, query_rope, kv_cache, kr_cache, indices, scale=0.2)
 
     def operands(keys, chosen):
-        indices = torch.where(whole.indices < keys, whole.indices, -1)[..., :chosen].contiguous()
+        indices = torch.where(whole.indices < keys, whole.indices, -1)[..., :chosen].sort(-1, descending=True).values
         caches = (cache[:, :keys].contiguous() for cache in (whole.kv_cache, whole.kr_cache))
         return whole.query, whole.query_rope, *caches, indices
 

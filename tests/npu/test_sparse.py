@@ -1,0 +1,154 @@
+"""Index scores and attention to chosen keys, as the vendor's kernels and as the operators in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from lib.ascend_calls import module_of
+from mla_fx.lowering.ascend import lightning_index as index_lowering
+from mla_fx.lowering.ascend import sparse_latent_attention as attention_lowering
+from mla_fx.lowering.ascend import toolchain
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops import catalogue
+from mla_fx.ops.common.sample import Sampler
+from npu import user_calls
+from npu.lowered import A2, Call
+from npu.planted import caught_by_numbers
+
+BF16 = torch.bfloat16
+BATCH, HEADS, CONTEXT, PAGE, CHOSEN, RANK, ROPE, WIDTH = 2, 4, 64, 16, 12, 512, 64, 128
+TABLE = torch.tensor([[3, 0, -2, 5], [6, 1, 2, 4]])  # of eight pages
+LENGTHS = {"all keys": None, "lengths": torch.tensor([40, 63]), "one length": torch.tensor([21])}
+FORMS = ("pages", "contiguous")
+
+
+def cache(draw, form, width):
+    return draw.normal(8, PAGE, width) if form == "pages" else draw.normal(BATCH, CONTEXT, width)
+
+
+def index_call(steps=1, form="contiguous", lengths="lengths"):
+    draw = Sampler(BF16, seed=5)
+    heads = 4 * HEADS  # so many that no key has no positive product
+    query, weights = draw.normal(BATCH, steps, heads, WIDTH), draw.normal(BATCH, steps, heads).float()
+    key, table = cache(draw, form, WIDTH), TABLE if form == "pages" else None
+    return [query, key, weights, None, LENGTHS[lengths], table], {"sparse_count": CHOSEN, "scale": 0.3}
+
+
+def attention_call(steps=1, form="contiguous", lengths="lengths", has_rope=True):
+    draw = Sampler(BF16, seed=7)
+    query, query_rope = draw.normal(BATCH, steps, HEADS, RANK), draw.normal(BATCH, steps, HEADS, ROPE)
+    latents, keys = cache(draw, form, RANK), cache(draw, form, ROPE)
+    chooses = torch.Generator().manual_seed(1)
+    indices = torch.rand(BATCH, steps, 1, CONTEXT, generator=chooses).argsort(-1)[..., :CHOSEN].to(torch.int32)
+    indices[0, ..., 0], indices[1, ..., 0], indices[1, ..., 1] = 39, 62, 63  # the last that the last row sees
+    indices[0, :, :, CHOSEN - 3 :] = -1
+    indices[1, 0] = CONTEXT - 1 if steps > 1 else -1  # a row that sees none of its keys, if it has a length
+    rope = (query_rope, keys) if has_rope else (None, None)
+    table = TABLE if form == "pages" else None
+    args = [query, rope[0], latents, rope[1], indices, None, LENGTHS[lengths], None, table]
+    return args, {"scale": 0.05}
+
+
+def compare_indices(converted, *form):
+    """Keys alone: which of equal scores is chosen is not defined, and hidden keys are any."""
+    args, options = index_call(*form)
+    found, _ = Call("lightning_index", args, options).on_npu(converted)
+    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    wanted, values = catalogue()["lightning_index"].body(*wide, **options)
+    seen = values.isfinite()
+    torch.testing.assert_close(found.masked_fill(~seen, 0), wanted.masked_fill(~seen, 0), rtol=0, atol=0)
+    assert ((found >= 0) & (found < CONTEXT)).all()
+
+
+def compare_attention(converted, *form):
+    args, options = attention_call(*form)
+    (found,) = Call("sparse_latent_attention", args, options).on_npu(converted)
+    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    user_calls.check_exact(found, catalogue()["sparse_latent_attention"].body(*wide, **options))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_indices(converted, steps, form, lengths):
+    compare_indices(converted, steps, form, lengths)
+    assert "LightningIndexer" in converted.types(converted.graphs[0])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_attention(converted, steps, form, lengths):
+    compare_attention(converted, steps, form, lengths)
+    assert "SparseFlashAttention" in converted.types(converted.graphs[0])
+
+
+def test_attention_without_a_rotary_part(converted):
+    compare_attention(converted, 1, "contiguous", "lengths", False)
+
+
+def change(monkeypatch, lowering, name, changed):
+    whole = getattr(lowering, name)
+    monkeypatch.setattr(lowering, name, lambda *args: changed(whole(*args)))
+
+
+FAULTS = {
+    "a key more": ("key_lengths", lambda found: (found[0] + 1, found[1])),
+    "a key less": ("key_lengths", lambda found: (found[0] - 1, found[1])),
+    "rows see alike": ("key_lengths", lambda found: (found[0], 0)),
+    "the first page": ("keys_of", lambda found: (found[0], None if found[1] is None else found[1] * 0)),
+    "keys of another sign": ("keys_of", lambda found: (-found[0], found[1])),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("lowering", "compare"), [(index_lowering, compare_indices), (attention_lowering, compare_attention)]
+)
+def test_faults(converted, monkeypatch, lowering, compare, fault):
+    change(monkeypatch, lowering, *FAULTS[fault])
+    with caught_by_numbers():
+        compare(converted, 3, "pages", "lengths")
+
+
+def test_rows_without_keys_are_not_averages(converted, monkeypatch):
+    monkeypatch.setattr(attention_lowering, "sees_some", lambda a: torch.ones_like(a.indices[..., 0], dtype=torch.bool))
+    with caught_by_numbers():
+        compare_attention(converted, 3, "contiguous", "lengths")
+
+
+def spoiled(call, place, value):
+    args, options = call()
+    args[place] = value(args[place])
+    return args, options
+
+
+REFUSED = {
+    "a mask": ("lightning_index", spoiled(index_call, 3, lambda _: torch.ones(1, CONTEXT).bool()), "mask is a tensor"),
+    "a width": ("lightning_index", spoiled(index_call, 0, lambda q: q[..., 1:]), "query has D = 127; "),
+    "float32": ("lightning_index", spoiled(index_call, 0, torch.Tensor.float), "query has dtype torch.float32"),
+    "many keys": ("lightning_index", (index_call()[0], {"sparse_count": 65}), "sparse_count is 65, of 64 keys"),
+    "a count": ("lightning_index", (index_call()[0], {"sparse_count": 2049}), "2049; .* a number up to"),
+    "a sign": ("lightning_index", (index_call()[0], {"sparse_count": 4, "scale": -1.0}), "scale is -1; "),
+    "heads": (
+        "sparse_latent_attention",
+        spoiled(attention_call, 0, lambda q: q[:, :, :3]),
+        "query has N = 3; SparseFlashAttention takes 1, 2, 4",
+    ),
+    "sinks": ("sparse_latent_attention", spoiled(attention_call, 7, lambda _: torch.zeros(HEADS)), "sinks are given"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    operator, (args, options), sentence = REFUSED[name]
+    with pytest.raises(NoMatch, match=sentence):
+        toolchain.lowered(module_of(operator), A2, *args, **options)
+
+
+@pytest.mark.parametrize("chip", ["Ascend950", "Ascend310P3"])
+def test_chips(chip):
+    for operator, (args, options) in (("lightning_index", index_call()), ("sparse_latent_attention", attention_call())):
+        with pytest.raises(NoMatch, match=f"the chip is {chip}"):
+            toolchain.lowered(module_of(operator), dataclasses.replace(A2, chip=chip), *args, **options)
