@@ -91,11 +91,18 @@ def _weighed(found: Contraction) -> tuple[float, Element, Contraction]:
         inner = _of_relu(side)
         if inner is None:
             continue
-        product = contraction(inner)
+        product = _product(inner)
         if product.factor < 0:
             raise NoMatch(f"relu is of products times {product.factor:.6g}, expected a positive number", side.origin)
         return found.factor, weights, product
     raise NoMatch(f"the index scores are sums of {name_of(found.right.origin)}, expected {RELU}", found.node)
+
+
+def _product(inner: Element) -> Contraction:
+    try:
+        return contraction(inner)
+    except NoMatch as miss:
+        raise NoMatch(f"relu is of {name_of(inner.origin)}, expected a product of query and key", inner.origin) from miss
 
 
 def _of_relu(side: Element) -> Element | None:

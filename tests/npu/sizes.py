@@ -13,6 +13,7 @@ CONFIG = {
     "v_head_dim": 128,
     "head_dim": 64,
     "index_head_dim": 128,
+    "index_n_heads": 16,  # so many that scores of zero, which are equal, are rare
 }
 OF_FAMILY = {
     "glm5_next": {"qk_rope_head_dim": 0, "qk_head_dim": 128},

@@ -18,27 +18,29 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 QUICK = ("youtu", "mistral4")
 WITHOUT_CONVERTER = ("glm5_next",)  # nan_to_num of None, which torchair converts wrongly
 DRAWS = 5  # the median counts: where keys or experts score almost alike, any rounding may choose others
-OPERATORS = ("MlaPrologV3", "KvRmsNormRopeCache", "FusedInferAttentionScore")
+OPERATORS = (
+    "MlaPrologV3", "KvRmsNormRopeCache", "FusedInferAttentionScore", "LightningIndexer", "SparseFlashAttention"
+)  # fmt: skip
 
-WHOLE, PROLOG, ATTENTION, BODIES = [2, 0, 2], [2, 0, 0], [0, 0, 2], [0, 0, 0]
-SPARSE = PROLOG  # a mask that is computed hides all but some keys; attention stays the model's
+WHOLE, PROLOG, ATTENTION = [2, 0, 2, 0, 0], [2, 0, 0, 0, 0], [0, 0, 2, 0, 0]
+SPARSE = [2, 0, 0, 2, 2]
 EXPECTED = {
     "deepseek_v2": ATTENTION,  # it leaves neighbours in the cache, where the kernels leave halves
     "deepseek_v3": WHOLE,
     "deepseek_v32": SPARSE,
-    "kimi_linear": [0, 0, 1],  # without rotation, and a layer of linear attention
+    "kimi_linear": [0, 0, 1, 0, 0],  # without rotation, and a layer of linear attention
     "longcat_flash": PROLOG,  # its experts break the graph, so that masks come from outside
     "minicpm3": WHOLE,
     "mistral4": WHOLE,
-    "mistral_large4": [0, 1, 0],  # and a layer without a rotary part
+    "mistral_large4": [0, 1, 0, 2, 2],  # and a layer without a rotary part
     "youtu": WHOLE,
     "glm4_moe_lite": WHOLE,
     "glm_moe_dsa": SPARSE,
-    "hy_v4": SPARSE,  # with sinks, too
+    "hy_v4": PROLOG,  # with sinks, and rows that may see no key average over all
     "axk1": WHOLE,
-    "axk2": [0, 2, 0],  # sparse, too
-    "bailing_hybrid": [0, 1, 1],  # and a layer of linear attention
-    "dots3_note": BODIES,
+    "axk2": [0, 2, 0, 2, 2],  # sparse, too
+    "bailing_hybrid": [0, 1, 1, 0, 0],  # and a layer of linear attention
+    "dots3_note": [0, 0, 0, 0, 1],  # and a layer of other sizes
 }
 
 

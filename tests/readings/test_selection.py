@@ -51,9 +51,27 @@ def of_unsorted(scores):
     return filled(False, scores).scatter(-1, scores.topk(CHOSEN, -1, True, False)[1], True)
 
 
-ACCEPTED = (
-    hidden, shown, shown_beside_a_condition, neither_hidden, numbers, where_shown, filled_where_hidden, of_unsorted
-)  # fmt: skip
+def added_to_numbers(scores):
+    return numbers(scores) + scores.sin()
+
+
+def other_numbers(scores):
+    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), 0.5)
+
+
+# How many other masks there are.
+ACCEPTED = {
+    hidden: 0,
+    shown: 0,
+    shown_beside_a_condition: 1,
+    neither_hidden: 1,
+    numbers: 0,
+    where_shown: 1,
+    filled_where_hidden: 1,
+    of_unsorted: 0,
+    added_to_numbers: 1,
+    other_numbers: 1,
+}
 
 
 def the_contrary(scores):
@@ -129,6 +147,7 @@ def test_the_chosen_keys_are_read(mask_of):
     found, mask = read(mask_of)
     assert found.count == CHOSEN
     assert found.numbers.origin.args[0] in choices(mask)
+    assert len(found.masks) == ACCEPTED[mask_of]
 
 
 @pytest.mark.parametrize("mask_of", REFUSED)

@@ -12,10 +12,10 @@ SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2")
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in SPARSE[1:]]
 
 
-def generated(model, step, cache):
+def generated(model, step, cache, prompt=CHOSEN - 3):
     """Greedy tokens of a prompt and of decode steps that cross the number of keys that a token may choose."""
     torch._dynamo.reset()
-    tokens, found = torch.randint(3, 100, (2, CHOSEN - 3), generator=torch.Generator().manual_seed(0)), []
+    tokens, found = torch.randint(3, 100, (2, prompt), generator=torch.Generator().manual_seed(0)), []
     with torch.no_grad():
         for _ in range(STEPS):
             tokens = step(input_ids=tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
@@ -30,12 +30,12 @@ def stored(cache):
     return [value for value in found if value is not None]
 
 
-def check(model, cache_of, **options):
+def check(model, cache_of, prompt=CHOSEN - 3, **options):
     caches = cache_of(), cache_of()
     backend = mla_fx.get_backend(target="reference")
-    wanted = generated(model, model, caches[0])
+    wanted = generated(model, model, caches[0], prompt)
     with mla_fx.report() as report:
-        found = generated(model, torch.compile(model, backend=backend, **options), caches[1])
+        found = generated(model, torch.compile(model, backend=backend, **options), caches[1], prompt)
     assert torch.equal(found, wanted)
     torch.testing.assert_close(stored(caches[1]), stored(caches[0]))
     assert any(hasattr(layer, "indexer_keys") for layer in caches[0].layers)
@@ -46,7 +46,23 @@ def check(model, cache_of, **options):
 def test_static_caches(family):
     model = tiny_model(family, index_topk=CHOSEN)
     report = check(model, lambda: StaticCache(config=model.config, max_cache_len=MOST), dynamic=False)
-    assert report.fused["sparse_latent_attention"] > 0
+    assert report.fused["sparse_latent_attention"] == report.fused["lightning_index"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [CHOSEN - 2, CHOSEN, CHOSEN + 1, 5 * CHOSEN])
+def test_prompts(prompt):
+    model = tiny_model(SPARSE[0], index_topk=CHOSEN)
+    report = check(model, lambda: StaticCache(config=model.config, max_cache_len=2 * MOST), prompt, dynamic=False)
+    assert report.fused["lightning_index"] > 0
+
+
+def test_all_keys_are_chosen():
+    """Nothing chooses then, and the indexer's keys are stored all the same."""
+    model = tiny_model(SPARSE[0], index_topk=MOST)
+    report = check(model, lambda: StaticCache(config=model.config, max_cache_len=MOST), dynamic=False)
+    assert report.fused["latent_attention"] > 0
+    assert not report.fused.keys() & {"sparse_latent_attention", "lightning_index"}
 
 
 @pytest.mark.slow
@@ -54,4 +70,4 @@ def test_static_caches(family):
 def test_growing_caches(family):
     model = tiny_model(family, index_topk=CHOSEN)
     report = check(model, lambda: DynamicCache(config=model.config))
-    assert report.fused["sparse_latent_attention"] > 0
+    assert min(report.fused["sparse_latent_attention"], report.fused["lightning_index"]) > 0
