@@ -82,7 +82,9 @@ class KeyValueCaches(Rule):
         return iter(_writes(graph) if graph.find_nodes(op="call_function", target=aten.rsqrt.default) else ())
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        keys, writes = _by_slots(anchor), _writes(anchor.graph)
+        keys = _by_slots(anchor)
+        _Keyed.of(cache_roles(keys))  # most writes are of no such keys, and need no partner
+        writes = _writes(anchor.graph)
         place = writes.index(anchor)
         for step in NEARBY:
             if 0 <= place + step < len(writes):
