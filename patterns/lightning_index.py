@@ -150,7 +150,8 @@ class LightningIndex(Rule):
         dtype = torch.promote_types(query.dtype, key.dtype)
         results = {place: node for node in found.topk.users if (place := args_of(node)[1]) in (0, 1)}
         dims = b, (), s, t
-        *masks, fill = mask_operands(found, known_causal(found, b, s, torch.float32), dims)
+        hides = all(mask.fill is not None for mask in found.masks)  # any number: where it is added, NaN stays
+        *masks, fill = mask_operands(found, known_causal(found, b, s, torch.float32) if hides else None, dims)
         count = shape_of(next(iter(results.values())))[found.dim]
         call = Call(
             LIGHTNING,

@@ -64,21 +64,16 @@ class Scores {
 
   // Whether a mask hides keys first..last from tokens s..s_last.
   bool hidden(int64_t b, int64_t s, int64_t s_last, int64_t first, int64_t last) const {
-    if (!a.mask || a.fill != NOTHING) return false;
+    if (!a.mask_is_bool || a.fill != NOTHING) return false;
     for (; s < s_last; ++s)
       for (int64_t t = first; t < last; ++t)
-        if (is_seen(b * a.mask_b + s * a.mask_s + t * a.mask_t)) return false;
+        if (a.mask[b * a.mask_b + s * a.mask_s + t * a.mask_t]) return false;
     return true;
-  }
-
-  bool is_seen(int64_t at) const {
-    return a.mask_is_bool ? a.mask[at] != 0 : reinterpret_cast<const float*>(a.mask)[at] != NOTHING;
   }
 
   float masked(float score, int64_t at) const {
     if (a.mask_is_bool) return a.mask[at] ? score : static_cast<float>(a.fill);
-    const float more = reinterpret_cast<const float*>(a.mask)[at];
-    return more == NOTHING ? NOTHING : score + more;
+    return score + reinterpret_cast<const float*>(a.mask)[at];
   }
 
   void run_task(int64_t b, int64_t first_token, int64_t last_token, int64_t first_key, int64_t last_key) const {

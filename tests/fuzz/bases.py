@@ -173,13 +173,14 @@ LAYERS = (
 DTYPES = (torch.float16, torch.float16, torch.bfloat16, torch.float16, torch.float32)
 
 
-def is_real(name: str) -> bool:
-    return "complex" not in name and "conjugated" not in name
+def is_rounded(name: str) -> bool:
+    """Whether a base is also one of fewer digits: not of complex numbers, nor if they decide which keys are chosen."""
+    return not any(word in name for word in ("complex", "conjugated", "indexed"))
 
 
 PAIRS = tuple((base, base.twin)[:: 1 if place % 2 else -1] for place, base in enumerate(LAYERS))
 # by the name, so that a base stays the same when others are added
-ROUNDED = tuple(base.rounded(DTYPES[crc32(base.name.encode()) % len(DTYPES)]) for base in LAYERS if is_real(base.name))
+ROUNDED = tuple(base.rounded(DTYPES[crc32(base.name.encode()) % len(DTYPES)]) for base in LAYERS if is_rounded(base.name))
 # every layer once, then in its other capture, then in fewer digits
 ALL = (*(first for first, _ in PAIRS), *(second for _, second in PAIRS), *ROUNDED)
 BASES = {base.name: base for base in ALL}

@@ -43,8 +43,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 
     mask broadcasts to [B, 1, S, T]: bool, where True may be chosen, or floating and added. context_lens, int64 [B] or
     [1], is the number of keys that the last row sees; each row before it sees one less. At most one of the two is
-    given. The score of a hidden key is `fill`, or minus infinity if that is None; it may be anything before that, even
-    NaN. With a block_table, int64 or int32 [B, Blocks], key is pages [BlockNum, BlockSize, D], and T is Blocks *
+    given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if that is
+    None; it may be anything before that, even NaN. Anywhere else, NaN counts as the largest number. With a block_table, int64 or int32 [B, Blocks], key is pages [BlockNum, BlockSize, D], and T is Blocks *
     BlockSize.
 
     Returns indices, int32 [B, S, 1, sparse_count], and values in the dtype of weights: the numbers of the keys with the
@@ -80,7 +80,10 @@ def scores(a: Arguments) -> Tensor:
     products = a.query.to(wide) @ key.to(wide).mT.unsqueeze(1)
     weighed = a.weights.to(wide).unsqueeze(2) @ products.relu() * a.scale
     mask = as_mask(a.mask, a.context_lens, False, a.query, key.shape[1])
-    return weighed if mask is None else masked(weighed, aligned(mask, rows_first=True), a.fill)
+    if mask is None:
+        return weighed
+    mask = aligned(mask, rows_first=True)
+    return masked(weighed, mask, a.fill) if mask.dtype == torch.bool else weighed + mask
 
 
 def chosen(found: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:

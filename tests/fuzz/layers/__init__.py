@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from . import caches, heads, keys, masks, pages, projections, quantised, rotations
+from . import caches, heads, indexers, keys, masks, pages, projections, quantised, rotations
 from .plain import Layer, Sizes
 
 S = Sizes()
 EVEN = Sizes(batch=3, tokens=3, context=8, heads=4, hidden=8, q_rank=8, rank=8, nope=4, rope=4, value=4)
 SAME = Sizes(batch=2, tokens=6, context=6, heads=3, hidden=6, q_rank=6, rank=6, nope=6, rope=4, value=6, start=0)
 LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4, nope=4, rope=4, value=4, start=0)
+LONG = Sizes(context=16, start=10)  # of four times as many keys as are chosen
+LONG_EVEN = Sizes(batch=3, tokens=3, context=16, heads=4, hidden=8, q_rank=8, rank=8, nope=4, rope=4, value=4)
+FOUR = Sizes(batch=4, tokens=4, context=16, heads=4, hidden=4, q_rank=4, rank=4, nope=4, rope=4, value=4)
 TURNS = Sizes(rope=12)
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
@@ -135,4 +138,11 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "packed up, even": (quantised.PackedUp, EVEN),
     "looked up": (quantised.LookedUp, S),
     "looked up, level": (quantised.LookedUp, LEVEL),
+    "indexed": (indexers.Indexed, LONG),
+    "indexed, even": (indexers.Indexed, LONG_EVEN),
+    "indexed, few keys": (indexers.Indexed, S),
+    "indexed by heads": (indexers.IndexedByHeads, LONG),
+    "indexed by heads, level": (indexers.IndexedByHeads, FOUR),
+    "indexed by condition": (indexers.IndexedByCondition, LONG_EVEN),
+    "indexed by condition, one token": (indexers.IndexedByCondition, Sizes(context=16, tokens=1, start=12)),
 }
