@@ -1,6 +1,6 @@
-"""Writes the numbers of the benchmarks, from their JSON, into docs/measuring.md: tables and the picture.
+"""Writes the numbers of the benchmarks, from their JSON, into docs/measuring.md: tables and pictures.
 
-for name in decode query_tokens pages prefill memory compile_time graphs overhead; do
+for name in decode query_tokens pages prefill memory compile_time graphs overhead sparse grid; do
     python benchmarks/$name.py --json results/$name.json
 done
 python benchmarks/report.py results
@@ -25,6 +25,7 @@ STYLES = {
     "HF eager": {"label": "transformers, eager", "color": "tab:gray"},
     "HF compiled": {"label": "transformers, Inductor", "color": "tab:orange"},
     "by hand": {"label": "absorbed by hand, Inductor", "color": "tab:blue"},
+    "mla_fx, all keys": {"label": "mla_fx, attention to all keys", "color": "tab:purple"},
     "mla_fx": {"label": "mla_fx", "color": "tab:red", "linewidth": 2.5},
     "floor": {"label": "floor of the machine", "color": "black", "linestyle": ":"},
 }
@@ -60,7 +61,6 @@ def draw(axes: Any, times: list[Found], along: str, **titles: str) -> None:
 
 
 def picture(decode: Found, query_tokens: Found) -> None:
-    pyplot.rcParams["svg.hashsalt"] = "mla_fx"  # otherwise names in the file are random
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     single = [time for time in decode["times"] if time["batch"] == 1]
     draw(left, single, "context", title="one new token", xlabel="tokens in the cache")
@@ -70,7 +70,16 @@ def picture(decode: Found, query_tokens: Found) -> None:
     figure.savefig(DOCS / "times.svg", metadata={"Date": None})
 
 
+def picture_of_sparse(sparse: Found) -> None:
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    draw(axes, sparse["times"], "context", xlabel="tokens in the cache")
+    axes.legend()
+    figure.suptitle(f"One attention layer of DeepSeek-V3.2, bfloat16, batch 1\n{sparse['machine']}", fontsize=9)
+    figure.savefig(DOCS / "sparse.svg", metadata={"Date": None})
+
+
 def main() -> None:
+    pyplot.rcParams["svg.hashsalt"] = "mla_fx"  # otherwise names in the file are random
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the folder of the JSON files; some may be missing")
     files = sorted(parser.parse_args().folder.glob("*.json"))
@@ -78,6 +87,8 @@ def main() -> None:
     write("\n".join(lines(found)))
     if {"decode", "query_tokens"} <= found.keys():
         picture(found["decode"], found["query_tokens"])
+    if "sparse" in found:
+        picture_of_sparse(found["sparse"])
 
 
 if __name__ == "__main__":

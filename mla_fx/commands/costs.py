@@ -161,6 +161,6 @@ def told(sizes: LayerSizes, layers: int, step: Step, machine: Machine) -> str:
     if sizes.chosen:
         lines.append(
             f"  the indexer, which chooses {sizes.chosen} keys for each query, is not counted, and all "
-            f"{step.context} keys count as read: fused attention has no sparse form"
+            f"{step.context} keys count as read; sparse attention reads the chosen ones alone"
         )
     return "\n".join([*lines, f"  at {machine.bandwidth:g} GB/s and {machine.flops:g} TFLOP/s"])

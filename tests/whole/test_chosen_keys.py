@@ -8,7 +8,7 @@ from transformers import DynamicCache, StaticCache
 import mla_fx
 
 CHOSEN, STEPS, MOST = 4, 24, 32  # keys, decode steps, the length of a cache
-SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2")
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4", "dots3_note")
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in SPARSE[1:]]
 
 
@@ -18,7 +18,7 @@ def generated(model, step, cache, prompt=CHOSEN - 3):
     tokens, found = torch.randint(3, 100, (2, prompt), generator=torch.Generator().manual_seed(0)), []
     with torch.no_grad():
         for _ in range(STEPS):
-            tokens = step(input_ids=tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
+            tokens = step(input_ids=tokens, past_key_values=cache)[0][:, -1:].argmax(-1)  # of logits or hidden states
             found.append(tokens)
     return torch.cat(found, 1)
 
