@@ -131,11 +131,8 @@ class ChosenKeys(Rule):
             raise NoMatch("each head chooses keys of its own", found.node)
         masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), call.meta["val"].dtype)
         query, query_rope, kv_cache, kr_cache, *_ = args_of(call)
-        scale, (sinks, table) = (
-            options_of(call)["scale"],
-            (named_argument(call, name) for name in ("sinks", "block_table")),
-        )
-        operands = query, query_rope, kv_cache, kr_cache
+        sinks, table = (named_argument(call, name) for name in ("sinks", "block_table"))
+        operands, scale = (query, query_rope, kv_cache, kr_cache), options_of(call)["scale"]
         if found.count == extent(found.keys):
             new = Call(call.target, *operands, *masks, sinks, table, scale=scale)
             return Plan(Replacement(call, new), without=(found.numbers.origin,))

@@ -56,7 +56,7 @@ class _Indexed(Layer):
     def operands(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, S, N, D], keys [B, T, D] and weights [B, S, N]."""
         self.index_keys.index_copy_(1, position, x @ self.index_k)
-        return (x @ self.index_q).unflatten(-1, (HEADS, WIDTH)), self.index_keys, x @ self.index_w
+        return (x @ self.index_q).view(B, S, HEADS, WIDTH), self.index_keys, x @ self.index_w
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
         chosen = (self.scores(*self.indexed) + mask).topk(CHOSEN, dim=-1).indices

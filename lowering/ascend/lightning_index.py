@@ -1,6 +1,7 @@
 """Lowers lightning_index to torch_npu.npu_lightning_indexer (LightningIndexer in graphs).
 
-The source is op-plugin's document of that operator (August 2026) and lightning_indexer_tiling.cpp of ops-transformer."""
+The source is op-plugin's document of that operator (August 2026), and lightning_indexer_tiling.cpp of
+ops-transformer."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
     limits.dtype("weights", a.weights, KERNEL, (a.query.dtype, torch.float32))
     refuse_counts(a)
     if a.scale <= 0:
-        raise NoMatch(f"scale is {a.scale:.6g}; {KERNEL} multiplies by no number, which must be positive to be left out")
+        raise NoMatch(f"scale is {a.scale:.6g}; {KERNEL} takes none, and leaving out a positive one changes no choice")
     if a.fill is not None:
         raise NoMatch(f"hidden scores are {a.fill:.6g}; {KERNEL} takes minus infinity")
-    refuse_masks(surface, a, KERNEL)
+    refuse_masks(a, KERNEL)
     if a.block_table is not None:
         limits.page_size("key", a.key.shape[1], KERNEL, PAGES)
     return plain

@@ -12,14 +12,11 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.pages import context_of
 
-from . import limits
-from .surface import Surface
-
 PAGES = range(16, 1025, 16)
 ALL, RIGHT_DOWN = 0, 3  # the sparse modes in which a row sees all keys, or one less than the row after it
 
 
-def refuse_masks(surface: Surface, a: Any, kernel: str) -> None:
+def refuse_masks(a: Any, kernel: str) -> None:
     """Raises NoMatch for masks that a kernel does not take."""
     if a.mask is not None:
         takes = f"{kernel} takes the length of each sequence, and the mask is not provably causal"

@@ -1,6 +1,6 @@
 """Lowers sparse_latent_attention to torch_npu.npu_sparse_flash_attention (SparseFlashAttention in graphs).
 
-The source is op-plugin's document of that operator (August 2026) and sparse_flash_attention_tiling.cpp of
+The source is op-plugin's document of that operator (August 2026), and sparse_flash_attention_tiling.cpp of
 ops-transformer."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
         limits.size("query_rope has Dr", a.query_rope.shape[3], KERNEL, (ROPE,))
     if a.sinks is not None:
         raise NoMatch(f"sinks are given; {KERNEL} takes none on {surface.chip}")
-    refuse_masks(surface, a, KERNEL)
+    refuse_masks(a, KERNEL)
     if a.block_table is not None:
         limits.page_size("kv_cache", a.kv_cache.shape[1], KERNEL, PAGES)
     return plain

@@ -102,7 +102,8 @@ def _product(inner: Element) -> Contraction:
     try:
         return contraction(inner)
     except NoMatch as miss:
-        raise NoMatch(f"relu is of {name_of(inner.origin)}, expected a product of query and key", inner.origin) from miss
+        found = name_of(inner.origin)
+        raise NoMatch(f"relu is of {found}, expected a product of query and key", inner.origin) from miss
 
 
 def _of_relu(side: Element) -> Element | None:

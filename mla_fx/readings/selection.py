@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -35,6 +35,7 @@ from .views import shape_of
 
 aten = torch.ops.aten
 NONE = "no part of the mask provably hides all keys but chosen ones, with scores of minus infinity"
+SCATTERS = frozenset({aten.scatter.value, aten.scatter.src})
 HOLDS_PLACES = (torch.int32, torch.int64)  # of keys, however many there are
 
 
@@ -88,13 +89,13 @@ def choices(mask: Node) -> Iterator[Node]:
 
 
 def _scatters(mask: Element) -> Iterator[_Part]:
-    """The scatters in a mask."""
+    """The scatters in a mask. All of it hides where one of its parts does."""
     pending = [_Part(mask, True, ())]
     for _ in range(MOST_CONDITIONS):
         if not pending:
             return
         part = pending.pop()
-        if part.element.origin.target is aten.scatter.value:
+        if part.element.origin.target in SCATTERS:
             yield part
         elif part.element.origin.meta["val"].dtype == torch.bool:
             pending += _of_condition(part)
@@ -114,7 +115,6 @@ def _of_condition(part: _Part) -> list[_Part]:
 
 
 def _of_sum(part: _Part) -> list[_Part]:
-    """What hides by minus infinity wherever the whole does."""
     total = as_sum(part.element)
     if len(total.terms) < 2 or total.constant:
         return []
@@ -152,11 +152,11 @@ def _added(numbers: Element) -> tuple[Mask, ...]:
 def _chosen(part: _Part, keys: Index) -> Selection:
     """Read a scatter that writes where a query chose."""
     node, rank = part.element.node, len(part.element.index)
-    base, dim, places, value = args_of(node)
-    dim %= rank
+    base, dim, places, source = args_of(node)
+    dim, value = dim % rank, _number(source)
     if part.element.index[dim] != keys or keys.axis is None:
         raise NoMatch(f"{name_of(node)} does not write along the keys", node)
-    if not _hides(base, value, part.is_seen):
+    if value is None or not _hides(base, value, part.is_seen):
         raise NoMatch(f"{name_of(node)} does not hide the keys that were not chosen", node)
     sizes = shape_of(places)
     if any(size != own for at, (size, own) in enumerate(zip(sizes, shape_of(node), strict=True)) if at != dim):
@@ -167,10 +167,18 @@ def _chosen(part: _Part, keys: Index) -> Selection:
         raise NoMatch("which keys are chosen depends on the key", node)
     found = _places(resolve(places, index), chosen, shape_of(node)[dim])
     is_number = base.meta["val"].dtype != torch.bool and value != 0
-    return Selection(node, keys, found, chosen, (*part.beside, *((Mask(node, part.element),) if is_number else ())))
+    written = (Mask(node, part.element),) if is_number else ()
+    return Selection(node, keys, found, chosen, (*part.beside, *written))
 
 
-def _hides(base: Node, value: object, is_seen: bool) -> bool:
+def _number(source: Any) -> float | None:
+    """What is written, if that is one number; flags count as numbers."""
+    if not isinstance(source, Node):
+        return float(source)
+    return always(source) if source.meta["val"].dtype == torch.bool else constant(source)
+
+
+def _hides(base: Node, value: float, is_seen: bool) -> bool:
     """Whether keys are hidden where nothing is written. A condition that is written must show them: hiding the chosen
     ones is the contrary."""
     if base.meta["val"].dtype == torch.bool:

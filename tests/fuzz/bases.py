@@ -180,7 +180,8 @@ def is_rounded(name: str) -> bool:
 
 PAIRS = tuple((base, base.twin)[:: 1 if place % 2 else -1] for place, base in enumerate(LAYERS))
 # by the name, so that a base stays the same when others are added
-ROUNDED = tuple(base.rounded(DTYPES[crc32(base.name.encode()) % len(DTYPES)]) for base in LAYERS if is_rounded(base.name))
+ROUNDABLE = [base for base in LAYERS if is_rounded(base.name)]
+ROUNDED = tuple(base.rounded(DTYPES[crc32(base.name.encode()) % len(DTYPES)]) for base in ROUNDABLE)
 # every layer once, then in its other capture, then in fewer digits
 ALL = (*(first for first, _ in PAIRS), *(second for _, second in PAIRS), *ROUNDED)
 BASES = {base.name: base for base in ALL}

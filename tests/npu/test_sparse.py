@@ -9,6 +9,7 @@ from mla_fx.lowering.ascend import lightning_index as index_lowering
 from mla_fx.lowering.ascend import sparse_latent_attention as attention_lowering
 from mla_fx.lowering.ascend import toolchain
 
+import mla_fx
 from mla_fx.errors import NoMatch
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.sample import Sampler
@@ -152,3 +153,27 @@ def test_chips(chip):
     for operator, (args, options) in (("lightning_index", index_call()), ("sparse_latent_attention", attention_call())):
         with pytest.raises(NoMatch, match=f"the chip is {chip}"):
             toolchain.lowered(module_of(operator), dataclasses.replace(A2, chip=chip), *args, **options)
+
+
+class Step(torch.nn.Module):
+    """Index scores, and attention to the keys that they choose, of one token in a cache whose length is an input."""
+
+    def forward(self, index_query, keys, weights, query, query_rope, latents, rotated, lengths):
+        indices, _ = torch.ops.mla_fx.lightning_index(
+            index_query, keys, weights, None, lengths, sparse_count=CHOSEN, scale=0.3
+        )
+        return torch.ops.mla_fx.sparse_latent_attention(
+            query, query_rope, latents, rotated, indices, None, lengths, scale=0.05
+        )
+
+
+def test_captured_lengths_are_read_at_each_replay(captured):
+    (index_query, keys, weights, *_), (query, query_rope, latents, rotated, *_) = index_call()[0], attention_call()[0]
+    tensors, step = [index_query, keys, weights, query, query_rope, latents, rotated], Step()
+    compiled = torch.compile(step, backend=mla_fx.get_backend(target="aclgraph", soc="Ascend910B3"), dynamic=False)
+    for lengths in ([40, 64], [13, 20]):
+        given = torch.tensor(lengths)
+        user_calls.check_exact(compiled(*tensors, given), step(*(x.double() for x in tensors), given))
+    (graph,) = captured.graphs
+    assert graph.calls("npu.npu_lightning_indexer.default", "npu.npu_sparse_flash_attention.default") == [1, 1]
+    assert len(graph.recordings) == 1, "the second step replays the first"

@@ -59,6 +59,11 @@ def other_numbers(scores):
     return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), 0.5)
 
 
+def of_ones(scores):
+    indices = chosen(scores)
+    return filled(False, scores).scatter(-1, indices, torch.ones_like(indices, dtype=torch.bool))
+
+
 # How many other masks there are.
 ACCEPTED = {
     hidden: 0,
@@ -71,6 +76,7 @@ ACCEPTED = {
     of_unsorted: 0,
     added_to_numbers: 1,
     other_numbers: 1,
+    of_ones: 0,
 }
 
 
@@ -116,6 +122,10 @@ def in_another_place(scores):
     return filled(False, scores).scatter(-1, chosen(scores), True).roll(1, -1)
 
 
+def of_scores(scores):
+    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), scores)
+
+
 def values(scores):
     return filled(False, scores).scatter(-1, scores.topk(CHOSEN)[0].long().clamp(0, 5), True)
 
@@ -131,6 +141,7 @@ REFUSED = {
     along_the_queries: "does not write along the keys",
     of_the_first_query: "writes for some of the queries",
     in_another_place: NONE,
+    of_scores: "does not hide the keys that were not chosen",
     values: "is not the indices of a top-k, so it may name a key twice",
 }
 

@@ -44,13 +44,14 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     mask broadcasts to [B, 1, S, T]: bool, where True may be chosen, or floating and added. context_lens, int64 [B] or
     [1], is the number of keys that the last row sees; each row before it sees one less. At most one of the two is
     given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if that is
-    None; it may be anything before that, even NaN. Anywhere else, NaN counts as the largest number. With a block_table, int64 or int32 [B, Blocks], key is pages [BlockNum, BlockSize, D], and T is Blocks *
-    BlockSize.
+    None; it may be anything before that, even NaN. Anywhere else, NaN counts as the largest number.
+
+    With a block_table, int64 or int32 [B, Blocks], key is pages [BlockNum, BlockSize, D], and T is Blocks * BlockSize.
 
     Returns indices, int32 [B, S, 1, sparse_count], and values in the dtype of weights: the numbers of the keys with the
     largest scores, largest first, and these scores. With fewer than sparse_count keys in the context, the numbers that
-    follow are -1, and their values minus infinity. A hidden key comes last, and only where a row sees fewer keys than
-    it may choose. Which of equal scores is chosen, and in which order, is not defined, as in torch.topk.
+    follow are -1, and their values minus infinity. Without `fill`, a hidden key comes last, and only where a row sees
+    fewer keys than it may choose. Which of equal scores is chosen, and in which order, is not defined, as in torch.topk.
 
     The source is `torch_npu.npu_lightning_indexer`. Raises ValueError for arguments that do not fit. Inference only.
     """
@@ -90,7 +91,7 @@ def chosen(found: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
     """The numbers and values of the largest scores [B, S, 1, T]."""
     count, context = a.sparse_count, found.shape[-1]
     if not statically_known_true(count <= context):
-        count = torch.sym_min(count, context)
+        count = torch.sym_min(count, context)  # type: ignore[no-untyped-call]  # torch has no types here
     values, indices = found.topk(count, -1)
     indices, values, missing = indices.to(torch.int32), values.to(a.weights.dtype), a.sparse_count - count
     if statically_known_true(missing == 0):

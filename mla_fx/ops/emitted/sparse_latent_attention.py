@@ -121,8 +121,8 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Keys in any order, fewer than there are places, and none for a row; bool and additive masks, of all heads and of each,
-    lengths, no rotary part, sinks, pages, one token."""
+    """Keys in any order, fewer than there are places, and none for a row; bool and additive masks, of all heads and of
+    each, lengths, no rotary part, sinks, pages, one token."""
     options = {"scale": 0.3}
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
     yield Sample("indices", chosen(latent_attention.sample(dtype, 0, 3)), options)

@@ -18,7 +18,7 @@ KERNEL = "torch.ops.mla_fx.attention_over_rows.default"
 
 
 def call(tokens, *, is_paged=False, **options):
-    """Arguments over one pool, in which a row has both parts. The last places have no key, and one row has none at all."""
+    """Arguments over one pool, in which a row has both parts. The last places have no key, and one row has no keys."""
     count = KEYS // PAGE
     pool = draw(3 * count, PAGE, RANK + ROPE).bfloat16()
     table = torch.randperm(3 * count, generator=torch.Generator().manual_seed(0))[: BATCH * count].view(BATCH, count)
