@@ -51,7 +51,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     Returns indices, int32 [B, S, 1, sparse_count], and values in the dtype of weights: the numbers of the keys with the
     largest scores, largest first, and these scores. With fewer than sparse_count keys in the context, the numbers that
     follow are -1, and their values minus infinity. Without `fill`, a hidden key comes last, and only where a row sees
-    fewer keys than it may choose. Which of equal scores is chosen, and in which order, is not defined, as in torch.topk.
+    fewer keys than it may choose. Which of equal scores is chosen, and in which order, is not defined, as in
+    torch.topk.
 
     The source is `torch_npu.npu_lightning_indexer`. Raises ValueError for arguments that do not fit. Inference only.
     """
