@@ -14,6 +14,7 @@ constexpr int64_t TILE = 256;             // keys; measured, with BLOCK: both fi
 constexpr int64_t BLOCK = 128;            // query rows of one product
 constexpr int64_t GROUP_BYTES = 1 << 20;  // of the sums of one task
 constexpr int64_t PART = 256;             // keys of a part, at least: they are worth the sums that it adds
+constexpr int64_t FEW = 16;               // keys whose weights are added up at once
 constexpr int64_t PACKED = 32;            // products take a multiple of so many keys
 
 // Strides are in elements, addresses 0 where there is none.
@@ -39,7 +40,7 @@ float higher(float x, float y) { return std::isnan(x) || x > y ? x : y; }
 // `Stored` is the dtype of the pool.
 template <typename Stored, bool pairs>
 class Attention {
-  using F = Form<pairs>;
+  using F = ProductForm<pairs>;
   using Number = typename F::Number;
 
   const Call& a;
@@ -196,9 +197,13 @@ class Attention {
     const float most = static_cast<float>(a.most);
     float more[BLOCK] = {};
     const auto weight = [most](Lanes x, Lanes y) { return (x - y).exp_u20() * Lanes(most); };
-    for (int64_t i = 0; i < count; ++i) {
-      at::vec::map2<float>(weight, scores + i * m, scores + i * m, now, m);
-      at::vec::map2<float>(add, more, more, scores + i * m, m);
+    for (int64_t first = 0; first < count; first += FEW) {
+      float few[BLOCK] = {};  // sums of sums round less
+      for (int64_t i = first; i < std::min(count, first + FEW); ++i) {
+        at::vec::map2<float>(weight, scores + i * m, scores + i * m, now, m);
+        at::vec::map2<float>(add, few, few, scores + i * m, m);
+      }
+      at::vec::map2<float>(add, more, more, few, m);
     }
     at::vec::map2<float>(add, total, total, more, m);
     std::fill_n(scores + count * m, (padded - count) * m, 0.0f);

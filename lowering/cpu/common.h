@@ -65,7 +65,7 @@ inline void transpose(const float* from, float* to, int64_t rows, int64_t column
 
 // How numbers enter products: bfloat16 with the rows of a right side in pairs, or float32.
 template <bool pairs>
-struct Form {
+struct ProductForm {
   using Number = std::conditional_t<pairs, BFloat16, float>;
   static constexpr int64_t width = pairs ? 2 : 1;  // a row has a multiple of so many numbers
 

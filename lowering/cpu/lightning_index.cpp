@@ -25,7 +25,7 @@ struct Call {
 // `Stored` is the dtype of queries and keys.
 template <typename Stored, bool pairs>
 class Scores {
-  using F = Form<pairs>;
+  using F = ProductForm<pairs>;
   using Number = typename F::Number;
 
   const Call& a;

@@ -1,4 +1,4 @@
-"""The scores by which an indexer chooses keys: products of queries and keys, of which negative ones count as zero,
+"""The scores by which an indexer chooses keys: products of queries and keys, where negative ones count as zero, are
 weighed and summed up over heads."""
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ HOLDS_PLACES = (torch.int32, torch.int64)  # of keys, however many there are
 
 @dataclass(frozen=True)
 class Selection(Reading):
-    """Of all `keys`, a query chose those whose numbers are the element `numbers`; `chosen` counts them, `count` of
+    """A query chose, of all `keys`, those whose numbers are the element `numbers`; `chosen` counts them, `count` of
     them. The masks may hide some of them."""
 
     keys: Index

@@ -78,7 +78,7 @@ def test_compiled_code_calls_the_kernel(name):
 
 
 def test_rows_in_parts(monkeypatch):
-    """As many rows at once as memory is given, down to one."""
+    """Memory for one row is enough."""
     for name in ("many tokens", "pages", "condition", "condition of each sequence", "numbers"):
         monkeypatch.setattr(lowering, "AT_ONCE", 1)
         check(lowering.run(CALLS[name]), CALLS[name])
