@@ -134,7 +134,8 @@ class LightningIndex(Rule):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        asked = frozenset(_asked_by_attention(graph))
+        calls = [node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target)]
+        asked = {node for call in calls for node in _asked_by(call)}
         return (node for node in super().anchors(graph) if node in asked or has_index_scores(node))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
@@ -148,7 +149,7 @@ class LightningIndex(Rule):
         s = tuple(axis for axis in rows if axis not in b)
         query, key = found.query.stored, found.key.stored
         dtype = torch.promote_types(query.dtype, key.dtype)
-        results = {place: node for node in found.topk.users if (place := args_of(node)[1]) in (0, 1)}
+        results = _users(found.topk)
         dims = b, (), s, t
         hides = all(mask.fill is not None for mask in found.masks)  # any number: where it is added, NaN stays
         *masks, fill = mask_operands(found, known_causal(found, b, s, torch.float32) if hides else None, dims)
@@ -170,12 +171,16 @@ class LightningIndex(Rule):
         return Plan(*(replacing(node, index, result(new, roles)) for node, new in news))
 
 
-def _asked_by_attention(graph: Graph) -> Iterator[Node]:
-    """The calls of topk whose indices or masks a fused attention reads."""
-    for call in (node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target)):
-        mask, indices = (named_argument(call, name) for name in ("mask", "indices"))
-        yield from choices(mask) if isinstance(mask, Node) else ()
-        yield from computed_from(indices, lambda node: node.target is TOPK) if isinstance(indices, Node) else ()
+def _asked_by(attention: Node) -> Iterator[Node]:
+    """What the mask and the indices of a fused attention are computed from, as far as a topk."""
+    mask, indices = (named_argument(attention, name) for name in ("mask", "indices"))
+    yield from choices(mask) if isinstance(mask, Node) else ()
+    yield from computed_from(indices, lambda node: node.target is TOPK) if isinstance(indices, Node) else ()
+
+
+def _users(topk: Node) -> dict[int, Node]:
+    """The values, 0, and the indices, 1, that a topk returns; what nothing reads is not among them."""
+    return {args_of(user)[1]: user for user in topk.users}
 
 
 def _axes(places: tuple[Index, ...], node: Node) -> Axes:

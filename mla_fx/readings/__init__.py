@@ -23,6 +23,7 @@ causal.py        masks that hide exactly the keys after a position
 paged.py         rows that are gathered from pages
 written_alike.py sizes that are equal because rows of the one are written at positions of the other
 rms_norm.py, rope.py, softmax.py, attention.py, cache_update.py   the pieces of MLA
+index_scores.py, selection.py   how an indexer scores keys, and which keys a query chose
 
 An axis never changes. A reader uses everything that an element carries (factor, dtypes it was rounded to, every axis),
 or refuses with `NoMatch`, the only exception that readings raise.

@@ -10,6 +10,8 @@ from lib.layers import FUSED, QUIET, Layer, Reporting, Sizes, arguments, argumen
 from lib.whole import Watched
 from torch.utils._pytree import tree_map_only
 
+from mla_fx.passes import absorb
+
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
@@ -192,13 +194,15 @@ def test_a_whole_layer_whose_latents_are_changed_later():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "context", "reason"),
+    ("tokens", "context", "has_tiles", "reason"),
     [
-        (9, 9, "a prompt of 9 tokens without earlier ones costs less like this"),
-        (129, 160, "129 tokens are more than the 128 up to which absorbing costs less"),
+        (9, 9, True, "a prompt of 9 tokens without earlier ones costs less like this"),
+        (129, 160, True, "129 tokens are more than the 128 up to which absorbing costs less"),
+        (65, 160, False, "65 tokens are more than the 64 up to which absorbing costs less"),
     ],
 )
-def test_why_a_query_is_not_absorbed(tokens, context, reason):
+def test_why_a_query_is_not_absorbed(monkeypatch, tokens, context, has_tiles, reason):
+    monkeypatch.setattr(absorb, "multiplies_tiles", lambda: has_tiles)
     sizes = Sizes(tokens=tokens, context=context)
     report = check(Layer(sizes), arguments(sizes, first=0))
     assert report.fused == {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}, str(report)
