@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.sizes import largest
 from mla_fx.ops.emitted import lightning_index
 from mla_fx.ops.emitted.lightning_index import Arguments
 from mla_fx.ops.emitted.pages import context_of
@@ -46,7 +47,7 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
 
 def refuse_counts(a: Arguments) -> None:
     count, context = a.sparse_count, context_of(a.key, a.block_table)
-    if not isinstance(count, int) or count not in COUNTS:
+    if largest(count) not in COUNTS:
         takes = "a number up to 2048, or a multiple of 1024 up to 8192"
         raise NoMatch(f"sparse_count is {count}; {KERNEL} takes {takes}")
     if not limits.holds(count <= context):
@@ -60,6 +61,8 @@ def plain(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     of the context among them. It returns no scores in graphs; unless they are read, their computation is dead code."""
     key, table = keys_of(a.key, a.block_table)
     lengths, mode = key_lengths(a, a.key)
+    count = largest(a.sparse_count)
+    assert count is not None, "others were refused"
     indices, _ = torch.ops.npu.npu_lightning_indexer(
         a.query.contiguous(),
         key,
@@ -68,9 +71,10 @@ def plain(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
         block_table=table,
         layout_query="BSND",
         layout_key="BSND" if table is None else "PA_BSND",
-        sparse_count=a.sparse_count,
+        sparse_count=count,
         sparse_mode=mode,
     )
+    indices = indices[..., : a.sparse_count]
     last = context_of(a.key, a.block_table) - 1
     named = indices if lengths is None else torch.where(indices < 0, last, indices)
     return named, lightning_index.body(a)[1]

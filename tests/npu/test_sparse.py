@@ -177,3 +177,18 @@ def test_captured_lengths_are_read_at_each_replay(captured):
     (graph,) = captured.graphs
     assert graph.calls("npu.npu_lightning_indexer.default", "npu.npu_sparse_flash_attention.default") == [1, 1]
     assert len(graph.recordings) == 1, "the second step replays the first"
+
+
+def test_a_context_that_grows_from_fewer_keys_than_may_be_chosen(captured):
+    """In graphs of GE, torchair has no minimum of sizes."""
+    (query, keys, weights, *_), step = index_call()[0], torch.ops.mla_fx.lightning_index
+
+    def choose(query, keys, weights):
+        return step(query, keys, weights, sparse_count=min(CHOSEN, keys.shape[1]))[0]
+
+    compiled = torch.compile(choose, backend=mla_fx.get_backend(target="aclgraph", soc="Ascend910B3"), dynamic=True)
+    for count in (40, CHOSEN, 7):
+        given = query, keys[:, :count].contiguous(), weights
+        torch.testing.assert_close(compiled(*given), choose(*given), rtol=0, atol=0)
+    kernels = [graph.calls("npu.npu_lightning_indexer.default") for graph in captured.graphs]
+    assert kernels == [[1]] * len(kernels)

@@ -13,3 +13,11 @@ def statically_known_true(relation: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(relation)
+
+
+def largest(size: int | torch.SymInt) -> int | None:
+    """The largest number that a size may be, such as 2048 for min(2048, T); None if there is none."""
+    if isinstance(size, int):
+        return size
+    found = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(found) if found.is_Integer else None
