@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, N, S, T
 from mla_fx.ops.emitted.sparse_latent_attention import PAYS
-from mla_fx.rule import ByDesign, CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
+from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.indices import Size, axes, composite, extent, fresh
 from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, mask_and_lengths, tensor
 from mla_fx.rule.readings import Reading, args_of, choices, named_argument, options_of, selection, shape_of
@@ -117,11 +117,8 @@ class ChosenKeys(Rule):
         masked = ((node, named_argument(node, "mask")) for node in super().anchors(graph))
         return (node for node, mask in masked if isinstance(mask, Node) and any(choices(mask)))
 
-    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        return (match.read("attention", Reading(anchor)) for match in super().bindings(anchor, nearest))
-
     def rewrite(self, match: Match) -> Plan:
-        call = match.reading(Reading, "attention").node
+        call = match.reading(Reading, "call").node
         mask = named_argument(call, "mask")
         if options_of(call).get("fill") is not None:
             raise NoMatch("a row that sees no key averages over all keys, and not over chosen ones", call)

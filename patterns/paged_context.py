@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, T
-from mla_fx.rule import CallPattern, Match, NearestMiss, NoMatch, Operand, Plan, Rule, var
+from mla_fx.rule import CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.caches import GATHERS, block_table, check_memory, paged
 from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes_of, renamed, without_digits
 from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, tensor
@@ -64,9 +64,6 @@ class PagedContext(Rule):
         contiguous = (node for node in super().anchors(graph) if named_argument(node, "block_table") is None)
         return (node for node in contiguous if element_of(named_argument(node, "kv_cache")).origin.target in GATHERS)
 
-    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        return (match.read("attention", Reading(anchor)) for match in super().bindings(anchor, nearest))
-
     def rewrite(self, match: Match) -> Plan:
         """Both caches are pages of one size, looked up in one table: `page` are the axes of the context that select
         blocks, `row` those within a block."""
@@ -85,7 +82,7 @@ class PagedContext(Rule):
             name: tensor(found.pages, _dims(found, row, columns, is_nz=is_nz))
             for name, found, columns in zip(CACHES, (latent, keys), (c, r), strict=True)
         }
-        old = match.reading(Reading, "attention").node
+        old = match.reading(Reading, "call").node
         return Plan(Replacement(old, _with_pages(old, pages, block_table(b, page, latent, keys))))
 
 

@@ -101,7 +101,8 @@ def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pages [BlockNum,BlockSize,D], or in FRACTAL_NZ [BlockNum,1,D/n0,BlockSize,n0], of latents and of rotary keys, and
     the page table int32 [B,Blocks] of both."""
     if is_nz(a.kv_cache):
-        return a.kv_cache.unsqueeze(1), kr_cache.unsqueeze(1), from_start(a, a.kv_cache.shape[0]).to(torch.int32)
+        table = from_start(a.block_table, a.kv_cache.shape[0]).to(torch.int32)
+        return a.kv_cache.unsqueeze(1), kr_cache.unsqueeze(1), table
     batch, positions, _ = a.kv_cache.shape
     size = page_size(positions) or PAGE
     latents, keys = (in_whole_pages(cache, size) for cache in (a.kv_cache, kr_cache))
@@ -109,7 +110,7 @@ def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if a.block_table is None:
         table = torch.arange(batch * blocks, dtype=torch.int32, device=a.kv_cache.device).view(batch, blocks)
     else:
-        table = in_parts(from_start(a, batch), blocks)
+        table = in_parts(from_start(a.block_table, batch), blocks)
     return latents.reshape(-1, size, latents.shape[2]), keys.reshape(-1, size, keys.shape[2]), table
 
 
@@ -117,10 +118,10 @@ def is_nz(cache: Tensor) -> bool:
     return cache.dim() == 4
 
 
-def from_start(a: Arguments, blocks: int) -> Tensor:
+def from_start(block_table: Tensor | None, blocks: int) -> Tensor:
     """The table with every block counted from the start."""
-    assert a.block_table is not None, "there is one"
-    return torch.where(a.block_table < 0, a.block_table + blocks, a.block_table)
+    assert block_table is not None, "there is one"
+    return torch.where(block_table < 0, block_table + blocks, block_table)
 
 
 def in_parts(block_table: Tensor, count: int) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.pages import context_of
 
+from .latent_attention import from_start
+
 PAGES = range(16, 1025, 16)
 ALL, RIGHT_DOWN = 0, 3  # the sparse modes in which a row sees all keys, or one less than the row after it
 
@@ -38,4 +40,4 @@ def keys_of(cache: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor |
     keys = cache.contiguous().unsqueeze(2)
     if block_table is None:
         return keys, None
-    return keys, torch.where(block_table < 0, block_table + cache.shape[0], block_table).to(torch.int32)
+    return keys, from_start(block_table, cache.shape[0]).to(torch.int32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.sparse_latent_attention import Arguments
+from mla_fx.ops.emitted.sparse_latent_attention import Arguments, seen_places
 from mla_fx.target import Compiled
 
 from . import limits
@@ -69,9 +69,4 @@ def plain(surface: Surface, a: Arguments) -> Tensor:
 
 def sees_some(a: Arguments) -> Tensor:
     """Whether a row sees a key that it chose, [B, S, 1]."""
-    is_seen = a.indices >= 0
-    if a.context_lens is not None:
-        tokens = a.query.shape[1]
-        rows = torch.arange(tokens, device=a.query.device).view(-1, 1, 1)
-        is_seen = is_seen & (a.indices <= rows + (a.context_lens - tokens).view(-1, 1, 1, 1))
-    return is_seen.any(-1)
+    return seen_places(a).any(-1)

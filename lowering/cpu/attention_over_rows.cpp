@@ -75,9 +75,7 @@ class Attention {
 
   int64_t number_of_page(int64_t b, int64_t place) const {
     if (!a.table) return b;
-    const int64_t at = b * a.table_b + place;
-    return a.table_is_int32 ? reinterpret_cast<const int32_t*>(a.table)[at]
-                            : reinterpret_cast<const int64_t*>(a.table)[at];
+    return number_at(a.table, a.table_is_int32, b * a.table_b + place);
   }
 
   // `to` becomes the joined rows of keys first..last, and zeros up to `padded` rows.

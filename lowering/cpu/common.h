@@ -58,6 +58,11 @@ void copy(const From* from, To* to, int64_t count) {
   }
 }
 
+// A number in a table of int32 or int64.
+inline int64_t number_at(const char* table, bool is_int32, int64_t at) {
+  return is_int32 ? reinterpret_cast<const int32_t*>(table)[at] : reinterpret_cast<const int64_t*>(table)[at];
+}
+
 // [rows, columns] as [columns, rows]
 inline void transpose(const float* from, float* to, int64_t rows, int64_t columns) {
   at::vec::transpose_mxn<float>(from, columns, to, rows, static_cast<int>(rows), static_cast<int>(columns));

@@ -38,9 +38,7 @@ class Scores {
 
   int64_t number_of_page(int64_t b, int64_t place) const {
     if (!a.table) return b;
-    const int64_t at = b * a.table_b + place;
-    const int64_t number = a.table_is_int32 ? reinterpret_cast<const int32_t*>(a.table)[at]
-                                            : reinterpret_cast<const int64_t*>(a.table)[at];
+    const int64_t number = number_at(a.table, a.table_is_int32, b * a.table_b + place);
     return number < 0 ? number + a.pages : number;
   }
 

@@ -1,8 +1,7 @@
 """Lowers lightning_index to index_scores, a kernel that stores one score of a key for all heads, and a top-k."""
 
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import lightning_index
-from mla_fx.ops.emitted.attention import aligned, as_mask
-from mla_fx.ops.emitted.lightning_index import Arguments, chosen
+from mla_fx.ops.emitted.attention import aligned
+from mla_fx.ops.emitted.lightning_index import Arguments, chosen, in_parts
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
@@ -46,28 +45,14 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
         return lightning_index.body(a)
     if a.block_table is not None:
         lightning_index.check(a)  # the kernel reads what the table names
-    found = [chosen(index_scores(part).unsqueeze(2), part) for part in _parts(a)]
-    if len(found) == 1:
-        return found[0]
-    indices, values = zip(*found, strict=True)
-    return torch.cat(indices, 1), torch.cat(values, 1)
-
-
-def _parts(a: Arguments) -> Iterator[Arguments]:
-    """The same for some query rows at a time, whose scores take bounded memory."""
     batch, steps = a.query.shape[:2]
-    context = context_of(a.key, a.block_table)
-    mask = as_mask(a.mask, a.context_lens, False, a.query, context)
-    mask = None if mask is None else aligned(mask, rows_first=True)
-    many = max(1, AT_ONCE // max(1, batch * context))
-    for first in range(0, max(1, steps), many):
-        rows = slice(first, first + many)
-        own = mask if mask is None or mask.shape[1] == 1 else mask[:, rows]
-        yield replace(a, query=a.query[:, rows], weights=a.weights[:, rows], mask=own, context_lens=None)
+    many = max(1, AT_ONCE // max(1, batch * context_of(a.key, a.block_table)))
+    rows = ((first, first + many) for first in range(0, max(1, steps), many))
+    return in_parts(a, rows, lambda part: chosen(index_scores(part).unsqueeze(2), part))
 
 
 def index_scores(a: Arguments) -> Tensor:
-    """[B, S, T] in float32; a mask broadcasts to [B, S, 1, T]."""
+    """[B, S, T] in float32; lengths are a mask."""
     batch, steps, heads, width = a.query.shape
     context = context_of(a.key, a.block_table)
     out = a.query.new_empty(batch, steps, context, dtype=torch.float32)
@@ -77,7 +62,7 @@ def index_scores(a: Arguments) -> Tensor:
     weights = (a.weights.float() * a.scale).contiguous()
     table = None if a.block_table is None else a.block_table.contiguous()
     mask = None if a.mask is None else (a.mask if a.mask.dtype == torch.bool else a.mask.float())
-    mask = None if mask is None else mask.expand(batch, steps, 1, context)
+    mask = None if mask is None else aligned(mask, rows_first=True).expand(batch, steps, 1, context)
     held = query, key, weights, table, mask, out  # until the kernel has run
     call = CALL.pack(
         *(0 if value is None else value.data_ptr() for value in held),

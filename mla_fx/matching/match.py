@@ -70,13 +70,6 @@ class Match:
     def depth(self) -> int:
         return len(self.elements) + len(self.readings)
 
-    @property
-    def nodes(self) -> set[Node]:
-        """The operations that compute what was bound or read, and the nodes that the program reads them from."""
-        parts = (element for reading in self.readings.values() for element in reading.elements)
-        found = {node for element in (*self.elements.values(), *parts) for node in (element.origin, element.seen[0])}
-        return found | {reading.node for reading in self.readings.values()}
-
     def bind(self, name: str, element: Element, letters: str = "") -> Match:
         before = self.elements.get(name)
         if before is None:

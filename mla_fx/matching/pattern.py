@@ -254,12 +254,13 @@ class CallPattern:
     fixed: str = ""
 
     def at(self, call: Node, nearest: NearestMiss) -> Iterator[Match]:
-        """Yield every way in which the operands of a call, by their names in its schema, satisfy their patterns."""
+        """Yield every way in which the operands of a call, by their names in its schema, satisfy their patterns. The
+        call itself is bound as `call`."""
         arguments = {name: value for name in self.operands if isinstance(value := named_argument(call, name), Node)}
         for name, operand in self.operands.items():
             if name not in arguments and not operand.is_optional:
                 return nearest.fail(Match(), NoMatch(f"{name_of(call)} is called without {name}", call))
-        yield from self.bindings(call, arguments, nearest)
+        yield from _each_read("call", Reading(call), self.bindings(call, arguments, nearest))
 
     def bindings(self, node: Node, arguments: Mapping[str, Node], nearest: NearestMiss) -> Iterator[Match]:
         letters: dict[str, Index] = {}

@@ -99,11 +99,6 @@ class Attention(Reading):
         yield from (*self.index, self.keys, *self.value.index)
         yield from (part for mask in self.masks for part in mask.element.index)
 
-    @property
-    def fill(self) -> float | None:
-        """The number that masked logits are; None for minus infinity."""
-        return fill_of(self.masks)
-
 
 def fill_of(masks: Iterable[Mask]) -> float | None:
     """The number that masked scores are; None for minus infinity."""

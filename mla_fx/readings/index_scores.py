@@ -14,8 +14,8 @@ from mla_fx.graph.provenance import name_of
 from .algebra import allowance
 from .attention import Mask, logits
 from .axes import Axis, Index
+from .bounds import Bounds, bounded
 from .calls import args_of, argument
-from .constant import constant
 from .contraction import Contraction, contraction
 from .element import Element, operand, resolve
 from .reading import Reading
@@ -23,7 +23,7 @@ from .views import fresh_index
 
 aten = torch.ops.aten
 TOPK = aten.topk.default
-CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
+POSITIVE = Bounds(low=0.0)  # or zero
 RELU = "a sum over heads of weights times relu(query . key)"
 
 
@@ -109,12 +109,8 @@ def _product(inner: Element) -> Contraction:
 def _of_relu(side: Element) -> Element | None:
     """What an element is the relu of, if it is one."""
     node = side.origin
-    if node.target is aten.relu.default:
-        return operand(args_of(node)[0], side.index)
-    if node.target not in CLAMPS or constant(argument(node, 1, "min")) != 0:
-        return None
-    is_bounded = node.target is aten.clamp.default and argument(node, 2, "max") is not None
-    return None if is_bounded else operand(args_of(node)[0], side.index)
+    found = (args_of(node)[0], POSITIVE) if node.target is aten.relu.default else bounded(node)
+    return operand(found[0], side.index) if found is not None and found[1] == POSITIVE else None
 
 
 def _sides(product: Contraction, keys: Axis, heads: tuple[Axis, ...]) -> tuple[Element, Element]:

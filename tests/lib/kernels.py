@@ -1,6 +1,7 @@
 """What the tests of C++ kernels share."""
 
 import functools
+from dataclasses import replace
 
 import torch
 from mla_fx.lowering.cpu import built
@@ -18,6 +19,23 @@ def compiled(function, *inputs, **options):
         step = torch.compile(function, backend="mla", fullgraph=True, **options)
         found, (code,) = run_and_get_code(step, *inputs)
     return found, code, step
+
+
+def compiled_call(operator, a):
+    """What a compiled call of an operator on a record returns, and Inductor's code."""
+    given = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
+    found, code, _ = compiled(lambda tensors: operator.overload(**{**vars(a), **tensors}), given)
+    return found, code
+
+
+def doubled(a):
+    """A record with its numbers in float64."""
+    tensors = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
+    return replace(a, **{name: value.double() for name, value in tensors.items() if value.is_floating_point()})
+
+
+def error(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
 
 
 def without_a_compiler(monkeypatch, kernel):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from lib.ascend_calls import module_of
+from lib.operators.harness import double
 from mla_fx.lowering.ascend import lightning_index as index_lowering
 from mla_fx.lowering.ascend import sparse_latent_attention as attention_lowering
 from mla_fx.lowering.ascend import toolchain
@@ -55,8 +56,7 @@ def compare_indices(converted, *form):
     """Keys alone: which of equal scores is chosen is not defined, and hidden keys are any."""
     args, options = index_call(*form)
     found, _ = Call("lightning_index", args, options).on_npu(converted)
-    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-    wanted, values = catalogue()["lightning_index"].body(*wide, **options)
+    wanted, values = catalogue()["lightning_index"].body(*double(args), **options)
     seen = values.isfinite()
     torch.testing.assert_close(found.masked_fill(~seen, 0), wanted.masked_fill(~seen, 0), rtol=0, atol=0)
     assert ((found >= 0) & (found < CONTEXT)).all()
@@ -65,8 +65,7 @@ def compare_indices(converted, *form):
 def compare_attention(converted, *form):
     args, options = attention_call(*form)
     (found,) = Call("sparse_latent_attention", args, options).on_npu(converted)
-    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-    user_calls.check_exact(found, catalogue()["sparse_latent_attention"].body(*wide, **options))
+    user_calls.check_exact(found, catalogue()["sparse_latent_attention"].body(*double(args), **options))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from lib.kernels import doubled
 from mla_fx.lowering.cpu import attention_over_rows
 from mla_fx.lowering.cpu import mla_attention as mla_over_rows
 from mla_fx.lowering.loops import latent_attention as latent_loops
@@ -106,12 +107,6 @@ def plain(a):
     scores = tiled_attention.wide_product(a.query.transpose(1, 2), keys.mT)
     weights = tiled_attention.probabilities(scores, None, mask, a.scale, a.fill)
     return (weights.to(values.dtype) @ values).transpose(1, 2)
-
-
-def doubled(a):
-    wide = {name: value.double() for name, value in vars(a).items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()}  # fmt: skip
-    return dataclasses.replace(a, **wide)
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -22,6 +22,10 @@ def clamped(q, k, w):
     return (w.unsqueeze(-2) @ (q @ k.mT.unsqueeze(1)).clamp_min(0)).squeeze(-2)
 
 
+def above_zero(q, k, w):
+    return (w.unsqueeze(-2) @ torch.maximum(q @ k.mT.unsqueeze(1), torch.zeros(()))).squeeze(-2)
+
+
 def scaled(q, k, w):
     return ((w * 0.5).unsqueeze(-2) @ (((q * 0.5) @ k.mT.unsqueeze(1)).relu() * -2.0)).squeeze(-2) / 4
 
@@ -34,7 +38,7 @@ def biased(q, k, w):
     return in_order(q, k, w) + k.sum(-1).unsqueeze(1)
 
 
-FACTORS = {in_order: 1.0, heads_first: 1.0, clamped: 1.0, scaled: -0.125, masked: 1.0, biased: 1.0}
+FACTORS = {in_order: 1.0, heads_first: 1.0, clamped: 1.0, above_zero: 1.0, scaled: -0.125, masked: 1.0, biased: 1.0}
 
 
 def without_relu(q, k, w):

@@ -18,11 +18,16 @@ def as_mask(
     `queries` is [B, S, ...] and `context` T. Lengths hide keys from number `first` on; the mask starts there."""
     if context_lens is None and not is_causal:
         return mask
-    steps = queries.shape[1]
     slots = torch.arange(first, context, device=queries.device)
+    return slots <= last_keys(context_lens, queries).unsqueeze(-1)
+
+
+def last_keys(context_lens: Tensor | None, queries: Tensor) -> Tensor:
+    """The number of the last key that each row of queries [B, S, ...] sees, [B or 1, 1, S]; [S] without lengths, where
+    row s sees the keys t <= s."""
+    steps = queries.shape[1]
     rows = torch.arange(steps, device=queries.device)
-    last = rows if context_lens is None else rows + (context_lens - steps).view(-1, 1, 1)
-    return slots <= last.unsqueeze(-1)
+    return rows if context_lens is None else rows + (context_lens - steps).view(-1, 1, 1)
 
 
 def probabilities(

@@ -1,6 +1,6 @@
 """lightning_index: the keys that the indexer of DeepSeek Sparse Attention chooses for each query."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from .attention import aligned, as_mask, check_mask, masked
 from .pages import check_block_table, context_of, gathered
-from .tiled_attention import goes_by_tiles, mask_of_rows, row_tiles
+from .tiled_attention import mask_of_rows, row_tiles
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Arguments:
     sparse_count: int
     scale: float = 1.0
     fill: float | None = None
+
+
+Compute = Callable[[Arguments], tuple[Tensor, Tensor]]
 
 
 def body(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -61,18 +64,28 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 
 def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same by tiles of query rows, if there are many."""
-    context = context_of(a.key, a.block_table)
-    if not goes_by_tiles(a.query, context):
-        return body(a)
-    mask = as_mask(a.mask, a.context_lens, False, a.query, context)
-    parts = [body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)]
+    return in_parts(a, row_tiles(a.query, context_of(a.key, a.block_table)), body)
+
+
+def in_parts(a: Arguments, rows: Iterable[tuple[int, int]], compute: Compute) -> tuple[Tensor, Tensor]:
+    """What `compute` returns for some query rows at a time. Lengths become a mask."""
+    mask = as_mask(a.mask, a.context_lens, False, a.query, context_of(a.key, a.block_table))
+    whole = replace(a, context_lens=None)
+    parts = [
+        compute(
+            replace(
+                whole,
+                query=a.query[:, first:last],
+                weights=a.weights[:, first:last],
+                mask=mask_of_rows(mask, first, last),
+            )
+        )
+        for first, last in rows
+    ]
+    if len(parts) == 1:
+        return parts[0]
     indices, values = zip(*parts, strict=True)
     return torch.cat(indices, 1), torch.cat(values, 1)
-
-
-def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Arguments:
-    part = replace(a, query=a.query[:, first:last], weights=a.weights[:, first:last], context_lens=None)
-    return replace(part, mask=mask_of_rows(mask, first, last))
 
 
 def scores(a: Arguments) -> Tensor:

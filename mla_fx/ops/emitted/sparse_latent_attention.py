@@ -12,7 +12,7 @@ from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
-from .attention import aligned, check_mask, check_rotary, masked
+from .attention import aligned, check_mask, check_rotary, last_keys, masked
 from .pages import check_contexts, context_of
 
 PAYS = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less; measured on a CPU
@@ -56,12 +56,8 @@ def over_rows(a: Arguments) -> latent_attention.Arguments:
     """The same as latent_attention of B * S sequences with one token each, whose pages are single rows."""
     batch, steps = a.query.shape[:2]
     keys, context = a.indices.squeeze(2), context_of(a.kv_cache, a.block_table)
-    is_key = (keys >= 0).unsqueeze(2)
     keys = keys.clamp(min=0).to(torch.int64)
-    rows = torch.arange(steps, device=keys.device).unsqueeze(-1)
-    if a.context_lens is not None:
-        is_key = is_key & (keys <= rows + (a.context_lens - steps).view(-1, 1, 1)).unsqueeze(2)
-    mask = is_key
+    is_key = mask = seen_places(a)
     if a.mask is not None:
         given = aligned(a.mask, rows_first=True)
         given = given.expand(batch, steps, given.shape[2], context)
@@ -78,6 +74,14 @@ def over_rows(a: Arguments) -> latent_attention.Arguments:
         _places(a, keys, context).flatten(0, 1),
         scale=a.scale,
     )
+
+
+def seen_places(a: Arguments) -> Tensor:
+    """Whether a place of `indices` holds a key that the lengths do not hide, [B, S, 1, K]."""
+    is_key = a.indices >= 0
+    if a.context_lens is None:
+        return is_key
+    return is_key & (a.indices <= last_keys(a.context_lens, a.query).mT.unsqueeze(-1))
 
 
 def _rows(cache: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.kernels import compiled, draw, without_a_compiler
+from lib.kernels import compiled, doubled, draw, error, without_a_compiler
 from lib.operators.harness import samples
 from mla_fx.lowering.cpu import attention_over_rows as rows
 
@@ -31,15 +31,6 @@ def call(batch, tokens, heads, columns, dtype=torch.bfloat16, **options):
     queries = (draw(batch, tokens, heads, width, seed=1).to(dtype) for width in (RANK, ROPE))
     given = {"mask": None, "block_table": table, "scale": 0.2, **options}
     return latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
-
-
-def doubled(a):
-    tensors = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
-    return replace(a, **{name: value.double() for name, value in tensors.items() if value.is_floating_point()})
-
-
-def error(found, exact):
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 def check_means_body(a):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.kernels import compiled, draw
+from lib.kernels import compiled_call, doubled, draw
 from mla_fx.lowering.cpu import lightning_index as lowering
 
 from mla_fx.errors import NoMatch
@@ -45,15 +45,10 @@ CALLS = {
 }
 
 
-def exact(a):
-    doubled = {name: x.double() for name, x in vars(a).items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    return lightning_index.body(replace(a, **doubled))
-
-
 def check(found, a):
     """Scores are those in float64, and belong to the keys that are named."""
     indices, values = found
-    wanted, scores = exact(a)
+    wanted, scores = lightning_index.body(doubled(a))
     tolerance = 2**-7 if a.weights.dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(values.double(), scores, rtol=tolerance, atol=tolerance)
     seen = scores.isfinite() & (scores != a.fill)
@@ -66,15 +61,9 @@ def check(found, a):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_the_kernel(name):
-    a = CALLS[name]
-    given = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
-
-    def choose(**tensors):
-        return lightning_index.operator.overload(**{**vars(a), **tensors})
-
-    found, code, _ = compiled(lambda tensors: choose(**tensors), given)
+    found, code = compiled_call(lightning_index.operator, CALLS[name])
     assert KERNEL in code
-    check(found, a)
+    check(found, CALLS[name])
 
 
 def test_rows_in_parts(monkeypatch):

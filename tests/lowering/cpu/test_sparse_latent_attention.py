@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.kernels import compiled, draw
+from lib.kernels import compiled, compiled_call, doubled, draw, error
 from mla_fx.lowering.cpu.sparse_latent_attention import over_all
 
 from mla_fx.ops.emitted import latent_attention, sparse_latent_attention
@@ -45,21 +45,11 @@ CALLS = {
 }
 
 
-def error(found, exact):
-    return float((found.double() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_the_kernel(name):
     a = CALLS[name]
-    given = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
-
-    def attend(**tensors):
-        return sparse_latent_attention.operator.overload(**{**vars(a), **tensors})
-
-    found, code, _ = compiled(lambda tensors: attend(**tensors), given)
-    doubled = {name: value.double() for name, value in given.items() if value.is_floating_point()}
-    exact = sparse_latent_attention.body(replace(a, **doubled))
+    found, code = compiled_call(sparse_latent_attention.operator, a)
+    exact = sparse_latent_attention.body(doubled(a))
     assert KERNEL in code
     assert error(found, exact) <= 2 * error(sparse_latent_attention.body(a), exact) + 2**-8
 
