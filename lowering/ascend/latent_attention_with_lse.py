@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.mla_attention import Arguments as MlaArguments
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
@@ -26,12 +27,16 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
 def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     """[B,S,N,512] and [B,S,N]."""
     out, lse = latent_attention.attend(surface, a, return_softmax_lse=True)
-    lse = lse.transpose(1, 2)  # of the kernel, [B,N,S,1], in which plus infinity marks a row that sees no key
+    return out, logarithms(a, lse.transpose(1, 2))  # of the kernel, [B,N,S,1]
+
+
+def logarithms(a: Arguments | MlaArguments, lse: Tensor) -> Tensor:
+    """The kernel's, [B,S,N,1] as [B,S,N]. There, plus infinity marks a row that sees no key."""
     lse = torch.where(lse == torch.inf, of_hidden_scores(a, lse), lse)
-    return out, checked(lse, a.mask, kernel.lengths(a)).squeeze(-1)
+    return checked(lse, a.mask, kernel.lengths(a)).squeeze(-1)
 
 
-def of_hidden_scores(a: Arguments, lse: Tensor) -> Tensor | float:
+def of_hidden_scores(a: Arguments | MlaArguments, lse: Tensor) -> Tensor | float:
     """Return the log-sum-exp of a row in which all scores are hidden."""
     if a.fill is None:
         return -torch.inf

@@ -64,6 +64,11 @@ def refuse_sizes(a: Arguments) -> None:
 
 def attention(surface: Surface, a: Arguments) -> Tensor:
     """[B,S,N,128]."""
+    return attend(surface, a)[0]
+
+
+def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tensor]:
+    """[B,S,N,128], and the kernel's sums of each row, [B,S,N,1] if it returns them."""
     batch, tokens, heads, _ = a.q_nope.shape
     positions = a.kv_cache.shape[1]
     latent = a.kv_cache.reshape(batch * positions, -1)
@@ -72,11 +77,12 @@ def attention(surface: Surface, a: Arguments) -> Tensor:
     if seen is not None and a.mask is not None:
         seen = seen.clamp(min=tokens)  # the kernel wants no fewer keys than queries
     queries, keys = ends(a, seen)
-    options: dict[str, Any] = {} if a.sinks is None else {"learnable_sink": a.sinks}
+    if a.sinks is not None:
+        options["learnable_sink"] = a.sinks
     if a.q_rope is not None and a.kr_cache is not None:
         options["query_rope"] = a.q_rope.reshape(batch * tokens, heads, -1)
         options["key_rope"] = a.kr_cache.reshape(batch * positions, 1, -1).expand(-1, heads, -1).contiguous()
-    out = kernel.attend(
+    out, lse = kernel.attend_and_sum(
         surface,
         a.q_nope.reshape(batch * tokens, heads, -1),
         key,
@@ -90,7 +96,8 @@ def attention(surface: Surface, a: Arguments) -> Tensor:
         **options,
         **kernel.rows(tokens, latent.device),
     )
-    return checked(out.view(batch, tokens, heads, -1), a.mask, seen)
+    sums = lse.view(batch, tokens, heads, 1) if "return_softmax_lse" in options else lse
+    return checked(out.view(batch, tokens, heads, -1), a.mask, seen), sums
 
 
 def ends(a: Arguments, seen: Tensor | None) -> tuple[Lengths, Lengths]:

@@ -13,6 +13,9 @@ kind of device has its own threshold. S <= 8 is always absorbed. Above that, a c
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -27,6 +30,11 @@ from mla_fx.rewriting.draft import Change, Draft
 from mla_fx.rewriting.emitter import Apply, Emitter
 from mla_fx.target import Target
 
+WITHOUT_LSE, WITH_LSE = torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.mla_attention.with_lse
+ABSORBED: dict[Any, Any] = {
+    WITHOUT_LSE: torch.ops.mla_fx.latent_attention.default,
+    WITH_LSE: torch.ops.mla_fx.latent_attention.with_lse,
+}
 ALWAYS = 2**62
 LIMIT = "max_absorbed_tokens"
 MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
@@ -50,8 +58,8 @@ def max_absorbed_tokens(policy: str, device: str, context: Size, given: int | No
 
 
 def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply) -> None:
-    """Rewrites an mla_attention whose S is provably small to latent_attention. Raises NoMatch with the reason if it
-    stays as it is; `apply` may refuse, too.
+    """Rewrites an mla_attention whose S is provably small to latent_attention, with logarithms if it has them. Raises
+    NoMatch with the reason if it stays as it is; `apply` may refuse, too.
 
     If S is a symbol that may be large, a call with the limit at which it decides at run time takes its place. It stays
     expanded if the target cannot run the operator.
@@ -70,8 +78,12 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply)
         _limit(node, emit, ALWAYS, apply)
         raise ByDesign(f"{UNABSORBED}: absorbed, it might leave the range of torch.float16", node)
     with emit.at(node, "absorb"):
-        expanded = _absorbed(node, emit, *args_of(node))  # contiguous, as the node's value is
-        apply(emit, "absorb", Change.of([(node, expanded)], {*node.all_input_nodes}))
+        absorbed, weight_uv = _absorbed(node, emit, *args_of(node)), args_of(node)[5]
+        pairs = [
+            (old, new if _is_sum(old) else emit.inlined(expand_output, new, weight_uv))  # contiguous, as the node's is
+            for old, new in _results(node, absorbed, emit)
+        ]
+        apply(emit, "absorb", Change.of(pairs, {*node.all_input_nodes}))
 
 
 def _is_absorbed(tokens: Size, context: Size, limit: int) -> bool:
@@ -100,18 +112,25 @@ def _limit(node: Node, emit: Emitter, limit: int, apply: Apply) -> None:
         return
     with emit.at(node, "absorb"):
         call = emit.call(node.target, *args_of(node), **{**node.kwargs, LIMIT: limit})
-        apply(emit, "absorb", Change.of([(node, _replacing(node, call))], {*node.all_input_nodes}))
+        apply(emit, "absorb", Change.of(_results(node, call, emit), {*node.all_input_nodes}))
 
 
-def _replacing(node: Node, call: Draft | Node) -> Draft | Node:
+def _results(node: Node, call: Draft | Node, emit: Emitter) -> list[tuple[Node, Draft | Node]]:
+    """What a call computes, and what another one computes instead."""
     call.meta[ORIGINS] = node.meta.get(ORIGINS, [])
-    return call
+    if node.target is WITHOUT_LSE:
+        return [(node, call)]
+    return [(result, emit.call(operator.getitem, call, args_of(result)[1])) for result in node.users]
 
 
-def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Draft:
-    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, *masks = operands
+def _is_sum(result: Node) -> bool:
+    """Whether this is the logarithm of a sum, rather than attention."""
+    return result.target is operator.getitem and args_of(result)[1] == 1
+
+
+def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Draft | Node:
+    """Attention over the latents, before its result is expanded."""
+    q_nope, q_rope, kv_cache, kr_cache, weight_uk, _, *masks = operands
     options = {name: value for name, value in node.kwargs.items() if name != LIMIT}
-    query, target = emit.inlined(absorb_query, q_nope, weight_uk), torch.ops.mla_fx.latent_attention.default
-    out = emit.call(target, query, q_rope, kv_cache, kr_cache, *masks, **options)
-    expanded: Draft = emit.inlined(expand_output, _replacing(node, out), weight_uv)
-    return expanded
+    query = emit.inlined(absorb_query, q_nope, weight_uk)
+    return emit.call(ABSORBED[node.target], query, q_rope, kv_cache, kr_cache, *masks, **options)

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from mla_fx.debug.memory import MemoryUse, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
 from mla_fx.errors import NoMatch
@@ -27,7 +25,7 @@ from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, round
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
-from .absorb import absorb
+from .absorb import ABSORBED, absorb
 from .apply_rules import recognise, tell_miss
 from .chosen_keys import chosen_keys
 from .hoist import inputs_of
@@ -60,7 +58,7 @@ def look_around(run: Run) -> None:
 def choose_absorbed(run: Run) -> None:
     if not run.is_changed:
         return
-    for node in run.graph.find_nodes(op="call_function", target=torch.ops.mla_fx.mla_attention.default):
+    for node in (node for form in ABSORBED for node in run.graph.find_nodes(op="call_function", target=form)):
         try:
             absorb(node, run.emit, run.options.absorb, run.target, functools.partial(apply, run))
         except NoMatch as miss:

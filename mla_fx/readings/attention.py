@@ -20,11 +20,12 @@ from .axes import Digit, Index, combine, fresh, of_axis, shifted
 from .calls import CASTS, args_of, argument
 from .codes.products import holds_codes
 from .constant import constant, rounded
-from .contraction import PRODUCTS, Contraction, contraction, scaled_product
-from .element import Element, computed_from, computed_with, operand, resolve
+from .contraction import Contraction, contraction, scaled_product
+from .divided_late import SUMS, divided_late, division
+from .element import Element, computed_from, computed_with, element_of, operand, resolve
 from .reading import Reading
 from .sizes import Size, ratio
-from .softmax import SOFTMAX, exponential, softmax, subtracts_logarithm
+from .softmax import EXPONENTIALS, SOFTMAX, Softmax, exponential, softmax, subtracts_logarithm
 from .views import MOVERS, fresh_index, pads_with_zero, seams, shape_of
 
 aten = torch.ops.aten
@@ -39,9 +40,8 @@ FUSED_ATTENTION = frozenset(
     }
 )
 
-ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, aten.div.Tensor, aten.exp.default})
+ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, *EXPONENTIALS, aten.div.Tensor})
 MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
-SUMS = PRODUCTS | {aten.sum.dim_IntList}
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor, aten.nan_to_num.default})
 TO_CODES = STEPS | {aten.div.Tensor}
 
@@ -119,8 +119,8 @@ def _begins_attention(node: Node) -> bool:
 
 
 def _is_softmax(node: Node) -> bool:
-    if node.target is aten.exp.default:
-        return subtracts_logarithm(node)
+    if node.target in EXPONENTIALS:
+        return subtracts_logarithm(node) or division(node) is not None
     return node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
 
 
@@ -128,17 +128,12 @@ def attention(node: Node) -> Attention:
     """Read the attention at anchor `node`. Raises NoMatch if there is none."""
     if node.target in FUSED_ATTENTION:
         return _fused(node)
-    output = weighted_sum(node)
+    output = division(node) or weighted_sum(node)
     if output is None:
         reason = "probabilities are rounded to whole numbers before they multiply the values"
         raise NoMatch(reason, codes_of(node))
-    index = fresh_index(output)
-    weighted = contraction(resolve(output, index))
-    is_left = _is_computed_from(weighted.left.origin, node)
-    probability, value = (weighted.left, weighted.right) if is_left else (weighted.right, weighted.left)
-    for side in (weighted.left, weighted.right):
-        _check_not_scaled(side, node)
-    found = softmax(probability)
+    index, weighted, found = _softmax_times_values(output, node)
+    value = weighted.right if _is_computed_from(weighted.left.origin, node) else weighted.left
     keys = of_axis(found.axis)
     if weighted.over != (keys,):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
@@ -150,6 +145,18 @@ def attention(node: Node) -> Attention:
     sink = None if found.sink is None else _sink(found.sink)
     factor = weighted.factor
     return _unpadded(Attention(output, index, scores, masks, None, value, factor, keys, sink=sink, logits=found.logits))
+
+
+def _softmax_times_values(output: Node, node: Node) -> tuple[tuple[Index, ...], Contraction, Softmax]:
+    """Where the result is read, the product with the values, and the softmax. It is divided there or before."""
+    if output.target is aten.div.Tensor:
+        return divided_late(output, node)
+    index = fresh_index(output)
+    weighted = contraction(resolve(output, index))
+    is_left = _is_computed_from(weighted.left.origin, node)
+    for side in (weighted.left, weighted.right):
+        _check_not_scaled(side, node)
+    return index, weighted, softmax(weighted.left if is_left else weighted.right)
 
 
 def _check_not_scaled(side: Element, probabilities: Node) -> None:
@@ -199,7 +206,8 @@ def _is_computed_from(value: Node, node: Node) -> bool:
 
 def weighted_sum(node: Node) -> Node | None:
     """The product that consumes a softmax's probabilities, through views; None if there is none."""
-    return _first_user(node, SUMS, STEPS)
+    quotient = division(node)
+    return _first_user(node, SUMS, STEPS) if quotient is None else element_of(args_of(quotient)[0]).origin
 
 
 def codes_of(node: Node) -> Node | None:

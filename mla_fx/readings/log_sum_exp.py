@@ -12,9 +12,10 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
 from .algebra import as_sum
-from .attention import SUMS, Attention
+from .attention import Attention
 from .axes import Axis, Index, extent
 from .calls import CASTS, args_of
+from .divided_late import SUMS
 from .element import Element, computed_from, computed_with, resolve
 from .reading import Reading, renamed
 from .softmax import LOGARITHMS, LogOfSum, exponential, log_of_sum
@@ -28,9 +29,14 @@ OTHER_SCORES = "the logarithm is not of the sum that the softmax divides by"
 
 @dataclass(frozen=True)
 class LogSumExp(Reading):
-    """`log(sum over keys of exp(logits))`, read at `index` of `node`, at the axes of an attention."""
+    """`log(sum over keys of exp(logits)) / unit`, read at `index` of `node`, at the axes of an attention."""
 
     index: tuple[Index, ...]
+    unit: float
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        return (self.unit,)
 
 
 def beside(anchor: Node) -> list[Node]:
@@ -45,7 +51,7 @@ def logarithms(products: Iterable[Node]) -> list[Node]:
     for node in computed_with(products, lambda user: _is_product(user) or user.target in LOGARITHMS):
         if node.target is aten.logsumexp.default:
             found[node] = None
-        elif node.target is aten.log.default:
+        elif node.target in LOGARITHMS:
             users = computed_with([node], lambda user: user.target not in MOVES)
             found.update(dict.fromkeys(user for user in users if user.target is aten.add.Tensor))
     return list(found)
@@ -63,7 +69,8 @@ def log_sum_exp(node: Node, attention: Attention) -> LogSumExp:
         raise NoMatch("the scores of the attention are no values of the graph", attention.node)
     index = fresh_index(node)
     total = as_sum(resolve(node, index))
-    found = log_of_sum(total.terms, node)
+    unit = next((LOGARITHMS[term.origin.target] for term in total.terms if term.origin.target in LOGARITHMS), 1.0)
+    found = log_of_sum([term.times(unit) for term in total.terms], node)
     if found.others or total.constant:
         raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
     if found.logits.origin is not attention.logits.origin:
@@ -76,7 +83,7 @@ def log_sum_exp(node: Node, attention: Attention) -> LogSumExp:
         raise NoMatch(f"the logarithm is of the sum for {factors}", node)
     if logits != attention.logits:
         raise NoMatch(OTHER_SCORES, node)
-    return LogSumExp(node, renamed(index, names))
+    return LogSumExp(node, renamed(index, names), unit)
 
 
 def _names(

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -27,7 +28,10 @@ aten = torch.ops.aten
 
 SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
 NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
-LOGARITHMS = (aten.log.default, aten.logsumexp.default)
+EXPONENTIALS: dict[Any, float] = {aten.exp.default: 1.0, aten.exp2.default: math.log(2)}
+"""Each is `exp(number * x)`."""
+LOGARITHMS: dict[Any, float] = {aten.log.default: 1.0, aten.log2.default: math.log(2), aten.logsumexp.default: 1.0}
+"""Each, times the number, is the natural logarithm."""
 NAN_REPLACED = (
     "NaN among the attention probabilities is replaced, whatever it comes from; the operators give zeros only for rows "
     "that see no key"
@@ -74,7 +78,7 @@ def softmax(element: Element) -> Softmax:
         return _guarded(element)
     if node.target is aten.div.Tensor and (exp := exponential(args_of(node)[0])) is not None:
         return _divided(element, exp)
-    if node.target is aten.exp.default:
+    if node.target in EXPONENTIALS:
         return _less_logarithm(element)
     if node.target is aten.nan_to_num.default:
         raise NoMatch(NAN_REPLACED, node)
@@ -107,7 +111,7 @@ def exponential(value: object) -> Node | None:
     for _ in range(6):
         if not isinstance(value, Node):
             return None
-        if value.target is aten.exp.default:
+        if value.target in EXPONENTIALS:
             return value
         if value.target not in MOVERS and value.target not in CASTS:
             return None
@@ -129,13 +133,24 @@ def _divided(element: Element, exp: Node) -> Softmax:
     is_whole = over[0].axis is not None and over[0].axis.size == columns.whole.size
     if not is_whole or [dim for dim, part in enumerate(summand.index) if part != numerator.index[dim]] != dims:
         raise NoMatch("the exponentials are divided by the sum of others", node)
-    inner = operand(args_of(exp)[0], _along(numerator.index, dims[0], columns.whole))
+    return columns.of(exponentiated(exp, _along(numerator.index, dims[0], columns.whole), columns.whole))
+
+
+def exponent(exp: Node, index: tuple[Index, ...]) -> Element:
+    """What the natural exponential is of, at `index` of `exp`."""
+    return operand(args_of(exp)[0], index, EXPONENTIALS[exp.target])
+
+
+def exponentiated(exp: Node, index: tuple[Index, ...], keys: Axis) -> Element:
+    """The logits whose exponentials, after their maximum along `keys` was subtracted, are read at `index` of `exp`.
+    Raises NoMatch if anything else was subtracted."""
+    inner = exponent(exp, index)
     if inner.origin.target not in (aten.sub.Tensor, aten.where.self):
-        raise NoMatch("the scores are exponentiated directly, which may overflow where a softmax does not", node)
-    logits = less_peak(inner, columns.whole)
+        raise NoMatch("the scores are exponentiated directly, which may overflow where a softmax does not", exp)
+    logits = less_peak(inner, keys)
     if logits is None:
-        raise NoMatch("the value subtracted before the exponential is not the maximum of the scores", node)
-    return columns.of(logits)
+        raise NoMatch("the value subtracted before the exponential is not the maximum of the scores", exp)
+    return logits
 
 
 def _without_peak(logits: Element, axis: Axis) -> Element:
@@ -177,24 +192,26 @@ class LogOfSum:
 
 
 def log_of_sum(terms: Sequence[Element], node: Node) -> LogOfSum:
-    """Read a logarithm of a sum among terms: `logsumexp`, or `largest + log(sum(exp(logits - largest)))`. Raises
-    NoMatch if there is none."""
+    """Read a natural logarithm of a sum among terms: `logsumexp`, or `largest + log(sum(exp(logits - largest)))`.
+    Raises NoMatch if there is none."""
     logs = [term for term in terms if term.origin.target in LOGARITHMS]
     others = [term for term in terms if term not in logs]
     if len(logs) != 1:
         raise NoMatch("expected the largest score and the logarithm of a sum", node)
-    log = logs[0]
-    if log.node.target is aten.logsumexp.default:
-        source, where, over = reduced(log.node, log.index)
+    log, unit = logs[0].origin, LOGARITHMS[logs[0].origin.target]
+    if logs[0].factor != unit:
+        raise NoMatch(f"the logarithm of the sum is multiplied by a number, {logs[0].factor / unit:.6g}", node)
+    if log.target is aten.logsumexp.default:
+        source, where, over = reduced(log, logs[0].index)
         return LogOfSum(resolve(source, where), _one(over, node), tuple(others))
-    total = operand(args_of(log.node)[0], log.index)
+    total = operand(args_of(log)[0], logs[0].index)
     if total.origin.target is not aten.sum.dim_IntList:
         raise NoMatch(f"expected the logarithm of a sum, found one of {name_of(total.origin)}", node)
     exponentials, over = summed(total)
     keys = _one(over, node)
-    if exponentials.node.target is not aten.exp.default:
+    if exponentials.node.target not in EXPONENTIALS:
         raise NoMatch(f"expected a sum of exponentials, found one of {name_of(exponentials.origin)}", node)
-    logits = less_peak(operand(args_of(exponentials.node)[0], exponentials.index), keys)
+    logits = less_peak(exponent(exponentials.node, exponentials.index), keys)
     peaks = [] if logits is None else [term for term in others if is_peak(term, logits, keys)]
     if logits is None or len(peaks) != 1:
         raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
@@ -220,7 +237,7 @@ def subtracts_logarithm(exp: Node) -> bool:
 def _less_logarithm(element: Element) -> Softmax:
     """Read `exp(x - log(sum(exp(x))))`."""
     node = element.node
-    total = as_sum(operand(args_of(node)[0], element.index))
+    total = as_sum(exponent(node, element.index))
     subtracted = log_of_sum([term.times(-1.0) for term in total.terms], node)
     left = [term.times(-1.0) for term in subtracted.others]
     for dim, size in enumerate(shape_of(node)):

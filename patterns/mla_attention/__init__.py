@@ -54,13 +54,12 @@ from mla_fx.rule import (
 from mla_fx.rule.codes import quantised_product, quantised_up_projection, scaled_by
 from mla_fx.rule.indices import Axes, at_most, product
 from mla_fx.rule.operands import (
-    WITH_LSE,
-    WITHOUT_LSE,
     ByHoisting,
     Call,
     Cast,
     Expression,
     Inlined,
+    Replacement,
     check_is_causal,
     counts_from_first,
     known_causal,
@@ -96,7 +95,7 @@ from . import cases
 from .factors import attention_factors
 from .sums import log_sum_exps
 
-aten = torch.ops.aten
+aten, fused = torch.ops.aten, torch.ops.mla_fx
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache", "b t c"), var("weight_uk", "n e c"), var("weight_uv", "n v c")
 Q_NOPE = var("q_nope", "b s n e")
 NOPE = either(
@@ -181,9 +180,6 @@ class MlaAttention(Rule):
         if "rope" not in match.readings:
             _check_rank(match, f"ne{columns}")
         keys, values = _forms(match)
-        if lses and keys == values == "expanded":
-            because = "keys and values are expanded; only attention over latents has logarithms of sums"
-            raise NoMatch(because, found.node)
         scale, factors = attention_factors(match, keys, dtype := _dtype(match))
 
         def operand(name: str, letters: str) -> Expression | None:
@@ -208,17 +204,17 @@ class MlaAttention(Rule):
             return ByHoisting(q_nope, scaled(q_nope, "weight_uk", "1 1 n e")), ByHoisting(weight, codes)
 
         context = operand("q_rope", "b s n r"), made("kv_cache", "b t c"), operand("kr_cache", "b t r")
-        masks, options = _masks(match, found, dtype)
+        (masks, options), form = _masks(match, found, dtype), "with_lse" if lses else "default"
         if keys == values == "expanded":
             q_nope, weight_uk = query_and_weight()
             operands = q_nope, *context, weight_uk, made("weight_uv", "n v c"), *masks
-            out: Expression = Call(torch.ops.mla_fx.mla_attention.default, *operands, scale=scale, **options)
+            call = Call(getattr(fused.mla_attention, form), *operands, scale=scale, **options)
         else:
             query = made("query", "b s n c") if keys == "absorbed" else Inlined(absorb_query, query_and_weight())
-            call = Call(WITH_LSE if lses else WITHOUT_LSE, query, *context, *masks, scale=scale, **options)
-            out = Call(operator.getitem, call, 0) if lses else call
-            if values == "expanded":
-                out = Inlined(expand_output, (out, made("weight_uv", "n v c")))
+            call = Call(getattr(fused.latent_attention, form), query, *context, *masks, scale=scale, **options)
+        out: Expression = Call(operator.getitem, call, 0) if lses else call
+        if keys == "absorbed" and values == "expanded":
+            out = Inlined(expand_output, (out, made("weight_uv", "n v c")))
         out = scaled(out, "weight_uv", "1 1 n v")
         # the program may multiply in a wider dtype: 1024 times a value may not fit in float16
         widest = torch.promote_types(dtype, found.node.meta["val"].dtype)
@@ -228,8 +224,12 @@ class MlaAttention(Rule):
         exact = _rounded_once(match, dtype)
         if not lses:
             return Plan(new, exact=exact)
-        sums = result(Call(operator.getitem, call, 1), match.dims("b s n"))
-        return Plan(new, *(replacing(lse.node, lse.index, sums) for lse in lses), exact=exact)
+        sums = Call(operator.getitem, call, 1)
+
+        def logarithm(lse: LogSumExp) -> Replacement:
+            return replacing(lse.node, lse.index, result(times(sums, 1 / lse.unit), match.dims("b s n")))
+
+        return Plan(new, *map(logarithm, lses), exact=exact)
 
     def looks_like_mla(self, anchor: Node) -> bool:
         """Whether something that is multiplied by the probabilities comes from a bottleneck, whatever else differs."""
@@ -245,11 +245,13 @@ class MlaAttentionLse(MlaAttention):
     name = "mla_attention_lse"
     after: ClassVar[Sequence[str]] = ()
     yields_to_target = True
-    accepts = (Case("logsumexp", cases.Chunk, ONE_EACH), Case("largest score and a logarithm", cases.ByHand, ONE_EACH))
-    rejects = (
-        Case("of other scores", cases.OfHalf, because="is of the sum for 0.5 times the scores"),
-        Case("expanded keys", cases.ExpandedKeys, because="only attention over latents has logarithms of sums"),
+    accepts = (
+        Case("logsumexp", cases.Chunk, ONE_EACH),
+        Case("largest score and a logarithm", cases.ByHand, ONE_EACH),
+        Case("expanded keys", cases.ExpandedKeys, ONE_EACH),
+        Case("divided late", cases.DividedLate, ONE_EACH),
     )
+    rejects = (Case("of other scores", cases.OfHalf, because="is of the sum for 0.5 times the scores"),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         if not any(graph.find_nodes(op="call_function", target=target) for target in LOGARITHMS):

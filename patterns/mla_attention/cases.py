@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -136,4 +138,18 @@ class ExpandedKeys(Layer):
         key, value = self.keys(latent, k_rope)
         scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
         out: Tensor = scores.softmax(-1) @ value * scores.logsumexp(-1).sigmoid().unsqueeze(-1)
+        return out
+
+
+class DividedLate(Layer):
+    """Flash attention divides so. Its scores are in base 2."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
+        scores = scores / math.log(2)
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp2()
+        total = weights.sum(-1, keepdim=True)
+        out: Tensor = (weights @ value) / total * (largest + total.log2()).sigmoid()
         return out

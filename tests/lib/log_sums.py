@@ -21,7 +21,10 @@ class Attention(nn.Module):
         scores = self.scores(query, query_rope, latents, keys)
         masked = self.masked(scores, positions)
         weights, lse = self.weights(masked), self.lse(masked, scores)
-        return torch.einsum("bnst,btc->bsnc", weights.to(latents.dtype), latents), lse
+        return self.product(weights, latents), lse
+
+    def product(self, weights, latents):
+        return torch.einsum("bnst,btc->bsnc", weights.to(latents.dtype), latents)
 
     def scores(self, query, query_rope, latents, keys):
         nope, rope = torch.einsum("bsnc,btc->bnst", query, latents), torch.einsum("bsnr,btr->bnst", query_rope, keys)
@@ -70,6 +73,41 @@ class Divided(Attention):
         return (self.total.log() + self.largest).squeeze(-1)
 
 
+class DividedLate(Attention):
+    """Flash attention divides the product with the latents."""
+
+    def exponentials(self, masked):
+        self.largest = masked.amax(-1)
+        return (masked - torch.where(self.largest == -torch.inf, 0.0, self.largest).unsqueeze(-1)).exp()
+
+    def forward(self, *given):
+        self.total = None
+        out, lse = super().forward(*given)
+        return out / self.total.clamp(min=1e-30).transpose(1, 2).unsqueeze(-1), lse
+
+    def weights(self, scores):
+        raised = self.exponentials(scores)
+        self.total = raised.sum(-1)
+        return raised
+
+    def lse(self, masked, scores):
+        return self.largest + self.total.log()
+
+
+class PowersOfTwo(DividedLate):
+    """Scores, and logarithms, are in base 2."""
+
+    def scores(self, *given):
+        return super().scores(*given) / math.log(2)
+
+    def exponentials(self, masked):
+        self.largest = masked.amax(-1)
+        return (masked - torch.where(self.largest == -torch.inf, 0.0, self.largest).unsqueeze(-1)).exp2()
+
+    def lse(self, masked, scores):
+        return self.largest + self.total.log2()
+
+
 class OverRows(Attention):
     """Heads and tokens are one dimension of the scores."""
 
@@ -106,6 +144,28 @@ class Offset(Attention):
 class Twice(Attention):
     def lse(self, masked, scores):
         return masked.logsumexp(-1) * Added.lse(self, masked, scores)
+
+
+class Expanded(Attention):
+    """Keys and values of each head, expanded from the latents of a prompt. Queries are the first columns."""
+
+    def __init__(self, rank=RANK, nope=RANK, value=6):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.weights_of = [
+            nn.Parameter(torch.randn(N, width, rank, generator=generator, dtype=torch.float64) / rank**0.5)
+            for width in (nope, value)
+        ]
+        self.scale = (nope + ROPE) ** -0.5
+
+    def scores(self, query, query_rope, latents, keys):
+        key, self.values = (torch.einsum("btc,nvc->bntv", latents, w.to(latents.dtype)) for w in self.weights_of)
+        key = torch.cat((key, keys.unsqueeze(1).expand(-1, N, -1, -1)), -1)
+        query = torch.cat((query[..., : self.weights_of[0].shape[1]], query_rope), -1)
+        return query.transpose(1, 2) @ key.mT * self.scale
+
+    def product(self, weights, latents):
+        return weights.to(latents.dtype) @ self.values
 
 
 def arguments(dtype=torch.float64, *, sizes=(RANK, ROPE), block=BLOCK, heads=N, tokens=S):
@@ -160,4 +220,6 @@ class Unmasked(Attention):
         return scores.logsumexp(-1)
 
 
-SPELLINGS = [Attention, Kept, Added, Maximum, Divided, OverRows, LessLogarithm, Base2, Offset, Twice]
+SPELLINGS = [
+    Attention, Kept, Added, Maximum, Divided, DividedLate, PowersOfTwo, OverRows, LessLogarithm, Base2, Offset, Twice,
+]  # fmt: skip

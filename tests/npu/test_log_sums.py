@@ -4,7 +4,19 @@ The layers are plain PyTorch, as in lib/log_sums.py."""
 
 import pytest
 import torch
-from lib.log_sums import Added, Attention, Base2, Divided, Kept, Merged, Unmasked, arguments, in_parts, nearly_blind
+from lib.log_sums import (
+    Added,
+    Attention,
+    Base2,
+    Divided,
+    Expanded,
+    Kept,
+    Merged,
+    Unmasked,
+    arguments,
+    in_parts,
+    nearly_blind,
+)
 
 import mla_fx
 from npu.converted import types
@@ -14,9 +26,9 @@ CALL = "npu.npu_fused_infer_attention_score_v2.out"
 REAL = {"sizes": (512, 64), "block": 128}
 
 
-def compiled(module, target):
+def compiled(module, target, **options):
     torch._dynamo.reset()
-    backend = mla_fx.get_backend(target=target, soc="Ascend910B3")
+    backend = mla_fx.get_backend(target=target, soc="Ascend910B3", **options)
     return torch.compile(module, backend=backend, dynamic=False)
 
 
@@ -58,6 +70,14 @@ def test_rows_that_see_no_key(converted, captured, target):
     as_exact_as_eager((out, lse), Attention(), given)
     assert (lse[1] == -torch.inf).all() and (out[1] == 0).all()
     assert kernels(target, converted, captured) == 1
+
+
+@torch.no_grad()
+def test_expanded_keys(converted):
+    """A prompt, whose keys lie in one piece."""
+    module, given = Expanded(512, 128, 128), arguments(BF16, **REAL, tokens=9)
+    as_exact_as_eager(compiled(module, "ge", absorb="never")(*given), module, given)
+    assert types(converted.graphs[0]).count(KERNEL) == 1, str(mla_fx.last_report())
 
 
 @pytest.mark.parametrize("target", ["ge", "aclgraph"])

@@ -21,7 +21,7 @@ from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
     *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention", "lightning_index")),
-    *cases(DTYPES, ("mla_attention", "rms_norm", "rope")),
+    *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
 

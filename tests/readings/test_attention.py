@@ -10,8 +10,8 @@ from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.log_sum_exp import log_sum_exp
 
 
-def softmax_by_hand(scores, compared=slice(None)):
-    raised = torch.exp(scores - scores[..., compared].amax(-1, keepdim=True))
+def softmax_by_hand(scores, compared=slice(None), exp=torch.exp):
+    raised = exp(scores - scores[..., compared].amax(-1, keepdim=True))
     return raised / raised.sum(-1, keepdim=True)
 
 
@@ -50,6 +50,18 @@ def guarded_by_hand(scores):
     return raised / raised.sum(-1, keepdim=True)
 
 
+def divided_late(scores, values, guard=lambda total: total, exp=torch.exp):
+    """Flash attention divides so."""
+    peak = scores.amax(-1, keepdim=True)
+    raised = exp(scores - torch.where(peak.isinf(), 0.0, peak))
+    return (raised.to(values.dtype) @ values) / guard(raised.sum(-1, keepdim=True))
+
+
+def one_for_zero(total):
+    return torch.where(total == 0, 1.0, total)
+
+
+LOG2E = 1.4426950408889634
 OFFSETS = dense(S, T)
 
 ATTENTIONS = {
@@ -64,6 +76,13 @@ ATTENTIONS = {
     "less it, biased": lambda q, k, v: less_logarithm(q @ k.mT + BIAS) @ v,
     "less it, filled": lambda q, k, v: less_logarithm((q @ k.mT).masked_fill(~MASK, -torch.inf)) @ v,
     "exponential of log_softmax": lambda q, k, v: (q @ k.mT + BIAS).log_softmax(-1).exp() @ v,
+    "divided late": lambda q, k, v: divided_late(q @ k.mT * 0.3, v),
+    "divided late, biased": lambda q, k, v: divided_late(q @ k.mT + BIAS, v, lambda total: total.clamp(min=1e-20)),
+    "divided late, one for zero": lambda q, k, v: divided_late(q @ k.mT, v, one_for_zero),
+    "divided late, transposed": lambda q, k, v: divided_late(q @ k.mT, v).transpose(1, 2).flatten(2),
+    "divided late, powers of two": lambda q, k, v: divided_late(q @ k.mT * (0.3 * LOG2E), v, exp=torch.exp2),
+    "powers of two": lambda q, k, v: softmax_by_hand(q @ k.mT * (0.3 * LOG2E), exp=torch.exp2) @ v,
+    "powers of two of products": lambda q, k, v: softmax_by_hand(q @ k.mT, exp=lambda x: torch.exp2(x * LOG2E)) @ v,
     "einsum": lambda q, k, v: torch.einsum("bnst,bntv->bnsv", torch.einsum("bnsd,bntd->bnst", q, k).softmax(-1), v),
     "output transposed": lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2),
     "bias": lambda q, k, v: (q @ k.mT + BIAS).softmax(-1) @ v,

@@ -12,6 +12,8 @@ from . import latent_attention
 from .attention import logits
 from .latent_attention import Arguments
 
+NO_SINKS = "sinks are given; they must be None: a sum with a sink is not what other parts are merged by."
+
 
 def body(a: Arguments) -> tuple[Tensor, Tensor]:
     """The attention of `latent_attention` without sinks, and the logarithm of what each row is divided by::
@@ -38,7 +40,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 
 def check(a: Arguments) -> None:
     if a.sinks is not None:
-        raise ValueError("sinks are given; they must be None: a sum with a sink is not what other parts are merged by.")
+        raise ValueError(NO_SINKS)
     latent_attention.check(a)
 
 

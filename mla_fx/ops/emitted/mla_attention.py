@@ -107,10 +107,13 @@ def has_few_scores(a: Arguments) -> bool:
 
 def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Tensor:
     """The latent form: cost grows with S * T * Hckv, and nothing is expanded."""
+    return expand_output(attend(in_latent_space(a)), a.weight_uv)
+
+
+def in_latent_space(a: Arguments) -> latent_attention.Arguments:
     query = _absorbed_query(a.q_nope, a.weight_uk)
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
-    latent = attend(latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill))
-    return expand_output(latent, a.weight_uv)
+    return latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
 
 
 def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
@@ -147,10 +150,18 @@ def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None],
 
 
 def tiled(a: Arguments, choose: Form = at_once) -> Tensor:
-    """`expanded` in memory that does not grow with S * T: the nope and rotary parts of keys are joined."""
+    """`expanded` in memory that does not grow with S * T."""
+    mask = as_mask(a.mask, a.context_lens, False, a.q_nope, context_of(a.kv_cache, a.block_table))
+    query, key, value = keys_and_values(a, seen_keys(mask))
+    out = attend(query, key, value, mask, a.scale, a.is_causal, a.fill, a.sinks, choose)
+    return out.transpose(1, 2).contiguous()
+
+
+def keys_and_values(a: Arguments, seen: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The query, keys and values of each head, [B, N, ...]: the nope and rotary parts of queries and keys are joined.
+    Keys that no row has seen are zeros."""
     a = _unpaged(a)
-    mask = as_mask(a.mask, a.context_lens, False, a.q_nope, a.kv_cache.shape[1])
-    latents, rotary, seen = a.kv_cache, a.kr_cache, seen_keys(mask)
+    latents, rotary = a.kv_cache, a.kr_cache
     if seen is not None:
         latents, rotary = latents.masked_fill(~seen, 0), None if rotary is None else rotary.masked_fill(~seen, 0)
     query, key = a.q_nope, torch.einsum("btr,ndr->btnd", latents, a.weight_uk)
@@ -158,9 +169,7 @@ def tiled(a: Arguments, choose: Form = at_once) -> Tensor:
         query = torch.cat((query, a.q_rope), -1)
         key = torch.cat((key, rotary.unsqueeze(2).expand(-1, -1, key.shape[2], -1)), -1)
     value = torch.einsum("btr,nvr->btnv", a.kv_cache, a.weight_uv)
-    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    out = attend(query, key, value, mask, a.scale, a.is_causal, a.fill, a.sinks, choose)
-    return out.transpose(1, 2).contiguous()
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def _unpaged(a: Arguments) -> Arguments:

@@ -240,6 +240,7 @@ ORACLES = {
     "latent_attention": oracle_latent,
     "latent_attention.with_lse": oracle_latent_sums,
     "mla_attention": oracle_mla,
+    "mla_attention.with_lse": oracle_sums,
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
     "sparse_latent_attention": oracle_sparse,
@@ -258,7 +259,7 @@ def expect(operator, args, kwargs):
     results = as_tuple(operator.overload(*args, **kwargs))
     torch.testing.assert_close(mapped(torch.clone, args), before, rtol=0, atol=0)
     for place, (result, want) in enumerate(zip(results, wanted, strict=True)):
-        is_sum = name == "latent_attention.with_lse" and place == 1
+        is_sum = name.endswith("with_lse") and place == 1
         floating = torch.promote_types(dtype, torch.float32) if is_sum else dtype
         assert result.dtype == (floating if want.is_floating_point() else want.dtype)
         torch.testing.assert_close(result.double(), want.double(), rtol=rtol, atol=atol)

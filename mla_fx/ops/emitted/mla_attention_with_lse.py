@@ -1,0 +1,100 @@
+"""mla_attention.with_lse: mla_attention, and the logarithms of its sums, by which parts are merged."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.common.absorption import expand_output
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import accumulation_dtype, wide_product
+
+from . import latent_attention, latent_attention_with_lse, mla_attention
+from .attention import as_mask, logits
+from .mla_attention import Arguments, in_latent_space, is_absorbed, keys_and_values
+from .tiled_attention import mask_of_rows, row_tiles
+
+Attend = Callable[[latent_attention.Arguments], tuple[Tensor, Tensor]]
+
+
+def body(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The attention of `mla_attention` without sinks, and the logarithm of what each row is divided by::
+
+        s   = (q_nope . k_nope + q_rope . kr_cache) * scale + mask
+        out = softmax(s) . v
+        lse = log(sum(exp(s)))
+
+    All arguments are those of `mla_attention`, and mean the same; sinks must be None. lse is that of
+    `latent_attention.with_lse`: [B, S, N] in float32, or float64 for float64, and minus infinity for a row whose scores
+    all are. Such a row gives zeros.
+
+    Returns out [B, S, N, Dv] and lse. Raises ValueError for arguments that do not fit. Inference only. Tracing this
+    function with a symbolic S guards on the comparison with max_absorbed_tokens.
+    """
+    return absorbed(a) if is_absorbed(a) else expanded(a)
+
+
+def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The same in memory that does not grow with S * T."""
+    return absorbed(a) if is_absorbed(a) else tiled(a)
+
+
+def absorbed(a: Arguments, attend: Attend = latent_attention_with_lse.body) -> tuple[Tensor, Tensor]:
+    latent, lse = attend(in_latent_space(a))
+    return expand_output(latent, a.weight_uv), lse
+
+
+def expanded(a: Arguments) -> tuple[Tensor, Tensor]:
+    scores, value = mla_attention.operands(a)
+    return _of_rows(weighted(logits(*scores, a.scale, a.fill, rows_first=False), value))
+
+
+def tiled(a: Arguments) -> tuple[Tensor, Tensor]:
+    query, key, value = keys_and_values(a)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, key.shape[2])
+    parts = []
+    for first, last in row_tiles(a.q_nope, key.shape[2]):
+        scores = wide_product(query[:, :, first:last], key.mT)
+        seen = mask_of_rows(mask, first, last)
+        parts.append(weighted(logits(scores, None, seen, a.scale, a.fill, rows_first=False), value))
+    out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    return _of_rows((out, lse))
+
+
+def weighted(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, N, S, Dv] and [B, N, S]."""
+    weights = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
+    return weights.to(value.dtype) @ value, scores.logsumexp(-1)
+
+
+def _of_rows(parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    out, lse = (part.transpose(1, 2).contiguous() for part in parts)
+    return out, lse
+
+
+def check(a: Arguments) -> None:
+    if a.sinks is not None:
+        raise ValueError(latent_attention_with_lse.NO_SINKS)
+    mla_attention.check(a)
+
+
+def fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    lse = a.q_nope.new_empty(a.q_nope.shape[:3], dtype=accumulation_dtype(a.q_nope.dtype))
+    return mla_attention.fake(a), lse
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield the samples of mla_attention that have no sinks."""
+    return (sample for sample in mla_attention.samples(dtype) if "sinks" not in sample.mode)
+
+
+operator = define(
+    "mla_attention.with_lse",
+    Arguments,
+    body,
+    returns=("out", "lse"),
+    check=check,
+    fake=fake,
+    samples=samples,
+    kernel=kernel,
+)
