@@ -25,7 +25,7 @@ from .divided_late import SUMS, divided_late, division
 from .element import Element, computed_from, computed_with, element_of, operand, resolve
 from .reading import Reading
 from .sizes import Size, ratio
-from .softmax import EXPONENTIALS, SOFTMAX, Softmax, exponential, softmax, subtracts_logarithm
+from .softmax import EXPONENTIALS, MASKED_FILL, SOFTMAX, Softmax, exponential, softmax, subtracts_logarithm
 from .views import MOVERS, fresh_index, pads_with_zero, seams, shape_of
 
 aten = torch.ops.aten
@@ -41,7 +41,6 @@ FUSED_ATTENTION = frozenset(
 )
 
 ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, *EXPONENTIALS, aten.div.Tensor})
-MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor, aten.nan_to_num.default})
 TO_CODES = STEPS | {aten.div.Tensor}
 

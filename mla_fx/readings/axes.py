@@ -154,7 +154,8 @@ def composite(axes: Sequence[Axis]) -> Index:
 
 def extent(index: Index) -> Size:
     """One more than the index's furthest position after its offset."""
-    return plain(1 + sum((stride * (digit.size - 1) for digit, stride in index.terms), 0))
+    # Multiplied out, so that symbols cancel.
+    return plain(1 + sum((stride * digit.size - stride for digit, stride in index.terms), 0))
 
 
 def slowest_first(terms: Iterable[Term]) -> list[Term] | None:

@@ -12,14 +12,14 @@ from .calls import CASTS, args_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, summed
 from .element import Element, computed_with, operand
-from .softmax import EXPONENTIALS, Softmax, exponential, exponentiated
+from .softmax import EXPONENTIALS, MASKED_FILL, Softmax, exponential, exponentiated, guarded
 from .views import MOVERS, fresh_index
 
 aten = torch.ops.aten
 
 SUMS = PRODUCTS | {aten.sum.dim_IntList}
 RAISES = frozenset({aten.clamp.default, aten.clamp_min.default})
-STEPS = frozenset({*SUMS, *MOVERS, *CASTS, *RAISES, aten.where.self})
+STEPS = frozenset({*SUMS, *MOVERS, *CASTS, *RAISES, *MASKED_FILL, aten.where.self})
 
 
 def division(exp: Node) -> Node | None:
@@ -63,15 +63,14 @@ def _unguarded(total: Element) -> Element:
         return total
     if node.target in RAISES:
         value, least, *most = args_of(node)
-        return operand(value, total.index) if most in ([], [None]) and _is_small(least) else total
-    if node.target is aten.where.self:
-        condition, number, kept = args_of(node)
-        tested, found = operand(condition, total.index).origin, operand(kept, total.index)
-        is_guard = tested.target is aten.eq.Scalar and args_of(tested)[1] == 0 and _is_small(number)
-        return found if is_guard and operand(args_of(tested)[0], total.index) == found else total
-    return total
+        return operand(value, total.index) if most in ([], [None]) and _is_small(constant(least)) else total
+    guard = guarded(node)
+    if guard is None or not _is_small(guard[1]):
+        return total
+    tested, found = operand(guard[0], total.index).origin, operand(guard[2], total.index)
+    is_guard = tested.target is aten.eq.Scalar and args_of(tested)[1] == 0
+    return found if is_guard and operand(args_of(tested)[0], total.index) == found else total
 
 
-def _is_small(number: object) -> bool:
-    found = constant(number)
-    return found is not None and 0 < found <= 1
+def _is_small(number: float | None) -> bool:
+    return number is not None and 0 < number <= 1

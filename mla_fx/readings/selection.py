@@ -21,7 +21,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
 from .algebra import as_sum
-from .attention import MASKED_FILL, Mask
+from .attention import Mask
 from .axes import Index, extent, fresh
 from .behind import is_product
 from .calls import CASTS, args_of, argument
@@ -30,7 +30,7 @@ from .constant import constant
 from .element import Element, computed_from, operand, resolve
 from .reading import Reading
 from .sizes import Size
-from .softmax import NOT
+from .softmax import MASKED_FILL, NOT
 from .views import shape_of
 
 aten = torch.ops.aten

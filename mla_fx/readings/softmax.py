@@ -30,6 +30,7 @@ SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax
 NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 EXPONENTIALS: dict[Any, float] = {aten.exp.default: 1.0, aten.exp2.default: math.log(2)}
 """Each is `exp(number * x)`."""
+MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 LOGARITHMS: dict[Any, float] = {aten.log.default: 1.0, aten.log2.default: math.log(2), aten.logsumexp.default: 1.0}
 """Each, times the number, is the natural logarithm."""
 NAN_REPLACED = (
@@ -272,12 +273,23 @@ def _reduced_along(node: Node, index: tuple[Index, ...], axis: Axis) -> tuple[No
 def _unguarded(peak: Element) -> Element:
     """The maximum, if this is zero where that is infinite, as in `logsumexp`, or minus infinity: a row that sees no key
     then has minus infinity for its logarithm, and still NaN for its probabilities."""
-    node = peak.origin
-    if node.target is not aten.where.self or constant(args_of(node)[1]) != 0:
+    guard = guarded(peak.origin)
+    if guard is None or guard[1] != 0:
         return peak
-    condition, _, largest = args_of(node)
+    condition, _, largest = guard
     tested, kept = operand(condition, peak.index), operand(largest, peak.index)
     return kept.times(peak.factor) if _tests_for_infinity(tested, kept) else peak
+
+
+def guarded(node: Node) -> tuple[Node, float | None, Node] | None:
+    """The condition, the number where it holds, and the value where it does not, of `where` and `masked_fill`."""
+    if node.target is aten.where.self:
+        condition, number, kept = args_of(node)
+    elif node.target in MASKED_FILL:
+        kept, condition, number = args_of(node)
+    else:
+        return None
+    return condition, constant(number), kept
 
 
 def _tests_for_infinity(tested: Element, value: Element) -> bool:

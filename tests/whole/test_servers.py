@@ -7,7 +7,7 @@ import pytest
 import torch
 from lib.comparing import check_same
 from lib.layers import QUIET, Reporting
-from lib.zoo import servers
+from lib.zoo import parts, servers
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import Step
 
@@ -34,9 +34,12 @@ SPELLINGS = {
     servers.DraftsExpanded: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], BUT_QUERY),
     servers.PagedDraftsDivided: ([servers.paged_drafts(*sizes) for sizes in UNLIKE], ALL),
     servers.VarlenPaged: ([servers.paged(*lines) for lines in PAGED], {**KEY_SIDE, "latent_attention": 3}),
+    parts.ChunkedPrompt: ([parts.chunked_prompt(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))], {"mla_attention": 5}),
+    parts.SharedPrefix: ([parts.shared_prefix(*sizes) for sizes in UNLIKE], {"mla_prolog": 1, "latent_attention": 2}),
+    parts.Shards: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], {"mla_prolog": 1, "latent_attention": 2}),
     servers.OneSequence: ([servers.one_sequence(tokens) for tokens in (5, 7)], BUT_QUERY),
 }
-QUICK = (servers.TokensOfPositions, servers.OneSequence)
+QUICK = (servers.TokensOfPositions, servers.OneSequence, parts.ChunkedPrompt, parts.SharedPrefix)
 KINDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.campaign]) for kind in SPELLINGS]
 
 
