@@ -24,15 +24,15 @@ from mla_fx.cases import B, Case, Layer, N, S, T
 from mla_fx.ops.emitted.sparse_latent_attention import PAYS
 from mla_fx.ops.emitted.tiled_attention import LOWEST
 from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
-from mla_fx.rule.indices import Size, at_most, axes, composite, extent, fresh
+from mla_fx.rule.indices import Size, axes, composite, extent, fresh
 from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, mask_and_lengths, tensor
 from mla_fx.rule.readings import (
     Reading,
     Selection,
     args_of,
-    choices,
     named_argument,
     options_of,
+    seems_chosen,
     selection,
     shape_of,
 )
@@ -83,6 +83,18 @@ class _ChosenAreHidden(_Chosen):
 class _NamedTwice(_Chosen):
     def chosen(self, wishes: Tensor) -> Tensor:
         return super().chosen(wishes) // 2
+
+
+class _FromOutside(_Chosen):
+    """Another graph has chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("indices", torch.arange(B * S * CHOSEN).view(B, S, CHOSEN) % 8)
+        self.indices: Tensor
+
+    def chosen(self, wishes: Tensor) -> Tensor:
+        return self.indices
 
 
 class _Many(_Chosen):
@@ -156,6 +168,7 @@ class ChosenKeys(Rule):
     rejects = (
         Case("the chosen are hidden", _ChosenAreHidden, because="does not hide the keys that were not chosen"),
         Case("a key named twice", _NamedTwice, because="is not the indices of a top-k, so it may name a key twice"),
+        Case("from outside", _FromOutside, because="indices is not the indices of a top-k, so it may name a key twice"),
         Case("most keys", _Many, because="attention to all 16 keys costs less than to 5 chosen ones"),
         Case("a row that sees no key", _LowestLater, because="a row that sees no key averages over all keys"),
         Case("a higher number", _NotTheLowest, because="hidden scores are -10000, expected minus infinity or at most"),
@@ -164,7 +177,7 @@ class ChosenKeys(Rule):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         masked = ((node, named_argument(node, "mask")) for node in super().anchors(graph))
-        return (node for node, mask in masked if isinstance(mask, Node) and any(choices(mask)))
+        return (node for node, mask in masked if isinstance(mask, Node) and seems_chosen(mask))
 
     def rewrite(self, match: Match) -> Plan:
         call = match.reading(Reading, "call").node
@@ -191,8 +204,7 @@ def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -
     lowest = found.fill if fill is None else max(found.fill, fill)
     if lowest > LOWEST:
         raise NoMatch(f"hidden scores are {lowest:.6g}, expected minus infinity or at most {LOWEST:.6g}", call)
-    is_seen = sinks is not None or (not found.masks and at_most(1, found.count))
-    if lowest != -math.inf and not is_seen:
+    if lowest != -math.inf and sinks is None and not found.is_seen:
         raise NoMatch("a row that sees no key averages over all keys, and not over chosen ones", call)
 
 

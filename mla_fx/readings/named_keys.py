@@ -87,8 +87,8 @@ def _uncast(number: Element) -> Element:
 
 def _of_number(node: Node) -> Callable[[float], float] | None:
     """How a call computes its value from its operand alone, if it compares that with a number or casts it."""
-    if node.target in COMPARES and isinstance(args_of(node)[1], (int, float)):
-        compare, limit = COMPARES[node.target], args_of(node)[1]
+    if node.target in COMPARES and (given := constant(args_of(node)[1])) is not None:
+        compare, limit = COMPARES[node.target], _in_type_of(args_of(node)[0], given)
         return lambda number: float(compare(number, limit))
     if node.target in CASTS:
         dtype = node.meta["val"].dtype
@@ -98,8 +98,14 @@ def _of_number(node: Node) -> Callable[[float], float] | None:
     return None
 
 
+def _in_type_of(value: Node, limit: float) -> float:
+    """A number as it is compared with a tensor; one of integers or flags becomes a float."""
+    dtype = value.meta["val"].dtype
+    return rounded(limit, dtype) if dtype.is_floating_point else limit
+
+
 def _before(number: Element, counts: Element | None, keys: Index) -> Element | None:
-    bounds = bounded(number.node)
+    bounds = bounded(number.node) if number.node.meta["val"].dtype in INTEGERS else None
     if bounds is not None and _holds_all(bounds[1], keys):
         return operand(bounds[0], number.index)
     return None if counts is None else _replaced(number, counts)
@@ -118,9 +124,8 @@ def _replaced(number: Element, counts: Element) -> Element | None:
     if node.target not in (*MASKED_FILL, aten.where.self):
         return None
     one, other = args_of(node)[::2] if node.target in MASKED_FILL else args_of(node)[1:]
-    for kept, fixed in ((one, other), (other, one)):
-        number_elsewhere = constant(fixed)
-        if number_elsewhere is not None and not compare(number_elsewhere) and isinstance(kept, Node):
+    for kept, elsewhere in ((one, constant(other)), (other, constant(one))):
+        if elsewhere is not None and not compare(elsewhere) and isinstance(kept, Node):
             return operand(kept, number.index)
     return None
 
@@ -195,7 +200,7 @@ def _number(value: Any) -> float | None:
     """The number that a value is everywhere, if there is one; flags count as numbers."""
     if not isinstance(value, Node):
         return float(value)
-    if value.meta["val"].dtype != torch.bool:
+    if getattr(value.meta["val"], "dtype", None) != torch.bool:
         return constant(value)
     flag = always(element_of(value).node)
     return None if flag is None else float(flag)

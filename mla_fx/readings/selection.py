@@ -27,17 +27,18 @@ from .attention import MASKED_FILL, Mask
 from .axes import Index, extent
 from .behind import is_product
 from .calls import args_of, argument
-from .causal import BOTH, EITHER, MOST_CONDITIONS
+from .causal import BOTH, EITHER, MOST_CONDITIONS, may_hide
 from .constant import constant
 from .element import Element, computed_from, operand
 from .named_keys import named, names_keys, own_numbers
 from .reading import Reading
-from .sizes import Size
+from .sizes import Size, at_most
 from .softmax import NOT
 from .views import shape_of
 
 aten = torch.ops.aten
 NONE = "no part of the mask provably hides all keys but chosen ones, with minus infinity or the lowest number"
+SCATTERS = frozenset({aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class Selection(Reading):
     @property
     def count(self) -> Size:
         return extent(self.chosen)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether each query provably sees a key: one that it chose, and that nothing else hides."""
+        return at_most(1, self.count) and not any(map(may_hide, self.masks))
 
 
 class _Part(NamedTuple):
@@ -81,6 +87,12 @@ def selection(mask: Node, index: tuple[Index, ...]) -> Selection:
         except NoMatch as miss:
             misses.append(miss)
     raise misses[0] if misses else NoMatch(NONE, mask)
+
+
+def seems_chosen(mask: Node) -> bool:
+    """Whether a mask is made of a choice, or written at numbers of keys that may be one from outside of the graph."""
+    written = (shape_of(node) for node in computed_from(mask, is_product) if node.target in SCATTERS)
+    return any(choices(mask)) or any(sizes[-1:] == shape_of(mask)[-1:] for sizes in written)
 
 
 def choices(mask: Node) -> Iterator[Node]:
@@ -148,7 +160,7 @@ def _of_fill(part: _Part) -> list[_Part]:
     found = list[_Part]()
     for kept, hidden, is_seen in ways:
         fill = constant(hidden)
-        if fill is None or fill > LOWEST or not isinstance(kept, Node):
+        if fill is None or not fill <= LOWEST or not isinstance(kept, Node):
             continue
         where, numbers = operand(condition, index), operand(kept, index)
         found.append(part.inner(where, is_seen, *_added(numbers), fill=fill))

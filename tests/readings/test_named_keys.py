@@ -81,6 +81,14 @@ TWINS = {
     "zero": (lambda scores: counted(scores, chosen(scores)) == 0, OTHERS),
     "at least zero": (lambda scores: counted(scores, chosen(scores)) >= 0, OTHERS),
     "counted from one": (lambda scores: counted(scores, chosen(scores)) + 1 > 0, NONE),
+    "at least a number that is zero": (
+        lambda s: torch.zeros_like(s).scatter_add(-1, chosen(s), torch.ones(2, CHOSEN)) >= 1e-60,
+        OTHERS,
+    ),
+    "bounded in floats": (
+        lambda s: counted(s, chosen(s).clamp(max=float(KEYS)).long()) > 0,
+        NO_TOPK,
+    ),
     "below one": (lambda scores: counted(scores, chosen(scores)) < 1, OTHERS),
     "twice": (lambda scores: counted(scores, chosen(scores) // 2) > 0, NO_TOPK),
     "along the queries": (
@@ -150,7 +158,7 @@ def test_named_keys_are_read(mask_of, decomposed):
 
 @pytest.mark.parametrize("mask_of", ACCEPTED.values(), ids=ACCEPTED)
 def test_only_the_largest_are_seen(mask_of):
-    """Of each query, or of all queries together. Where no other mask is beside them, all of them are."""
+    """The largest of each query, or of all queries together. Where no other mask is beside them, all of them are."""
     scores = torch.randn(QUERIES, KEYS, generator=torch.Generator().manual_seed(0))
     mask = mask_of(scores)
     is_seen = mask if mask.dtype == torch.bool else mask == 0

@@ -118,6 +118,14 @@ def a_condition_as_numbers(scores):
     return torch.where(shown(scores), 0.0, -1e4)
 
 
+def where_nan(scores):
+    return torch.where(shown(scores), 0.0, torch.nan)
+
+
+def of_nan(scores):
+    return torch.full_like(scores, torch.nan).scatter(-1, chosen(scores), 0.0)
+
+
 def named_twice(scores):
     return filled(False, scores).scatter(-1, chosen(scores) // 2, True)
 
@@ -177,6 +185,8 @@ REFUSED = {
     or_another_condition: NONE,
     finite: "does not hide the keys that were not chosen",
     a_condition_as_numbers: NONE,
+    where_nan: NONE,
+    of_nan: "does not hide the keys that were not chosen",
     named_twice: "is not the indices of a top-k, so it may name a key twice",
     shown_later: NONE,
     of_half_the_keys: "the top-k chooses among other things than keys",

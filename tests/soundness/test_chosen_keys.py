@@ -81,6 +81,18 @@ class HiddenLater(ChosenWithoutSinks):
         return scores + torch.zeros_like(scores[:, :1]).masked_fill(hidden, -torch.inf).masked_fill(unseen, fill)
 
 
+class AfterAll(AddedWithoutSinks):
+    """The first token comes after all keys but `more`."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.more = more
+
+    def mask(self, position):
+        last = self.sizes.context - 1 - self.more + torch.arange(self.sizes.tokens)
+        return (torch.arange(self.sizes.context) > last.unsqueeze(-1)).view(1, 1, *last.shape, -1)
+
+
 def reasons(report):
     return [miss.reason for miss in report.misses]
 
@@ -94,6 +106,12 @@ def test_the_lowest_number_hides(kind):
 @pytest.mark.parametrize("kind", [ChosenWithoutSinks, AddedWithoutSinks, HiddenLater])
 def test_rows_without_keys_and_sinks(kind):
     report = check(kind())
+    assert SPARSE not in report.fused and BLIND in reasons(report), str(report)
+
+
+def test_a_mask_that_hides_nothing():
+    assert check(AfterAll(0)).fused[SPARSE] == 1
+    report = check(AfterAll(1))
     assert SPARSE not in report.fused and BLIND in reasons(report), str(report)
 
 
