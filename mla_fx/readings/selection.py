@@ -175,17 +175,19 @@ def _added(numbers: Element) -> tuple[Mask, ...]:
 def _chosen(part: _Part, keys: Index) -> Selection:
     """Read what a query chose as the keys that its numbers name."""
     found = named(part.element, keys)
-    node, is_condition = found.node, found.node.meta["val"].dtype == torch.bool
-    is_hidden = found.outside != part.is_seen if is_condition else found.outside <= LOWEST
+    node = found.node
+    if _is_condition(node):
+        shown, own, fill = float(part.is_seen), Mask(node, part.element, -math.inf, part.is_seen), part.fill
+        is_hidden = found.outside != shown
+    else:
+        shown, own, fill = 0.0, Mask(node, part.element), max(part.fill, found.outside)
+        is_hidden = found.outside <= LOWEST
     if not is_hidden:
         raise NoMatch(f"{name_of(node)} does not hide the keys that were not chosen", node)
     numbers = own_numbers(found, keys)
     _check_chosen(numbers, found.named, keys)
-    fill = part.fill if is_condition else max(part.fill, found.outside)
-    if found.inside == (part.is_seen if is_condition else 0):
-        return Selection(node, keys, numbers, found.named, part.beside, fill)
-    own = Mask(node, part.element, *((-math.inf, part.is_seen) if is_condition else ()))
-    return Selection(node, keys, numbers, found.named, (*part.beside, own), fill)
+    masks = part.beside if found.inside == shown else (*part.beside, own)
+    return Selection(node, keys, numbers, found.named, masks, fill)
 
 
 def _check_chosen(numbers: Element, chosen: Index, keys: Index) -> None:

@@ -78,6 +78,7 @@ ACCEPTED = {
     "put": lambda scores: ~put(scores, False, ALL, of_all(scores)),
 }
 TWINS = {
+    "beside others": (lambda scores: (scores > 1).scatter(-1, chosen(scores), True), OTHERS),
     "zero": (lambda scores: counted(scores, chosen(scores)) == 0, OTHERS),
     "at least zero": (lambda scores: counted(scores, chosen(scores)) >= 0, OTHERS),
     "counted from one": (lambda scores: counted(scores, chosen(scores)) + 1 > 0, NONE),
