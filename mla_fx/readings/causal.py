@@ -71,6 +71,14 @@ def causal_by_position(found: Masked, sequences: tuple[Axis, ...], rows: tuple[A
     return CausalByPosition(position, more, None if number == -math.inf else number)
 
 
+def may_hide(mask: Mask) -> bool:
+    """Whether a mask hides keys, as far as that is known."""
+    try:
+        return bool(_left(_conditions(mask)))
+    except NoMatch:
+        return True
+
+
 def _left(conditions: Iterable[IntegerSum]) -> set[IntegerSum]:
     return {condition for condition in conditions if not condition.is_at_most_zero}
 

@@ -2,8 +2,9 @@
 
     mask = new_zeros(B, S, T).scatter(-1, scores.topk(k).indices, True)
 
-Other conditions may hide more keys beside it. A mask of numbers hides keys by minus infinity. The keys that one query
-chose are different, because they are places of largest values.
+Other conditions may hide more keys beside it. A mask of numbers hides keys by minus infinity, or by the lowest number:
+next to a score that is seen, both leave no probability. The keys that one query chose are different, because they are
+places of largest values.
 """
 
 from __future__ import annotations
@@ -19,51 +20,60 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
+from mla_fx.ops.emitted.tiled_attention import LOWEST
 
 from .algebra import as_sum
 from .attention import Mask
-from .axes import Index, extent, fresh
+from .axes import Index, extent
 from .behind import is_product
-from .calls import CASTS, args_of, argument
-from .causal import BOTH, EITHER, MOST_CONDITIONS, always
+from .calls import args_of, argument
+from .causal import BOTH, EITHER, MOST_CONDITIONS, may_hide
 from .constant import constant
-from .element import Element, computed_from, operand, resolve
+from .element import Element, computed_from, operand
+from .named_keys import named, names_keys, own_numbers
 from .reading import Reading
-from .sizes import Size
+from .sizes import Size, at_most
 from .softmax import MASKED_FILL, NOT
 from .views import shape_of
 
 aten = torch.ops.aten
-NONE = "no part of the mask provably hides all keys but chosen ones, with scores of minus infinity"
-SCATTERS = frozenset({aten.scatter.value, aten.scatter.src})
-HOLDS_PLACES = (torch.int32, torch.int64)  # of keys, however many there are
+NONE = "no part of the mask provably hides all keys but chosen ones, with minus infinity or the lowest number"
+SCATTERS = frozenset({aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 
 
 @dataclass(frozen=True)
 class Selection(Reading):
     """A query chose, of all `keys`, those whose numbers are the element `numbers`; `chosen` counts them, `count` of
-    them. The masks may hide some of them."""
+    them. The masks may hide some of them. Where one of them or the choice hides a key, the mask is at most `fill`."""
 
     keys: Index
     numbers: Element
     chosen: Index
     masks: tuple[Mask, ...]
+    fill: float
 
     @property
     def count(self) -> Size:
         return extent(self.chosen)
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether each query provably sees a key: one that it chose, and that nothing else hides."""
+        return at_most(1, self.count) and not any(map(may_hide, self.masks))
+
 
 class _Part(NamedTuple):
-    """A part of a mask, and the condition that a key must have there to be seen. In a mask of numbers it is to be other
-    than minus infinity: True. A key that is seen there is hidden by the masks `beside` alone."""
+    """A part of a mask, and the condition that a key must have there to be seen. In a mask of numbers it is to be above
+    the lowest: True. A key that is seen there is hidden by the masks `beside` alone, and another one has at most `fill`
+    in the mask."""
 
     element: Element
     is_seen: bool
     beside: tuple[Mask, ...]
+    fill: float
 
-    def inner(self, element: Element, is_seen: bool, *masks: Mask) -> _Part:
-        return _Part(element, is_seen, (*self.beside, *masks))
+    def inner(self, element: Element, is_seen: bool, *masks: Mask, fill: float = -math.inf) -> _Part:
+        return _Part(element, is_seen, (*self.beside, *masks), max(self.fill, fill))
 
 
 def selection(mask: Node, index: tuple[Index, ...]) -> Selection:
@@ -71,12 +81,18 @@ def selection(mask: Node, index: tuple[Index, ...]) -> Selection:
 
     Raises NoMatch with the reason unless it hides every key that its query did not choose."""
     misses = list[NoMatch]()
-    for part in _scatters(operand(mask, index)):
+    for part in _named(operand(mask, index)):
         try:
             return _chosen(part, index[-1])
         except NoMatch as miss:
             misses.append(miss)
     raise misses[0] if misses else NoMatch(NONE, mask)
+
+
+def seems_chosen(mask: Node) -> bool:
+    """Whether a mask is made of a choice, or written at numbers of keys that may be one from outside of the graph."""
+    written = (shape_of(node) for node in computed_from(mask, is_product) if node.target in SCATTERS)
+    return any(choices(mask)) or any(sizes[-1:] == shape_of(mask)[-1:] for sizes in written)
 
 
 def choices(mask: Node) -> Iterator[Node]:
@@ -88,14 +104,14 @@ def choices(mask: Node) -> Iterator[Node]:
             yield node
 
 
-def _scatters(mask: Element) -> Iterator[_Part]:
-    """The scatters in a mask. All of it hides where one of its parts does."""
-    pending = [_Part(mask, True, ())]
+def _named(mask: Element) -> Iterator[_Part]:
+    """The parts of a mask that numbers of keys make. All of it hides where one of its parts does."""
+    pending = [_Part(mask, True, (), -math.inf)]
     for _ in range(MOST_CONDITIONS):
         if not pending:
             return
         part = pending.pop()
-        if part.element.origin.target in SCATTERS:
+        if names_keys(part.element):
             yield part
         elif part.element.origin.meta["val"].dtype == torch.bool:
             pending += _of_condition(part)
@@ -105,6 +121,8 @@ def _scatters(mask: Element) -> Iterator[_Part]:
 
 def _of_condition(part: _Part) -> list[_Part]:
     node, index, is_seen = part.element.node, part.element.index, part.is_seen
+    if not all(map(_is_condition, args_of(node)[:2])):
+        return []
     if node.target in NOT:
         return [part.inner(operand(args_of(node)[0], index), not is_seen)]
     if node.target not in (BOTH if is_seen else EITHER):
@@ -112,6 +130,10 @@ def _of_condition(part: _Part) -> list[_Part]:
     one, other = (operand(value, index) for value in args_of(node)[:2])
     ways = (one, other), (other, one)
     return [part.inner(here, is_seen, Mask(node, there, -math.inf, is_seen)) for here, there in ways]
+
+
+def _is_condition(value: Any) -> bool:
+    return isinstance(value, Node) and value.meta["val"].dtype == torch.bool
 
 
 def _of_sum(part: _Part) -> list[_Part]:
@@ -137,11 +159,12 @@ def _of_fill(part: _Part) -> list[_Part]:
         return []
     found = list[_Part]()
     for kept, hidden, is_seen in ways:
-        if constant(hidden) != -math.inf or not isinstance(kept, Node):
+        fill = constant(hidden)
+        if fill is None or not fill <= LOWEST or not isinstance(kept, Node):
             continue
         where, numbers = operand(condition, index), operand(kept, index)
-        found.append(part.inner(where, is_seen, *_added(numbers)))
-        found.append(part.inner(numbers, True, Mask(node, where, -math.inf, is_seen)))
+        found.append(part.inner(where, is_seen, *_added(numbers), fill=fill))
+        found.append(part.inner(numbers, True, Mask(node, where, -math.inf, is_seen), fill=fill))
     return found
 
 
@@ -150,54 +173,32 @@ def _added(numbers: Element) -> tuple[Mask, ...]:
 
 
 def _chosen(part: _Part, keys: Index) -> Selection:
-    """Read a scatter that writes where a query chose."""
-    node, rank = part.element.node, len(part.element.index)
-    base, dim, places, source = args_of(node)
-    dim, value = dim % rank, _number(source)
-    if part.element.index[dim] != keys or keys.axis is None:
-        raise NoMatch(f"{name_of(node)} does not write along the keys", node)
-    if value is None or not _hides(base, value, part.is_seen):
-        raise NoMatch(f"{name_of(node)} does not hide the keys that were not chosen", node)
-    sizes = shape_of(places)
-    if any(size != own for at, (size, own) in enumerate(zip(sizes, shape_of(node), strict=True)) if at != dim):
-        raise NoMatch(f"{name_of(node)} writes for some of the queries", node)
-    chosen = fresh(sizes[dim])
-    index = (*part.element.index[:dim], chosen, *part.element.index[dim + 1 :])
-    if keys.axes & {axis for part in index for axis in part.axes}:
-        raise NoMatch("which keys are chosen depends on the key", node)
-    found = _places(resolve(places, index), chosen, shape_of(node)[dim])
-    is_number = base.meta["val"].dtype != torch.bool and value != 0
-    written = (Mask(node, part.element),) if is_number else ()
-    return Selection(node, keys, found, chosen, (*part.beside, *written))
-
-
-def _number(source: Any) -> float | None:
-    """What is written, if that is one number; flags count as numbers."""
-    if not isinstance(source, Node):
-        return float(source)
-    return always(source) if source.meta["val"].dtype == torch.bool else constant(source)
-
-
-def _hides(base: Node, value: float, is_seen: bool) -> bool:
-    """Whether keys are hidden where nothing is written. A condition that is written must show them: hiding the chosen
-    ones is the contrary."""
-    if base.meta["val"].dtype == torch.bool:
-        return always(base) is (not is_seen) and bool(value) is is_seen
-    return constant(base) == -math.inf
-
-
-def _places(found: Element, chosen: Index, keys: Size) -> Element:
-    """Follow numbers of keys to the top-k that chose them, which makes them different, and places of keys."""
-    while found.node.target in CASTS and found.node.meta["val"].dtype in HOLDS_PLACES:
-        found = operand(args_of(found.node)[0], found.index)
+    """Read what a query chose as the keys that its numbers name."""
+    found = named(part.element, keys)
     node = found.node
+    if _is_condition(node):
+        shown, own, fill = float(part.is_seen), Mask(node, part.element, -math.inf, part.is_seen), part.fill
+        is_hidden = found.outside != shown
+    else:
+        shown, own, fill = 0.0, Mask(node, part.element), max(part.fill, found.outside)
+        is_hidden = found.outside <= LOWEST
+    if not is_hidden:
+        raise NoMatch(f"{name_of(node)} does not hide the keys that were not chosen", node)
+    numbers = own_numbers(found, keys)
+    _check_chosen(numbers, found.named, keys)
+    masks = part.beside if found.inside == shown else (*part.beside, own)
+    return Selection(node, keys, numbers, found.named, masks, fill)
+
+
+def _check_chosen(numbers: Element, chosen: Index, keys: Index) -> None:
+    """Numbers are different if they are the places of largest values, and places of keys."""
+    node = numbers.node
     topk = args_of(node)[0] if node.target is operator.getitem and args_of(node)[1] == 1 else None
     if not isinstance(topk, Node) or topk.target is not aten.topk.default:
         raise NoMatch(f"{name_of(node)} is not the indices of a top-k, so it may name a key twice", node)
-    dim = argument(topk, 2, "dim", -1) % len(found.index)
-    others = (part for place, part in enumerate(found.index) if place != dim)
-    if found.index[dim] != chosen or any(part.axes & chosen.axes for part in others):
+    dim = argument(topk, 2, "dim", -1) % len(numbers.index)
+    others = (part for place, part in enumerate(numbers.index) if place != dim)
+    if numbers.index[dim] != chosen or any(part.axes & chosen.axes for part in others):
         raise NoMatch("chosen keys are read in another order than the one of their top-k", node)
-    if shape_of(args_of(topk)[0])[dim] != keys:
+    if shape_of(args_of(topk)[0])[dim] != extent(keys):
         raise NoMatch("the top-k chooses among other things than keys", topk)
-    return found

@@ -23,16 +23,16 @@ from mla_fx.readings.reading import Reading
 from mla_fx.readings.rms_norm import RmsNorm, rms_norm
 from mla_fx.readings.rope import Rope, Table, rope
 from mla_fx.readings.same_value import same_value
-from mla_fx.readings.selection import choices, selection
+from mla_fx.readings.selection import Selection, choices, seems_chosen, selection
 from mla_fx.readings.softmax import LOGARITHMS
 from mla_fx.readings.views import seams, shape_of, written_slice
 
 __all__ = [
     "CASTS", "LOGARITHMS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores", "LogSumExp",
-    "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Table", "anchors", "args_of", "attention", "beside",
-    "choices", "computed_between", "computed_from", "down_projection", "element_of", "has_8_bits",
+    "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Selection", "Table", "anchors", "args_of", "attention",
+    "beside", "choices", "computed_between", "computed_from", "down_projection", "element_of", "has_8_bits",
     "has_index_scores", "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from",
     "log_sum_exp", "logarithms", "named_argument", "operands_of", "options_of", "parted_at", "rank", "rms_norm", "rope",
-    "rounded", "same_value", "seams", "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum",
-    "written_slice",
+    "rounded", "same_value", "seams", "seems_chosen", "seems_low_rank", "segments", "selection", "shape_of",
+    "weighted_sum", "written_slice",
 ]  # fmt: skip

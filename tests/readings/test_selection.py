@@ -9,6 +9,7 @@ from mla_fx.readings.axes import fresh
 from mla_fx.readings.selection import NONE, choices, selection
 
 QUERIES, KEYS, CHOSEN = 2, 12, 3
+LOWEST = torch.finfo(torch.float32).min
 
 
 def chosen(scores):
@@ -64,6 +65,23 @@ def of_ones(scores):
     return filled(False, scores).scatter(-1, indices, torch.ones_like(indices, dtype=torch.bool))
 
 
+def of_scores(scores):
+    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), scores)
+
+
+def of_flags(scores):
+    found = scores.topk(CHOSEN)
+    return filled(False, scores).scatter(-1, found.indices, found.values > 0)
+
+
+def the_lowest(scores):
+    return torch.full_like(scores, LOWEST).scatter(-1, chosen(scores), 0.0)
+
+
+def where_lowest(scores):
+    return torch.where(shown(scores), 0.0, LOWEST)
+
+
 # How many other masks there are.
 ACCEPTED = {
     hidden: 0,
@@ -77,6 +95,10 @@ ACCEPTED = {
     added_to_numbers: 1,
     other_numbers: 1,
     of_ones: 0,
+    of_scores: 1,
+    of_flags: 1,
+    the_lowest: 0,
+    where_lowest: 0,
 }
 
 
@@ -94,6 +116,14 @@ def finite(scores):
 
 def a_condition_as_numbers(scores):
     return torch.where(shown(scores), 0.0, -1e4)
+
+
+def where_nan(scores):
+    return torch.where(shown(scores), 0.0, torch.nan)
+
+
+def of_nan(scores):
+    return torch.full_like(scores, torch.nan).scatter(-1, chosen(scores), 0.0)
 
 
 def named_twice(scores):
@@ -122,12 +152,32 @@ def in_another_place(scores):
     return filled(False, scores).scatter(-1, chosen(scores), True).roll(1, -1)
 
 
-def of_scores(scores):
-    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), scores)
-
-
 def values(scores):
     return filled(False, scores).scatter(-1, scores.topk(CHOSEN)[0].long().clamp(0, 5), True)
+
+
+def cut_off(scores):
+    """What is chosen may be behind the keys."""
+    wide = torch.cat((scores, scores + 1), dim=-1)
+    return filled(False, wide).scatter(-1, chosen(wide), True)[..., :KEYS]
+
+
+def of_indices_from_outside(scores):
+    return filled(False, scores).scatter(-1, scores[..., :CHOSEN].long(), True)
+
+
+def at_least_the_last(scores):
+    """Equal scores show more keys."""
+    return scores >= scores.topk(CHOSEN).values[..., -1:]
+
+
+def not_of_numbers(scores):
+    """True where there is minus infinity."""
+    return ~numbers(scores).logical_not()
+
+
+def and_numbers(scores):
+    return numbers(scores).logical_and(filled(True, scores))
 
 
 REFUSED = {
@@ -135,13 +185,19 @@ REFUSED = {
     or_another_condition: NONE,
     finite: "does not hide the keys that were not chosen",
     a_condition_as_numbers: NONE,
+    where_nan: NONE,
+    of_nan: "does not hide the keys that were not chosen",
     named_twice: "is not the indices of a top-k, so it may name a key twice",
     shown_later: NONE,
     of_half_the_keys: "the top-k chooses among other things than keys",
     along_the_queries: "does not write along the keys",
     of_the_first_query: "writes for some of the queries",
     in_another_place: NONE,
-    of_scores: "does not hide the keys that were not chosen",
+    cut_off: "the top-k chooses among other things than keys",
+    of_indices_from_outside: "is not the indices of a top-k, so it may name a key twice",
+    at_least_the_last: NONE,
+    not_of_numbers: "does not hide the keys that were not chosen",
+    and_numbers: NONE,
     values: "is not the indices of a top-k, so it may name a key twice",
 }
 
@@ -159,6 +215,21 @@ def test_the_chosen_keys_are_read(mask_of):
     assert found.count == CHOSEN
     assert found.numbers.origin.args[0] in choices(mask)
     assert len(found.masks) == ACCEPTED[mask_of]
+
+
+@pytest.mark.parametrize("mask_of", ACCEPTED)
+def test_only_chosen_keys_are_seen(mask_of):
+    scores = torch.randn(QUERIES, KEYS)
+    mask = mask_of(scores)
+    is_seen = mask if mask.dtype == torch.bool else mask > LOWEST
+    is_chosen = scores.unsqueeze(-1) < scores.unsqueeze(-2)  # by fewer than so many keys that are larger
+    assert not (is_seen & (is_chosen.sum(-1) >= CHOSEN)).any()
+
+
+@pytest.mark.parametrize("mask_of", [the_lowest, where_lowest])
+def test_the_lowest_number_is_known(mask_of):
+    assert read(mask_of)[0].fill == LOWEST
+    assert read(shown)[0].fill == -torch.inf
 
 
 @pytest.mark.parametrize("mask_of", REFUSED)

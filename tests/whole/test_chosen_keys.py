@@ -8,7 +8,7 @@ from transformers import DynamicCache, StaticCache
 import mla_fx
 
 CHOSEN, STEPS, MOST = 4, 24, 32  # keys, decode steps, the length of a cache
-SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4", "dots3_note")
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4", "dots3_note", "hy_v4")
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in SPARSE[1:]]
 
 
@@ -66,8 +66,36 @@ def test_all_keys_are_chosen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SPARSE[:1])
+@pytest.mark.parametrize("family", [SPARSE[0], "hy_v4"])
 def test_growing_caches(family):
     model = tiny_model(family, index_topk=CHOSEN)
     report = check(model, lambda: DynamicCache(config=model.config))
     assert min(report.fused["sparse_latent_attention"], report.fused["lightning_index"]) > 0
+
+
+@pytest.mark.slow
+def test_the_lowest_number_hides_what_is_not_chosen():
+    """Eager mode adds it. A decode step sees all keys of a cache that grows, so no other mask hides any."""
+    model = tiny_model(SPARSE[0], index_topk=CHOSEN)
+    model.set_attn_implementation("eager")
+    report = check(model, lambda: DynamicCache(config=model.config), 5 * CHOSEN)
+    assert report.fused["sparse_latent_attention"] > 0
+
+
+@pytest.mark.slow
+def test_rows_that_see_no_key_beside_sinks():
+    """Hunyuan 4 hides by the lowest number, and the first tokens of a padded prompt see nothing but their sinks."""
+    model = tiny_model("hy_v4", index_topk=CHOSEN)
+    draw = torch.Generator().manual_seed(0)
+    tokens, seen = torch.randint(3, 100, (2, 20), generator=draw), torch.ones(2, 20, dtype=torch.long)
+    seen[1, :9] = 0
+    caches = [StaticCache(config=model.config, max_cache_len=MOST) for _ in range(2)]
+    fast = torch.compile(model, backend=mla_fx.get_backend(target="reference"), dynamic=False)
+    with torch.no_grad(), mla_fx.report() as report:
+        wanted, found = (
+            step(tokens, attention_mask=seen, past_key_values=cache)[0]
+            for step, cache in zip((model, fast), caches, strict=True)
+        )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stored(caches[1]), stored(caches[0]), rtol=1e-4, atol=1e-5)
+    assert report.fused["sparse_latent_attention"] == report.fused["lightning_index"] == 2

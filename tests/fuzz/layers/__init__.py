@@ -145,4 +145,11 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "indexed by heads, level": (indexers.IndexedByHeads, FOUR),
     "indexed by condition": (indexers.IndexedByCondition, LONG_EVEN),
     "indexed by condition, one token": (indexers.IndexedByCondition, Sizes(context=16, tokens=1, start=12)),
+    "indexed, counted": (indexers.Counted, LONG),
+    "indexed, one_hot": (indexers.OneHot, LONG_EVEN),
+    "indexed, one_hot, one token": (indexers.OneHot, Sizes(context=16, tokens=1, start=12)),
+    "indexed together": (indexers.ChosenTogether, LONG),
+    "indexed beside sinks": (indexers.BesideSinks, LONG),
+    "indexed beside sinks, level": (indexers.BesideSinks, FOUR),
+    "indexed by the lowest number": (indexers.ChosenByTheLowest, LONG_EVEN),
 }

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
+from .masks import Sink
 from .plain import Layer, Sizes
 
 HEADS, WIDTH, CHOSEN = 6, 8, 3
+LOWEST = torch.finfo(torch.float64).min
 
 
 class Indexed(Layer):
@@ -76,3 +79,50 @@ class IndexedByCondition(Indexed):
 
     def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
         return scores.masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+class Counted(IndexedByCondition):
+    """Numbers are counted. Those with no positive score are -1."""
+
+    def chosen(self, scores: Tensor, mask: Any) -> Tensor:
+        found = scores.masked_fill(~mask, -torch.inf).topk(CHOSEN, dim=-1)
+        indices = found.indices.masked_fill(found.values <= 0, -1)
+        counts = torch.zeros_like(scores, dtype=torch.int32)
+        counts = counts.scatter_add(-1, indices.clamp(0, scores.shape[-1] - 1), (indices >= 0).int())
+        return (counts.ne(0) & mask).unsqueeze(1)
+
+
+class OneHot(IndexedByCondition):
+    """Sums of flags, one for each number of a key."""
+
+    def chosen(self, scores: Tensor, mask: Any) -> Tensor:
+        indices = scores.masked_fill(~mask, -torch.inf).topk(CHOSEN, dim=-1).indices
+        return ((one_hot(indices, scores.shape[-1]).sum(-2) > 0) & mask).unsqueeze(1)
+
+
+class ChosenTogether(IndexedByCondition):
+    """All tokens of all sequences see the same keys."""
+
+    def chosen(self, scores: Tensor, mask: Any) -> Tensor:
+        indices = scores.sum((0, 1)).topk(CHOSEN).indices
+        return (torch.zeros_like(scores, dtype=torch.bool).index_fill(-1, indices, True) & mask).unsqueeze(1)
+
+
+class BesideSinks(Indexed, Sink):
+    """Hunyuan 4: hidden keys have the lowest number. The first token sees none."""
+
+    def mask(self) -> Tensor:
+        blind = torch.arange(self.sizes.tokens).unsqueeze(-1) == 0
+        return torch.zeros(self.allowed().shape).double().masked_fill(~self.allowed() | blind, LOWEST)
+
+    def chosen(self, scores: Tensor, mask: Any) -> Tensor:
+        indices = (scores + mask).topk(CHOSEN, dim=-1).indices
+        hidden = torch.ones_like(scores, dtype=torch.bool).scatter(-1, indices, False)
+        return mask.masked_fill(hidden, LOWEST).unsqueeze(1)
+
+
+class ChosenByTheLowest(Indexed):
+    """Nothing but the choice hides keys, by the lowest number."""
+
+    def chosen(self, scores: Tensor, mask: Any) -> Tensor:
+        return torch.full_like(scores, LOWEST).scatter(-1, scores.topk(CHOSEN, dim=-1).indices, 0.0).unsqueeze(1)
