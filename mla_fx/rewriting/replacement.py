@@ -12,6 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import stride_readers
 from mla_fx.graph.dead_code import unread_without
 from mla_fx.graph.provenance import name_of
+from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.readings.axes import Index, axes
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.constant import constant
@@ -180,5 +181,5 @@ def _keeps(node: Node, dtype: torch.dtype) -> bool:
 
 def _has_elements(value: object) -> bool:
     if isinstance(value, torch.Tensor):
-        return 0 not in value.shape
+        return not any(statically_known_true(size == 0) for size in value.shape)
     return isinstance(value, (tuple, list))

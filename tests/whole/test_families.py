@@ -49,24 +49,39 @@ def attention_only(layers: int, *reasons: str) -> Expected:
     return Expected({"latent_attention": layers}, {"latent_attention": layers}, reasons)
 
 
+def sparse(layers: int, key_side: str, *reasons: str) -> Expected:
+    """Attention to the keys that an indexer chose, where they are few."""
+    beside = {key_side: layers, "lightning_index": layers}
+    few, many = {**beside, "sparse_latent_attention": layers}, {**beside, "latent_attention": layers}
+    return Expected(few, many, (*reasons, "costs less than to 4 chosen ones"))
+
+
+GLM5_NEXT = {"mla_prolog": 1, "lightning_index": 1, "latent_attention": 1}
+DOTS3_NOTE = {"kv_rmsnorm_rope_cache": 2, "lightning_index": 1}
 EXPECTED = {
     "deepseek_v2": whole(2),
     "deepseek_v3": whole(2),
-    "deepseek_v32": whole(2),
+    "deepseek_v32": sparse(2, "mla_prolog"),
     "kimi_linear": whole(1),  # and a layer of linear attention
     "longcat_flash": whole(2),
     "minicpm3": whole(2),
     "mistral4": whole(2),
-    "mistral_large4": whole(2),  # one of its layers has no rotary part
+    "mistral_large4": sparse(2, "mla_prolog"),  # one of its layers has no rotary part
     "youtu": whole(2),
     "glm4_moe_lite": whole(2),
-    "glm_moe_dsa": whole(2),
-    "glm5_next": whole(1),  # and a layer of linear attention
-    "hy_v4": whole(2),
+    "glm_moe_dsa": sparse(2, "mla_prolog"),
+    "glm5_next": Expected(  # and a layer of linear attention
+        GLM5_NEXT, GLM5_NEXT, ("it may name a key twice", "NaN among the attention probabilities is replaced")
+    ),
+    "hy_v4": sparse(2, "mla_prolog"),
     "axk1": whole(2),
-    "axk2": attention_and_cache(2, "the query is made of a normed latent joined with more"),
+    "axk2": sparse(2, "kv_rmsnorm_rope_cache", "the query is computed from a normalised latent joined with something else"),
     "bailing_hybrid": whole(1),
-    "dots3_note": attention_and_cache(2, "k_rope is normalised, which"),
+    "dots3_note": Expected(  # one of its layers has a window, and no indexer
+        {**DOTS3_NOTE, "latent_attention": 1, "sparse_latent_attention": 1},
+        {**DOTS3_NOTE, "latent_attention": 2},
+        ("k_rope is normalised, which", "costs less than to 4 chosen ones"),
+    ),
 }
 
 
