@@ -22,7 +22,8 @@ aten = torch.ops.aten
 CACHES = frozenset({"kv_cache", "kr_cache", "key_cache", "value_cache"})
 TABLES = frozenset({"block_table", "block_tables"})
 LOOPS = frozenset({"pointwise", "view_copy", "full", "empty", "copy"})
-ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention", "sparse_latent_attention"})
+SPARSE = frozenset({"sparse_latent_attention", "sparse_mla_attention"})
+ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention"}) | SPARSE
 
 
 @dataclass(frozen=True)

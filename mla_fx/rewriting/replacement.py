@@ -29,7 +29,8 @@ aten = torch.ops.aten
 # The operators that replace a recognised attention. They accept operands in any layout.
 WITHOUT_LSE, WITH_LSE = torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.latent_attention.with_lse
 LATENT_ATTENTION = (WITHOUT_LSE, WITH_LSE, torch.ops.mla_fx.sparse_latent_attention.default)
-ATTENTION = (torch.ops.mla_fx.mla_attention.default, *LATENT_ATTENTION)
+PLAIN_ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.sparse_mla_attention.default)
+ATTENTION = (*PLAIN_ATTENTION, *LATENT_ATTENTION)
 
 # Operators that read a tensor's shape and dtype, but not its values.
 LIKE = frozenset(
