@@ -38,8 +38,8 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 
 def is_prompt_under_mask(a: Arguments) -> bool:
-    """Whether many query rows may read expanded keys, some of which are hidden: a compiler stores all of a mask in
-    another dtype, and reads all keys."""
+    """Whether many query rows may read expanded keys under a mask. Compiled code stores it all in another dtype, and
+    reads keys that are hidden."""
     is_masked = a.mask is not None or a.context_lens is not None
     if not is_masked or a.q_nope.device.type != "cpu":
         return False

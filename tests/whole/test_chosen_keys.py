@@ -67,7 +67,7 @@ def test_prompts_without_earlier_tokens(target, dynamic):
     step = torch.compile(model, backend=mla_fx.get_backend(target=target), dynamic=dynamic)
     torch._dynamo.reset()
     with torch.no_grad(), mla_fx.report() as report:
-        wanted, found = (way(tokens, past_key_values=own).logits for way, own in ((model, caches[0]), (step, caches[1])))
+        wanted, found = (way(tokens, past_key_values=caches[at]).logits for at, way in enumerate((model, step)))
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(stored(caches[1]), stored(caches[0]))
     assert report.fused["sparse_mla_attention"] == report.fused["lightning_index"] > 0

@@ -44,10 +44,11 @@ def body(a: Arguments) -> Tensor:
         t   = indices[b, s, 0]
         out = softmax((q_nope . k_nope[t] + q_rope . kr_cache[t]) * scale + mask[t]) . v[t]
 
-    All arguments are those of `mla_attention` and mean the same; masks have no `fill`, and caches are no FRACTAL_NZ.
-    indices, int64 or int32 [B, S, 1, K], are numbers of tokens in the context of the sequence, below T, in any order;
-    each is named once. Negative numbers are no keys, and come last. All heads see the same keys, as far as the mask
-    allows. A row without visible keys gives zeros.
+    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, scale, mask, context_lens, sinks and block_table are those
+    of `mla_attention`, and mean the same; masks have no `fill`, and caches are not in FRACTAL_NZ. indices, int64 or
+    int32 [B, S, 1, K], are numbers of tokens in the context of the sequence, below T, in any order; each is named once.
+    Negative numbers are no keys, and come last. All heads see the same keys, as far as the mask allows. A row without
+    visible keys gives zeros.
 
     The result is the same in whichever form it is computed: of absorbed queries over chosen keys, or over all keys
     under a mask. Beyond max_absorbed_tokens query tokens, keys and values are expanded for the latter.

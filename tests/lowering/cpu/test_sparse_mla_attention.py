@@ -74,7 +74,7 @@ def test_compiled_code_calls_the_kernel(small, name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_forms_are_the_same(small, name):
-    """That of a target without kernels, of packages, and of the check of a rewrite."""
+    """Targets without kernels, packages, and the check of a rewrite have their own."""
     a = CALLS[name]
     check(sparse_mla_attention.kernel(a), a)
     check(loops.sparse_mla_attention.from_copies(a), a)
