@@ -23,13 +23,14 @@ OPERATOR = "mla_attention"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
-    if is_prompt_under_mask(a):
+    chooses = is_chosen_at_run_time(a)
+    if not chooses and not is_absorbed(a):
+        if a.q_nope.device.type != "cpu" or not is_masked(a) or has_few_scores(a):
+            raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
         return chosen_by_call
     check_served(a.q_nope, a.kv_cache, a.block_table)
-    if not is_chosen_at_run_time(a):
-        if is_absorbed(a):
-            return absorbed_over_rows
-        raise NoMatch("the kernel is for absorbed queries")
+    if not chooses:
+        return absorbed_over_rows
     try:
         check_forms(a)
     except NoMatch:
@@ -37,13 +38,9 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     return chosen
 
 
-def is_prompt_under_mask(a: Arguments) -> bool:
-    """Whether many query rows may read expanded keys under a mask. Compiled code stores it all in another dtype, and
-    reads keys that are hidden."""
-    is_masked = a.mask is not None or a.context_lens is not None
-    if not is_masked or a.q_nope.device.type != "cpu":
-        return False
-    return is_chosen_at_run_time(a) or not (is_absorbed(a) or has_few_scores(a))
+def is_masked(a: Arguments) -> bool:
+    """Whether compiled code of a prompt would store a mask in another dtype, and read keys that it hides."""
+    return a.mask is not None or a.context_lens is not None
 
 
 def absorbed_over_rows(a: Arguments) -> Tensor:
@@ -51,8 +48,8 @@ def absorbed_over_rows(a: Arguments) -> Tensor:
 
 
 def chosen(a: Arguments) -> Tensor:
-    """Both forms are compiled."""
-    return at_run_time(a, tiled, absorbed_over_rows)
+    """Both forms are compiled, but the expanded one under a mask is called."""
+    return at_run_time(a, chosen_by_call if is_masked(a) else tiled, absorbed_over_rows)
 
 
 def _run(a: Arguments) -> Tensor:
