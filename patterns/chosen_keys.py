@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, N, S, T
 from mla_fx.ops.emitted.sparse_latent_attention import PAYS
+from mla_fx.ops.emitted.sparse_mla_attention import fewest
 from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.indices import Size, axes, composite, extent, fresh
 from mla_fx.rule.operands import PLAIN_ATTENTION, WITHOUT_LSE, Call, Replacement, mask_and_lengths, tensor
@@ -147,5 +148,8 @@ class ChosenKeys(Rule):
 
 def _check_pays(count: Size, keys: Size, call: Node) -> None:
     """Where a size is known at run time only, a target may choose then."""
-    if isinstance(count, int) and isinstance(keys, int) and keys < PAYS * count:
+    heads = shape_of(call)[2]
+    if not (isinstance(count, int) and isinstance(keys, int) and isinstance(heads, int)):
+        return
+    if keys < (fewest(count, heads) if call.target is PROMPTS else PAYS * count):
         raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones", call)

@@ -47,6 +47,10 @@ def over_all(a: Arguments) -> latent_attention.Arguments:
 def run(a: Arguments) -> Tensor:
     if context_of(a.kv_cache, a.block_table) < PAYS * a.indices.shape[-1]:
         return attention_over_rows.run(over_all(a))[0]
+    return run_chosen(a)
+
+
+def run_chosen(a: Arguments) -> Tensor:
     return attention_over_rows.run(over_rows(a))[0].view(a.query.shape)
 
 

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from mla_fx.ops.emitted import sparse_mla_attention
 from mla_fx.ops.emitted.pages import context_of
-from mla_fx.ops.emitted.sparse_latent_attention import PAYS
-from mla_fx.ops.emitted.sparse_mla_attention import Arguments, kernel, over_all
+from mla_fx.ops.emitted.sparse_mla_attention import Arguments, fewest, kernel, over_all
 
 from . import prompts, sparse_latent_attention
 from .attention_over_rows import DTYPES, check_served
@@ -23,8 +22,10 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 def run(a: Arguments) -> Tensor:
     """The same as sparse_mla_attention."""
-    pays = context_of(a.kv_cache, a.block_table) >= PAYS * a.indices.shape[-1]
-    if pays or a.q_nope.shape[1] <= a.max_absorbed_tokens or a.q_nope.dtype not in DTYPES:
+    is_checked = a.q_nope.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
+    if is_checked or context_of(a.kv_cache, a.block_table) >= fewest(a.indices.shape[-1], a.q_nope.shape[2]):
+        return kernel(a, sparse_latent_attention.run_chosen)
+    if a.q_nope.shape[1] <= a.max_absorbed_tokens:
         return kernel(a, sparse_latent_attention.run)
     return prompts.in_parts(over_all(a))
 

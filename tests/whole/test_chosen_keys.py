@@ -62,7 +62,7 @@ def test_prompts(prompt):
 def test_prompts_without_earlier_tokens(target, dynamic):
     """Keys would be expanded."""
     model = tiny_model(SPARSE[0], index_topk=CHOSEN)
-    tokens = torch.randint(3, 100, (2, 5 * CHOSEN), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3, 100, (2, 20 * CHOSEN), generator=torch.Generator().manual_seed(0))
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     step = torch.compile(model, backend=mla_fx.get_backend(target=target), dynamic=dynamic)
     torch._dynamo.reset()

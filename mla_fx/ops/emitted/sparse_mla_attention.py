@@ -16,6 +16,7 @@ from .pages import check_contexts, context_of
 from .tiled_attention import mask_of_rows
 
 ROWS = 256  # query tokens that are absorbed at a time
+PAYS, READ = 3, 64  # measured on a CPU: reading a chosen key takes as long as attending to it with READ / PAYS heads
 
 Attend = Callable[[sparse_latent_attention.Arguments], Tensor]
 
@@ -56,6 +57,11 @@ def body(a: Arguments) -> Tensor:
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only.
     """
     return absorbed(a, sparse_latent_attention.body)
+
+
+def fewest(chosen: int, heads: int) -> int:
+    """The number of keys from which on a prompt that reads the chosen ones alone takes less time."""
+    return PAYS * chosen + READ * chosen // heads
 
 
 def kernel(a: Arguments, attend: Attend = sparse_latent_attention.body) -> Tensor:

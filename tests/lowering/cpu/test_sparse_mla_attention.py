@@ -36,19 +36,19 @@ def call(tokens, chosen=CHOSEN, *, is_paged=False, **options):
 
 
 CALLS = {
-    "chosen rows": call(30, 20),
+    "chosen rows": call(30, 12),
     "all rows": call(30),
     "absorbed over all rows": call(3, max_absorbed_tokens=3),
     "pages": call(30, is_paged=True),
-    "pages, chosen rows": call(30, 20, is_paged=True),
+    "pages, chosen rows": call(30, 12, is_paged=True),
     "lengths": call(30, context_lens=torch.tensor([70, 90])),
-    "lengths, chosen rows": call(30, 20, context_lens=torch.tensor([70, 90])),
+    "lengths, chosen rows": call(30, 12, context_lens=torch.tensor([70, 90])),
     "condition": call(30, mask=torch.arange(KEYS) < torch.arange(30).unsqueeze(-1) + 1),
-    "condition, chosen rows": call(30, 20, mask=draw(30, KEYS) > -1),
+    "condition, chosen rows": call(30, 12, mask=draw(30, KEYS) > -1),
     "numbers of each head": call(30, mask=draw(BATCH, HEADS, 30, KEYS)),
-    "numbers of each head, chosen rows": call(30, 20, mask=draw(BATCH, HEADS, 30, KEYS)),
+    "numbers of each head, chosen rows": call(30, 12, mask=draw(BATCH, HEADS, 30, KEYS)),
     "sinks": call(30, sinks=draw(HEADS)),
-    "sinks, chosen rows": call(30, 20, sinks=draw(HEADS)),
+    "sinks, chosen rows": call(30, 12, sinks=draw(HEADS)),
     "no rotary part": replace(call(30), q_rope=None, kr_cache=None),
 }
 
