@@ -11,6 +11,7 @@ up, with a new input in each round. Every output is checked against float32: at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from layer import EAGER, OURS, STOCK, Layer, Variant
@@ -62,9 +63,8 @@ def temporaries(layer: Layer, variant: Variant, tokens: int) -> int:
     return demo.temporaries(lambda: variant.step(x, *tables, None, None))
 
 
-def activations(layer: Layer, tokens: int) -> int:
+def activations(config: Any, tokens: int) -> int:
     """Bytes of query, keys, values and result of all heads."""
-    config = layer.config
     query = config.qk_nope_head_dim + config.qk_rope_head_dim
     return 2 * tokens * config.num_attention_heads * 2 * (query + config.v_head_dim)
 
@@ -75,7 +75,7 @@ def rows_of(layer: Layer, racing: Sequence[Variant], tokens: int) -> Iterator[Ro
     must, goal = (0.5, 0.3) if tokens >= TOKENS else (1.0, 0.85)
     yield Row(f"time / stock Inductor, S={tokens}", took[OURS] / took[STOCK], must, goal)
     yield Row(f"time / eager, S={tokens}", took[OURS] / took[EAGER], 1.0, 0.85)
-    yield Row(f"temporaries / activations, S={tokens}", held / activations(layer, tokens), 3, 2)
+    yield Row(f"temporaries / activations, S={tokens}", held / activations(layer.config, tokens), 3, 2)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Attention under a mask of the keys that each query chose, as attention that reads no others.
 
     latent_attention(..., mask) -> sparse_latent_attention(..., indices, mask)
+    mla_attention(..., mask) -> sparse_mla_attention(..., indices, mask)
 
 DeepSeek Sparse Attention chooses keys by the top-k of an indexer's scores, and hides all others. What else is in the
 mask stays an operand, read at the chosen keys alone, because it may hide some of them: a key that comes after its query
@@ -12,6 +13,7 @@ it has a sink, next to which they have no weight. So without a sink, nothing els
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +24,11 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, N, S, T
 from mla_fx.ops.emitted.sparse_latent_attention import PAYS
+from mla_fx.ops.emitted.sparse_mla_attention import fewest
 from mla_fx.ops.emitted.tiled_attention import LOWEST
 from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.indices import Size, axes, composite, extent, fresh
-from mla_fx.rule.operands import WITHOUT_LSE, Call, Replacement, mask_and_lengths, tensor
+from mla_fx.rule.operands import PLAIN_ATTENTION, WITHOUT_LSE, Call, Replacement, mask_and_lengths, tensor
 from mla_fx.rule.readings import (
     Reading,
     Selection,
@@ -38,6 +41,8 @@ from mla_fx.rule.readings import (
 )
 
 SPARSE = torch.ops.mla_fx.sparse_latent_attention.default
+PROMPTS, SPARSE_PROMPTS = PLAIN_ATTENTION
+KEPT = ("scale", "max_absorbed_tokens")  # options; masks that are left have no others
 CHOSEN = 4
 
 
@@ -152,8 +157,8 @@ class _OfEachHead(_Chosen):
 class ChosenKeys(Rule):
     stage = "context"
     after = ("paged_context",)
-    targets = (WITHOUT_LSE,)
-    pattern = CallPattern({"query": Operand("bsnc", var("query"))})
+    targets = (WITHOUT_LSE, PROMPTS)
+    pattern = CallPattern({name: Operand("bsnc", var(name), is_optional=True) for name in ("query", "q_nope")})
     yields_to_target = True
     accepts = tuple(
         Case(name, build, {"mla_prolog": 1, "sparse_latent_attention": 1})
@@ -186,17 +191,20 @@ class ChosenKeys(Rule):
         found = selection(mask, (composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])))
         if found.numbers.axes & set(n):
             raise NoMatch("each head chooses keys of its own", found.node)
-        query, query_rope, kv_cache, kr_cache, *_ = args_of(call)
         sinks, table = (named_argument(call, name) for name in ("sinks", "block_table"))
         _check_hides(found, options_of(call).get("fill"), sinks, call)
         masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), call.meta["val"].dtype)
-        operands, scale = (query, query_rope, kv_cache, kr_cache), options_of(call)["scale"]
+        operands = tuple(itertools.takewhile(lambda value: value is not mask, args_of(call)))
+        options = {name: value for name, value in options_of(call).items() if name in KEPT}
         if found.count == extent(found.keys):
-            new = Call(call.target, *operands, *masks, sinks, table, scale=scale)
+            new = Call(call.target, *operands, *masks, sinks, table, **options)
             return Plan(Replacement(call, new), without=(found.numbers.origin,))
+        if call.target is PROMPTS and call.meta["val"].device.type != "cpu":
+            raise ByDesign("only CPUs read the chosen keys alone for a prompt", call)
         _check_pays(found.count, extent(found.keys), call)
         indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
-        return Plan(Replacement(call, Call(SPARSE, *operands, indices, *masks, sinks, table, scale=scale)))
+        target = SPARSE_PROMPTS if call.target is PROMPTS else SPARSE
+        return Plan(Replacement(call, Call(target, *operands, indices, *masks, sinks, table, **options)))
 
 
 def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -> None:
@@ -210,5 +218,8 @@ def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -
 
 def _check_pays(count: Size, keys: Size, call: Node) -> None:
     """Where a size is known at run time only, a target may choose then."""
-    if isinstance(count, int) and isinstance(keys, int) and keys < PAYS * count:
+    heads = shape_of(call)[2]
+    if not (isinstance(count, int) and isinstance(keys, int) and isinstance(heads, int)):
+        return
+    if keys < (fewest(count, heads) if call.target is PROMPTS else PAYS * count):
         raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones", call)

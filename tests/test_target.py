@@ -27,6 +27,7 @@ from mla_fx.target import Target, to_body
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 ROOT = Path(__file__).parent.parent
+OF_CHOSEN = ("sparse_latent_attention", "sparse_mla_attention", "lightning_index")
 
 
 class Narrow(Target):
@@ -136,7 +137,7 @@ def test_calls_that_no_kernel_of_an_npu_takes_become_bodies_unless_they_read_pag
     for name, entry in catalogue().items():
         for sample in entry.samples(torch.float32):
             # of chosen rows alone, or of rows that are read once
-            is_few = sample.mode.startswith("expanded") or name in ("sparse_latent_attention", "lightning_index")
+            is_few = sample.mode.startswith("expanded") or name in OF_CHOSEN
             reads_pages = "block_table" in sample.mode and not is_few
             has_codes = any(getattr(value, "dtype", None) == torch.int8 for value in sample.args)
             stays = name in kept or entry.host is not None or reads_pages or has_codes

@@ -1,4 +1,4 @@
-"""Lowers the absorbed form of mla_attention to attention_over_rows."""
+"""Lowers the absorbed form of mla_attention to attention_over_rows, and the expanded one under a mask to parts."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,16 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import mla_attention
-from mla_fx.ops.emitted.mla_attention import Arguments, absorbed, is_absorbed, is_chosen_at_run_time
+from mla_fx.ops.emitted.mla_attention import (
+    Arguments,
+    absorbed,
+    has_few_scores,
+    is_absorbed,
+    is_chosen_at_run_time,
+)
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
+from . import prompts
 from .attention_over_rows import attend, check_served, run
 from .lean import define_lean_on
 
@@ -16,11 +23,14 @@ OPERATOR = "mla_attention"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+    chooses = is_chosen_at_run_time(a)
+    if not chooses and not is_absorbed(a):
+        if a.q_nope.device.type != "cpu" or not is_masked(a) or has_few_scores(a):
+            raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
+        return chosen_by_call
     check_served(a.q_nope, a.kv_cache, a.block_table)
-    if not is_chosen_at_run_time(a):
-        if is_absorbed(a):
-            return absorbed_over_rows
-        raise NoMatch("the kernel is for absorbed queries")
+    if not chooses:
+        return absorbed_over_rows
     try:
         check_forms(a)
     except NoMatch:
@@ -28,17 +38,24 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     return chosen
 
 
+def is_masked(a: Arguments) -> bool:
+    """Whether compiled code of a prompt would store a mask in another dtype, and read keys that it hides."""
+    return a.mask is not None or a.context_lens is not None
+
+
 def absorbed_over_rows(a: Arguments) -> Tensor:
     return absorbed(a, attend)
 
 
 def chosen(a: Arguments) -> Tensor:
-    """Both forms are compiled."""
-    return at_run_time(a, tiled, absorbed_over_rows)
+    """Both forms are compiled, but the expanded one under a mask is called."""
+    return at_run_time(a, chosen_by_call if is_masked(a) else tiled, absorbed_over_rows)
 
 
 def _run(a: Arguments) -> Tensor:
-    return mla_attention.kernel(a, lambda latent: run(latent)[0])
+    if is_absorbed(a) or has_few_scores(a):
+        return mla_attention.kernel(a, lambda latent: run(latent)[0])
+    return prompts.in_parts(a)
 
 
 chosen_by_call = define_lean_on(Arguments, "mla_attention_over_rows", _run, mla_attention.fake, returns=("out",))

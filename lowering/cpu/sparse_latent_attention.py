@@ -13,7 +13,8 @@ from mla_fx.ops.emitted.attention import as_mask, masked
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.sparse_latent_attention import PAYS, Arguments, over_rows
 
-from .attention_over_rows import attend, check_served, run
+from . import attention_over_rows
+from .attention_over_rows import attend, check_served
 from .lean import define_lean_on
 
 OPERATOR = "sparse_latent_attention"
@@ -43,12 +44,16 @@ def over_all(a: Arguments) -> latent_attention.Arguments:
     return latent_attention.Arguments(*operands, mask, None, a.sinks, a.block_table, scale=a.scale)
 
 
-def _run(a: Arguments) -> Tensor:
+def run(a: Arguments) -> Tensor:
     if context_of(a.kv_cache, a.block_table) < PAYS * a.indices.shape[-1]:
-        return run(over_all(a))[0]
-    return run(over_rows(a))[0].view(a.query.shape)
+        return attention_over_rows.run(over_all(a))[0]
+    return run_chosen(a)
+
+
+def run_chosen(a: Arguments) -> Tensor:
+    return attention_over_rows.run(over_rows(a))[0].view(a.query.shape)
 
 
 chosen_by_call = define_lean_on(
-    Arguments, "sparse_attention_over_rows", _run, sparse_latent_attention.fake, returns=("out",)
+    Arguments, "sparse_attention_over_rows", run, sparse_latent_attention.fake, returns=("out",)
 )

@@ -22,7 +22,9 @@ aten = torch.ops.aten
 CACHES = frozenset({"kv_cache", "kr_cache", "key_cache", "value_cache"})
 TABLES = frozenset({"block_table", "block_tables"})
 LOOPS = frozenset({"pointwise", "view_copy", "full", "empty", "copy"})
-ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention", "sparse_latent_attention"})
+PROMPTS = "sparse_mla_attention"
+SPARSE = frozenset({"sparse_latent_attention", PROMPTS})
+ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention"}) | SPARSE
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _size(value: Any) -> Any:
 
 def bytes_of_caches(graph: Graph) -> int | None:
     """The most that the fused attentions of a graph read of caches: whole caches, all pages in their tables, or all
-    chosen rows."""
+    chosen rows. The rows of a prompt together choose all keys."""
     sizes = [size for node in graph.nodes for size, _ in sizes_of_caches(node)]
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
 
@@ -161,7 +163,7 @@ def sizes_of_caches(call: Node) -> Iterator[tuple[Any, Any]]:
     if not isinstance(operator, OpOverload) or operator.namespace != "mla_fx" or operator._opname not in ATTENTION:
         return
     values = {name: node.meta["val"] for name, node in named_arguments(call) if isinstance(node, Node)}
-    chosen = values.get("indices")
+    chosen = None if operator._opname == PROMPTS else values.get("indices")
     pages = next((values[name].numel() for name in TABLES & values.keys()), None)
     for name in CACHES & values.keys():
         cache = values[name]

@@ -34,7 +34,8 @@ LATENT_ATTENTION = (
     torch.ops.mla_fx.latent_attention.with_lse,
     torch.ops.mla_fx.sparse_latent_attention.default,
 )
-ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.mla_attention.with_lse, *LATENT_ATTENTION)
+PLAIN_ATTENTION = (torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.sparse_mla_attention.default)
+ATTENTION = (*PLAIN_ATTENTION, torch.ops.mla_fx.mla_attention.with_lse, *LATENT_ATTENTION)
 
 # Operators that read a tensor's shape and dtype, but not its values.
 LIKE = frozenset(

@@ -22,11 +22,18 @@ from mla_fx.rewriting.plan import (
     result,
     times,
 )
-from mla_fx.rewriting.replacement import ATTENTION, LATENT_ATTENTION, WITHOUT_LSE, replacing
+from mla_fx.rewriting.replacement import (
+    ATTENTION,
+    LATENT_ATTENTION,
+    PLAIN_ATTENTION,
+    WITHOUT_LSE,
+    replacing,
+)
 from mla_fx.rewriting.tables import tables
 
 __all__ = [
-    "ATTENTION", "LATENT_ATTENTION", "WITHOUT_LSE", "ByHoisting", "Call", "Cast", "Expression", "Inlined",
-    "Replacement", "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined", "joined_parts",
-    "known_causal", "lengths", "mask_and_lengths", "mask_operands", "replacing", "result", "tables", "tensor", "times",
+    "ATTENTION", "LATENT_ATTENTION", "PLAIN_ATTENTION", "WITHOUT_LSE", "ByHoisting", "Call", "Cast",
+    "Expression", "Inlined", "Replacement", "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined",
+    "joined_parts", "known_causal", "lengths", "mask_and_lengths", "mask_operands", "replacing", "result", "tables",
+    "tensor", "times",
 ]  # fmt: skip

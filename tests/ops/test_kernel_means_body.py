@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 from lib.kernels import doubled
-from mla_fx.lowering.cpu import attention_over_rows
+from mla_fx.lowering.cpu import attention_over_rows, prompts
 from mla_fx.lowering.cpu import mla_attention as mla_over_rows
 from mla_fx.lowering.loops import latent_attention as latent_loops
 from mla_fx.lowering.loops import mla_attention as mla_loops
@@ -137,10 +137,12 @@ def paged_and_always(a):
     return in_pages(always(a))
 
 
-OWN = ("own", "own, pages", "batched, copies")
+OWN = ("own", "own, pages", "parts", "parts, pages", "batched, copies")
 PATHS = {
     "own": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {}),
     "own, pages": (in_pages, mla_attention.expanded, mla_attention.tiled, {}),
+    "parts": (lambda a: a, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "HEADS": 1}),
+    "parts, pages": (in_pages, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "HEADS": 1}),
     "tiles": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
     "short": (lambda a: a, mla_attention.expanded, mla_loops.short, {}),
     "absorbed": (always, mla_attention.body, mla_loops.compiled, {}),
@@ -163,7 +165,7 @@ def narrowed(monkeypatch):
 
     def narrow(limits):
         for name, limit in limits.items():
-            for module in (tiled_attention, latent_loops, paged_attention):
+            for module in (tiled_attention, latent_loops, paged_attention, prompts):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, limit)
 

@@ -21,7 +21,7 @@ from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
     *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention", "lightning_index")),
-    *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "rms_norm", "rope")),
+    *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "sparse_mla_attention", "rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
 
@@ -298,6 +298,15 @@ REFUSALS = {
         (change(4, lambda i: -i), "indices hold a key behind a negative number"),
         (change(4, lambda i: i + 5), "indices hold 9; they must be below 5, the length of the contexts"),
         (change(5, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
+    ],
+    "sparse_mla_attention": [
+        (change(0, lambda q: q[0]), r"q_nope has shape \[3, 3, 8\]; it must be \[B, S, N, D\]"),
+        (change(1, drop), "kr_cache is given and q_rope is None"),
+        (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\] or \[BlockNum,"),
+        (change(4, lambda w: w[:, 1:]), r"weight_uk has shape \[3, 7, 16\]"),
+        (change(6, lambda i: i[:, :, 0]), r"indices has shape \[2, 3, 4\]; it must be \[B, S, 1, K\]"),
+        (change(6, lambda i: i + 5), "indices hold 9; they must be below 5, the length of the contexts"),
+        (change(7, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
     ],
     "lightning_index": [
         (change(0, lambda q: q[0]), r"query has shape \[1, 16, 8\]; it must be \[B, S, N, D\]"),

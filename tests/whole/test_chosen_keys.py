@@ -57,6 +57,22 @@ def test_prompts(prompt):
     assert report.fused["lightning_index"] > 0
 
 
+@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_prompts_without_earlier_tokens(target, dynamic):
+    """Keys would be expanded."""
+    model = tiny_model(SPARSE[0], index_topk=CHOSEN)
+    tokens = torch.randint(3, 100, (2, 20 * CHOSEN), generator=torch.Generator().manual_seed(0))
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    step = torch.compile(model, backend=mla_fx.get_backend(target=target), dynamic=dynamic)
+    torch._dynamo.reset()
+    with torch.no_grad(), mla_fx.report() as report:
+        wanted, found = (way(tokens, past_key_values=caches[at]).logits for at, way in enumerate((model, step)))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(stored(caches[1]), stored(caches[0]))
+    assert report.fused["sparse_mla_attention"] == report.fused["lightning_index"] > 0
+
+
 def test_all_keys_are_chosen():
     """Nothing chooses then, and the indexer's keys are stored all the same."""
     model = tiny_model(SPARSE[0], index_topk=MOST)

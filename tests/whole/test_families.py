@@ -75,7 +75,7 @@ EXPECTED = {
     ),
     "hy_v4": sparse(2, "mla_prolog"),
     "axk1": whole(2),
-    "axk2": sparse(2, "kv_rmsnorm_rope_cache", "the query is computed from a normalised latent joined with something else"),
+    "axk2": sparse(2, "kv_rmsnorm_rope_cache", "the query is computed from a normalised latent joined with something"),
     "bailing_hybrid": whole(1),
     "dots3_note": Expected(  # one of its layers has a window, and no indexer
         {**DOTS3_NOTE, "latent_attention": 1, "sparse_latent_attention": 1},

@@ -70,22 +70,15 @@ def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
 def in_parts(a: Arguments, rows: Iterable[tuple[int, int]], compute: Compute) -> tuple[Tensor, Tensor]:
     """What `compute` returns for some query rows at a time. Lengths become a mask."""
     mask = as_mask(a.mask, a.context_lens, False, a.query, context_of(a.key, a.block_table))
-    whole = replace(a, context_lens=None)
-    parts = [
-        compute(
-            replace(
-                whole,
-                query=a.query[:, first:last],
-                weights=a.weights[:, first:last],
-                mask=mask_of_rows(mask, first, last),
-            )
-        )
-        for first, last in rows
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    indices, values = zip(*parts, strict=True)
-    return torch.cat(indices, 1), torch.cat(values, 1)
+    whole, results = replace(a, context_lens=None), fake(a)
+    for first, last in rows:
+        query, weights = a.query[:, first:last], a.weights[:, first:last]
+        found = compute(replace(whole, query=query, weights=weights, mask=mask_of_rows(mask, first, last)))
+        if last - first >= a.query.shape[1]:
+            return found
+        for result, part in zip(results, found, strict=True):
+            result[:, first:last] = part
+    return results
 
 
 def scores(a: Arguments) -> Tensor:

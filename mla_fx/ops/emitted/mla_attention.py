@@ -111,12 +111,12 @@ def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Tensor:
 
 
 def in_latent_space(a: Arguments) -> latent_attention.Arguments:
-    query = _absorbed_query(a.q_nope, a.weight_uk)
+    query = absorbed_query(a.q_nope, a.weight_uk)
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
     return latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
 
 
-def _absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
+def absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
     """The absorbed query [B, S, N, Hckv]; in float32 for float16, whose range it may leave.
 
     For float16, each row is divided by a power of two, so that no sum exceeds the largest weight. That rounds only
@@ -137,7 +137,7 @@ def expanded(a: Arguments) -> Tensor:
 
 def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
     """The latent and rotary part of the scores [B, N, S, T] with the mask, and the values [B, N, T, Dv]."""
-    a = _unpaged(a)
+    a = unpaged(a)
     k_nope = torch.einsum("btr,ndr->bndt", a.kv_cache, a.weight_uk)
     value = torch.einsum("btr,nvr->bntv", a.kv_cache, a.weight_uv)
     latent = wide_product(a.q_nope.transpose(1, 2), k_nope)
@@ -150,17 +150,15 @@ def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None],
 
 
 def tiled(a: Arguments, choose: Form = at_once) -> Tensor:
-    """`expanded` in memory that does not grow with S * T."""
-    mask = as_mask(a.mask, a.context_lens, False, a.q_nope, context_of(a.kv_cache, a.block_table))
-    query, key, value = keys_and_values(a, seen_keys(mask))
-    out = attend(query, key, value, mask, a.scale, a.is_causal, a.fill, a.sinks, choose)
+    """`expanded` in memory that does not grow with S * T: the nope and rotary parts of keys are joined."""
+    a = unpaged(a)
+    mask = as_mask(a.mask, a.context_lens, False, a.q_nope, a.kv_cache.shape[1])
+    out = attend(*joined(a, seen_keys(mask)), mask, a.scale, a.is_causal, a.fill, a.sinks, choose)
     return out.transpose(1, 2).contiguous()
 
 
-def keys_and_values(a: Arguments, seen: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The query, keys and values of each head, [B, N, ...]: the nope and rotary parts of queries and keys are joined.
-    Keys that no row has seen are zeros."""
-    a = _unpaged(a)
+def joined(a: Arguments, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [B, N, S, D + Dr], keys [B, N, T, D + Dr] and values [B, N, T, Dv]; keys that are not seen are zeros."""
     latents, rotary = a.kv_cache, a.kr_cache
     if seen is not None:
         latents, rotary = latents.masked_fill(~seen, 0), None if rotary is None else rotary.masked_fill(~seen, 0)
@@ -172,10 +170,10 @@ def keys_and_values(a: Arguments, seen: Tensor | None = None) -> tuple[Tensor, T
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _unpaged(a: Arguments) -> Arguments:
+def unpaged(a: Arguments) -> Arguments:
     """The same call without a block table; expanded keys are much larger than a copy of the caches."""
-    unpaged: Arguments = a if a.block_table is None else in_one_piece(a)
-    return unpaged
+    flat: Arguments = a if a.block_table is None else in_one_piece(a)
+    return flat
 
 
 def check(a: Arguments) -> None:

@@ -11,7 +11,7 @@ from mla_fx.ops.common.math import accumulation_dtype, wide_product
 
 from . import latent_attention, latent_attention_with_lse, mla_attention
 from .attention import as_mask, logits
-from .mla_attention import Arguments, in_latent_space, is_absorbed, keys_and_values
+from .mla_attention import Arguments, in_latent_space, is_absorbed, joined, unpaged
 from .tiled_attention import mask_of_rows, row_tiles
 
 Attend = Callable[[latent_attention.Arguments], tuple[Tensor, Tensor]]
@@ -50,7 +50,8 @@ def expanded(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def tiled(a: Arguments) -> tuple[Tensor, Tensor]:
-    query, key, value = keys_and_values(a)
+    a = unpaged(a)
+    query, key, value = joined(a, None)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, key.shape[2])
     parts = []
     for first, last in row_tiles(a.q_nope, key.shape[2]):

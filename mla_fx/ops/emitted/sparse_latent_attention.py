@@ -100,17 +100,26 @@ def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
 
 def check(a: Arguments) -> None:
     check_tensors(vars(a), free=("sinks",), skip=("indices", "mask", "context_lens", "block_table"))
-    if a.kv_cache.dim() == 4:
-        shown = f"kv_cache has shape {list(a.kv_cache.shape)}; it must be [B, T, Hckv] or [BlockNum, BlockSize, Hckv]"
-        raise ValueError(f"{shown}: chosen rows are not read out of FRACTAL_NZ.")
+    refuse_fractals(a.kv_cache)
     sizes: Sizes = {}
     check_letters(a, sizes, query="B, S, N, Hckv")
     check_rotary("query_rope", a, sizes)
     check_contexts(a, sizes)
-    check_letters(a, sizes, indices="B, S, 1, K")
-    check_dtype("indices", a.indices, INTEGERS)
+    check_indices(a, sizes)
     check_mask(a.mask, a.context_lens, False, None, sizes)
     check_letters(a, sizes, sinks="N")
+
+
+def refuse_fractals(cache: Tensor) -> None:
+    if cache.dim() == 4:
+        shown = f"kv_cache has shape {list(cache.shape)}; it must be [B, T, Hckv] or [BlockNum, BlockSize, Hckv]"
+        raise ValueError(f"{shown}: chosen rows are not read out of FRACTAL_NZ.")
+
+
+def check_indices(a: Any, sizes: Sizes) -> None:
+    """Check that indices name keys, and that places without a key come last."""
+    check_letters(a, sizes, indices="B, S, 1, K")
+    check_dtype("indices", a.indices, INTEGERS)
     if not readable(a.indices) or a.indices.numel() == 0:
         return
     if (largest := int(a.indices.max())) >= sizes["T"]:

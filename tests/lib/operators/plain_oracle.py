@@ -184,7 +184,17 @@ def oracle_latent_sums(query, query_rope, kv, kr, mask, lens=None, sinks=None, t
 
 
 def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sinks=None, table=None, *, scale):
-    """Attention to all keys, in which the chosen ones alone are visible."""
+    visible = oracle_chosen(query, kv, indices, mask, lens, table)
+    return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, scale=scale)
+
+
+def oracle_prompt(q, q_rope, kv, kr, w_uk, w_uv, indices, mask=None, lens=None, sinks=None, table=None, *, scale):
+    visible = oracle_chosen(q, kv, indices, mask, lens, table)
+    return oracle_mla(q, q_rope, kv, kr, w_uk, w_uv, visible, None, sinks, table, scale=scale)
+
+
+def oracle_chosen(query, kv, indices, mask, lens, table):
+    """A mask under which the chosen keys alone are visible."""
     batch, steps, heads, _ = query.shape
     context = oracle_context(kv, table).shape[1]
     visible = torch.zeros(batch, heads, steps, context).bool()
@@ -195,7 +205,7 @@ def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sink
         visible = visible & oracle_visible(lens.expand(batch), steps, context)
     if mask is not None:
         visible = visible & mask if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
-    return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, scale=scale)
+    return visible
 
 
 def oracle_index(query, key, weights, mask=None, lens=None, table=None, *, sparse_count, scale=1.0, fill=None):
@@ -244,6 +254,7 @@ ORACLES = {
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
     "sparse_latent_attention": oracle_sparse,
+    "sparse_mla_attention": oracle_prompt,
     "lightning_index": oracle_index,
 }
 # For each result that is an updated cache, the argument that holds the old one.

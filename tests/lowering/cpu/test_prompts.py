@@ -1,0 +1,82 @@
+"""Prompts under a mask are attended to in parts: of heads, of query rows, and of keys that some row sees.
+
+The oracle is the body of the operator in float64, over the same numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lib.kernels import compiled_call, doubled, draw, error
+from mla_fx.lowering.cpu import mla_attention as lowering
+from mla_fx.lowering.cpu import prompts
+
+from mla_fx.ops.emitted import mla_attention
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+BATCH, HEADS, STEPS, KEYS, NOPE, RANK, ROPE, VALUE = 2, 5, 30, 48, 16, 24, 8, 12
+SEEN = torch.arange(KEYS) <= torch.arange(STEPS).unsqueeze(-1)
+
+
+def call(dtype=torch.bfloat16, **options):
+    up = draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5
+    queries = (draw(BATCH, STEPS, HEADS, width, seed=1) for width in (NOPE, ROPE))
+    caches = (draw(BATCH, KEYS, width, seed=2) for width in (RANK, ROPE))
+    operands = (value.to(dtype) for value in (*queries, *caches, up[:, :NOPE], up[:, NOPE:]))
+    return mla_attention.Arguments(*operands, **{"mask": None, "scale": 0.2, **options})
+
+
+CALLS = {
+    "condition": call(mask=SEEN),
+    "condition of each sequence": call(mask=draw(BATCH, 1, STEPS, KEYS) > 0),
+    "condition of each head": call(mask=draw(BATCH, HEADS, STEPS, KEYS) > 0),
+    "the same for all rows": call(mask=draw(BATCH, 1, 1, KEYS) > 0),
+    "the same for all keys": call(mask=draw(BATCH, 1, STEPS, 1) > -1),
+    "numbers": call(mask=torch.where(SEEN, draw(STEPS, KEYS), -torch.inf)),
+    "one number": call(mask=torch.tensor(0.5)),
+    "rows that see nothing": call(mask=SEEN & (torch.arange(STEPS) > 9).unsqueeze(-1)),
+    "fill": call(mask=SEEN, fill=-1.5),
+    "lengths": call(context_lens=torch.tensor([40, 20])),
+    "float16": call(torch.float16, mask=SEEN),
+    "float32": call(torch.float32, mask=SEEN),
+    "sinks": call(mask=SEEN, sinks=draw(HEADS)),
+    "first token": call(is_causal=True),
+    "no mask": call(),
+    "no rotary part": replace(call(mask=SEEN), q_rope=None, kr_cache=None),
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Parts so small that there are several, the last one smaller than the others."""
+    monkeypatch.setattr(prompts, "ROWS", 8)
+    monkeypatch.setattr(prompts, "HEADS", 2)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_parts_are_the_whole(small, name):
+    a = CALLS[name]
+    exact = mla_attention.body(doubled(a))
+    assert error(prompts.in_parts(a), exact) <= 2 * error(mla_attention.body(a), exact) + 2**-8
+
+
+def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
+    attend, read = prompts.attend, []
+
+    def noted(query, key, *rest):
+        read.append(key.shape[2])
+        return attend(query, key, *rest)
+
+    monkeypatch.setattr(prompts, "attend", noted)
+    prompts.in_parts(CALLS["condition"])
+    assert read == [8, 16, 24, 30] * 3
+
+
+def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
+    a = CALLS["condition"]
+    assert "mla_attention_over_rows" not in compiled_call(mla_attention.operator, a)[1]
+    monkeypatch.setattr(mla_attention, "FEW_SCORES", 1)
+    found, code = compiled_call(mla_attention.operator, a)
+    assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
+    torch.testing.assert_close(found, prompts.in_parts(a), rtol=0, atol=0)
+    assert lowering.lower(a) is lowering.chosen_by_call

@@ -1,0 +1,105 @@
+"""Attention of prompts to chosen keys: absorbed over the chosen rows, or expanded under a mask if most are chosen.
+
+The oracle is the body of the operator in float64, over the same numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lib.kernels import compiled, compiled_call, doubled, draw, error
+from mla_fx.lowering import loops
+from mla_fx.lowering.cpu import prompts
+from mla_fx.lowering.cpu import sparse_mla_attention as lowering
+
+from mla_fx.ops.emitted import sparse_mla_attention
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+BATCH, HEADS, KEYS, CHOSEN, PAGE, NOPE, RANK, ROPE, VALUE = 2, 20, 96, 40, 16, 24, 32, 8, 12
+KERNEL = "torch.ops.mla_fx.sparse_mla_attention_over_rows.default"
+
+
+def call(tokens, chosen=CHOSEN, *, is_paged=False, **options):
+    """Arguments over one pool, in which a row has both parts. The last places have no key, and one row has no keys."""
+    count = KEYS // PAGE
+    pool = draw(3 * count, PAGE, RANK + ROPE).bfloat16()
+    table = torch.randperm(3 * count, generator=torch.Generator().manual_seed(0))[: BATCH * count].view(BATCH, count)
+    pool = pool if is_paged else pool[table].flatten(1, 2)
+    queries = (draw(BATCH, tokens, HEADS, width, seed=1).bfloat16() for width in (NOPE, ROPE))
+    up = (draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5).bfloat16()
+    indices = draw(BATCH, tokens, 1, KEYS, seed=2).argsort(-1)[..., :chosen].to(torch.int32)
+    indices[..., chosen - 6 :] = -1
+    indices[0, tokens - 1] = -1
+    given = {"block_table": table if is_paged else None, "scale": 0.2, **options}
+    operands = *queries, pool[..., :RANK], pool[..., RANK:], up[:, :NOPE], up[:, NOPE:], indices
+    return sparse_mla_attention.Arguments(*operands, **given)
+
+
+CALLS = {
+    "chosen rows": call(30, 12),
+    "all rows": call(30),
+    "absorbed over all rows": call(3, max_absorbed_tokens=3),
+    "pages": call(30, is_paged=True),
+    "pages, chosen rows": call(30, 12, is_paged=True),
+    "lengths": call(30, context_lens=torch.tensor([70, 90])),
+    "lengths, chosen rows": call(30, 12, context_lens=torch.tensor([70, 90])),
+    "condition": call(30, mask=torch.arange(KEYS) < torch.arange(30).unsqueeze(-1) + 1),
+    "condition, chosen rows": call(30, 12, mask=draw(30, KEYS) > -1),
+    "numbers of each head": call(30, mask=draw(BATCH, HEADS, 30, KEYS)),
+    "numbers of each head, chosen rows": call(30, 12, mask=draw(BATCH, HEADS, 30, KEYS)),
+    "sinks": call(30, sinks=draw(HEADS)),
+    "sinks, chosen rows": call(30, 12, sinks=draw(HEADS)),
+    "no rotary part": replace(call(30), q_rope=None, kr_cache=None),
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Parts so small that there are several, the last one smaller than the others."""
+    for module, name, size in ((sparse_mla_attention, "ROWS", 8), (prompts, "ROWS", 8), (prompts, "HEADS", 8)):
+        monkeypatch.setattr(module, name, size)
+
+
+def check(found, a):
+    exact = sparse_mla_attention.body(doubled(a))
+    assert error(found, exact) <= 2 * error(sparse_mla_attention.body(a), exact) + 2**-8
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_code_calls_the_kernel(small, name):
+    found, code = compiled_call(sparse_mla_attention.operator, CALLS[name])
+    assert KERNEL in code
+    check(found, CALLS[name])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_all_forms_are_the_same(small, name):
+    """Targets without kernels, packages, and the check of a rewrite have their own."""
+    a = CALLS[name]
+    check(sparse_mla_attention.kernel(a), a)
+    check(loops.sparse_mla_attention.from_copies(a), a)
+    torch.testing.assert_close(lowering.run(doubled(a)), sparse_mla_attention.body(doubled(a)))
+
+
+def test_symbolic_sizes_choose_at_each_call(monkeypatch):
+    """All keys are read where most are chosen and the queries are many."""
+    whole, taken = call(30), []
+    in_parts = prompts.in_parts
+    monkeypatch.setattr(prompts, "in_parts", lambda a: taken.append(a.mask.shape) or in_parts(a))
+
+    def attend(q_nope, q_rope, kv_cache, kr_cache, indices):
+        operands = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, indices
+        return torch.ops.mla_fx.sparse_mla_attention(*operands, scale=0.2, max_absorbed_tokens=10)
+
+    def operands(tokens, keys, chosen):
+        indices = torch.where(whole.indices < keys, whole.indices, -1)[:, :tokens, :, :chosen]
+        caches = (cache[:, :keys].contiguous() for cache in (whole.kv_cache, whole.kr_cache))
+        return whole.q_nope[:, :tokens], whole.q_rope[:, :tokens], *caches, indices.sort(-1, descending=True).values
+
+    _, code, step = compiled(attend, *operands(30, 96, 40), dynamic=True)
+    assert KERNEL in code
+    for sizes in ((29, 90, 12), (28, 96, 30), (9, 96, 30), (8, 70, 7)):
+        q_nope, q_rope, kv_cache, kr_cache, indices = operands(*sizes)
+        given = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, indices
+        check(step(q_nope, q_rope, kv_cache, kr_cache, indices), sparse_mla_attention.Arguments(*given, scale=0.2))
+    assert taken == [(BATCH, 1, 30, 96), (BATCH, 1, 28, 96)]
