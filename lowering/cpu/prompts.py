@@ -1,5 +1,5 @@
-"""Attention of prompts under a mask, in parts: keys and values are expanded for a few heads at a time, and rows of
-queries read them up to the last key that one of them sees."""
+"""Attention of prompts under a mask, in parts: keys and values are expanded for a few heads of one sequence at a time,
+and rows of queries read them up to the last key that one of them sees."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,18 +11,25 @@ from mla_fx.ops.emitted.attention import aligned, as_mask
 from mla_fx.ops.emitted.mla_attention import Arguments, joined, unpaged
 from mla_fx.ops.emitted.tiled_attention import attend, mask_of_rows, seen_keys
 
-HEADS = 8
+KEYS = 2**22  # elements of keys that are expanded at a time; measured: memory is taken anew for larger ones
 ROWS = 1024  # query tokens; measured: PyTorch's kernel takes a third longer per row with a quarter as many
 
 
 def in_parts(a: Arguments) -> Tensor:
     """The same as the expanded form of mla_attention."""
     a, out = unpaged(a), mla_attention.fake(a)
-    steps, heads = a.q_nope.shape[1:3]
     mask = _mask(a)
+    for sequence in range(out.shape[0]):
+        own = mask if mask is None or mask.shape[0] == 1 else mask[sequence : sequence + 1]
+        _of_sequence(_cut(a, 0, sequence, sequence + 1), own, out[sequence : sequence + 1])
+    return out
+
+
+def _of_sequence(a: Arguments, mask: Tensor | None, out: Tensor) -> None:
+    steps, heads, width = a.q_nope.shape[1:]
     seen, tiles = seen_keys(mask), [(*rows, _end(a, mask, *rows)) for rows in _parts(steps, ROWS)]
-    for first_head, last_head in _parts(heads, HEADS):
-        query, key, value = joined(_of_heads(a, first_head, last_head), seen)
+    for first_head, last_head in _parts(heads, max(1, KEYS // (a.kv_cache.shape[1] * width))):
+        query, key, value = joined(_cut(a, 2, first_head, last_head), seen)
         own = mask if mask is None or mask.shape[1] == 1 else mask[:, first_head:last_head]
         sinks = None if a.sinks is None else a.sinks[first_head:last_head]
         for first, last, end in tiles:
@@ -31,7 +38,6 @@ def in_parts(a: Arguments) -> Tensor:
             given = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
             part = attend(*given, shown, a.scale, False, a.fill, sinks)
             out[:, first:last, first_head:last_head] = part.transpose(1, 2)
-    return out
 
 
 def _parts(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -54,11 +60,12 @@ def _end(a: Arguments, mask: Tensor | None, first: int, last: int) -> int:
     return int(places[-1]) + 1 if len(places) else 1
 
 
-def _of_heads(a: Arguments, first: int, last: int) -> Arguments:
-    return replace(
-        a,
-        q_nope=a.q_nope[:, :, first:last],
-        q_rope=None if a.q_rope is None else a.q_rope[:, :, first:last],
-        weight_uk=a.weight_uk[first:last],
-        weight_uv=a.weight_uv[first:last],
-    )
+def _cut(a: Arguments, dim: int, first: int, last: int) -> Arguments:
+    """The same for some sequences, dimension 0, or some heads, dimension 2."""
+    part, count = slice(first, last), last - first
+    q_rope = None if a.q_rope is None else a.q_rope.narrow(dim, first, count)
+    a = replace(a, q_nope=a.q_nope.narrow(dim, first, count), q_rope=q_rope)
+    if dim == 2:
+        return replace(a, weight_uk=a.weight_uk[part], weight_uv=a.weight_uv[part])
+    kr_cache = None if a.kr_cache is None else a.kr_cache[part]
+    return replace(a, kv_cache=a.kv_cache[part], kr_cache=kr_cache)

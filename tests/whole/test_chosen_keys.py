@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 
 import mla_fx
 
-CHOSEN, STEPS, MOST = 4, 24, 32  # keys, decode steps, the length of a cache
+CHOSEN, STEPS, MOST = 4, 64, 72  # keys, decode steps, the length of a cache
 SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4", "dots3_note", "hy_v4")
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in SPARSE[1:]]
 

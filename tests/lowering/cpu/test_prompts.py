@@ -50,7 +50,7 @@ CALLS = {
 def small(monkeypatch):
     """Parts so small that there are several, the last one smaller than the others."""
     monkeypatch.setattr(prompts, "ROWS", 8)
-    monkeypatch.setattr(prompts, "HEADS", 2)
+    monkeypatch.setattr(prompts, "KEYS", 2 * KEYS * NOPE)  # of two heads
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -69,7 +69,7 @@ def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
 
     monkeypatch.setattr(prompts, "attend", noted)
     prompts.in_parts(CALLS["condition"])
-    assert read == [8, 16, 24, 30] * 3
+    assert read == [8, 16, 24, 30] * 3 * BATCH
 
 
 def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
