@@ -141,8 +141,8 @@ OWN = ("own", "own, pages", "parts", "parts, pages", "batched, copies")
 PATHS = {
     "own": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {}),
     "own, pages": (in_pages, mla_attention.expanded, mla_attention.tiled, {}),
-    "parts": (lambda a: a, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "HEADS": 1}),
-    "parts, pages": (in_pages, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "HEADS": 1}),
+    "parts": (lambda a: a, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "KEYS": 1}),
+    "parts, pages": (in_pages, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "KEYS": 1}),
     "tiles": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
     "short": (lambda a: a, mla_attention.expanded, mla_loops.short, {}),
     "absorbed": (always, mla_attention.body, mla_loops.compiled, {}),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.kernels import compiled, compiled_call, doubled, draw, error
-from mla_fx.lowering import loops
 from mla_fx.lowering.cpu import prompts
 from mla_fx.lowering.cpu import sparse_mla_attention as lowering
+from mla_fx.lowering.loops import sparse_mla_attention as loops
 
 from mla_fx.ops.emitted import sparse_mla_attention
 
@@ -56,7 +56,7 @@ CALLS = {
 @pytest.fixture
 def small(monkeypatch):
     """Parts so small that there are several, the last one smaller than the others."""
-    for module, name, size in ((sparse_mla_attention, "ROWS", 8), (prompts, "ROWS", 8), (prompts, "HEADS", 8)):
+    for module, name, size in ((sparse_mla_attention, "ROWS", 8), (prompts, "ROWS", 8), (prompts, "KEYS", 1)):
         monkeypatch.setattr(module, name, size)
 
 
@@ -77,7 +77,7 @@ def test_all_forms_are_the_same(small, name):
     """Targets without kernels, packages, and the check of a rewrite have their own."""
     a = CALLS[name]
     check(sparse_mla_attention.kernel(a), a)
-    check(loops.sparse_mla_attention.from_copies(a), a)
+    check(loops.from_copies(a), a)
     torch.testing.assert_close(lowering.run(doubled(a)), sparse_mla_attention.body(doubled(a)))
 
 
