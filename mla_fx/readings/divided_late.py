@@ -32,7 +32,8 @@ def division(exp: Node) -> Node | None:
     total = _unguarded(operand(args_of(quotient)[1], fresh_index(quotient)))
     if total.origin.target is not aten.sum.dim_IntList or total.factor != 1.0:
         return None
-    return quotient if summed(total)[0].origin is exp else None
+    summand, _ = summed(total)
+    return quotient if summand.origin is exp and summand.factor == 1.0 else None
 
 
 def _first_user(exp: Node) -> Node | None:

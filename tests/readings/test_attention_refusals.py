@@ -50,6 +50,46 @@ def test_near_twins_of_a_softmax_by_hand(name):
         read(lambda q, k, v: divided(raised(q, k)) @ v)
 
 
+LATE = {
+    "the sum of the first head": (lambda e: e[:, :1].sum(-1, keepdim=True), "by the sum of other exponentials"),
+    "the sum over all queries": (lambda e: e.sum((-1, -2), keepdim=True), "over the keys alone"),
+    "the sum over the heads": (lambda e: e.sum(1, keepdim=True)[..., :1], "by the sum of other exponentials"),
+}
+UNREAD = {
+    "twice the sum": lambda e: (e * 2).sum(-1, keepdim=True),
+    "half the sum": lambda e: e.sum(-1, keepdim=True) * 0.5,
+    "a mean": lambda e: e.mean(-1, keepdim=True),
+    "a maximum": lambda e: e.amax(-1, keepdim=True),
+    "a sum of sines": lambda e: e.sin().sum(-1, keepdim=True),
+    "at least two": lambda e: e.sum(-1, keepdim=True).clamp(min=2.0),
+    "at most ten": lambda e: e.sum(-1, keepdim=True).clamp(1e-9, 10.0),
+    "two for one": lambda e: torch.where(e.sum(-1, keepdim=True) == 1, 2.0, e.sum(-1, keepdim=True)),
+    "a sum and a number": lambda e: e.sum(-1, keepdim=True) + 1e-3,
+}
+
+
+def divided_late(divisor):
+    def function(q, k, v):
+        scores = q @ k.mT
+        e = torch.exp(scores - scores.amax(-1, keepdim=True))
+        return (e @ v) / divisor(e)
+
+    return function
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_near_twins_of_a_late_division(name):
+    divisor, reason = LATE[name]
+    with refused(reason):
+        read(divided_late(divisor))
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_late_division_by_anything_else_is_no_attention(name):
+    traced = Traced(divided_late(UNREAD[name]), dense(B, N, S, D), dense(B, N, T, D), dense(B, N, T, D))
+    assert list(anchors(traced.graph)) == []
+
+
 def test_a_maximum_over_the_queries_is_no_softmax():
     def function(q, k, v):
         logits = q @ k.mT
