@@ -27,13 +27,13 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
 def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     """[B,S,N,512] and [B,S,N]."""
     out, lse = latent_attention.attend(surface, a, return_softmax_lse=True)
-    return out, logarithms(a, lse.transpose(1, 2))  # of the kernel, [B,N,S,1]
+    return out, logarithms(a, lse.transpose(1, 2), kernel.lengths(a))  # of the kernel, [B,N,S,1]
 
 
-def logarithms(a: Arguments | MlaArguments, lse: Tensor) -> Tensor:
-    """The kernel's, [B,S,N,1] as [B,S,N]. There, plus infinity marks a row that sees no key."""
+def logarithms(a: Arguments | MlaArguments, lse: Tensor, lengths: Tensor | None) -> Tensor:
+    """The kernel's, [B,S,N,1] as [B,S,N], for the lengths that it got. Plus infinity marks a row that sees no key."""
     lse = torch.where(lse == torch.inf, of_hidden_scores(a, lse), lse)
-    return checked(lse, a.mask, kernel.lengths(a)).squeeze(-1)
+    return checked(lse, a.mask, lengths).squeeze(-1)
 
 
 def of_hidden_scores(a: Arguments | MlaArguments, lse: Tensor) -> Tensor | float:

@@ -73,9 +73,7 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
     positions = a.kv_cache.shape[1]
     latent = a.kv_cache.reshape(batch * positions, -1)
     key, value = (up(latent, weight) for weight in (a.weight_uk, a.weight_uv))
-    seen = kernel.lengths(a)
-    if seen is not None and a.mask is not None:
-        seen = seen.clamp(min=tokens)  # the kernel wants no fewer keys than queries
+    seen = lengths(a)
     queries, keys = ends(a, seen)
     if a.sinks is not None:
         options["learnable_sink"] = a.sinks
@@ -98,6 +96,12 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
     )
     sums = lse.view(batch, tokens, heads, 1) if "return_softmax_lse" in options else lse
     return checked(out.view(batch, tokens, heads, -1), a.mask, seen), sums
+
+
+def lengths(a: Arguments) -> Tensor | None:
+    """The same as kernel.lengths, but for a mask no fewer than there are queries, which the kernel wants."""
+    seen = kernel.lengths(a)
+    return seen if seen is None or a.mask is None else seen.clamp(min=a.q_nope.shape[1])
 
 
 def ends(a: Arguments, seen: Tensor | None) -> tuple[Lengths, Lengths]:

@@ -23,4 +23,4 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
 def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     """[B,S,N,128] and [B,S,N]."""
     out, lse = mla_attention.attend(surface, a, return_softmax_lse=True)
-    return out, logarithms(a, lse)
+    return out, logarithms(a, lse, mla_attention.lengths(a))

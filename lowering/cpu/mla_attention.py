@@ -12,6 +12,7 @@ from mla_fx.ops.emitted.mla_attention import (
     has_few_scores,
     is_absorbed,
     is_chosen_at_run_time,
+    is_masked,
 )
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
@@ -38,17 +39,13 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     return chosen
 
 
-def is_masked(a: Arguments) -> bool:
-    """Whether compiled code of a prompt would store a mask in another dtype, and read keys that it hides."""
-    return a.mask is not None or a.context_lens is not None
-
-
 def absorbed_over_rows(a: Arguments) -> Tensor:
     return absorbed(a, attend)
 
 
 def chosen(a: Arguments) -> Tensor:
-    """Both forms are compiled, but the expanded one under a mask is called."""
+    """Both forms are compiled. The expanded one under a mask is called: compiled code would store the mask in another
+    dtype, and read keys that it hides."""
     return at_run_time(a, chosen_by_call if is_masked(a) else tiled, absorbed_over_rows)
 
 

@@ -1,7 +1,6 @@
 """Attention of prompts under a mask, in parts: keys and values are expanded for a few heads of one sequence at a time,
 and rows of queries read them up to the last key that one of them sees."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.attention import aligned, as_mask
 from mla_fx.ops.emitted.mla_attention import Arguments, joined, unpaged
-from mla_fx.ops.emitted.tiled_attention import attend, mask_of_rows, seen_keys
+from mla_fx.ops.emitted.tiled_attention import attend, mask_of_rows, parts, seen_keys
 
 KEYS = 2**22  # elements of keys that are expanded at a time; measured: memory is taken anew for larger ones
 ROWS = 1024  # query tokens; measured: PyTorch's kernel takes a third longer per row with a quarter as many
@@ -27,8 +26,8 @@ def in_parts(a: Arguments) -> Tensor:
 
 def _of_sequence(a: Arguments, mask: Tensor | None, out: Tensor) -> None:
     steps, heads, width = a.q_nope.shape[1:]
-    seen, tiles = seen_keys(mask), [(*rows, _end(a, mask, *rows)) for rows in _parts(steps, ROWS)]
-    for first_head, last_head in _parts(heads, max(1, KEYS // (a.kv_cache.shape[1] * width))):
+    seen, tiles = seen_keys(mask), [(*rows, _end(a, mask, *rows)) for rows in parts(steps, ROWS)]
+    for first_head, last_head in parts(heads, max(1, KEYS // (a.kv_cache.shape[1] * width))):
         query, key, value = joined(_cut(a, 2, first_head, last_head), seen)
         own = mask if mask is None or mask.shape[1] == 1 else mask[:, first_head:last_head]
         sinks = None if a.sinks is None else a.sinks[first_head:last_head]
@@ -38,10 +37,6 @@ def _of_sequence(a: Arguments, mask: Tensor | None, out: Tensor) -> None:
             given = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
             part = attend(*given, shown, a.scale, False, a.fill, sinks)
             out[:, first:last, first_head:last_head] = part.transpose(1, 2)
-
-
-def _parts(count: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(first + size, count)) for first in range(0, count, size))
 
 
 def _mask(a: Arguments) -> Tensor | None:

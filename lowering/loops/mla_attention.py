@@ -16,6 +16,7 @@ from mla_fx.ops.emitted.mla_attention import (
     has_few_scores,
     is_absorbed,
     is_chosen_at_run_time,
+    is_masked,
 )
 from mla_fx.ops.emitted.pages import READS_PAGES, context_of, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import Form, goes_by_tiles, is_expressible
@@ -40,8 +41,7 @@ def check_forms(a: Arguments) -> None:
     if chooses and not all(cache.is_contiguous() for cache in (a.kv_cache, a.kr_cache) if cache is not None):
         raise NoMatch(f"{CHOOSES}, and its caches are not contiguous")
     is_tiled = chooses or not is_absorbed(a)
-    is_masked = a.mask is not None or a.context_lens is not None
-    if (chooses or (is_tiled and is_masked)) and not can_choose(_tensors(a).values()):
+    if (chooses or (is_tiled and is_masked(a))) and not can_choose(_tensors(a).values()):
         raise NoMatch(COMPUTED)
     context = context_of(a.kv_cache, a.block_table)
     fits = is_tiled and is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)

@@ -1,6 +1,6 @@
 """latent_attention.with_lse: latent_attention, and the logarithms of its sums, by which parts are merged."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from mla_fx.ops.common.math import accumulation_dtype
 from . import latent_attention
 from .attention import logits
 from .latent_attention import Arguments
-
-NO_SINKS = "sinks are given; they must be None: a sum with a sink is not what other parts are merged by."
 
 
 def body(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -34,24 +32,42 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     Returns out [B, S, N, Hckv] and lse. Raises ValueError for arguments that do not fit. Inference only.
     """
     scores = logits(*latent_attention.scores(a), a.scale, a.fill, rows_first=True)
+    weights, lse = weights_and_sums(scores, a.kv_cache.dtype)
+    return latent_attention.weighted(weights, a), lse
+
+
+def weights_and_sums(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The probabilities of scores [..., T], rounded to `dtype`, and the logarithms of what they are divided by."""
     weights = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
-    return latent_attention.weighted(weights.to(a.kv_cache.dtype), a), scores.logsumexp(-1)
+    return weights.to(dtype), scores.logsumexp(-1)
 
 
 def check(a: Arguments) -> None:
-    if a.sinks is not None:
-        raise ValueError(NO_SINKS)
+    refuse_sinks(a.sinks)
     latent_attention.check(a)
 
 
+def refuse_sinks(sinks: Tensor | None) -> None:
+    if sinks is not None:
+        raise ValueError("sinks are given; they must be None: a sum with a sink is not what other parts are merged by.")
+
+
 def fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    lse = a.query.new_empty(a.query.shape[:3], dtype=accumulation_dtype(a.query.dtype))
-    return latent_attention.fake(a), lse
+    return latent_attention.fake(a), fake_sums(a.query)
+
+
+def fake_sums(query: Tensor) -> Tensor:
+    """The logarithms of queries [B, S, N, ...]."""
+    return query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Yield the samples of latent_attention that have no sinks."""
-    return (sample for sample in latent_attention.samples(dtype) if "sinks" not in sample.mode)
+    return without_sinks(latent_attention.samples(dtype))
+
+
+def without_sinks(samples: Iterable[Sample]) -> Iterator[Sample]:
+    return (sample for sample in samples if "sinks" not in sample.mode)
 
 
 operator = define(

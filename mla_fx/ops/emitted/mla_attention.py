@@ -98,6 +98,10 @@ def is_chosen_at_run_time(a: Arguments) -> bool:
     return a.max_absorbed_tokens != 0 and isinstance(a.q_nope.shape[1], torch.SymInt)
 
 
+def is_masked(a: Arguments) -> bool:
+    return a.mask is not None or a.context_lens is not None
+
+
 def has_few_scores(a: Arguments) -> bool:
     """Whether PyTorch's own attention is slower than plain products."""
     scores = count_of_scores(a.q_nope, context_of(a.kv_cache, a.block_table))

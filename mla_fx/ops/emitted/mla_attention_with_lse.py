@@ -7,10 +7,11 @@ from torch import Tensor
 
 from mla_fx.ops.common.absorption import expand_output
 from mla_fx.ops.common.define import Sample, define
-from mla_fx.ops.common.math import accumulation_dtype, wide_product
+from mla_fx.ops.common.math import wide_product
 
 from . import latent_attention, latent_attention_with_lse, mla_attention
 from .attention import as_mask, logits
+from .latent_attention_with_lse import fake_sums, refuse_sinks, weights_and_sums, without_sinks
 from .mla_attention import Arguments, in_latent_space, is_absorbed, joined, unpaged
 from .tiled_attention import mask_of_rows, row_tiles
 
@@ -65,8 +66,8 @@ def tiled(a: Arguments) -> tuple[Tensor, Tensor]:
 
 def weighted(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """[B, N, S, Dv] and [B, N, S]."""
-    weights = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
-    return weights.to(value.dtype) @ value, scores.logsumexp(-1)
+    weights, lse = weights_and_sums(scores, value.dtype)
+    return weights @ value, lse
 
 
 def _of_rows(parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -75,19 +76,17 @@ def _of_rows(parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def check(a: Arguments) -> None:
-    if a.sinks is not None:
-        raise ValueError(latent_attention_with_lse.NO_SINKS)
+    refuse_sinks(a.sinks)
     mla_attention.check(a)
 
 
 def fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    lse = a.q_nope.new_empty(a.q_nope.shape[:3], dtype=accumulation_dtype(a.q_nope.dtype))
-    return mla_attention.fake(a), lse
+    return mla_attention.fake(a), fake_sums(a.q_nope)
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Yield the samples of mla_attention that have no sinks."""
-    return (sample for sample in mla_attention.samples(dtype) if "sinks" not in sample.mode)
+    return without_sinks(mla_attention.samples(dtype))
 
 
 operator = define(

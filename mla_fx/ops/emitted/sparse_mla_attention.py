@@ -13,7 +13,7 @@ from mla_fx.ops.common.define import Sample, define
 from . import mla_attention, sparse_latent_attention
 from .attention import aligned, as_mask, check_mask, check_rotary, masked
 from .pages import check_contexts, context_of
-from .tiled_attention import mask_of_rows
+from .tiled_attention import mask_of_rows, parts
 
 ROWS = 256  # query tokens that are absorbed at a time
 PAYS, READ = 3, 64  # times a chosen key; measured on a CPU without AMX, of 16, 64 and 128 heads
@@ -67,9 +67,8 @@ def fewest(chosen: int, heads: int) -> int:
 
 def kernel(a: Arguments, attend: Attend = sparse_latent_attention.body) -> Tensor:
     """The same by tiles of query rows: absorbed queries are several times as large as plain ones."""
-    out, steps = fake(a), a.q_nope.shape[1]
-    for first in range(0, steps, ROWS):
-        last = min(first + ROWS, steps)
+    out = fake(a)
+    for first, last in parts(a.q_nope.shape[1], ROWS):
         out[:, first:last] = absorbed(_of_rows(a, first, last), attend)
     return out
 

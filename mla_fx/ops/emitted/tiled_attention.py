@@ -133,8 +133,12 @@ def row_tiles(queries: Tensor, context: int) -> Iterator[tuple[int, int]]:
         yield 0, steps
         return
     rows = max(1, TILE // (batch * heads * context))
-    for first in range(0, steps, rows):
-        yield first, min(first + rows, steps)
+    yield from parts(steps, rows)
+
+
+def parts(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where each part of at most `size` begins and ends."""
+    return ((first, min(first + size, count)) for first in range(0, count, size))
 
 
 def mask_of_rows(mask: Tensor | None, first: int, last: int) -> Tensor | None:
