@@ -1,12 +1,13 @@
 // Attention over rows of a pool, for CPUs. attention_over_rows.py says what it computes and fills in `Call`.
 //
-// Letters: B sequences, S query tokens, N heads, M = S * N query rows of a sequence, T keys, R columns of a latent,
-// W = R + Dr columns of a joined row.
+// Letters: B sequences, S query tokens, N heads, T keys, R columns of a latent, W = R + Dr columns of a joined row,
+// V columns of a value. H heads share their keys: all of them, whose values are the latents, or one, which has keys and
+// values of its own. They are a set of heads: a sequence has N / H sets, and M = S * H query rows for each.
 //
-// A task is a group of query rows of one sequence, and a part of its keys. It takes its keys tile by tile: it gathers
+// A task is a group of query rows of one set, and a part of its keys. It takes its keys tile by tile: it gathers
 // their rows from the pool once, and all its query rows use them. Scores are [keys, query rows], because keys are then
-// the left side of a product, which is taken as it lies. Keys that no query row sees are never read. The parts of a
-// sequence are joined by their maxima and sums.
+// the left side of a product, which is taken as it lies. Keys that no query row sees are never read, and a block of query
+// rows skips a tile of which it sees nothing. The parts of a set are joined by their maxima and sums.
 
 namespace {
 
@@ -19,13 +20,14 @@ constexpr int64_t PACKED = 32;            // products take a multiple of so many
 
 // Strides are in elements, addresses 0 where there is none.
 struct Call {
-  const char *query, *query_rope, *kv_cache, *kr_cache, *table, *lengths, *mask, *sinks;
+  const char *query, *query_rope, *kv_cache, *kr_cache, *table, *lengths, *mask, *sinks, *values;
   char *out, *lse;
-  int64_t B, S, N, T, R, Dr;
+  int64_t B, S, N, T, R, Dr, V;
   int64_t query_b, query_s, query_n, rope_b, rope_s, rope_n;
   int64_t kv_page, kv_row, kv_pages, kr_page, kr_row, kr_pages;
   int64_t page, table_b, table_is_int32, lengths_b;  // page: rows of a page, or T without a table
   int64_t mask_b, mask_n, mask_s, mask_t, mask_is_bool;
+  int64_t kv_n, values_b, values_n, values_row;  // kv_n: 0 without values
   int64_t has_fill, query_is_float;
   double scale, fill, most;
 };
@@ -44,14 +46,20 @@ class Attention {
   using Number = typename F::Number;
 
   const Call& a;
-  const int64_t W, M, group, groups, parts, tile;
-  Buffer<float> sums, maxima, totals;  // [B, M, parts, R], [B, M, parts], [B, M, parts]
+  const int64_t W, H, M, sets, group, groups, parts, tile;  // sets: of all sequences
+  Buffer<float> sums, maxima, totals;  // [sets, M, parts, V], [sets, M, parts], [sets, M, parts]
 
   // As many parts as keep all threads busy.
   int64_t count_of_parts() const {
-    const int64_t wanted = 2 * at::get_num_threads(), tasks = a.B * groups;
+    const int64_t wanted = 2 * at::get_num_threads(), tasks = sets * groups;
     return std::max<int64_t>(1, std::min(wanted / tasks, a.T / PART));
   }
+
+  // A set of heads: a sequence and the first head.
+  struct Set {
+    int64_t b, n;
+  };
+  Set set(int64_t number) const { return {number / (a.N / H), number % (a.N / H) * H}; }
 
   // The number of keys that token s sees, apart from a mask.
   int64_t seen(int64_t b, int64_t s) const {
@@ -60,17 +68,28 @@ class Attention {
     return std::clamp<int64_t>(std::clamp<int64_t>(length, 0, a.T + a.S) - a.S + 1 + s, 0, a.T);
   }
 
-  // Whether a mask that is the same for all heads hides keys first..last from tokens s..s_last.
-  bool hidden(int64_t b, int64_t s, int64_t s_last, int64_t first, int64_t last) const {
-    if (!a.mask || a.has_fill || a.mask_n != 0) return false;
-    for (; s <= s_last; ++s) {
-      const int64_t place = b * a.mask_b + s * a.mask_s;
+  // What tokens s..s_last see of keys first..last: nothing, all, or something else.
+  enum class View { nothing, part, all };
+  View view(Set of, int64_t s, int64_t s_last, int64_t first, int64_t last) const {
+    if (a.lengths) return seen(of.b, s) >= last ? View::all : seen(of.b, s_last) > first ? View::part : View::nothing;
+    if (!a.mask) return View::all;
+    if (a.mask_n != 0 && H > 1) return View::part;
+    bool all = true, nothing = true;
+    for (; s <= s_last && (all || nothing); ++s) {
+      const int64_t place = of.b * a.mask_b + of.n * a.mask_n + s * a.mask_s;
+      if (a.mask_is_bool && a.mask_t == 1) {
+        all = all && !std::memchr(a.mask + place + first, 0, last - first);
+        nothing = nothing && !std::memchr(a.mask + place + first, 1, last - first);
+        continue;
+      }
       for (int64_t t = first; t < last; ++t) {
         const int64_t at = place + t * a.mask_t;
-        if (a.mask_is_bool ? a.mask[at] != 0 : reinterpret_cast<const float*>(a.mask)[at] != NOTHING) return false;
+        const float given = a.mask_is_bool ? (a.mask[at] ? 0 : NOTHING) : reinterpret_cast<const float*>(a.mask)[at];
+        all = all && given == 0;
+        nothing = nothing && given == NOTHING;
       }
     }
-    return true;
+    return all ? View::all : nothing ? View::nothing : View::part;
   }
 
   int64_t number_of_page(int64_t b, int64_t place) const {
@@ -79,12 +98,12 @@ class Attention {
   }
 
   // `to` becomes the joined rows of keys first..last, and zeros up to `padded` rows.
-  void gather(int64_t b, int64_t first, int64_t last, int64_t padded, Number* to) const {
+  void gather(Set of, int64_t first, int64_t last, int64_t padded, Number* to) const {
     std::memset(static_cast<void*>(to), 0, (W == a.R + a.Dr ? 0 : last - first) * W * sizeof(Number));
     for (int64_t t = first; t < last;) {
-      const int64_t row = t % a.page, end = std::min(last, t - row + a.page), number = number_of_page(b, t / a.page);
+      const int64_t row = t % a.page, end = std::min(last, t - row + a.page), number = number_of_page(of.b, t / a.page);
       const int64_t kv = number < 0 ? number + a.kv_pages : number, kr = number < 0 ? number + a.kr_pages : number;
-      const auto* latent = reinterpret_cast<const Stored*>(a.kv_cache) + kv * a.kv_page + row * a.kv_row;
+      const auto* latent = reinterpret_cast<const Stored*>(a.kv_cache) + kv * a.kv_page + row * a.kv_row + of.n * a.kv_n;
       const auto* key = reinterpret_cast<const Stored*>(a.kr_cache) + kr * a.kr_page + row * a.kr_row;
       for (; t < end; ++t, to += W, latent += a.kv_row, key += a.kr_row) {
         copy(latent, to, a.R);
@@ -94,74 +113,104 @@ class Attention {
     std::memset(static_cast<void*>(to), 0, (padded - (last - first)) * W * sizeof(Number));
   }
 
+  // `to` becomes the values of keys first..last, and zeros up to `padded` rows.
+  void gather_values(Set of, int64_t first, int64_t last, int64_t padded, Number* to) const {
+    const auto* value = reinterpret_cast<const Stored*>(a.values) + of.b * a.values_b + of.n * a.values_n;
+    value += first * a.values_row;
+    for (int64_t t = first; t < last; ++t, to += a.V, value += a.values_row) copy(value, to, a.V);
+    std::memset(static_cast<void*>(to), 0, (padded - (last - first)) * a.V * sizeof(Number));
+  }
+
   template <typename Given>
-  void gather_queries(int64_t b, int64_t first, int64_t last, Number* to) const {
+  void gather_queries(Set of, int64_t first, int64_t last, Number* to) const {
     std::memset(static_cast<void*>(to), 0, (last - first) * W * sizeof(Number));
     for (int64_t m = first; m < last; ++m, to += W) {
-      const int64_t s = m / a.N, n = m % a.N;
-      copy(reinterpret_cast<const Given*>(a.query) + b * a.query_b + s * a.query_s + n * a.query_n, to, a.R);
-      copy(reinterpret_cast<const Given*>(a.query_rope) + b * a.rope_b + s * a.rope_s + n * a.rope_n, to + a.R, a.Dr);
+      const int64_t s = m / H, n = of.n + m % H;
+      copy(reinterpret_cast<const Given*>(a.query) + of.b * a.query_b + s * a.query_s + n * a.query_n, to, a.R);
+      copy(reinterpret_cast<const Given*>(a.query_rope) + of.b * a.rope_b + s * a.rope_s + n * a.rope_n, to + a.R, a.Dr);
     }
   }
 
-  void run_task(int64_t b, int64_t first_row, int64_t last_row, int64_t part) {
-    const int64_t count = last_row - first_row, s = first_row / a.N, s_last = (last_row - 1) / a.N;
-    const int64_t keys_read = a.has_fill ? a.T : seen(b, s_last);
+  // What a thread uses for one task after another.
+  struct Scratch {
+    Buffer<Number> given, queries, rows, values, paired, weights;
+    Buffer<float> scores, own, maximum, total;
+    explicit Scratch(const Attention& of)
+        : given(of.group * of.W), queries(of.group * of.W), rows(of.tile * of.W),
+          values(of.a.values ? of.tile * of.a.V : 0), paired(pairs ? of.tile * of.a.V : 0), weights(BLOCK * of.tile),
+          scores(BLOCK * of.tile), own(of.parts == 1 ? of.group * of.a.V : 0), maximum(of.group), total(of.group) {}
+  };
+
+  void run_task(int64_t number, int64_t first_row, int64_t last_row, int64_t part, Scratch& scratch) {
+    auto& [given, queries, rows, values, paired, weights, scores, own, maximum, total] = scratch;
+    const Set of = set(number);
+    const int64_t count = last_row - first_row, values_width = a.values ? a.V : W;
+    const int64_t keys_read = a.has_fill ? a.T : seen(of.b, (last_row - 1) / H);
     const int64_t size = rounded_up((keys_read + parts - 1) / parts, tile);
     const int64_t first = std::min(keys_read, part * size), last = std::min(keys_read, first + size);
-    Buffer<Number> given(count * W), queries(count * W), rows(tile * W), values(pairs ? tile * a.R : 0);
-    Buffer<Number> weights(BLOCK * tile);
-    Buffer<float> scores(BLOCK * tile), own(parts == 1 ? count * a.R : 0), maximum(count), total(count);
-    const int64_t start = (b * M + first_row) * parts + part, sums_row = parts * a.R;
-    float* sum = parts == 1 ? own.get() : sums.get() + start * a.R;
-    if (a.query_is_float) gather_queries<float>(b, first_row, last_row, given.get());
-    else gather_queries<Stored>(b, first_row, last_row, given.get());
+    const int64_t start = (number * M + first_row) * parts + part, sums_row = parts * a.V;
+    float* sum = parts == 1 ? own.get() : sums.get() + start * a.V;
+    if (a.query_is_float) gather_queries<float>(of, first_row, last_row, given.get());
+    else gather_queries<Stored>(of, first_row, last_row, given.get());
     for (int64_t row = 0; row < count; row += BLOCK)
       F::transposed(given.get() + row * W, queries.get() + row * W, std::min(BLOCK, count - row), W);
     std::fill_n(maximum.get(), count, NOTHING);
     std::fill_n(total.get(), count, 0.0f);
-    for (int64_t row = 0; row < count; ++row) std::fill_n(sum + row * sums_row, a.R, 0.0f);
+    for (int64_t row = 0; row < count; ++row) std::fill_n(sum + row * sums_row, a.V, 0.0f);
     for (int64_t t = first; t < last; t += tile) {
       const int64_t end = std::min(last, t + tile), padded = rounded_up(end - t, PACKED);
-      if (hidden(b, s, s_last, t, end)) continue;
-      gather(b, t, end, padded, rows.get());
-      const Number* right = F::values(rows.get(), values.get(), padded, W, a.R);
+      const Number* right = nullptr;
       for (int64_t row = 0; row < count; row += BLOCK) {
-        const int64_t m = std::min(BLOCK, count - row);
+        const int64_t m = std::min(BLOCK, count - row), at = first_row + row;
+        const View seen = view(of, at / H, (at + m - 1) / H, t, end);
+        if (seen == View::nothing && !a.has_fill) continue;
+        if (!right) {
+          gather(of, t, end, padded, rows.get());
+          if (a.values) gather_values(of, t, end, padded, values.get());
+          right = F::values(a.values ? values.get() : rows.get(), paired.get(), padded, values_width, a.V);
+        }
         F::product(padded, m, W, rows.get(), W, queries.get() + row * W, m, scores.get(), m, false);
-        hide(b, first_row + row, m, t, end - t, scores.get());
+        multiply(scores.get(), static_cast<float>(a.scale), (end - t) * m);
+        if (seen != View::all) hide(of, at, m, t, end - t, scores.get());
         weigh(m, end - t, padded, scores.get(), sum + row * sums_row, maximum.get() + row, total.get() + row);
         F::left(scores.get(), weights.get(), padded, m);
-        F::product(m, a.R, padded, weights.get(), padded, right, F::values_row(W, a.R), sum + row * sums_row, sums_row,
-                   true);
+        F::product(m, a.V, padded, weights.get(), padded, right, F::values_row(values_width, a.V),
+                   sum + row * sums_row, sums_row, true);
       }
     }
     at::native::cpublas::brgemm_release(pairs);
     for (int64_t row = 0; row < count; ++row) {
       maxima.get()[start + row * parts] = maximum.get()[row];
       totals.get()[start + row * parts] = total.get()[row];
-      if (parts == 1) store(b * M + first_row + row, sum + row * a.R, maximum.get()[row], total.get()[row]);
+      if (parts == 1) store(number * M + first_row + row, sum + row * a.V, maximum.get()[row], total.get()[row]);
     }
   }
 
-  // Scales the scores [count, m] of keys t, ... and query rows from `row` on, and hides what they do not see.
-  void hide(int64_t b, int64_t row, int64_t m, int64_t t, int64_t count, float* scores) const {
+  // Hides keys t, ... from query rows that do not see them: their scores are [count, m], from `row` on.
+  void hide(Set of, int64_t row, int64_t m, int64_t t, int64_t count, float* scores) const {
     const float other = a.has_fill ? static_cast<float>(a.fill) : NOTHING;
-    multiply(scores, static_cast<float>(a.scale), count * m);
     for (int64_t i = 0; a.lengths && i < count; ++i) {
       // The later a token, the more it sees: the first rows do not see this key.
-      int64_t s = std::max<int64_t>(0, t + i - seen(b, 0));
-      while (s < a.S && seen(b, s) <= t + i) ++s;
-      std::fill_n(scores + i * m, std::clamp<int64_t>(s * a.N - row, 0, m), other);
+      int64_t s = std::max<int64_t>(0, t + i - seen(of.b, 0));
+      while (s < a.S && seen(of.b, s) <= t + i) ++s;
+      std::fill_n(scores + i * m, std::clamp<int64_t>(s * H - row, 0, m), other);
     }
     if (!a.mask) return;
-    for (int64_t j = 0; j < m;) {
-      const int64_t s = (row + j) / a.N, n = (row + j) % a.N;
-      const int64_t alike = a.mask_n == 0 ? std::min(m - j, a.N - n) : 1;  // heads with the same mask
-      const int64_t at = b * a.mask_b + s * a.mask_s + n * a.mask_n + t * a.mask_t;
-      for (int64_t i = 0; i < count; ++i) apply_mask(at + i * a.mask_t, other, scores + i * m + j, alike);
-      j += alike;
+    const bool is_shared = a.mask_n == 0 && H > 1;
+    for (int64_t j = 0, more; j < m; j += more) {
+      const int64_t n = (row + j) % H;
+      more = is_shared ? std::min(m - j, H - n) : std::min(FEW, m - j);  // masks of more may be far apart
+      const int64_t rows = is_shared ? 1 : more;
+      int64_t at[FEW];
+      for (int64_t k = 0; k < rows; ++k) at[k] = place_of_mask(of, row + j + k, t);
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t k = 0; k < rows; ++k)
+          apply_mask(at[k] + i * a.mask_t, other, scores + i * m + j + k, is_shared ? more : 1);
     }
+  }
+
+  int64_t place_of_mask(Set of, int64_t row, int64_t t) const {
+    return of.b * a.mask_b + row / H * a.mask_s + (of.n + row % H) * a.mask_n + t * a.mask_t;
   }
 
   // What a mask says of one key, for some query rows.
@@ -172,6 +221,7 @@ class Attention {
     }
     const float more = reinterpret_cast<const float*>(a.mask)[at];
     if (more == NOTHING) std::fill_n(scores, count, NOTHING);
+    else if (count == 1) *scores += more;
     else if (more != 0) at::vec::map<float>([more](Lanes x) { return x + Lanes(more); }, scores, scores, count);
   }
 
@@ -186,7 +236,7 @@ class Attention {
       if (now[j] != maximum[j]) {
         const float shrink = std::exp(maximum[j] - now[j]);
         total[j] *= shrink;
-        multiply(sum + j * parts * a.R, shrink, a.R);
+        multiply(sum + j * parts * a.V, shrink, a.V);
         maximum[j] = now[j];
       }
       if (now[j] == NOTHING) now[j] = 0;  // no key is seen so far: weights are zero
@@ -208,40 +258,42 @@ class Attention {
   }
 
   void join_parts(int64_t row) {
-    float* sum = sums.get() + row * parts * a.R;
+    float* sum = sums.get() + row * parts * a.V;
     const float *maximum = maxima.get() + row * parts, *total = totals.get() + row * parts;
     float now = maximum[0], whole = 0;
     for (int64_t part = 1; part < parts; ++part) now = higher(maximum[part], now);
     for (int64_t part = 0; part < parts; ++part) {
       const float factor = now == NOTHING ? 0 : std::exp(maximum[part] - now);
-      float* more = sum + part * a.R;
-      multiply(more, factor, a.R);
-      if (part > 0) at::vec::map2<float>([](Lanes x, Lanes y) { return x + y; }, sum, sum, more, a.R);
+      float* more = sum + part * a.V;
+      multiply(more, factor, a.V);
+      if (part > 0) at::vec::map2<float>([](Lanes x, Lanes y) { return x + y; }, sum, sum, more, a.V);
       whole += total[part] * factor;
     }
     store(row, sum, now, whole);
   }
 
-  // The results of one query row of all sequences; `sum` is used up.
+  // The results of one query row of all sets; `sum` is used up.
   void store(int64_t row, float* sum, float maximum, float total) const {
+    const Set of = set(row / M);
+    const int64_t m = row % M, n = of.n + m % H, to = (of.b * a.S + m / H) * a.N + n;
     const float most = static_cast<float>(a.most);
-    reinterpret_cast<float*>(a.lse)[row] = total == 0 ? NOTHING : maximum + std::log(total / most);
+    reinterpret_cast<float*>(a.lse)[to] = total == 0 ? NOTHING : maximum + std::log(total / most);
     float factor = total == 0 ? 0 : 1 / total;
     if (a.sinks) {
-      const float sink = reinterpret_cast<const float*>(a.sinks)[row % a.N], now = higher(sink, maximum);
+      const float sink = reinterpret_cast<const float*>(a.sinks)[n], now = higher(sink, maximum);
       const float shrink = now == NOTHING ? 0 : std::exp(maximum - now);
       factor = shrink == 0 ? 0 : shrink / (total * shrink + std::exp(sink - now) * most);
     }
-    multiply(sum, factor, a.R);
-    copy(sum, reinterpret_cast<Stored*>(a.out) + row * a.R, a.R);
+    multiply(sum, factor, a.V);
+    copy(sum, reinterpret_cast<Stored*>(a.out) + to * a.V, a.V);
   }
 
  public:
   explicit Attention(const Call& call)
-      : a(call), W(rounded_up(a.R + a.Dr, F::width)), M(a.S * a.N),
-        group(std::min(M, std::max(BLOCK, GROUP_BYTES / (4 * a.R) / BLOCK * BLOCK))), groups((M + group - 1) / group),
+      : a(call), W(rounded_up(a.R + a.Dr, F::width)), H(a.values ? 1 : a.N), M(a.S * H), sets(a.B * (a.N / H)),
+        group(std::min(M, std::max(BLOCK, GROUP_BYTES / (4 * a.V) / BLOCK * BLOCK))), groups((M + group - 1) / group),
         parts(count_of_parts()), tile(std::min(TILE, rounded_up(std::max<int64_t>(a.T, 1), PACKED))),
-        sums(parts == 1 ? 0 : a.B * M * parts * a.R), maxima(a.B * M * parts), totals(a.B * M * parts) {}
+        sums(parts == 1 ? 0 : sets * M * parts * a.V), maxima(sets * M * parts), totals(sets * M * parts) {}
 
   // Whether a number in the table names no page.
   bool names_no_page() const {
@@ -255,15 +307,19 @@ class Attention {
   }
 
   void run() {
-    const int64_t tasks = a.B * groups * parts;
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) {
-      const int64_t first = task / parts % groups * group;
-      run_task(task / parts / groups, first, std::min(M, first + group), task % parts);
+    const int64_t tasks = sets * groups * parts;
+#pragma omp parallel
+    {
+      Scratch scratch(*this);
+#pragma omp for schedule(dynamic)
+      for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t first = task / parts % groups * group;
+        run_task(task / parts / groups, first, std::min(M, first + group), task % parts, scratch);
+      }
     }
     if (parts == 1) return;
 #pragma omp parallel for
-    for (int64_t row = 0; row < a.B * M; ++row) join_parts(row);
+    for (int64_t row = 0; row < sets * M; ++row) join_parts(row);
   }
 };
 
@@ -282,6 +338,6 @@ int attend(const Call& call) {
 extern "C" int attention_over_rows(const Call* call, int64_t dtype) {
   if (dtype == 0) return attend<float, false>(*call);
   if (dtype == 2) return attend<Half, false>(*call);
-  if (at::native::cpublas::could_pack(at::kBFloat16)) return attend<BFloat16, true>(*call);
+  if (multiplies_pairs()) return attend<BFloat16, true>(*call);
   return attend<BFloat16, false>(*call);
 }

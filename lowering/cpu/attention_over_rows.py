@@ -19,7 +19,7 @@ from .built import built
 from .lean import define_lean_on
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CALL = struct.Struct("39q3d")  # `Call` in the C++ file
+CALL = struct.Struct("45q3d")  # `Call` in the C++ file
 MANY_SCORES = 2**17
 LARGEST = torch.finfo(torch.float32).max
 
@@ -37,6 +37,11 @@ def check_served(query: Tensor, kv_cache: Tensor, block_table: Tensor | None) ->
         raise NoMatch("its C++ kernel was not built")
 
 
+def is_built() -> bool:
+    """Whether there is the kernel."""
+    return _library() is not None
+
+
 def _library() -> Any:
     return built(__file__, "attention over pages")
 
@@ -50,15 +55,20 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
     if a.kv_cache.dtype not in DTYPES or _library() is None:  # the check of a rewrite computes in float64
         return latent_attention.body(a), latent_attention_with_lse.body(replace(a, sinks=None))[1]
     out, lse = fake(a)
+    run_into(a, out, lse)
+    return out, lse
+
+
+def run_into(a: Arguments, out: Tensor, lse: Tensor, values: Tensor | None = None) -> None:
+    """Compute both. With values [B, N, T, V], kv_cache has keys of each head, [B, N, T, R]."""
     if out.numel() == 0:
-        return out, lse
+        return
     rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
     query, rope, kv_cache, kr_cache, table = map(_in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
-    sinks = None if a.sinks is None else a.sinks.float().contiguous()
-    held = query, rope, kv_cache, kr_cache, table, _lengths(a), _mask(a), sinks, out, lse  # until the kernel has run
+    sinks, values = None if a.sinks is None else a.sinks.float().contiguous(), _in_rows(values)
+    held = query, rope, kv_cache, kr_cache, table, _lengths(a), _mask(a), sinks, values, out, lse  # until it has run
     if _library().attention_over_rows(_call(a, held), DTYPES[kv_cache.dtype]):
         latent_attention.check(a)  # which says what is wrong with the table
-    return out, lse
 
 
 def _lengths(a: Arguments) -> Tensor | None:
@@ -76,19 +86,20 @@ def _mask(a: Arguments) -> Tensor | None:
 
 def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
     """`Call` of the C++ file. The operands are in its order."""
-    query, query_rope, kv_cache, kr_cache, table, lengths, mask, *_ = held
-    assert query is not None and kv_cache is not None
+    query, query_rope, kv_cache, kr_cache, table, lengths, mask, _, values, out, _ = held
+    assert query is not None and kv_cache is not None and out is not None
     batch, steps, heads, rank = query.shape
     context = context_of(kv_cache, table)
     return CALL.pack(
         *(0 if value is None else value.data_ptr() for value in held),
-        *(batch, steps, heads, context, rank, 0 if query_rope is None else query_rope.shape[3]),
+        *(batch, steps, heads, context, rank, 0 if query_rope is None else query_rope.shape[3], out.shape[3]),
         *(*_strides(query, 3), *_strides(query_rope, 3)),
-        *(*_strides(kv_cache, 2), kv_cache.shape[0]),
+        *(kv_cache.stride(0), kv_cache.stride(-2), kv_cache.shape[0]),
         *(*_strides(kr_cache, 2), 0 if kr_cache is None else kr_cache.shape[0]),
-        *(kv_cache.shape[1], *_strides(table, 1), table is not None and table.dtype == torch.int32),
+        *(kv_cache.shape[-2], *_strides(table, 1), table is not None and table.dtype == torch.int32),
         0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0),
         *(*_strides(mask, 4), mask is not None and mask.dtype == torch.bool),
+        *((0,) * 4 if values is None else (kv_cache.stride(1), *values.stride()[:3])),
         *(a.fill is not None, query.dtype != kv_cache.dtype),
         *(a.scale, 0.0 if a.fill is None else min(max(a.fill, -LARGEST), LARGEST), share(context)),
     )

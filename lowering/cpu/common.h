@@ -1,4 +1,5 @@
 // What the C++ files of this folder share. Each is compiled after this one.
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -66,6 +67,17 @@ inline int64_t number_at(const char* table, bool is_int32, int64_t at) {
 // [rows, columns] as [columns, rows]
 inline void transpose(const float* from, float* to, int64_t rows, int64_t columns) {
   at::vec::transpose_mxn<float>(from, columns, to, rows, static_cast<int>(rows), static_cast<int>(columns));
+}
+
+// Whether oneDNN multiplies pairs of bfloat16, and faster than the same numbers in float32.
+inline bool multiplies_pairs() {
+  if (at::native::cpublas::could_pack(at::kBFloat16)) return true;
+#ifdef __AVX512BW__
+  static const bool is_able = __builtin_cpu_supports("avx512bf16") && !std::getenv("ONEDNN_MAX_CPU_ISA");
+  return is_able && at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
 }
 
 // How numbers enter products: bfloat16 with the rows of a right side in pairs, or float32.

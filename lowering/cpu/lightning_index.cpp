@@ -138,6 +138,6 @@ class Scores {
 extern "C" void index_scores(const Call* call, int64_t dtype) {
   if (dtype == 0) return Scores<float, false>(*call).run();
   if (dtype == 2) return Scores<Half, false>(*call).run();
-  if (at::native::cpublas::could_pack(at::kBFloat16)) return Scores<BFloat16, true>(*call).run();
+  if (multiplies_pairs()) return Scores<BFloat16, true>(*call).run();
   return Scores<BFloat16, false>(*call).run();
 }

@@ -1,4 +1,4 @@
-"""Lowers the absorbed form of mla_attention to attention_over_rows, and the expanded one under a mask to parts."""
+"""Lowers the absorbed form of mla_attention to attention_over_rows, and the expanded one to parts of a prompt."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from mla_fx.ops.emitted.mla_attention import (
 )
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
-from . import prompts
+from . import heads_over_rows, prompts
 from .attention_over_rows import attend, check_served, run
 from .lean import define_lean_on
 
@@ -26,7 +26,7 @@ OPERATOR = "mla_attention"
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     chooses = is_chosen_at_run_time(a)
     if not chooses and not is_absorbed(a):
-        if a.q_nope.device.type != "cpu" or not is_masked(a) or has_few_scores(a):
+        if not _is_called(a):
             raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
         return chosen_by_call
     check_served(a.q_nope, a.kv_cache, a.block_table)
@@ -39,6 +39,13 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     return chosen
 
 
+def _is_called(a: Arguments) -> bool:
+    """Whether the expanded form is a call, and not compiled."""
+    if heads_over_rows.is_fast(a):
+        return heads_over_rows.has_many_scores(a)
+    return a.q_nope.device.type == "cpu" and is_masked(a) and not has_few_scores(a)
+
+
 def absorbed_over_rows(a: Arguments) -> Tensor:
     return absorbed(a, attend)
 
@@ -46,11 +53,12 @@ def absorbed_over_rows(a: Arguments) -> Tensor:
 def chosen(a: Arguments) -> Tensor:
     """Both forms are compiled. The expanded one under a mask is called: compiled code would store the mask in another
     dtype, and read keys that it hides."""
-    return at_run_time(a, chosen_by_call if is_masked(a) else tiled, absorbed_over_rows)
+    is_called = is_masked(a) or heads_over_rows.is_fast(a)
+    return at_run_time(a, chosen_by_call if is_called else tiled, absorbed_over_rows)
 
 
 def _run(a: Arguments) -> Tensor:
-    if is_absorbed(a) or has_few_scores(a):
+    if is_absorbed(a) or (has_few_scores(a) and not _is_called(a)):
         return mla_attention.kernel(a, lambda latent: run(latent)[0])
     return prompts.in_parts(a)
 

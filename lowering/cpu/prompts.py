@@ -1,5 +1,5 @@
-"""Attention of prompts under a mask, in parts: keys and values are expanded for a few heads of one sequence at a time,
-and rows of queries read them up to the last key that one of them sees."""
+"""Attention of prompts by PyTorch's kernel, in parts: keys and values are expanded for a few heads of one sequence at
+a time, and rows of queries read them up to the last key that one of them sees."""
 
 from dataclasses import replace
 
@@ -10,12 +10,16 @@ from mla_fx.ops.emitted.attention import aligned, as_mask
 from mla_fx.ops.emitted.mla_attention import Arguments, joined, unpaged
 from mla_fx.ops.emitted.tiled_attention import attend, mask_of_rows, parts, seen_keys
 
+from . import heads_over_rows
+
 KEYS = 2**22  # elements of keys that are expanded at a time; measured: memory is taken anew for larger ones
 ROWS = 1024  # query tokens; measured: PyTorch's kernel takes a third longer per row with a quarter as many
 
 
 def in_parts(a: Arguments) -> Tensor:
     """The same as the expanded form of mla_attention."""
+    if heads_over_rows.is_fast(a):
+        return heads_over_rows.attend(a)
     a, out = unpaged(a), mla_attention.fake(a)
     mask = _mask(a)
     for sequence in range(out.shape[0]):

@@ -142,8 +142,9 @@ def expanded(a: Arguments) -> Tensor:
 def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
     """The latent and rotary part of the scores [B, N, S, T] with the mask, and the values [B, N, T, Dv]."""
     a = unpaged(a)
-    k_nope = torch.einsum("btr,ndr->bndt", a.kv_cache, a.weight_uk)
-    value = torch.einsum("btr,nvr->bntv", a.kv_cache, a.weight_uv)
+    both = torch.einsum("btr,ndr->bntd", a.kv_cache, torch.cat((a.weight_uk, a.weight_uv), 1))
+    k_nope, value = torch.split(both, [a.weight_uk.shape[1], a.weight_uv.shape[1]], -1)
+    k_nope = k_nope.mT
     latent = wide_product(a.q_nope.transpose(1, 2), k_nope)
     rotated = None
     if a.q_rope is not None and a.kr_cache is not None:

@@ -1,4 +1,4 @@
-"""Prompts under a mask are attended to in parts: of heads, of query rows, and of keys that some row sees.
+"""Prompts are attended to in parts: of heads, of query rows, and of keys that some row sees.
 
 The oracle is the body of the operator in float64, over the same numbers."""
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.kernels import compiled_call, doubled, draw, error
+from mla_fx.lowering.cpu import heads_over_rows, prompts
 from mla_fx.lowering.cpu import mla_attention as lowering
-from mla_fx.lowering.cpu import prompts
 
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted import mla_attention, mla_attention_with_lse
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -48,9 +48,11 @@ CALLS = {
 
 @pytest.fixture
 def small(monkeypatch):
-    """Parts so small that there are several, the last one smaller than the others."""
+    """Parts so small that there are several, the last one smaller than the others, by PyTorch's kernel."""
+    monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: False)
     monkeypatch.setattr(prompts, "ROWS", 8)
     monkeypatch.setattr(prompts, "KEYS", 2 * KEYS * NOPE)  # of two heads
+    monkeypatch.setattr(heads_over_rows, "EXPANDED", 2 * KEYS * (NOPE + VALUE))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -58,6 +60,42 @@ def test_parts_are_the_whole(small, name):
     a = CALLS[name]
     exact = mla_attention.body(doubled(a))
     assert error(prompts.in_parts(a), exact) <= 2 * error(mla_attention.body(a), exact) + 2**-8
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_heads_are_sequences_of_attention_over_rows(small, name):
+    a = CALLS[name]
+    out, lse = heads_over_rows.attend_with_lse(a)
+    exact, plain = mla_attention.body(doubled(a)), mla_attention.body(a)
+    assert error(out, exact) <= 2 * error(plain, exact) + 2**-8
+    sums = mla_attention_with_lse.body(doubled(replace(a, sinks=None)))[1]
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, heads_over_rows.attend(a), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 300])
+@pytest.mark.parametrize("kind", ["mask", "lengths", "first token"])
+def test_blocks_of_rows_skip_what_they_do_not_see(steps, kind):
+    keys = 700
+    masks = {
+        "mask": {"mask": torch.arange(keys) <= torch.arange(steps).unsqueeze(-1) + 350},
+        "lengths": {"context_lens": torch.tensor([600, 3])},
+        "first token": {"is_causal": True},
+    }
+    up = draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5
+    queries = (draw(BATCH, steps, HEADS, width, seed=1) for width in (NOPE, ROPE))
+    caches = (draw(BATCH, keys, width, seed=2) for width in (RANK, ROPE))
+    operands = (value.bfloat16() for value in (*queries, *caches, up[:, :NOPE], up[:, NOPE:]))
+    a = mla_attention.Arguments(*operands, **{"mask": None, "scale": 0.2, **masks[kind]})
+    exact = mla_attention.body(doubled(a))
+    assert error(heads_over_rows.attend(a), exact) <= 2 * error(mla_attention.body(a), exact)
+
+
+def test_rows_after_a_length_of_a_cache_are_not_read():
+    a = call(context_lens=torch.tensor([40, 20]))
+    stale = a.kv_cache.clone()
+    stale[1, 20:] = torch.nan
+    torch.testing.assert_close(heads_over_rows.attend(replace(a, kv_cache=stale)), heads_over_rows.attend(a))
 
 
 def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
@@ -80,3 +118,16 @@ def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
     assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
     torch.testing.assert_close(found, prompts.in_parts(a), rtol=0, atol=0)
     assert lowering.lower(a) is lowering.chosen_by_call
+
+
+def test_heads_over_rows_are_called_where_pairs_are_multiplied(monkeypatch):
+    for name in ("condition", "no mask"):
+        monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: True)
+        monkeypatch.setattr(heads_over_rows, "FEW_SCORES", 0)
+        a = CALLS[name]
+        found, code = compiled_call(mla_attention.operator, a)
+        assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
+        torch.testing.assert_close(found, heads_over_rows.attend(a), rtol=0, atol=0)
+        found, code = compiled_call(mla_attention_with_lse.operator, a)
+        assert "torch.ops.mla_fx.mla_attention_with_lse_over_rows.default" in code
+        torch.testing.assert_close(found, heads_over_rows.attend_with_lse(a), rtol=0, atol=0)
