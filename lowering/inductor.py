@@ -31,7 +31,7 @@ from mla_fx.graph.torch_compilers import (
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
-from . import cpu, loops
+from . import cpu, cuda, loops
 from .cpu import few_rows
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ class Inductor(Target):
         """Few calls may stay in a package of AOTInductor, whose process has none of the operators and kernels."""
         alone = is_packaging()
         plain = loops.lowerings(alone=alone)
-        return plain if alone else cpu.lowerings(plain)
+        return plain if alone else cuda.lowerings(cpu.lowerings(plain))
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""

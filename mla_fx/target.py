@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 from .errors import NoMatch, OptionError
 from .graph.torch_private import OpOverload
 from .ops import Operator, catalogue
+from .ops.common.define import on_arguments
 
 Compiled = Callable[..., Any]
 
@@ -49,6 +50,18 @@ def modules_of_operators(package: str) -> Iterator[tuple[Operator, ModuleType]]:
         module = importlib.import_module(found.name)
         if hasattr(module, "OPERATOR"):
             yield known[module.OPERATOR], module
+
+
+def first_of(module: ModuleType, other: Lowering) -> Lowering:
+    """The lowering of a module from `modules_of_operators`, or the other one where it raises NoMatch."""
+
+    def lower(*args: Any, **kwargs: Any) -> Compiled:
+        try:
+            return on_arguments(module.lower(module.Arguments(*args, **kwargs)), module.Arguments)
+        except NoMatch:
+            return other(*args, **kwargs)
+
+    return lower
 
 
 class Fusing(Protocol):

@@ -5,6 +5,8 @@ ops-transformer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,9 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.sparse_latent_attention import Arguments, seen_places
 from mla_fx.target import Compiled
 
-from . import limits
+from . import causal_masks, limits
 from .fused_infer_attention_score_rules import LATENT_HEADS, RANK, ROPE
-from .rows_of_keys import PAGES, key_lengths, keys_of, refuse_masks
+from .rows_of_keys import PAGES, key_lengths, keys_of
 from .surface import A2, A3, Surface
 
 OPERATOR = "sparse_latent_attention"
@@ -33,7 +35,8 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
         limits.size("query_rope has Dr", a.query_rope.shape[3], KERNEL, (ROPE,))
     if a.sinks is not None:
         raise NoMatch(f"sinks are given; {KERNEL} takes none on {surface.chip}")
-    refuse_masks(a, KERNEL)
+    if a.mask is not None:
+        causal_masks.refuse(surface, a.mask, a.query.shape[1], KERNEL)
     if a.block_table is not None:
         limits.page_size("kv_cache", a.kv_cache.shape[1], KERNEL, PAGES)
     return plain
@@ -43,6 +46,7 @@ def plain(surface: Surface, a: Arguments) -> Tensor:
     """The result of `mla_fx.sparse_latent_attention`. Without a rotary part, the kernel gets one of zeros.
 
     Where all chosen keys of a row are hidden, the kernel averages over them, and the operator has zeros."""
+    mask, a = a.mask, with_lengths(a)
     latents, table = keys_of(a.kv_cache, a.block_table)
     lengths, mode = key_lengths(a, a.kv_cache)
     if a.query_rope is None or a.kr_cache is None:
@@ -64,7 +68,12 @@ def plain(surface: Surface, a: Arguments) -> Tensor:
         sparse_mode=mode,
         attention_mode=ABSORBED,
     )[0]
-    return out.masked_fill(~sees_some(a).unsqueeze(-1), 0)
+    return causal_masks.checked(out.masked_fill(~sees_some(a).unsqueeze(-1), 0), mask, a.context_lens)
+
+
+def with_lengths(a: Arguments) -> Arguments:
+    """The same with the lengths of a mask that is declared causal."""
+    return a if a.mask is None else replace(a, mask=None, context_lens=causal_masks.lengths(a.mask))
 
 
 def sees_some(a: Arguments) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
 from mla_fx.ops.emitted.latent_attention import Arguments
@@ -16,7 +17,6 @@ from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
 from .built import built
-from .lean import define_lean_on
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CALL = struct.Struct("45q3d")  # `Call` in the C++ file

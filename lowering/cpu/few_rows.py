@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.lean import define_lean
 from mla_fx.target import Compiled
 
 from .built import built
-from .lean import define_lean
 
 FUNCTIONS = {torch.bfloat16: "few_bfloat16_rows", torch.float16: "few_float16_rows"}
 CALL = struct.Struct("11q")  # `Call` in the C++ file

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import lightning_index
 from mla_fx.ops.emitted.attention import aligned
 from mla_fx.ops.emitted.lightning_index import Arguments, chosen, in_parts
@@ -16,7 +17,6 @@ from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
 from .attention_over_rows import DTYPES
 from .built import built
-from .lean import define_lean_on
 
 OPERATOR = "lightning_index"
 CALL = struct.Struct("6q18qd")  # `Call` in the C++ file

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.mla_attention import (
     Arguments,
@@ -18,7 +19,6 @@ from mla_fx.ops.emitted.mla_attention import (
 from ..loops.mla_attention import at_run_time, check_forms, tiled
 from . import heads_over_rows, prompts
 from .attention_over_rows import attend, check_served, run
-from .lean import define_lean_on
 
 OPERATOR = "mla_attention"
 

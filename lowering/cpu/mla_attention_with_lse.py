@@ -5,13 +5,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import mla_attention_with_lse
 from mla_fx.ops.emitted.mla_attention import Arguments, is_absorbed, is_chosen_at_run_time
 from mla_fx.ops.emitted.mla_attention_with_lse import absorbed, kernel
 
 from . import attention_over_rows, heads_over_rows
 from .attention_over_rows import attend_with_lse, check_served
-from .lean import define_lean_on
 
 OPERATOR = "mla_attention.with_lse"
 

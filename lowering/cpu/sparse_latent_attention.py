@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.emitted import latent_attention, sparse_latent_attention
 from mla_fx.ops.emitted.attention import as_mask, masked
@@ -15,7 +16,6 @@ from mla_fx.ops.emitted.sparse_latent_attention import PAYS, Arguments, over_row
 
 from . import attention_over_rows
 from .attention_over_rows import attend, check_served
-from .lean import define_lean_on
 
 OPERATOR = "sparse_latent_attention"
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import sparse_mla_attention
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.sparse_mla_attention import Arguments, fewest, kernel, over_all
 
 from . import prompts, sparse_latent_attention
 from .attention_over_rows import DTYPES, check_served
-from .lean import define_lean_on
 
 OPERATOR = "sparse_mla_attention"
 

@@ -68,6 +68,25 @@ def compare_attention(converted, *form):
     user_calls.check_exact(found, catalogue()["sparse_latent_attention"].body(*double(args), **options))
 
 
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_a_mask_that_is_declared_causal_gives_lengths(converted, is_bool):
+    """A sequence whose mask is another one gives NaN."""
+    args, options = attention_call(3)
+    seen = torch.arange(CONTEXT) < LENGTHS["lengths"].view(-1, 1, 1, 1) - 2 + torch.arange(3).view(1, 1, -1, 1)
+    mask = seen if is_bool else torch.zeros(seen.shape, dtype=BF16).masked_fill(~seen, -torch.inf)
+    wanted = catalogue()["sparse_latent_attention"].body(*double(args), **options)
+    args[5], args[6] = mask, None
+    declared = dataclasses.replace(A2, trusts_masks=True)
+    (found,) = Call("sparse_latent_attention", args, options, declared).on_npu(converted)
+    user_calls.check_exact(found, wanted)
+    other = mask.clone()
+    other[1, 0, 0, 5] = mask[1, 0, 0, CONTEXT - 1]
+    args[5] = other
+    (found,) = Call("sparse_latent_attention", args, options, declared).on_npu(converted)
+    assert found[1].isnan().all()
+    user_calls.check_exact(found[:1], wanted[:1])
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("steps", [1, 3])

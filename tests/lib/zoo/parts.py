@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 from torch.nn.functional import linear
 
 from .servers import Server, _dense, _paged
-from .sizes import SMALL
+from .sizes import SMALL, Sizes, weights
 
 Part = tuple[Tensor, Tensor]  # attention [B,S,N,V] and the logarithms [B,S,N] of its sums
 CHUNK = 2  # pages
@@ -29,9 +32,15 @@ class Parts(Server):
         return torch.einsum("bnst,btnv->bsnv", scores.softmax(-1), value), lse
 
     def absorbed(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, allowed: Tensor) -> Part:
-        """The same over the latents, divided late as flash attention does it; [B,S,N,R]."""
-        weight = self.kv_b.unflatten(0, (self.sizes.heads, -1))[:, : self.sizes.nope]
-        query = torch.einsum("bsnd,ndc->bsnc", q_nope, weight)
+        """The same over the latents; [B,S,N,R]."""
+        return self.over_latents(self.in_latent_space(q_nope), q_pe, latent, k_pe, allowed)
+
+    def in_latent_space(self, q_nope: Tensor) -> Tensor:
+        weight = self.kv_b.unflatten(0, (q_nope.shape[2], -1))[:, : self.sizes.nope]
+        return torch.einsum("bsnd,ndc->bsnc", q_nope, weight)
+
+    def over_latents(self, query: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, allowed: Tensor) -> Part:
+        """Divided late as flash attention does it."""
         scores = torch.einsum("bsnc,btc->bnst", query, latent) + torch.einsum("bsnr,btr->bnst", q_pe, k_pe)
         scores = (scores * self.scale).masked_fill(~allowed.unsqueeze(1), -torch.inf)
         largest = scores.amax(-1, keepdim=True)
@@ -52,7 +61,7 @@ class Parts(Server):
 
     def expand(self, out: Tensor) -> Tensor:
         """[B,S,N,R]"""
-        weight = self.kv_b.unflatten(0, (self.sizes.heads, -1))[:, self.sizes.nope :]
+        weight = self.kv_b.unflatten(0, (out.shape[2], -1))[:, self.sizes.nope :]
         return torch.einsum("bsnc,nvc->bsnv", out, weight)
 
 
@@ -108,6 +117,38 @@ class Shards(Parts):
         outs, lses = (torch.stack(values) for values in zip(*parts, strict=True))
         shares = (lses - lses.logsumexp(0)).exp().nan_to_num(0).unsqueeze(-1)
         return self.project(self.expand((outs * shares).sum(0)))
+
+
+class ContextParallel(Parts):
+    """Decode context parallel, as vLLM does it: a process has some of the heads, and every R-th row of the context. The
+    last row of its caches is for rows that others have."""
+
+    def __init__(self, sizes: Sizes = SMALL) -> None:
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        own = slice(self.rank * sizes.heads // self.ranks, (self.rank + 1) * sizes.heads // self.ranks)
+        all_heads = weights(sizes)
+        q_up, kv_up = (
+            weight.unflatten(0, (sizes.heads, -1))[own].flatten(0, 1) for weight in (all_heads.q_up, all_heads.kv_up)
+        )
+        out = all_heads.out.unflatten(1, (sizes.heads, -1))[:, own].flatten(1, 2)
+        own_heads = replace(all_heads, q_up=q_up, kv_up=kv_up, out=out)
+        super().__init__(replace(sizes, heads=sizes.heads // self.ranks), own_heads)
+
+    def forward(self, x: Tensor, positions: Tensor, caches: Any) -> Tensor:
+        group = dist.group.WORLD
+        q_nope, q_pe, *rows = self.rows(x, positions)
+        slots = torch.where(positions % self.ranks == self.rank, positions // self.ranks, caches[0].shape[1] - 1)
+        for cache, new in zip(caches, rows, strict=True):
+            cache[torch.arange(new.shape[0])[:, None], slots] = new
+        query, q_pe = (all_gather_tensor(part, 2, group) for part in (self.in_latent_space(q_nope), q_pe))
+        latent, k_pe = (cache[:, :-1] for cache in caches)
+        places = self.rank + self.ranks * torch.arange(latent.shape[1])
+        out, lse = self.over_latents(query, q_pe, latent, k_pe, places <= positions.unsqueeze(-1))
+        lses = all_gather_tensor(lse.unsqueeze(0), 0, group)
+        share = (lse - lses.logsumexp(0)).exp().nan_to_num(0)
+        out = all_reduce(out * share.unsqueeze(-1), "sum", group)
+        own = slice(self.rank * self.sizes.heads, (self.rank + 1) * self.sizes.heads)
+        return all_reduce(self.project(self.expand(out[:, :, own])), "sum", group)
 
 
 # --- what they are given ---------------------------------------------------------------------------------------------

@@ -7,28 +7,32 @@ from typing import Any
 
 import torch
 
-from mla_fx.graph.torch_private import OpOverload
-from mla_fx.ops.common.define import NAMESPACE, on_arguments
+from .define import NAMESPACE, on_arguments
 
 LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-def define_lean(name: str, run: Any, fake: Any, *, returns: Sequence[str]) -> OpOverload:
-    """Register `mla_fx::name` for CPUs, with the arguments that `run` takes."""
+def define_lean(name: str, run: Any, fake: Any, *, returns: Sequence[str], device: str = "CPU") -> Any:
+    """Register `mla_fx::name` for a kind of device, with the arguments that `run` takes."""
     arguments, _ = torch.library.infer_schema(run, mutates_args=()).rsplit(" -> ", 1)
     LIBRARY.define(f"{name}{arguments} -> ({', '.join(f'Tensor {result}' for result in returns)})")
-    LIBRARY.impl(name, run, "CPU")
+    LIBRARY.impl(name, run, device)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return overload
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def define_lean_on(
-    record: Any, name: str, run: Callable[[Any], Any], fake: Callable[[Any], Any], *, returns: Sequence[str]
+    record: Any,
+    name: str,
+    run: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
+    *,
+    returns: Sequence[str],
+    device: str = "CPU",
 ) -> Callable[[Any], Any]:
     """Register an operator whose arguments are the fields of a record, and return a function of the record that calls
     it."""
-    overload = define_lean(name, on_arguments(run, record), on_arguments(fake, record), returns=returns)
+    overload = define_lean(name, on_arguments(run, record), on_arguments(fake, record), returns=returns, device=device)
     given = [field.name for field in fields(record) if not field.kw_only]
     options = [field.name for field in fields(record) if field.kw_only]
 

@@ -1,0 +1,22 @@
+"""Lowers latent_attention to split_keys."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mla_fx.ops.emitted.latent_attention import Arguments
+
+from .served import check_served
+from .split_keys import operator
+
+OPERATOR = "latent_attention"
+
+
+def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+    check_served(a.query, a.kv_cache, a.query.shape[1])
+    return attend
+
+
+def attend(a: Arguments) -> Tensor:
+    out: Tensor = operator(a)[0]
+    return out

@@ -1,0 +1,232 @@
+"""latent_attention in Triton: programs take parts of the keys, so that few queries keep all of a device busy, and a
+second kernel joins the parts.
+
+Letters: B sequences, S query tokens, N heads, M = S * N query rows of a sequence, T keys, R columns of a latent, Dr
+rotary columns, P parts. A latent is loaded once, for the scores and as a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.emitted import latent_attention_with_lse
+from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.pages import context_of
+
+FEWEST = 16  # rows and columns of a product in Triton
+ROWS = 16  # of a program, and
+KEYS = 16  # of a tile, for 512 columns: with twice as many of either, registers spill
+WARPS = 8
+PER_PROCESSOR = 2  # programs for each multiprocessor
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # as is the function: Triton gives types
+def attend_to_part(  # type: ignore[no-untyped-def]
+    query, query_rope, kv_cache, kr_cache, table, lengths, mask, outs, lses,
+    query_b, query_s, query_n, rope_b, rope_s, rope_n, kv_page, kv_row, kr_page, kr_row,
+    table_b, lengths_b, mask_b, mask_n, mask_s, mask_t,
+    S, N, T, page, pages, parts, scale, fill,
+    R: tl.constexpr, DR: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HAS_TABLE: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_FILL: tl.constexpr,
+    HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of query rows of one sequence, and one part of its keys: outs [B, M, P, R], lses [B, M, P]."""
+    b = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s, n, is_row = row // N, row % N, row < S * N
+    column = tl.arange(0, COLUMNS)
+    is_column = column < R
+    at = query + b * query_b + s[:, None] * query_s + n[:, None] * query_n + column[None, :]
+    given = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    if ROTARY > 0:
+        turned = tl.arange(0, ROTARY)
+        is_turned = turned < DR
+        at = query_rope + b * rope_b + s[:, None] * rope_s + n[:, None] * rope_n + turned[None, :]
+        given_rope = tl.load(at, mask=is_row[:, None] & is_turned[None, :], other=0.0)
+    length = T
+    if HAS_LENGTHS:
+        length = tl.load(lengths + b * lengths_b)
+    seen = tl.minimum(tl.maximum(length - S + 1 + s, 0), T)
+    read = T
+    if HAS_LENGTHS and not HAS_FILL:
+        read = tl.max(tl.where(is_row, seen, 0), 0)
+    size = tl.cdiv(tl.cdiv(read, parts), KEYS) * KEYS
+    first = part * size
+    last = tl.minimum(first + size, read)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, last, KEYS):
+        t = start + tl.arange(0, KEYS)
+        is_key = t < last
+        place, within, is_page = b, t, is_key
+        if HAS_TABLE:
+            place = tl.load(table + b * table_b + t // page, mask=is_key, other=0).to(tl.int64)
+            place = tl.where(place < 0, place + pages, place)
+            within = t % page
+            is_page = is_key & (place >= 0) & (place < pages)
+        latents_at = kv_cache + (place * kv_page + within * kv_row)[:, None] + column[None, :]
+        latent = tl.load(latents_at, mask=is_page[:, None] & is_column[None, :], other=0.0)
+        latent = latent.to(given.dtype)
+        scores = tl.dot(given, tl.trans(latent), input_precision=PRECISION)
+        if ROTARY > 0:
+            keys_at = kr_cache + (place * kr_page + within * kr_row)[:, None] + turned[None, :]
+            key = tl.load(keys_at, mask=is_page[:, None] & is_turned[None, :], other=0.0)
+            scores += tl.dot(given_rope, tl.trans(key.to(given_rope.dtype)), input_precision=PRECISION)
+        scores = scores * scale
+        if HAS_TABLE:  # what the table names outside of the pool is no number
+            scores = tl.where(is_page[None, :], scores, float("nan"))
+        if HAS_LENGTHS:
+            scores = tl.where(t[None, :] < seen[:, None], scores, fill)
+        if HAS_MASK:
+            mask_at = mask + b * mask_b + s[:, None] * mask_s + n[:, None] * mask_n + t[None, :] * mask_t
+            shown = tl.load(mask_at, mask=is_row[:, None] & is_key[None, :], other=0)
+            if IS_BOOL:
+                scores = tl.where(shown != 0, scores, fill)
+            else:
+                scores = tl.where(shown == float("-inf"), float("-inf"), scores + shown)
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        now = tl.maximum(maximum, tl.max(scores, 1))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        shrink = tl.exp(maximum - safe)
+        weights = tl.exp(scores - safe[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        more = tl.dot(weights.to(latent.dtype), latent, input_precision=PRECISION)
+        sums = sums * shrink[:, None] + more
+        maximum = now
+    to = (b * S * N + row) * parts + part
+    out = sums / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(outs + to[:, None] * R + column[None, :], out, mask=is_row[:, None] & is_column[None, :])
+    tl.store(lses + to, tl.where(total == 0, float("-inf"), maximum + tl.log(total)), mask=is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join_parts(  # type: ignore[no-untyped-def]
+    outs, lses, sinks, out, lse, N, parts,
+    R: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """One query row of all sequences: out [B, M, R], lse [B, M]. A sink is one more score, which lse leaves out."""
+    row = tl.program_id(0).to(tl.int64)
+    part, column = tl.arange(0, PARTS), tl.arange(0, COLUMNS)
+    given = tl.load(lses + row * parts + part, mask=part < parts, other=float("-inf"))
+    largest = tl.max(given, 0)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp(given - safe), 0)
+    tl.store(lse + row, tl.where(total == 0, float("-inf"), safe + tl.log(total)))
+    if HAS_SINKS:
+        sink = tl.load(sinks + row % N).to(tl.float32)
+        above = tl.maximum(safe, sink)
+        total = total * tl.exp(safe - above) + tl.exp(sink - above)
+        safe = above
+    sums = tl.zeros([COLUMNS], tl.float32)
+    for number in range(parts):
+        share = tl.exp(tl.load(lses + row * parts + number) - safe)
+        at = outs + (row * parts + number) * R + column
+        sums += tl.where(share == 0, 0.0, share * tl.load(at, mask=column < R, other=0.0))
+    tl.store(out + row * R + column, sums / tl.where(total == 0, 1.0, total), mask=column < R)
+
+
+def run(a: Arguments) -> tuple[Tensor, Tensor]:
+    """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
+    out, lse = fake(a)
+    if out.numel() == 0:
+        return out, lse
+    batch, steps, heads, rank = a.query.shape
+    rows, context = steps * heads, context_of(a.kv_cache, a.block_table)
+    blocks = triton.cdiv(rows, ROWS)
+    parts = count_of_parts(batch * blocks, context, a.query.device)
+    outs = lse.new_empty(batch, rows, parts, rank)
+    lses = lse.new_empty(batch, rows, parts)
+    given = *operands(a), outs, lses, *numbers(a, parts)
+    attend_to_part[(blocks, parts, batch)](*given, **constants(a), num_warps=WARPS)
+    sinks = lses if a.sinks is None else a.sinks.contiguous()
+    powers = _columns(rank), triton.next_power_of_2(parts)
+    join_parts[(batch * rows,)](outs, lses, sinks, out, lse, heads, parts, rank, *powers, a.sinks is not None)
+    return out, lse
+
+
+def fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return a.kv_cache.new_empty(a.query.shape), latent_attention_with_lse.fake(a)[1]
+
+
+def count_of_parts(tasks: int, context: int, device: torch.device) -> int:
+    """So many parts that all multiprocessors are busy, of at least one tile of keys."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    wanted = triton.cdiv(PER_PROCESSOR * processors, tasks)
+    return max(1, min(int(wanted), -(-context // KEYS)))
+
+
+def operands(a: Arguments) -> tuple[Tensor, ...]:
+    """The tensors in the order of the kernel. Where there is none, the query is, which is not read."""
+    rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
+    in_rows = map(_in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
+    return tuple(a.query if value is None else value for value in (*in_rows, lengths_of(a), mask_of(a)))
+
+
+def _in_rows(value: Tensor | None) -> Tensor | None:
+    """A tensor whose rows are in one piece of memory."""
+    return value if value is None or value.stride(-1) == 1 else value.contiguous()
+
+
+def lengths_of(a: Arguments) -> Tensor | None:
+    """[B] or [1]: with is_causal, row s sees the keys t <= s."""
+    return a.query.new_full((1,), a.query.shape[1], dtype=torch.int64) if a.is_causal else a.context_lens
+
+
+def mask_of(a: Arguments) -> Tensor | None:
+    """[B, N, S, T], with strides of zero where it broadcasts."""
+    if a.mask is None:
+        return None
+    batch, steps, heads, _ = a.query.shape
+    mask = a.mask.view(torch.uint8) if a.mask.dtype == torch.bool else a.mask.float()
+    return mask.expand(batch, heads, steps, context_of(a.kv_cache, a.block_table))
+
+
+def numbers(a: Arguments, parts: int) -> tuple[Any, ...]:
+    query, rope, kv_cache, kr_cache, table, lengths, mask = operands(a)
+    has_rope, has_table = a.query_rope is not None, a.block_table is not None
+    context = context_of(a.kv_cache, a.block_table)
+    return (
+        *query.stride()[:3],
+        *(rope.stride()[:3] if has_rope else (0, 0, 0)),
+        *kv_cache.stride()[:2],
+        *(kr_cache.stride()[:2] if has_rope else (0, 0)),
+        table.stride(0) if has_table else 0,
+        0 if lengths_of(a) is None or lengths.shape[0] == 1 else lengths.stride(0),
+        *(mask.stride() if a.mask is not None else (0, 0, 0, 0)),
+        *(query.shape[1], query.shape[2], context, kv_cache.shape[1], kv_cache.shape[0], parts),
+        *(a.scale, float("-inf") if a.fill is None else a.fill),
+    )
+
+
+def constants(a: Arguments) -> dict[str, Any]:
+    rotary = 0 if a.query_rope is None else a.query_rope.shape[3]
+    return {
+        "R": a.query.shape[3],
+        "DR": rotary,
+        "COLUMNS": _columns(a.query.shape[3]),
+        "ROTARY": 0 if rotary == 0 else _columns(rotary),
+        "ROWS": ROWS,
+        "KEYS": KEYS,
+        "HAS_TABLE": a.block_table is not None,
+        "HAS_LENGTHS": lengths_of(a) is not None,
+        "HAS_FILL": a.fill is not None,
+        "HAS_MASK": a.mask is not None,
+        "IS_BOOL": a.mask is not None and a.mask.dtype == torch.bool,
+        "PRECISION": "ieee",
+    }
+
+
+def _columns(count: int) -> int:
+    """The columns that a product in Triton has for so many."""
+    return max(FEWEST, int(triton.next_power_of_2(count)))
+
+
+operator = define_lean_on(Arguments, "attention_over_split_keys", run, fake, returns=("out", "lse"), device="CUDA")
