@@ -60,6 +60,7 @@ def test_every_sample(dtype):
 
 
 SHAPES = {"one token": (3, 1, 8, 6), "drafts": (2, 5, 4, 7), "many heads": (1, 2, 40, 5), "long": (1, 1, 3, 40)}
+OTHERS = [shape for shape in SHAPES if shape != "drafts"]
 HIDDEN = {
     "nothing": lambda shape: {},
     "causal": lambda shape: {"is_causal": True},
@@ -75,7 +76,7 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["drafts", *(pytest.param(shape, marks=pytest.mark.slow) for shape in OTHERS)])
 def test_shapes_and_masks(shape, hidden):
     for dtype in DTYPES:
         check_means_body(call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
