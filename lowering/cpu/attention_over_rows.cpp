@@ -4,10 +4,10 @@
 // V columns of a value. H heads share their keys: all of them, whose values are the latents, or one, which has keys and
 // values of its own. They are a set of heads: a sequence has N / H sets, and M = S * H query rows for each.
 //
-// A task is a group of query rows of one set, and a part of its keys. It takes its keys tile by tile: it gathers
-// their rows from the pool once, and all its query rows use them. Scores are [keys, query rows], because keys are then
-// the left side of a product, which is taken as it lies. Keys that no query row sees are never read, and a block of query
-// rows skips a tile of which it sees nothing. The parts of a set are joined by their maxima and sums.
+// A task is a group of query rows of one set, and a part of its keys. It takes its keys tile by tile: it gathers their
+// rows from the pool once, and all its query rows use them. Scores are [keys, query rows], because keys are then the
+// left side of a product, which is taken as it lies. Keys that no query row sees are never read, and a block of query
+// rows skips a tile in which it sees nothing. The parts of a set are joined by their maxima and sums.
 
 namespace {
 
@@ -78,8 +78,9 @@ class Attention {
     for (; s <= s_last && (all || nothing); ++s) {
       const int64_t place = of.b * a.mask_b + of.n * a.mask_n + s * a.mask_s;
       if (a.mask_is_bool && a.mask_t == 1) {
-        all = all && !std::memchr(a.mask + place + first, 0, last - first);
-        nothing = nothing && !std::memchr(a.mask + place + first, 1, last - first);
+        const char* own = a.mask + place + first;
+        all = all && !std::memchr(own, 0, last - first);
+        nothing = nothing && !own[0] && !std::memcmp(own, own + 1, last - first - 1);
         continue;
       }
       for (int64_t t = first; t < last; ++t) {
@@ -103,7 +104,8 @@ class Attention {
     for (int64_t t = first; t < last;) {
       const int64_t row = t % a.page, end = std::min(last, t - row + a.page), number = number_of_page(of.b, t / a.page);
       const int64_t kv = number < 0 ? number + a.kv_pages : number, kr = number < 0 ? number + a.kr_pages : number;
-      const auto* latent = reinterpret_cast<const Stored*>(a.kv_cache) + kv * a.kv_page + row * a.kv_row + of.n * a.kv_n;
+      const auto* latent = reinterpret_cast<const Stored*>(a.kv_cache) + of.n * a.kv_n + kv * a.kv_page;
+      latent += row * a.kv_row;
       const auto* key = reinterpret_cast<const Stored*>(a.kr_cache) + kr * a.kr_page + row * a.kr_row;
       for (; t < end; ++t, to += W, latent += a.kv_row, key += a.kr_row) {
         copy(latent, to, a.R);
@@ -127,7 +129,8 @@ class Attention {
     for (int64_t m = first; m < last; ++m, to += W) {
       const int64_t s = m / H, n = of.n + m % H;
       copy(reinterpret_cast<const Given*>(a.query) + of.b * a.query_b + s * a.query_s + n * a.query_n, to, a.R);
-      copy(reinterpret_cast<const Given*>(a.query_rope) + of.b * a.rope_b + s * a.rope_s + n * a.rope_n, to + a.R, a.Dr);
+      const auto* rope = reinterpret_cast<const Given*>(a.query_rope);
+      copy(rope + of.b * a.rope_b + s * a.rope_s + n * a.rope_n, to + a.R, a.Dr);
     }
   }
 
