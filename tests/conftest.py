@@ -44,6 +44,10 @@ def pytest_collection_finish():
     gc.freeze()  # the tests and what they import stay: a million objects that each full collection would visit
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # Triton complains of what is left when Python ends
+
+
 @pytest.fixture(scope="session", autouse=True)
 def inductor_cache(tmp_path_factory):
     """A cache folder per process: nothing compiled earlier by other code is found in it."""

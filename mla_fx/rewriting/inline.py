@@ -44,7 +44,7 @@ class Traces:
 
             with self.fakes.faking():
                 self._traced[key] = _trace(positional, values, decompositions)
-        return drafts_of(self._traced[key], given, unturned)
+        return drafts_of(self._traced[key], given, simplified)
 
 
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
@@ -82,6 +82,44 @@ def drafts_of(
 
 def _with(drafts: Mapping[Node, Any], value: Any) -> Any:
     return torch.fx.node.map_aggregate(value, lambda leaf: drafts[leaf] if isinstance(leaf, Node) else leaf)
+
+
+def simplified(part: Node | Draft) -> Node | Draft:
+    """A node or draft, or the value that it is: compilers would copy it."""
+    return unturned(uncut(part))
+
+
+def uncut(part: Node | Draft) -> Node | Draft:
+    """A node or draft, or the value whose slices it joins again, one after the other: all of it."""
+    if part.target is not aten.cat.default:
+        return part
+    pieces, dim = _arguments(part)[0], _dim_of_cat(part)
+    source: Node | Draft | None = None
+    stop = 0
+    for piece in pieces:
+        found = _slice(piece, dim)
+        if found is None or found[1] != stop or (source is not None and found[0] is not source):
+            return part
+        source, _, stop = found
+    is_whole = source is not None and value_of(source).shape[dim] == stop
+    return part if source is None or not is_whole else source
+
+
+def _dim_of_cat(part: Node | Draft) -> int:
+    dims = _arguments(part)[1:]
+    dim: int = (dims[0] if dims else 0) % value_of(part).ndim
+    return dim
+
+
+def _slice(part: Any, dim: int) -> tuple[Node | Draft, int, int] | None:
+    """What a value is a slice of along a dimension, with its known beginning and end."""
+    if not is_value(part) or part.target is not aten.slice.Tensor or len(_arguments(part)) != 4:  # others have a step
+        return None
+    source, along, first, last = _arguments(part)
+    size = value_of(source).shape[dim]
+    if along % value_of(source).ndim != dim or not all(isinstance(number, int) for number in (first, last, size)):
+        return None
+    return source, first, min(last, size)
 
 
 def unturned(part: Node | Draft) -> Node | Draft:
