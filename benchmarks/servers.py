@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from layer import compiled
 from results import Results, Row, console, finish, parser, without_caches
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 import mla_fx
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from lib.layers import in_type
 from lib.zoo import parts, servers
 from lib.zoo.sizes import Sizes
 
@@ -49,11 +50,6 @@ STYLES: dict[str, Callable[[], tuple[Any, ...]]] = {
 TOLERANCE = 0.03  # of the largest number, in bfloat16
 
 
-def narrow(value: Any) -> Any:
-    """Its own copy, in bfloat16."""
-    return tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x.clone(), value)
-
-
 @torch.no_grad()
 def race(name: str, dynamic: bool, rounds: int) -> tuple[float, float]:
     """Median milliseconds of mla_fx and of stock Inductor."""
@@ -66,8 +62,8 @@ def race(name: str, dynamic: bool, rounds: int) -> tuple[float, float]:
     given, took = STYLES[name](), ([], [])
     backends = mla_fx.get_backend(target="inductor"), "inductor"
     steps = [compiled(run, backend=backend, dynamic=dynamic) for backend in backends]
-    kept = [narrow(given) for _ in steps]
-    exact = copy.deepcopy(layer).float()(*tree_map_only(torch.Tensor, wide, narrow(given)))
+    kept = [in_type(given, torch.bfloat16) for _ in steps]
+    exact = copy.deepcopy(layer).float()(*in_type(kept[0], torch.float32))
     for turn in range(rounds + 2):
         for step, arguments, times in zip(steps, kept, took, strict=True):
             start = time.perf_counter()
@@ -77,10 +73,6 @@ def race(name: str, dynamic: bool, rounds: int) -> tuple[float, float]:
                 check(name, output, exact)
     ours, stock = map(statistics.median, took)
     return ours, stock
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.is_floating_point() else x
 
 
 def check(name: str, output: Any, exact: Any) -> None:

@@ -16,7 +16,7 @@ from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
 from . import limits
-from .rows_of_keys import PAGES, key_lengths, keys_of, refuse_masks
+from .rows_of_keys import PAGES, key_lengths, keys_of
 from .surface import A2, A3, Surface
 
 OPERATOR = "lightning_index"
@@ -39,7 +39,9 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
         raise NoMatch(f"scale is {a.scale:.6g}; {KERNEL} takes none, and leaving out a positive one changes no choice")
     if a.fill is not None:
         raise NoMatch(f"hidden scores are {a.fill:.6g}; {KERNEL} takes minus infinity")
-    refuse_masks(a, KERNEL)
+    if a.mask is not None:
+        takes = f"{KERNEL} takes the length of each sequence, and the mask is not provably causal"
+        raise NoMatch(f"mask is a tensor; {takes}")
     if a.block_table is not None:
         limits.page_size("key", a.key.shape[1], KERNEL, PAGES)
     return plain

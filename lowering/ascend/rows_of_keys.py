@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.pages import context_of
 
 from .latent_attention import from_start
 
 PAGES = range(16, 1025, 16)
 ALL, RIGHT_DOWN = 0, 3  # the sparse modes in which a row sees all keys, or one less than the row after it
-
-
-def refuse_masks(a: Any, kernel: str) -> None:
-    """Raises NoMatch for masks that a kernel does not take."""
-    if a.mask is not None:
-        takes = f"{kernel} takes the length of each sequence, and the mask is not provably causal"
-        raise NoMatch(f"mask is a tensor; {takes}")
 
 
 def key_lengths(a: Any, cache: Tensor) -> tuple[Tensor | None, int]:

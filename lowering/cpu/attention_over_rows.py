@@ -12,6 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
+from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, strides
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
@@ -33,7 +34,7 @@ def check_served(query: Tensor, kv_cache: Tensor, block_table: Tensor | None) ->
     is_small = scores is not None and scores <= MANY_SCORES
     if block_table is None and (is_small or kv_cache.dtype != torch.bfloat16):
         raise NoMatch("for contexts in one piece, the kernel is for many scores of bfloat16")
-    if _library() is None:
+    if not is_built():
         raise NoMatch("its C++ kernel was not built")
 
 
@@ -46,15 +47,11 @@ def _library() -> Any:
     return built(__file__, "attention over pages")
 
 
-def fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    return a.kv_cache.new_empty(a.query.shape), latent_attention_with_lse.fake(a)[1]
-
-
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
     """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
-    if a.kv_cache.dtype not in DTYPES or _library() is None:  # the check of a rewrite computes in float64
+    if a.kv_cache.dtype not in DTYPES or not is_built():  # the check of a rewrite computes in float64
         return latent_attention.body(a), latent_attention_with_lse.body(replace(a, sinks=None))[1]
-    out, lse = fake(a)
+    out, lse = results(a)
     run_into(a, out, lse)
     return out, lse
 
@@ -64,24 +61,11 @@ def run_into(a: Arguments, out: Tensor, lse: Tensor, values: Tensor | None = Non
     if out.numel() == 0:
         return
     rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
-    query, rope, kv_cache, kr_cache, table = map(_in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
-    sinks, values = None if a.sinks is None else a.sinks.float().contiguous(), _in_rows(values)
-    held = query, rope, kv_cache, kr_cache, table, _lengths(a), _mask(a), sinks, values, out, lse  # until it has run
+    query, rope, kv_cache, kr_cache, table = map(in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
+    sinks, values = None if a.sinks is None else a.sinks.float().contiguous(), in_rows(values)
+    held = query, rope, kv_cache, kr_cache, table, lengths_of(a), mask_of(a), sinks, values, out, lse  # while it runs
     if _library().attention_over_rows(_call(a, held), DTYPES[kv_cache.dtype]):
         latent_attention.check(a)  # which says what is wrong with the table
-
-
-def _lengths(a: Arguments) -> Tensor | None:
-    return torch.tensor([a.query.shape[1]]) if a.is_causal else a.context_lens
-
-
-def _mask(a: Arguments) -> Tensor | None:
-    """[B, N, S, T] in bool or float32."""
-    if a.mask is None:
-        return None
-    batch, steps, heads, _ = a.query.shape
-    mask = a.mask if a.mask.dtype == torch.bool else a.mask.float()
-    return mask.expand(batch, heads, steps, context_of(a.kv_cache, a.block_table))
 
 
 def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
@@ -93,28 +77,19 @@ def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
     return CALL.pack(
         *(0 if value is None else value.data_ptr() for value in held),
         *(batch, steps, heads, context, rank, 0 if query_rope is None else query_rope.shape[3], out.shape[3]),
-        *(*_strides(query, 3), *_strides(query_rope, 3)),
+        *(*strides(query, 3), *strides(query_rope, 3)),
         *(kv_cache.stride(0), kv_cache.stride(-2), kv_cache.shape[0]),
-        *(*_strides(kr_cache, 2), 0 if kr_cache is None else kr_cache.shape[0]),
-        *(kv_cache.shape[-2], *_strides(table, 1), table is not None and table.dtype == torch.int32),
-        0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0),
-        *(*_strides(mask, 4), mask is not None and mask.dtype == torch.bool),
+        *(*strides(kr_cache, 2), 0 if kr_cache is None else kr_cache.shape[0]),
+        *(kv_cache.shape[-2], *strides(table, 1), table is not None and table.dtype == torch.int32),
+        *strides(lengths, 1),
+        *(*strides(mask, 4), mask is not None and mask.dtype == torch.bool),
         *((0,) * 4 if values is None else (kv_cache.stride(1), *values.stride()[:3])),
         *(a.fill is not None, query.dtype != kv_cache.dtype),
         *(a.scale, 0.0 if a.fill is None else min(max(a.fill, -LARGEST), LARGEST), share(context)),
     )
 
 
-def _in_rows(value: Tensor | None) -> Any:
-    """A tensor whose rows are in one piece of memory."""
-    return value if value is None or value.stride(-1) == 1 else value.contiguous()
-
-
-def _strides(value: Tensor | None, count: int) -> Sequence[int]:
-    return (0,) * count if value is None else value.stride()[:count]
-
-
-operator = define_lean_on(Arguments, "attention_over_rows", run, fake, returns=("out", "lse"))
+operator = define_lean_on(Arguments, "attention_over_rows", run, results, returns=("out", "lse"))
 
 
 def attend(a: Arguments) -> Tensor:

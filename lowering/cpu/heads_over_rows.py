@@ -7,11 +7,13 @@ from torch import Tensor
 
 from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
 from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse
+from mla_fx.ops.emitted.attention import aligned
 from mla_fx.ops.emitted.mla_attention import Arguments, unpaged
 from mla_fx.ops.emitted.pages import context_of
-from mla_fx.ops.emitted.tiled_attention import count_of_scores, parts, seen_keys
+from mla_fx.ops.emitted.tiled_attention import count_of_scores, last_seen, parts
 
 from . import attention_over_rows
+from .cut import of_heads, of_sequences
 
 EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is taken anew for larger ones
 FEW_SCORES = 2**20  # measured: loops take no longer for these
@@ -37,15 +39,16 @@ def attend(a: Arguments) -> Tensor:
 def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same as the expanded form of mla_attention.with_lse, whose logarithms leave out sinks."""
     a, (out, lse) = unpaged(a), mla_attention_with_lse.fake(a)
+    a = replace(a, mask=None if a.mask is None else aligned(a.mask, rows_first=False))
     weight = _one_weight(a.weight_uk, a.weight_uv)
     heads, width = weight.shape[:2]
     of_head = max(1, a.kv_cache.shape[1] * width)
     for first, last in parts(out.shape[0], max(1, EXPANDED // max(1, of_head * heads))):
-        some = _of_sequences(a, slice(first, last))
+        some = _up_to_last_key(of_sequences(a, slice(first, last)))
         for first_head, last_head in parts(heads, max(1, EXPANDED // of_head)):
-            own = slice(first, last), slice(None), slice(first_head, last_head)
-            part, sums = _of_heads(some, weight[own[2]], own[2])
-            out[own], lse[own] = part, sums
+            own = slice(first_head, last_head)
+            part, sums = _of_heads(of_heads(some, own), weight[own])
+            out[first:last, :, own], lse[first:last, :, own] = part, sums
     return out, lse
 
 
@@ -59,46 +62,30 @@ def _one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:
     return torch.cat((weight_uk, weight_uv), 1)
 
 
-def _of_sequences(a: Arguments, some: slice) -> Arguments:
-    """The same for some sequences, up to the last key that a row of one sees."""
-    q_rope = None if a.q_rope is None else a.q_rope[some]
-    lens = a.context_lens if a.context_lens is None or len(a.context_lens) == 1 else a.context_lens[some]
-    mask = None if a.mask is None else a.mask[(None,) * (4 - a.mask.dim())]
-    mask = mask if mask is None or mask.shape[0] == 1 else mask[some]
-    a = replace(a, q_nope=a.q_nope[some], q_rope=q_rope, context_lens=lens, mask=mask)
+def _up_to_last_key(a: Arguments) -> Arguments:
+    """The same without the keys that no row sees behind the last one that is seen."""
     end = _end(a)
-    kr_cache = None if a.kr_cache is None else a.kr_cache[some, :end]
-    mask = None if mask is None else mask[..., :end]
-    return replace(a, kv_cache=a.kv_cache[some, :end], kr_cache=kr_cache, mask=mask)
+    kr_cache = None if a.kr_cache is None else a.kr_cache[:, :end]
+    mask = None if a.mask is None else a.mask[..., :end]
+    return replace(a, kv_cache=a.kv_cache[:, :end], kr_cache=kr_cache, mask=mask)
 
 
 def _end(a: Arguments) -> int:
-    """The number of keys up to the last one that a row sees, at least one if there are keys."""
     steps, context = a.q_nope.shape[1], a.kv_cache.shape[1]
     if a.fill is not None:
         return context
     if a.context_lens is not None:
         return min(context, max(1, int(a.context_lens.max())))
-    if a.is_causal:
-        return min(steps, context)
-    seen = seen_keys(a.mask)
-    if seen is None or seen.shape[1] == 1:
-        return context
-    places = seen.any(0).flatten().nonzero()
-    return int(places[-1]) + 1 if len(places) else 1
+    return min(steps, context) if a.is_causal else last_seen(a.mask, context)
 
 
-def _of_heads(a: Arguments, weight: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-    """[B, S, N, Dv] and [B, S, N] of some heads, whose weights are [N, D + Dv, R]."""
+def _of_heads(a: Arguments, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, S, N, Dv] and [B, S, N] for weights [N, D + Dv, R]."""
     batch, end, rank = a.kv_cache.shape
     both = (a.kv_cache.reshape(-1, rank) @ weight.reshape(-1, rank).mT).view(batch, end, *weight.shape[:2])
-    both = both.transpose(1, 2)
-    keys, values = torch.split(both, [a.weight_uk.shape[1], a.weight_uv.shape[1]], -1)
-    query, q_rope = a.q_nope[:, :, heads], None if a.q_rope is None else a.q_rope[:, :, heads]
-    mask = a.mask if a.mask is None or a.mask.shape[1] == 1 else a.mask[:, heads]
-    operands = query, q_rope, keys, a.kr_cache, mask, a.context_lens, None if a.sinks is None else a.sinks[heads]
+    keys, values = torch.split(both.transpose(1, 2), [a.weight_uk.shape[1], a.weight_uv.shape[1]], -1)
+    operands = a.q_nope, a.q_rope, keys, a.kr_cache, a.mask, a.context_lens, a.sinks
     own = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
-    out = query.new_empty(*query.shape[:3], values.shape[3])
-    lse = out.new_empty(out.shape[:3], dtype=torch.float32)
+    out, lse = mla_attention_with_lse.fake(a)
     attention_over_rows.run_into(own, out, lse, values)
     return out, lse

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import lightning_index
+from mla_fx.ops.emitted import kernel_operands, lightning_index
 from mla_fx.ops.emitted.attention import aligned
 from mla_fx.ops.emitted.lightning_index import Arguments, chosen, in_parts
 from mla_fx.ops.emitted.pages import context_of
@@ -58,7 +58,7 @@ def index_scores(a: Arguments) -> Tensor:
     out = a.query.new_empty(batch, steps, context, dtype=torch.float32)
     if out.numel() == 0:
         return out
-    query, key = (value if value.stride(-1) == 1 else value.contiguous() for value in (a.query, a.key))
+    query, key = map(kernel_operands.in_rows, (a.query, a.key))
     weights = (a.weights.float() * a.scale).contiguous()
     table = None if a.block_table is None else a.block_table.contiguous()
     mask = None if a.mask is None else (a.mask if a.mask.dtype == torch.bool else a.mask.float())

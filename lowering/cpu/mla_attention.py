@@ -26,7 +26,7 @@ OPERATOR = "mla_attention"
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     chooses = is_chosen_at_run_time(a)
     if not chooses and not is_absorbed(a):
-        if not _is_called(a):
+        if _is_small(a) or not _is_better_called(a):
             raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
         return chosen_by_call
     check_served(a.q_nope, a.kv_cache, a.block_table)
@@ -39,11 +39,15 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     return chosen
 
 
-def _is_called(a: Arguments) -> bool:
-    """Whether the expanded form is a call, and not compiled."""
-    if heads_over_rows.is_fast(a):
-        return heads_over_rows.has_many_scores(a)
-    return a.q_nope.device.type == "cpu" and is_masked(a) and not has_few_scores(a)
+def _is_small(a: Arguments) -> bool:
+    """Whether nothing is faster than products that store all scores."""
+    return not heads_over_rows.has_many_scores(a) if heads_over_rows.is_fast(a) else has_few_scores(a)
+
+
+def _is_better_called(a: Arguments) -> bool:
+    """Whether the expanded form is a call, rather than compiled: compiled code would store a mask in another dtype, and
+    read keys that it hides."""
+    return heads_over_rows.is_fast(a) or (a.q_nope.device.type == "cpu" and is_masked(a))
 
 
 def absorbed_over_rows(a: Arguments) -> Tensor:
@@ -51,14 +55,12 @@ def absorbed_over_rows(a: Arguments) -> Tensor:
 
 
 def chosen(a: Arguments) -> Tensor:
-    """Both forms are compiled. The expanded one under a mask is called: compiled code would store the mask in another
-    dtype, and read keys that it hides."""
-    is_called = is_masked(a) or heads_over_rows.is_fast(a)
-    return at_run_time(a, chosen_by_call if is_called else tiled, absorbed_over_rows)
+    """Both forms are traced."""
+    return at_run_time(a, chosen_by_call if _is_better_called(a) else tiled, absorbed_over_rows)
 
 
 def _run(a: Arguments) -> Tensor:
-    if is_absorbed(a) or (has_few_scores(a) and not _is_called(a)):
+    if is_absorbed(a) or _is_small(a):
         return mla_attention.kernel(a, lambda latent: run(latent)[0])
     return prompts.in_parts(a)
 

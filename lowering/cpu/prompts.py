@@ -8,9 +8,10 @@ from torch import Tensor
 from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.attention import aligned, as_mask
 from mla_fx.ops.emitted.mla_attention import Arguments, joined, unpaged
-from mla_fx.ops.emitted.tiled_attention import attend, mask_of_rows, parts, seen_keys
+from mla_fx.ops.emitted.tiled_attention import attend, last_seen, mask_of_rows, parts, seen_keys
 
 from . import heads_over_rows
+from .cut import of_heads, of_sequences
 
 KEYS = 2**22  # elements of keys that are expanded at a time; measured: memory is taken anew for larger ones
 ROWS = 1024  # query tokens; measured: PyTorch's kernel takes a third longer per row with a quarter as many
@@ -21,26 +22,11 @@ def in_parts(a: Arguments) -> Tensor:
     if heads_over_rows.is_fast(a):
         return heads_over_rows.attend(a)
     a, out = unpaged(a), mla_attention.fake(a)
-    mask = _mask(a)
+    a = replace(a, mask=_mask(a), context_lens=None, is_causal=False)
     for sequence in range(out.shape[0]):
-        own = mask if mask is None or mask.shape[0] == 1 else mask[sequence : sequence + 1]
-        _of_sequence(_cut(a, 0, sequence, sequence + 1), own, out[sequence : sequence + 1])
+        some = slice(sequence, sequence + 1)
+        _of_sequence(of_sequences(a, some), out[some])
     return out
-
-
-def _of_sequence(a: Arguments, mask: Tensor | None, out: Tensor) -> None:
-    steps, heads, width = a.q_nope.shape[1:]
-    seen, tiles = seen_keys(mask), [(*rows, _end(a, mask, *rows)) for rows in parts(steps, ROWS)]
-    for first_head, last_head in parts(heads, max(1, KEYS // (a.kv_cache.shape[1] * width))):
-        query, key, value = joined(_cut(a, 2, first_head, last_head), seen)
-        own = mask if mask is None or mask.shape[1] == 1 else mask[:, first_head:last_head]
-        sinks = None if a.sinks is None else a.sinks[first_head:last_head]
-        for first, last, end in tiles:
-            shown = mask_of_rows(own, first, last)
-            shown = None if shown is None else shown[..., :end]
-            given = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
-            part = attend(*given, shown, a.scale, False, a.fill, sinks)
-            out[:, first:last, first_head:last_head] = part.transpose(1, 2)
 
 
 def _mask(a: Arguments) -> Tensor | None:
@@ -50,21 +36,22 @@ def _mask(a: Arguments) -> Tensor | None:
     return None if mask is None else aligned(mask, rows_first=False).expand(-1, -1, -1, context)
 
 
-def _end(a: Arguments, mask: Tensor | None, first: int, last: int) -> int:
-    """The number of keys up to the last one that one of the rows sees, at least one."""
-    seen = None if a.fill is not None else seen_keys(mask_of_rows(mask, first, last))
-    if seen is None:
-        return a.kv_cache.shape[1]
-    places = seen.any(0).flatten().nonzero()
-    return int(places[-1]) + 1 if len(places) else 1
+def _of_sequence(a: Arguments, out: Tensor) -> None:
+    steps, heads, width = a.q_nope.shape[1:]
+    context, seen = a.kv_cache.shape[1], seen_keys(a.mask)
+    tiles = [(first, last, _end(a, first, last)) for first, last in parts(steps, ROWS)]
+    for first_head, last_head in parts(heads, max(1, KEYS // (context * width))):
+        own = of_heads(a, slice(first_head, last_head))
+        query, key, value = joined(own, seen)
+        for first, last, end in tiles:
+            shown = mask_of_rows(own.mask, first, last)
+            shown = None if shown is None else shown[..., :end]
+            given = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
+            part = attend(*given, shown, a.scale, False, a.fill, own.sinks)
+            out[:, first:last, first_head:last_head] = part.transpose(1, 2)
 
 
-def _cut(a: Arguments, dim: int, first: int, last: int) -> Arguments:
-    """The same for some sequences, dimension 0, or some heads, dimension 2."""
-    part, count = slice(first, last), last - first
-    q_rope = None if a.q_rope is None else a.q_rope.narrow(dim, first, count)
-    a = replace(a, q_nope=a.q_nope.narrow(dim, first, count), q_rope=q_rope)
-    if dim == 2:
-        return replace(a, weight_uk=a.weight_uk[part], weight_uv=a.weight_uv[part])
-    kr_cache = None if a.kr_cache is None else a.kr_cache[part]
-    return replace(a, kv_cache=a.kv_cache[part], kr_cache=kr_cache)
+def _end(a: Arguments, first: int, last: int) -> int:
+    """How many keys some rows read."""
+    context = a.kv_cache.shape[1]
+    return context if a.fill is not None else last_seen(mask_of_rows(a.mask, first, last), context)

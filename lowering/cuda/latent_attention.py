@@ -6,8 +6,7 @@ from torch import Tensor
 
 from mla_fx.ops.emitted.latent_attention import Arguments
 
-from .served import check_served
-from .split_keys import operator
+from .split_keys import attend, check_served
 
 OPERATOR = "latent_attention"
 
@@ -15,8 +14,3 @@ OPERATOR = "latent_attention"
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     check_served(a.query, a.kv_cache, a.query.shape[1])
     return attend
-
-
-def attend(a: Arguments) -> Tensor:
-    out: Tensor = operator(a)[0]
-    return out

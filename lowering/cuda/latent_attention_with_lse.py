@@ -6,8 +6,7 @@ from torch import Tensor
 
 from mla_fx.ops.emitted.latent_attention import Arguments
 
-from .served import check_served
-from .split_keys import operator
+from .split_keys import attend_with_lse, check_served
 
 OPERATOR = "latent_attention.with_lse"
 
@@ -15,8 +14,3 @@ OPERATOR = "latent_attention.with_lse"
 def lower(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
     check_served(a.query, a.kv_cache, a.query.shape[1])
     return attend_with_lse
-
-
-def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    out, lse = operator(a)
-    return out, lse

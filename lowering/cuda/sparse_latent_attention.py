@@ -6,8 +6,7 @@ from torch import Tensor
 
 from mla_fx.ops.emitted.sparse_latent_attention import Arguments, over_rows
 
-from .served import check_served
-from .split_keys import operator
+from .split_keys import attend, check_served
 
 OPERATOR = "sparse_latent_attention"
 
@@ -18,6 +17,4 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 
 def attend_chosen(a: Arguments) -> Tensor:
-    out, _ = operator(over_rows(a))
-    shaped: Tensor = out.view(a.query.shape)
-    return shaped
+    return attend(over_rows(a)).view(a.query.shape)

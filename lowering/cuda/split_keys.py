@@ -6,6 +6,7 @@ rotary columns, P parts. A latent is loaded once, for the scores and as a value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,16 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import latent_attention_with_lse
+from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, strides
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_COLUMNS = 512  # of latents: sums of more do not fit the registers
+MOST_TOKENS = 16  # of a sequence; more are a prompt, which multiplies more than it reads
 FEWEST = 16  # rows and columns of a product in Triton
 ROWS = 16  # of a program, and
 KEYS = 16  # of a tile, for 512 columns: with twice as many of either, registers spill
 WARPS = 8
 PER_PROCESSOR = 2  # programs for each multiprocessor
+STRIDES = 3, 3, 2, 2, 1, 1, 4  # of each operand, in the order of the kernel
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # as is the function: Triton gives types
@@ -133,27 +139,43 @@ def join_parts(  # type: ignore[no-untyped-def]
     tl.store(out + row * R + column, sums / tl.where(total == 0, 1.0, total), mask=column < R)
 
 
+def check_served(query: Tensor, kv_cache: Tensor, tokens: int) -> None:
+    """Raise NoMatch for a call that the kernel is not for. `tokens` see the same keys."""
+    if query.device.type != "cuda":
+        raise NoMatch("the kernel is for CUDA devices")
+    if kv_cache.dtype not in DTYPES or kv_cache.dim() != 3:
+        raise NoMatch("the kernel is for caches of rows, and at most 32 bits")
+    rank = query.shape[3]
+    if not isinstance(rank, int) or rank > MOST_COLUMNS:
+        raise NoMatch(f"the kernel is for at most {MOST_COLUMNS} columns of a latent")
+    if isinstance(tokens, int) and tokens > MOST_TOKENS:
+        raise NoMatch(f"the kernel is for at most {MOST_TOKENS} new tokens of a sequence")
+
+
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
     """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
-    out, lse = fake(a)
+    out, lse = results(a)
     if out.numel() == 0:
         return out, lse
     batch, steps, heads, rank = a.query.shape
     rows, context = steps * heads, context_of(a.kv_cache, a.block_table)
     blocks = triton.cdiv(rows, ROWS)
     parts = count_of_parts(batch * blocks, context, a.query.device)
-    outs = lse.new_empty(batch, rows, parts, rank)
-    lses = lse.new_empty(batch, rows, parts)
-    given = *operands(a), outs, lses, *numbers(a, parts)
-    attend_to_part[(blocks, parts, batch)](*given, **constants(a), num_warps=WARPS)
+    outs, lses = lse.new_empty(batch, rows, parts, rank), lse.new_empty(batch, rows, parts)
+    given = operands(a)
+    attend_to_part[(blocks, parts, batch)](
+        *(a.query if value is None else value for value in given),  # where there is none, the query is not read
+        *(outs, lses),
+        *(stride for value, count in zip(given, STRIDES, strict=True) for stride in strides(value, count)),
+        *(steps, heads, context, a.kv_cache.shape[1], a.kv_cache.shape[0], parts),
+        *(a.scale, float("-inf") if a.fill is None else a.fill),
+        **constants(a, given),
+        num_warps=WARPS,
+    )
     sinks = lses if a.sinks is None else a.sinks.contiguous()
     powers = _columns(rank), triton.next_power_of_2(parts)
     join_parts[(batch * rows,)](outs, lses, sinks, out, lse, heads, parts, rank, *powers, a.sinks is not None)
     return out, lse
-
-
-def fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    return a.kv_cache.new_empty(a.query.shape), latent_attention_with_lse.fake(a)[1]
 
 
 def count_of_parts(tasks: int, context: int, device: torch.device) -> int:
@@ -163,63 +185,29 @@ def count_of_parts(tasks: int, context: int, device: torch.device) -> int:
     return max(1, min(int(wanted), -(-context // KEYS)))
 
 
-def operands(a: Arguments) -> tuple[Tensor, ...]:
-    """The tensors in the order of the kernel. Where there is none, the query is, which is not read."""
+def operands(a: Arguments) -> tuple[Tensor | None, ...]:
+    """The tensors in the order of the kernel."""
     rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
-    in_rows = map(_in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
-    return tuple(a.query if value is None else value for value in (*in_rows, lengths_of(a), mask_of(a)))
+    mask = mask_of(a)
+    shown = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+    return *map(in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table)), lengths_of(a), shown
 
 
-def _in_rows(value: Tensor | None) -> Tensor | None:
-    """A tensor whose rows are in one piece of memory."""
-    return value if value is None or value.stride(-1) == 1 else value.contiguous()
-
-
-def lengths_of(a: Arguments) -> Tensor | None:
-    """[B] or [1]: with is_causal, row s sees the keys t <= s."""
-    return a.query.new_full((1,), a.query.shape[1], dtype=torch.int64) if a.is_causal else a.context_lens
-
-
-def mask_of(a: Arguments) -> Tensor | None:
-    """[B, N, S, T], with strides of zero where it broadcasts."""
-    if a.mask is None:
-        return None
-    batch, steps, heads, _ = a.query.shape
-    mask = a.mask.view(torch.uint8) if a.mask.dtype == torch.bool else a.mask.float()
-    return mask.expand(batch, heads, steps, context_of(a.kv_cache, a.block_table))
-
-
-def numbers(a: Arguments, parts: int) -> tuple[Any, ...]:
-    query, rope, kv_cache, kr_cache, table, lengths, mask = operands(a)
-    has_rope, has_table = a.query_rope is not None, a.block_table is not None
-    context = context_of(a.kv_cache, a.block_table)
-    return (
-        *query.stride()[:3],
-        *(rope.stride()[:3] if has_rope else (0, 0, 0)),
-        *kv_cache.stride()[:2],
-        *(kr_cache.stride()[:2] if has_rope else (0, 0)),
-        table.stride(0) if has_table else 0,
-        0 if lengths_of(a) is None or lengths.shape[0] == 1 else lengths.stride(0),
-        *(mask.stride() if a.mask is not None else (0, 0, 0, 0)),
-        *(query.shape[1], query.shape[2], context, kv_cache.shape[1], kv_cache.shape[0], parts),
-        *(a.scale, float("-inf") if a.fill is None else a.fill),
-    )
-
-
-def constants(a: Arguments) -> dict[str, Any]:
-    rotary = 0 if a.query_rope is None else a.query_rope.shape[3]
+def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
+    rank, rotary = a.query.shape[3], 0 if a.query_rope is None else a.query_rope.shape[3]
+    *_, table, lengths, mask = given
     return {
-        "R": a.query.shape[3],
+        "R": rank,
         "DR": rotary,
-        "COLUMNS": _columns(a.query.shape[3]),
+        "COLUMNS": _columns(rank),
         "ROTARY": 0 if rotary == 0 else _columns(rotary),
         "ROWS": ROWS,
         "KEYS": KEYS,
-        "HAS_TABLE": a.block_table is not None,
-        "HAS_LENGTHS": lengths_of(a) is not None,
+        "HAS_TABLE": table is not None,
+        "HAS_LENGTHS": lengths is not None,
         "HAS_FILL": a.fill is not None,
-        "HAS_MASK": a.mask is not None,
-        "IS_BOOL": a.mask is not None and a.mask.dtype == torch.bool,
+        "HAS_MASK": mask is not None,
+        "IS_BOOL": mask is not None and mask.dtype == torch.uint8,
         "PRECISION": "ieee",
     }
 
@@ -229,4 +217,15 @@ def _columns(count: int) -> int:
     return max(FEWEST, int(triton.next_power_of_2(count)))
 
 
-operator = define_lean_on(Arguments, "attention_over_split_keys", run, fake, returns=("out", "lse"), device="CUDA")
+operator = define_lean_on(Arguments, "attention_over_split_keys", run, results, returns=("out", "lse"), device="CUDA")
+
+
+def attend(a: Arguments) -> Tensor:
+    """The same as latent_attention."""
+    return attend_with_lse(a)[0]
+
+
+def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The same as latent_attention.with_lse."""
+    out, lse = operator(a)
+    return out, lse

@@ -93,7 +93,8 @@ def uncut(part: Node | Draft) -> Node | Draft:
     """A node or draft, or the value whose slices it joins again, one after the other: all of it."""
     if part.target is not aten.cat.default:
         return part
-    pieces, dim = _arguments(part)[0], _dim_of_cat(part)
+    given = [*_arguments(part), part.kwargs.get("dim", 0)]
+    pieces, dim = given[0], given[1] % value_of(part).ndim
     source: Node | Draft | None = None
     stop = 0
     for piece in pieces:
@@ -101,14 +102,7 @@ def uncut(part: Node | Draft) -> Node | Draft:
         if found is None or found[1] != stop or (source is not None and found[0] is not source):
             return part
         source, _, stop = found
-    is_whole = source is not None and value_of(source).shape[dim] == stop
-    return part if source is None or not is_whole else source
-
-
-def _dim_of_cat(part: Node | Draft) -> int:
-    dims = _arguments(part)[1:]
-    dim: int = (dims[0] if dims else 0) % value_of(part).ndim
-    return dim
+    return part if source is None or value_of(source).shape[dim] != stop else source
 
 
 def _slice(part: Any, dim: int) -> tuple[Node | Draft, int, int] | None:

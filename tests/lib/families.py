@@ -171,6 +171,15 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(3, SIZES["vocab_size"], shape)
 
 
+def mark_steps(ids: torch.Tensor, held: Any, most: int) -> None:
+    """Say to Dynamo that a step has any number of tokens up to `most`, except one, and that a growing cache grows."""
+    if ids.shape[1] > 1:
+        torch._dynamo.mark_dynamic(ids, 1, min=2, max=most)
+    for layer in held.layers if isinstance(held, DynamicCache) else ():
+        torch._dynamo.mark_dynamic(layer.keys, 2)
+        torch._dynamo.mark_dynamic(layer.values, 2)
+
+
 class Recorder(TorchDispatchMode):
     """A backend that keeps the report of every graph, and the operators that its last call ran."""
 

@@ -1,16 +1,16 @@
 """Merges of two parts that are right, and twins that are not: all stay the program's, and both parts fuse."""
 
-import warnings
-
 import pytest
 import torch
 from lib.comparing import check_same
 from lib.layers import QUIET, Reporting
 from lib.zoo import parts, servers
 
-import mla_fx
-
-pytestmark = [pytest.mark.slow, *(pytest.mark.filterwarnings(line) for line in QUIET)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_gradients"),
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+]
 FUSED = {"mla_prolog": 1, "latent_attention": 2}
 LOG_2 = 0.6931471805599453
 
@@ -20,29 +20,15 @@ class Merged(parts.Shards):
 
     def __init__(self, merge):
         super().__init__()
-        self.merge = merge
-
-    def forward(self, x, positions, caches):
-        q_nope, q_pe, *rows = self.rows(x, positions)
-        for cache, new in zip(caches, rows, strict=True):
-            cache[torch.arange(new.shape[0])[:, None], positions] = new
-        found = [self.absorbed(q_nope, q_pe, *part) for part in self.parts(positions, caches)]
-        out = self.merge(*(torch.stack(values) for values in zip(*found, strict=True)))
-        return self.project(self.expand(out))
-
-    def parts(self, positions, caches):
-        for rank in range(self.RANKS):
-            places = rank + self.RANKS * torch.arange(caches[0][:, rank :: self.RANKS].shape[1])
-            yield *(cache[:, rank :: self.RANKS] for cache in caches), places <= positions.unsqueeze(-1)
+        self.joined = merge
 
 
 class Overlapping(Merged):
     """Keys from 4 to 8 belong to both parts."""
 
-    def parts(self, positions, caches):
+    def shards(self, cache):
         for some in (slice(0, 8), slice(4, None)):
-            places = torch.arange(caches[0].shape[1])[some]
-            yield *(cache[:, some] for cache in caches), places <= positions.unsqueeze(-1)
+            yield some, torch.arange(cache.shape[1])[some]
 
 
 def shared(outs, shares):
@@ -97,14 +83,6 @@ MERGES = {
     "the larger one alone": lambda outs, lses: torch.where((lses[0] > lses[1]).unsqueeze(-1), outs[0], outs[1]),
     "the first logarithm for both": lambda outs, lses: shared(outs, (lses[:1] - lses.logsumexp(0)).exp()),
 }
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", mla_fx.MlaWarning)
-        yield
 
 
 @pytest.mark.parametrize("name", MERGES)

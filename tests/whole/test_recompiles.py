@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from lib.families import Recorder, cache_tensors, empty_cache, tiny_model, tokens
+from lib.families import Recorder, cache_tensors, empty_cache, mark_steps, tiny_model, tokens
 from torch._dynamo import lookup_backend
 
 from mla_fx.graph.torch_private import detect_fake_mode, guards
@@ -108,11 +108,7 @@ def test_chunks_and_drafts_share_a_decode_graph(kind):
         found, held = [], prefilled(kind, 2)
         for count in (16, 3, 1, 8, 2, 1):
             ids = tokens(2, count)
-            if count > 1:
-                torch._dynamo.mark_dynamic(ids, 1, min=2, max=16)
-            for layer in held.layers if kind == "dynamic" else ():
-                torch._dynamo.mark_dynamic(layer.keys, 2)
-                torch._dynamo.mark_dynamic(layer.values, 2)
+            mark_steps(ids, held, most=16)
             found += [run(ids, past_key_values=held).logits, *(tensor.clone() for tensor in cache_tensors(held))]
         return found
 

@@ -1,6 +1,5 @@
 """Layers of servers with symbolic sizes: what fuses, and which symbol is the reason if something does not."""
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,9 +10,7 @@ from lib.zoo import parts, servers
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import Step
 
-import mla_fx
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ALL, EXPANDED = {"mla_prolog": 1, "latent_attention": 1}, {"mla_attention": 3}
 KEY_SIDE = {"kv_rmsnorm_rope_cache": 1}
@@ -41,14 +38,6 @@ SPELLINGS = {
 }
 QUICK = (servers.TokensOfPositions, servers.OneSequence, parts.ChunkedPrompt, parts.SharedPrefix)
 KINDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.campaign]) for kind in SPELLINGS]
-
-
-@pytest.fixture(autouse=True)
-def forget_compilations():
-    torch._dynamo.reset()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", mla_fx.MlaWarning)
-        yield
 
 
 def compared(module, given, dynamic, **options):

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from lib.families import Recorder, cache_tensors, empty_cache, randomise, tiny_model, tokens
+from lib.families import Recorder, cache_tensors, empty_cache, mark_steps, randomise, tiny_model, tokens
 from transformers.modeling_layers import MtpModel
 
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
@@ -48,11 +48,7 @@ def test_steps_that_go_back(kind, steps):
     for number in range(steps):
         count = number + 1 if number < 2 else random.randint(1, 8)
         ids = tokens(2, count)
-        if count > 1:
-            torch._dynamo.mark_dynamic(ids, 1, min=2, max=8)
-        for layer in ours.layers if kind == "dynamic" else ():
-            torch._dynamo.mark_dynamic(layer.keys, 2)
-            torch._dynamo.mark_dynamic(layer.values, 2)
+        mark_steps(ids, ours, most=8)
         expected = tiny()(ids, past_key_values=theirs).logits
         torch.testing.assert_close(run(ids, past_key_values=ours).logits, expected, **EXACT)
         torch.testing.assert_close(cache_tensors(ours), cache_tensors(theirs), **EXACT)

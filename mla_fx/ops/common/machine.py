@@ -5,15 +5,17 @@ import functools
 import torch
 
 
-@functools.cache
 def multiplies_pairs() -> bool:
     """Whether the CPU multiplies pairs of bfloat16 (AVX512_BF16)."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    return capabilities is not None and bool(capabilities().get("avx512_bf16"))
+    return _has("avx512_bf16", if_unknown=False)
+
+
+def multiplies_tiles() -> bool:
+    """Whether the CPU multiplies tiles of bfloat16 (AMX); True where torch cannot say."""
+    return _has("amx_bf16", if_unknown=True)
 
 
 @functools.cache
-def multiplies_tiles() -> bool:
-    """Whether the CPU multiplies tiles of bfloat16 (AMX); True where torch cannot say."""
+def _has(capability: str, *, if_unknown: bool) -> bool:
     capabilities = getattr(torch.cpu, "get_capabilities", None)
-    return capabilities is None or bool(capabilities().get("amx_bf16"))
+    return if_unknown if capabilities is None else bool(capabilities().get(capability))

@@ -102,6 +102,15 @@ def seen_keys(mask: Tensor | None) -> Tensor | None:
     return (mask if mask.dtype == torch.bool else mask != -torch.inf).any(2).any(1).unsqueeze(-1)
 
 
+def last_seen(mask: Tensor | None, context: int) -> int:
+    """The number of keys up to the last one that some row sees: at least one if there are any, all without a mask."""
+    seen = seen_keys(mask)
+    if seen is None or seen.shape[1] == 1:
+        return context
+    places = seen.any(0).flatten().nonzero()
+    return int(places[-1]) + 1 if len(places) else 1
+
+
 def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float | None, sinks: Tensor | None) -> bool:
     """Whether PyTorch's own attention computes the same. `query` may be any tensor of its dtype and device."""
     if sinks is not None or (isinstance(context, int) and context < SHORT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -109,14 +110,22 @@ class Shards(Parts):
         q_nope, q_pe, *rows = self.rows(x, positions)
         for cache, new in zip(caches, rows, strict=True):
             cache[torch.arange(new.shape[0])[:, None], positions] = new
-        parts = []
+        found = [
+            self.absorbed(q_nope, q_pe, *(cache[:, some] for cache in caches), places <= positions.unsqueeze(-1))
+            for some, places in self.shards(caches[0])
+        ]
+        return self.project(self.expand(self.joined(*(torch.stack(values) for values in zip(*found, strict=True)))))
+
+    def shards(self, cache: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of each part, and where these are."""
         for rank in range(self.RANKS):
-            latent, k_pe = (cache[:, rank :: self.RANKS] for cache in caches)
-            places = rank + self.RANKS * torch.arange(latent.shape[1])
-            parts.append(self.absorbed(q_nope, q_pe, latent, k_pe, places <= positions.unsqueeze(-1)))
-        outs, lses = (torch.stack(values) for values in zip(*parts, strict=True))
+            some = slice(rank, None, self.RANKS)
+            yield some, rank + self.RANKS * torch.arange(cache[:, some].shape[1])
+
+    def joined(self, outs: Tensor, lses: Tensor) -> Tensor:
+        """[P,B,S,N,R] and [P,B,S,N] of parts, merged."""
         shares = (lses - lses.logsumexp(0)).exp().nan_to_num(0).unsqueeze(-1)
-        return self.project(self.expand((outs * shares).sum(0)))
+        return (outs * shares).sum(0)
 
 
 class ContextParallel(Parts):

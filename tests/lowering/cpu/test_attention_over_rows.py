@@ -11,7 +11,21 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.kernels import compiled, doubled, draw, error, without_a_compiler
-from lib.operators.harness import samples
+from lib.latent_calls import (
+    DTYPES,
+    HIDDEN,
+    PAGE,
+    POOL,
+    RANK,
+    ROPE,
+    ROUNDING,
+    call,
+    check_means_body,
+    check_no_pages,
+    check_samples,
+    check_strides_and_dtypes,
+    check_unseen_pages_are_not_read,
+)
 from mla_fx.lowering.cpu import attention_over_rows as rows
 
 import mla_fx
@@ -19,36 +33,10 @@ from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse, mla_
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding, at most
-POOL, PAGE, RANK, ROPE = 40, 16, 32, 8
-
-
-def call(batch, tokens, heads, columns, dtype=torch.bfloat16, **options):
-    """Arguments of latent_attention over one pool, in which a row has both parts."""
-    pool = draw(POOL, PAGE, RANK + ROPE).to(dtype)
-    table = torch.randint(-POOL, POOL, (batch, columns), generator=torch.Generator().manual_seed(batch))
-    queries = (draw(batch, tokens, heads, width, seed=1).to(dtype) for width in (RANK, ROPE))
-    given = {"mask": None, "block_table": table, "scale": 0.2, **options}
-    return latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
-
-
-def check_means_body(a):
-    """Both results are as near to the exact ones as the body's, up to one rounding."""
-    out, lse = rows.run(a)
-    exact, exact_lse = latent_attention_with_lse.body(replace(doubled(a), sinks=None))
-    exact = latent_attention.body(doubled(a))
-    assert out.dtype == a.kv_cache.dtype and lse.dtype == torch.float32
-    assert error(out, exact) <= 2 * error(latent_attention.body(a), exact) + ROUNDING[a.kv_cache.dtype]
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-2 if out.dtype != torch.float32 else 1e-4, atol=1e-2)
-
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_sample(dtype):
-    asked = [s for s in samples("latent_attention", dtype) if s.args[2].dim() == 3]
-    for sample in asked:
-        check_means_body(latent_attention.Arguments(*sample.args, **sample.kwargs))
-    assert len(asked) > 10
+    check_samples(rows.run, dtype)
 
 
 SHAPES = {
@@ -58,51 +46,26 @@ SHAPES = {
     "parts of one context": (1, 1, 3, 80),
     "tiles of one context": (1, 3, 2, 37),
 }
-HIDDEN = {
-    "nothing": lambda shape: {},
-    "causal": lambda shape: {"is_causal": True},
-    "ragged": lambda shape: {"context_lens": torch.arange(shape[0]) * 61 + 17},
-    "beyond both ends": lambda shape: {"context_lens": torch.tensor([10**9, -5, 0])[: shape[0]]},
-    "mask of tokens": lambda shape: {"mask": draw(shape[1], shape[3] * PAGE) > 0},
-    "mask of heads": lambda shape: {"mask": draw(shape[2], shape[1], shape[3] * PAGE) > 0, "fill": -1.0},
-    "added": lambda shape: {"mask": draw(shape[0], 1, shape[1], shape[3] * PAGE).bfloat16()},
-    "sinks": lambda shape: {"context_lens": torch.full((1,), 70), "sinks": draw(shape[2])},
-}
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_and_masks(shape, hidden):
     for dtype in DTYPES:
-        check_means_body(call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
+        check_means_body(rows.run, call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
 
 
 def test_tables_and_queries_of_other_strides_and_dtypes():
-    a = call(2, 5, 3, 4)
-    turned = a.block_table.T.contiguous().T
-    for table in (a.block_table.int(), turned, turned.int(), a.block_table[:1].expand(2, -1)):
-        check_means_body(replace(a, block_table=table))
-    by_head = a.query.transpose(1, 2).contiguous().transpose(1, 2)
-    check_means_body(replace(a, query=by_head))
-    check_means_body(replace(a, query=a.query.mT.contiguous().mT, kv_cache=a.kv_cache.mT.contiguous().mT))
-    check_means_body(replace(a, query_rope=None, kr_cache=None))
-    halves = call(2, 5, 3, 4, torch.float16)
-    check_means_body(replace(halves, query=halves.query.float()))  # an absorbed query
+    check_strides_and_dtypes(rows.run)
 
 
 def test_memory_of_pages_that_no_query_sees_is_not_read():
-    a = call(2, 1, 3, 4, context_lens=torch.tensor([5, 20]))
-    a = replace(a, block_table=torch.tensor([[0, 9, 9, 9], [1, 2, 9, 9]]))
-    wanted, _ = rows.run(a)
-    for cache in (a.kv_cache, a.kr_cache):
-        cache[9] = cache[0, 5:] = cache[2, 4:] = torch.nan
-    assert torch.equal(rows.run(a)[0], wanted)
+    check_unseen_pages_are_not_read(rows.run)
 
 
 def test_no_pages_and_no_rows():
+    check_no_pages(rows.run)
     a = call(2, 3, 4, 0)
-    assert torch.equal(rows.run(a)[0], torch.zeros_like(a.query))
-    assert bool(rows.run(a)[1].eq(-torch.inf).all())
     empty = replace(a, kv_cache=a.kv_cache[:, :0], kr_cache=a.kr_cache[:, :0], block_table=torch.zeros(2, 3).long())
     assert torch.equal(rows.run(empty)[0], torch.zeros_like(a.query))
 

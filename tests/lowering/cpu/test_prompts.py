@@ -18,10 +18,10 @@ BATCH, HEADS, STEPS, KEYS, NOPE, RANK, ROPE, VALUE = 2, 5, 30, 48, 16, 24, 8, 12
 SEEN = torch.arange(KEYS) <= torch.arange(STEPS).unsqueeze(-1)
 
 
-def call(dtype=torch.bfloat16, **options):
+def call(dtype=torch.bfloat16, steps=STEPS, keys=KEYS, **options):
     up = draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5
-    queries = (draw(BATCH, STEPS, HEADS, width, seed=1) for width in (NOPE, ROPE))
-    caches = (draw(BATCH, KEYS, width, seed=2) for width in (RANK, ROPE))
+    queries = (draw(BATCH, steps, HEADS, width, seed=1) for width in (NOPE, ROPE))
+    caches = (draw(BATCH, keys, width, seed=2) for width in (RANK, ROPE))
     operands = (value.to(dtype) for value in (*queries, *caches, up[:, :NOPE], up[:, NOPE:]))
     return mla_attention.Arguments(*operands, **{"mask": None, "scale": 0.2, **options})
 
@@ -82,11 +82,7 @@ def test_blocks_of_rows_skip_what_they_do_not_see(steps, kind):
         "lengths": {"context_lens": torch.tensor([600, 3])},
         "first token": {"is_causal": True},
     }
-    up = draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5
-    queries = (draw(BATCH, steps, HEADS, width, seed=1) for width in (NOPE, ROPE))
-    caches = (draw(BATCH, keys, width, seed=2) for width in (RANK, ROPE))
-    operands = (value.bfloat16() for value in (*queries, *caches, up[:, :NOPE], up[:, NOPE:]))
-    a = mla_attention.Arguments(*operands, **{"mask": None, "scale": 0.2, **masks[kind]})
+    a = call(steps=steps, keys=keys, **masks[kind])
     exact = mla_attention.body(doubled(a))
     assert error(heads_over_rows.attend(a), exact) <= 2 * error(mla_attention.body(a), exact)
 

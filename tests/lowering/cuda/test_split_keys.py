@@ -7,29 +7,27 @@ from random import Random
 
 import pytest
 import torch
-from lib.kernels import doubled, draw
-from lib.operators.harness import samples
+from lib import latent_calls
+from lib.kernels import draw
+from lib.latent_calls import (
+    DTYPES,
+    POOL,
+    call,
+    check_means_body,
+    check_no_pages,
+    check_samples,
+    check_strides_and_dtypes,
+    check_unseen_pages_are_not_read,
+)
 
-from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
+from mla_fx.ops.emitted import latent_attention
 
 pytest.importorskip("triton")
 from mla_fx.lowering.cuda import split_keys as kernel
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding, at most
-POOL, PAGE, RANK, ROPE = 40, 16, 32, 8
 DRAWS = 100
-
-
-def call(batch, tokens, heads, columns, dtype=torch.bfloat16, **options):
-    """Arguments of latent_attention over one pool, in which a row has both parts."""
-    pool = draw(POOL, PAGE, RANK + ROPE).to(dtype)
-    table = torch.randint(-POOL, POOL, (batch, columns), generator=torch.Generator().manual_seed(batch))
-    queries = (draw(batch, tokens, heads, width, seed=1).to(dtype) for width in (RANK, ROPE))
-    given = {"mask": None, "block_table": table, "scale": 0.2, **options}
-    return latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
 
 
 def run(a):
@@ -37,41 +35,17 @@ def run(a):
     return kernel.run(replace(a, query=a.query.float()) if a.query.dtype == torch.bfloat16 else a)
 
 
-def check_means_body(a):
-    """Both results are as near to the exact ones as the body's, up to one rounding. What is NaN in a cache is not read:
-    the body gets zeros there."""
-    out, lse = run(a)
-    kr_cache = None if a.kr_cache is None else a.kr_cache.nan_to_num(0)
-    a = replace(a, kv_cache=a.kv_cache.nan_to_num(0), kr_cache=kr_cache)
-    exact, exact_lse = latent_attention_with_lse.body(replace(doubled(a), sinks=None))
-    exact = latent_attention.body(doubled(a))
-    assert out.dtype == a.kv_cache.dtype and lse.dtype == torch.float32
-    off, body_off = ((found.double() - exact).norm() for found in (out, latent_attention.body(a)))
-    assert off <= 2 * body_off + ROUNDING[a.kv_cache.dtype] * exact.norm()
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-2 if out.dtype != torch.float32 else 1e-4, atol=1e-2)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_sample(dtype):
-    asked = [s for s in samples("latent_attention", dtype) if s.args[2].dim() == 3]
-    for sample in asked:
-        check_means_body(latent_attention.Arguments(*sample.args, **sample.kwargs))
-    assert len(asked) > 10
+    check_samples(run, dtype)
 
 
 SHAPES = {"one token": (3, 1, 8, 6), "drafts": (2, 5, 4, 7), "many heads": (1, 2, 40, 5), "long": (1, 1, 3, 40)}
 OTHERS = [shape for shape in SHAPES if shape != "drafts"]
 HIDDEN = {
-    "nothing": lambda shape: {},
-    "causal": lambda shape: {"is_causal": True},
-    "ragged": lambda shape: {"context_lens": torch.arange(shape[0]) * 61 + 17},
+    **latent_calls.HIDDEN,
     "edges of a page": lambda shape: {"context_lens": torch.tensor([16, 32, 1])[: shape[0]]},
-    "beyond both ends": lambda shape: {"context_lens": torch.tensor([10**9, -5, 0])[: shape[0]]},
     "filled": lambda shape: {"context_lens": torch.full((1,), 20), "fill": -1.5},
-    "mask of tokens": lambda shape: {"mask": draw(shape[1], shape[3] * PAGE) > 0},
-    "mask of heads": lambda shape: {"mask": draw(shape[2], shape[1], shape[3] * PAGE) > 0, "fill": -1.0},
-    "added": lambda shape: {"mask": draw(shape[0], 1, shape[1], shape[3] * PAGE).bfloat16()},
-    "sinks": lambda shape: {"context_lens": torch.full((1,), 70), "sinks": draw(shape[2])},
 }
 
 
@@ -79,36 +53,22 @@ HIDDEN = {
 @pytest.mark.parametrize("shape", ["drafts", *(pytest.param(shape, marks=pytest.mark.slow) for shape in OTHERS)])
 def test_shapes_and_masks(shape, hidden):
     for dtype in DTYPES:
-        check_means_body(call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
+        check_means_body(run, call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
 
 
 def test_strides_and_dtypes():
-    a = call(2, 5, 3, 4)
-    turned = a.block_table.T.contiguous().T
-    for table in (a.block_table.int(), turned, a.block_table[:1].expand(2, -1)):
-        check_means_body(replace(a, block_table=table))
-    by_head = a.query.transpose(1, 2).contiguous().transpose(1, 2)
-    check_means_body(replace(a, query=by_head))
-    check_means_body(replace(a, kv_cache=a.kv_cache.mT.contiguous().mT))
-    check_means_body(replace(a, query_rope=None, kr_cache=None))
-    halves = call(2, 5, 3, 4, torch.float16)
-    check_means_body(replace(halves, query=halves.query.float()))  # an absorbed query
+    check_strides_and_dtypes(run)
 
 
 def test_ranks_that_are_no_power_of_two():
     for rank, rope in ((48, 24), (20, 6), (80, 16)):
         queries, caches = ([draw(2, size, 3, width)[:, :, 0] for width in (rank, rope)] for size in (4, 50))
         queries = [query.unsqueeze(2).expand(-1, -1, 3, -1) for query in queries]
-        check_means_body(latent_attention.Arguments(*queries, *caches, None, scale=0.3, is_causal=True))
+        check_means_body(run, latent_attention.Arguments(*queries, *caches, None, scale=0.3, is_causal=True))
 
 
 def test_memory_of_pages_that_no_query_sees_is_not_read():
-    a = call(2, 1, 3, 4, context_lens=torch.tensor([5, 20]))
-    a = replace(a, block_table=torch.tensor([[0, 9, 9, 9], [1, 2, 9, 9]]))
-    wanted, _ = run(a)
-    for cache in (a.kv_cache, a.kr_cache):
-        cache[9] = cache[0, 5:] = cache[2, 4:] = torch.nan
-    assert torch.equal(run(a)[0], wanted)
+    check_unseen_pages_are_not_read(run)
 
 
 def test_numbers_that_are_not_finite():
@@ -122,9 +82,8 @@ def test_numbers_that_are_not_finite():
 
 
 def test_no_keys_and_no_rows():
+    check_no_pages(run)
     a = call(2, 3, 4, 0)
-    assert torch.equal(run(a)[0], torch.zeros_like(a.query))
-    assert bool(run(a)[1].eq(-torch.inf).all())
     none = replace(a, query=a.query[:, :0], query_rope=a.query_rope[:, :0])
     assert run(none)[0].shape == none.query.shape
 
@@ -144,9 +103,15 @@ def test_drawn_calls():
     for seed in range(DRAWS):
         a = drawn(Random(seed))
         try:
-            check_means_body(a)
+            check_means_body(lambda _, a=a: run(a), with_zeros(a))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
+
+
+def with_zeros(a):
+    """The same with zeros in place of NaN, which the kernel does not read and the body does."""
+    kr_cache = None if a.kr_cache is None else a.kr_cache.nan_to_num(0)
+    return replace(a, kv_cache=a.kv_cache.nan_to_num(0), kr_cache=kr_cache)
 
 
 def drawn(random):

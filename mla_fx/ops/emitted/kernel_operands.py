@@ -1,0 +1,44 @@
+"""The operands of latent_attention as kernels take them: addresses with strides, for CPUs and other devices alike.
+
+Letters are those of `latent_attention`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import latent_attention_with_lse
+from .latent_attention import Arguments
+from .pages import context_of
+
+
+def in_rows(value: Tensor | None) -> Any:
+    """A tensor whose rows are in one piece of memory."""
+    return value if value is None or value.stride(-1) == 1 else value.contiguous()
+
+
+def lengths_of(a: Arguments) -> Tensor | None:
+    """context_lens as [B]; with is_causal, what means the same."""
+    batch, steps = a.query.shape[:2]
+    lengths = a.query.new_full((1,), steps, dtype=torch.int64) if a.is_causal else a.context_lens
+    return None if lengths is None else lengths.expand(batch)
+
+
+def mask_of(a: Arguments) -> Tensor | None:
+    """[B, N, S, T] in bool or float32."""
+    if a.mask is None:
+        return None
+    batch, steps, heads, _ = a.query.shape
+    mask = a.mask if a.mask.dtype == torch.bool else a.mask.float()
+    return mask.expand(batch, heads, steps, context_of(a.kv_cache, a.block_table))
+
+
+def strides(value: Tensor | None, count: int) -> Sequence[int]:
+    """The first strides; zeros without a tensor."""
+    return (0,) * count if value is None else value.stride()[:count]
+
+
+def results(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Room for attention, in the dtype of the cache, and for the logarithms."""
+    return a.kv_cache.new_empty(a.query.shape), latent_attention_with_lse.fake(a)[1]
