@@ -17,6 +17,7 @@ constexpr int64_t GROUP_BYTES = 1 << 20;  // of the sums of one task
 constexpr int64_t PART = 256;             // keys of a part, at least: they are worth the sums that it adds
 constexpr int64_t FEW = 16;               // keys whose weights are added up at once
 constexpr int64_t PACKED = 32;            // products take a multiple of so many keys
+constexpr int64_t LANES = Lanes::size();  // and scores are of a multiple of so many query rows
 
 // Strides are in elements, addresses 0 where there is none.
 struct Call {
@@ -125,7 +126,7 @@ class Attention {
 
   template <typename Given>
   void gather_queries(Set of, int64_t first, int64_t last, Number* to) const {
-    std::memset(static_cast<void*>(to), 0, (last - first) * W * sizeof(Number));
+    std::memset(static_cast<void*>(to), 0, rounded_up(last - first, LANES) * W * sizeof(Number));
     for (int64_t m = first; m < last; ++m, to += W) {
       const int64_t s = m / H, n = of.n + m % H;
       copy(reinterpret_cast<const Given*>(a.query) + of.b * a.query_b + s * a.query_s + n * a.query_n, to, a.R);
@@ -139,7 +140,7 @@ class Attention {
     Buffer<Number> given, queries, rows, values, paired, weights;
     Buffer<float> scores, own, maximum, total;
     explicit Scratch(const Attention& of)
-        : given(of.group * of.W), queries(of.group * of.W), rows(of.tile * of.W),
+        : given(rounded_up(of.group, LANES) * of.W), queries(rounded_up(of.group, LANES) * of.W), rows(of.tile * of.W),
           values(of.a.values ? of.tile * of.a.V : 0), paired(pairs ? of.tile * of.a.V : 0), weights(BLOCK * of.tile),
           scores(BLOCK * of.tile), own(of.parts == 1 ? of.group * of.a.V : 0), maximum(of.group), total(of.group) {}
   };
@@ -156,7 +157,7 @@ class Attention {
     if (a.query_is_float) gather_queries<float>(of, first_row, last_row, given.get());
     else gather_queries<Stored>(of, first_row, last_row, given.get());
     for (int64_t row = 0; row < count; row += BLOCK)
-      F::transposed(given.get() + row * W, queries.get() + row * W, std::min(BLOCK, count - row), W);
+      F::transposed(given.get() + row * W, queries.get() + row * W, std::min(BLOCK, rounded_up(count, LANES) - row), W);
     std::fill_n(maximum.get(), count, NOTHING);
     std::fill_n(total.get(), count, 0.0f);
     for (int64_t row = 0; row < count; ++row) std::fill_n(sum + row * sums_row, a.V, 0.0f);
@@ -164,7 +165,7 @@ class Attention {
       const int64_t end = std::min(last, t + tile), padded = rounded_up(end - t, PACKED);
       const Number* right = nullptr;
       for (int64_t row = 0; row < count; row += BLOCK) {
-        const int64_t m = std::min(BLOCK, count - row), at = first_row + row;
+        const int64_t m = std::min(BLOCK, count - row), wide = rounded_up(m, LANES), at = first_row + row;
         const View seen = view(of, at / H, (at + m - 1) / H, t, end);
         if (seen == View::nothing && !a.has_fill) continue;
         if (!right) {
@@ -172,11 +173,11 @@ class Attention {
           if (a.values) gather_values(of, t, end, padded, values.get());
           right = F::values(a.values ? values.get() : rows.get(), paired.get(), padded, values_width, a.V);
         }
-        F::product(padded, m, W, rows.get(), W, queries.get() + row * W, m, scores.get(), m, false);
-        multiply(scores.get(), static_cast<float>(a.scale), (end - t) * m);
-        if (seen != View::all) hide(of, at, m, t, end - t, scores.get());
-        weigh(m, end - t, padded, scores.get(), sum + row * sums_row, maximum.get() + row, total.get() + row);
-        F::left(scores.get(), weights.get(), padded, m);
+        F::product(padded, wide, W, rows.get(), W, queries.get() + row * W, wide, scores.get(), wide, false);
+        multiply(scores.get(), static_cast<float>(a.scale), (end - t) * wide);
+        if (seen != View::all) hide(of, at, m, wide, t, end - t, scores.get());
+        weigh(m, wide, end - t, padded, scores.get(), sum + row * sums_row, maximum.get() + row, total.get() + row);
+        F::left(scores.get(), weights.get(), padded, wide);
         F::product(m, a.V, padded, weights.get(), padded, right, F::values_row(values_width, a.V),
                    sum + row * sums_row, sums_row, true);
       }
@@ -189,14 +190,14 @@ class Attention {
     }
   }
 
-  // Hides keys t, ... from query rows that do not see them: their scores are [count, m], from `row` on.
-  void hide(Set of, int64_t row, int64_t m, int64_t t, int64_t count, float* scores) const {
+  // Hides keys t, ... from `m` query rows that do not see them: their scores are [count, wide], from `row` on.
+  void hide(Set of, int64_t row, int64_t m, int64_t wide, int64_t t, int64_t count, float* scores) const {
     const float other = a.has_fill ? static_cast<float>(a.fill) : NOTHING;
     for (int64_t i = 0; a.lengths && i < count; ++i) {
       // The later a token, the more it sees: the first rows do not see this key.
       int64_t s = std::max<int64_t>(0, t + i - seen(of.b, 0));
       while (s < a.S && seen(of.b, s) <= t + i) ++s;
-      std::fill_n(scores + i * m, std::clamp<int64_t>(s * H - row, 0, m), other);
+      std::fill_n(scores + i * wide, std::clamp<int64_t>(s * H - row, 0, m), other);
     }
     if (!a.mask) return;
     const bool is_shared = a.mask_n == 0 && H > 1;
@@ -208,7 +209,7 @@ class Attention {
       for (int64_t k = 0; k < rows; ++k) at[k] = place_of_mask(of, row + j + k, t);
       for (int64_t i = 0; i < count; ++i)
         for (int64_t k = 0; k < rows; ++k)
-          apply_mask(at[k] + i * a.mask_t, other, scores + i * m + j + k, is_shared ? more : 1);
+          apply_mask(at[k] + i * a.mask_t, other, scores + i * wide + j + k, is_shared ? more : 1);
     }
   }
 
@@ -228,13 +229,14 @@ class Attention {
     else if (more != 0) at::vec::map<float>([more](Lanes x) { return x + Lanes(more); }, scores, scores, count);
   }
 
-  // Scores [count, m] become weights: exponentials of the scores less the maximum of a query row so far. Sums of earlier
-  // keys shrink where that maximum grows.
-  void weigh(int64_t m, int64_t count, int64_t padded, float* scores, float* sum, float* maximum, float* total) const {
-    float now[BLOCK];
+  // Scores [count, wide] become weights: exponentials of the scores less the maximum of a query row so far. Sums of
+  // earlier keys shrink where that maximum grows. There are m query rows.
+  void weigh(int64_t m, int64_t wide, int64_t count, int64_t padded, float* scores, float* sum, float* maximum,
+             float* total) const {
+    float now[BLOCK] = {};
     std::copy_n(maximum, m, now);
     for (int64_t i = 0; i < count; ++i)
-      at::vec::map2<float>([](Lanes x, Lanes y) { return at::vec::maximum(x, y); }, now, now, scores + i * m, m);
+      at::vec::map2<float>([](Lanes x, Lanes y) { return at::vec::maximum(x, y); }, now, now, scores + i * wide, wide);
     for (int64_t j = 0; j < m; ++j) {
       if (now[j] != maximum[j]) {
         const float shrink = std::exp(maximum[j] - now[j]);
@@ -251,13 +253,13 @@ class Attention {
     for (int64_t first = 0; first < count; first += FEW) {
       float few[BLOCK] = {};  // sums of sums round less
       for (int64_t i = first; i < std::min(count, first + FEW); ++i) {
-        at::vec::map2<float>(weight, scores + i * m, scores + i * m, now, m);
-        at::vec::map2<float>(add, few, few, scores + i * m, m);
+        at::vec::map2<float>(weight, scores + i * wide, scores + i * wide, now, wide);
+        at::vec::map2<float>(add, few, few, scores + i * wide, wide);
       }
-      at::vec::map2<float>(add, more, more, few, m);
+      at::vec::map2<float>(add, more, more, few, wide);
     }
     at::vec::map2<float>(add, total, total, more, m);
-    std::fill_n(scores + count * m, (padded - count) * m, 0.0f);
+    std::fill_n(scores + count * wide, (padded - count) * wide, 0.0f);
   }
 
   void join_parts(int64_t row) {

@@ -30,20 +30,21 @@ struct Buffer {
 
 // Two rows as one row of pairs, the form in which the right side of a matrix product of bfloat16 is wanted.
 inline void pair_rows(const BFloat16* even, const BFloat16* odd, BFloat16* pairs, int64_t count) {
-  int64_t n = 0;
 #ifdef __AVX512BW__
   const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper = lower + _mm512_set1_epi64(4);
-  for (; n + 32 <= count; n += 32) {
-    const __m512i left = _mm512_loadu_si512(even + n), right = _mm512_loadu_si512(odd + n);
+  for (int64_t n = 0; n < count; n += 32) {
+    const __mmask32 some = count - n < 32 ? (1u << (count - n)) - 1 : ~0u;
+    const __m512i left = _mm512_maskz_loadu_epi16(some, even + n), right = _mm512_maskz_loadu_epi16(some, odd + n);
     const __m512i low = _mm512_unpacklo_epi16(left, right), high = _mm512_unpackhi_epi16(left, right);
-    _mm512_storeu_si512(pairs + 2 * n, _mm512_permutex2var_epi64(low, lower, high));
-    _mm512_storeu_si512(pairs + 2 * n + 32, _mm512_permutex2var_epi64(low, upper, high));
+    _mm512_mask_storeu_epi32(pairs + 2 * n, some, _mm512_permutex2var_epi64(low, lower, high));
+    _mm512_mask_storeu_epi32(pairs + 2 * n + 32, some >> 16, _mm512_permutex2var_epi64(low, upper, high));
   }
-#endif
-  for (; n < count; ++n) {
+#else
+  for (int64_t n = 0; n < count; ++n) {
     pairs[2 * n] = even[n];
     pairs[2 * n + 1] = odd[n];
   }
+#endif
 }
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -101,10 +102,10 @@ struct ProductForm {
     if constexpr (!pairs) {
       transpose(weights, to, keys, m);
     } else {
-      // Rounded, they take the first half of their memory: a row ends before the next row to be read. Pairs of them take
+      // Rounded, they take the first half of their memory: each ends before the next one to be read. Pairs of them take
       // the second half.
       auto *rounded = reinterpret_cast<BFloat16*>(weights), *paired = rounded + keys * m;
-      for (int64_t key = 0; key < keys; ++key) copy(weights + key * m, rounded + key * m, m);
+      copy(weights, rounded, keys * m);
       for (int64_t key = 0; key < keys; key += 2)
         pair_rows(rounded + key * m, rounded + (key + 1) * m, paired + key * m, m);
       transpose(reinterpret_cast<float*>(paired), reinterpret_cast<float*>(to), keys / 2, m);
